@@ -1,0 +1,51 @@
+"""Every error that checkflow raises on purpose. Each message is one line that says what is wrong and what to do."""
+
+from __future__ import annotations
+
+
+class CheckflowError(Exception):
+    """The root: ``except CheckflowError`` catches everything that checkflow reports on purpose."""
+
+
+class ModelError(CheckflowError):
+    """A model file cannot be used: it is missing, has no ``build``, raises, or returns something else."""
+
+
+class TraceError(CheckflowError):
+    """A training step cannot be traced; the message names the operator and the user's source line."""
+
+
+class PlanError(CheckflowError):
+    """A plan, or what it would be made of, is damaged or breaks a rule."""
+
+
+class InfeasibleError(PlanError):
+    """No plan satisfies what was asked; the message names the tight interval and the least bandwidth."""
+
+
+class SolverError(PlanError):
+    """A solver is missing, failed, or ran out of time before it found any schedule."""
+
+
+class MismatchError(CheckflowError):
+    """A plan or a checkpoint was made for another job; the message says what differs."""
+
+
+class UnsupportedError(CheckflowError):
+    """The job does something on the closed list of refusals; the message says what to change."""
+
+
+class StorageError(CheckflowError):
+    """A checkpoint directory cannot be written or read."""
+
+
+class LockedError(StorageError):
+    """Another process writes to this checkpoint directory; the message names it."""
+
+
+class CorruptCheckpointError(StorageError):
+    """A checkpoint is damaged; the message names the file."""
+
+
+class ConsistencyError(CheckflowError):
+    """An audit found staged bytes that differ from the state at the boundary; the message names the tensor."""

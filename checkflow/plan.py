@@ -1,0 +1,288 @@
+"""Plan: the schedule of all chunks, what it was made for, and what it promises. Pure data, validated.
+
+The file is canonical JSON: one serialisation for one plan. A file that differs from it in any byte is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from checkflow.errors import PlanError
+from checkflow.graph import STRICT, AnchorKey
+from checkflow.timeline import Granularity, Timeline
+
+FORMAT, VERSION = "checkflow-plan", 1
+Policy = Literal["direct", "snapshot"]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A byte range of one state tensor, copied in one piece.
+
+    Its bytes cross the link within step ``offload_step``. Where ``snapshot_step`` is set, they are first copied inside
+    device memory at that step and leave from the copy, which is kept up to and including ``offload_step``; otherwise
+    they leave straight from the live tensor. Steps are indices into ``Plan.timeline.steps``.
+    """
+
+    __pydantic_config__ = STRICT
+    tensor: str
+    offset_bytes: int
+    length_bytes: int
+    offload_step: int
+    snapshot_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """Name, shape and dtype of one state tensor, and whether it lies in host memory already."""
+
+    __pydantic_config__ = STRICT
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+    host: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What a plan was made for. The runtime refuses a job whose state, optimizers or micro-batches differ."""
+
+    __pydantic_config__ = STRICT
+    model: str
+    state: tuple[StateSpec, ...]
+    ties: tuple[tuple[str, str], ...]
+    batch: tuple[tuple[tuple[int, ...], str], ...]
+    micro_batches: int
+    autocast: str
+    optimizers: tuple[tuple[str, str], ...]
+    device: str
+    ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """Why the plan is believed to be the best: the objective reached and the bound that nothing can beat."""
+
+    __pydantic_config__ = STRICT
+    status: Literal["optimal", "feasible"]
+    formulation: str
+    solver: str
+    solver_version: str
+    objective_bytes: int
+    bound_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The schedule of one iteration's checkpoint."""
+
+    __pydantic_config__ = STRICT
+    fingerprint: Fingerprint
+    policy: Policy
+    bandwidth_bytes_per_second: float
+    unit_bytes: int  # the link's capacity was counted in these (DESIGN 4b)
+    timeline: Timeline
+    chunks: tuple[Chunk, ...]  # sorted by (offload_step, deadline, tensor, offset)
+    graph_peak_bytes: int
+    plan_peak_bytes: int
+    stall_seconds: float
+    interval: int
+    certificate: Certificate
+    format: Literal["checkflow-plan"] = FORMAT
+    version: Literal[1] = VERSION
+    digest: str = ""
+
+    @property
+    def granularity(self) -> Granularity:
+        return self.timeline.granularity
+
+    @functools.cached_property
+    def deadlines(self) -> dict[str, int | None]:
+        """For each device tensor the last step in which a direct copy may use the link; None: no deadline."""
+        return {
+            name: None if group.first_write is None else group.first_write - 1
+            for group in self.timeline.groups
+            for name, _ in group.members
+        }
+
+    @functools.cached_property
+    def host_tensors(self) -> tuple[str, ...]:
+        """State tensors that lie in host memory: copied at the boundary itself."""
+        return tuple(spec.name for spec in self.fingerprint.state if spec.host)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        return sum(chunk.length_bytes for chunk in self.chunks if chunk.snapshot_step is not None)
+
+    def sealed(self) -> Plan:
+        """The same plan with the digest of its content."""
+        return replace(self, digest=_digest(self))
+
+
+def _canonical(plan: Plan) -> bytes:
+    from pydantic import TypeAdapter
+
+    data = TypeAdapter(Plan).dump_python(plan, mode="json")
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=True).encode() + b"\n"
+
+
+def _digest(plan: Plan) -> str:
+    return hashlib.sha256(_canonical(replace(plan, digest=""))).hexdigest()
+
+
+def validate(plan: Plan) -> None:
+    """Check everything that needs no arithmetic of memory and link (``planner.replay`` checks those).
+
+    Raises:
+        PlanError: with the reason, at the first rule that is broken.
+    """
+    steps = len(plan.timeline.steps)
+    _validate_timeline(plan.timeline)
+    specs = {spec.name: spec for spec in plan.fingerprint.state}
+    if len(specs) != len(plan.fingerprint.state):
+        raise PlanError("the plan names a state tensor twice")
+    sizes = {name: size for group in plan.timeline.groups for name, size in group.members}
+    device = {name for name, spec in specs.items() if not spec.host}
+    if set(sizes) != device:
+        odd = sorted(set(sizes) ^ device)[0]
+        raise PlanError(f"the plan's timeline and fingerprint disagree about state tensor {odd}")
+    ranges: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}
+    for chunk in plan.chunks:
+        _validate_chunk(plan, chunk, sizes, steps)
+        ranges[chunk.tensor].append((chunk.offset_bytes, chunk.offset_bytes + chunk.length_bytes))
+    for name, spans in ranges.items():
+        if specs[name].size_bytes != sizes[name]:
+            raise PlanError(f"the plan gives two sizes for state tensor {name}")
+        reached = 0
+        for begin, end in sorted(spans):
+            if begin != reached:
+                raise PlanError(
+                    f"the plan's chunks of {name} {'overlap' if begin < reached else 'leave a gap'} at byte {reached}"
+                )
+            reached = end
+        if reached != sizes[name]:
+            raise PlanError(f"the plan copies {reached} of the {sizes[name]} bytes of {name}")
+
+
+def _validate_timeline(timeline: Timeline) -> None:
+    steps = timeline.steps
+    if not steps or steps[0].duration_seconds != 0:
+        raise PlanError("the plan's timeline does not begin with the boundary")
+    for step in steps:
+        if step.duration_seconds < 0 or step.live_bytes < 0 or step.link_bytes < 0:
+            raise PlanError(f"step {step.label!r} has a negative duration or size")
+    seen: set[AnchorKey] = set()
+    for step in steps:
+        if (step.anchor is not None) and (step.anchor in seen or step.kind != "anchor"):
+            raise PlanError(f"anchor {step.anchor} occurs twice, or is not an anchor step")
+        if step.anchor is not None:
+            seen.add(step.anchor)
+    names: set[str] = set()
+    for group in timeline.groups:
+        if group.first_write is not None and not 1 <= group.first_write < len(steps):
+            raise PlanError(f"first write at step {group.first_write}, outside of 1 … {len(steps) - 1}")
+        for name, size in group.members:
+            if name in names or size < 0:
+                raise PlanError(f"state tensor {name} occurs twice or has a negative size")
+            names.add(name)
+
+
+def _validate_chunk(plan: Plan, chunk: Chunk, sizes: dict[str, int], steps: int) -> None:
+    if chunk.tensor not in sizes:
+        raise PlanError(f"the plan copies an unknown state tensor: {chunk.tensor}")
+    if chunk.length_bytes < 1 or chunk.offset_bytes < 0:
+        raise PlanError(f"a chunk of {chunk.tensor} has an empty or negative range")
+    if not 0 <= chunk.offload_step < steps:
+        raise PlanError(f"a chunk of {chunk.tensor} leaves at step {chunk.offload_step}, outside of 0 … {steps - 1}")
+    deadline = plan.deadlines[chunk.tensor]
+    if chunk.snapshot_step is None:
+        if deadline is not None and chunk.offload_step > deadline:
+            raise PlanError(f"a chunk of {chunk.tensor} leaves the live tensor after its deadline (step {deadline})")
+    elif not 0 <= chunk.snapshot_step < chunk.offload_step or (deadline is not None and chunk.snapshot_step > deadline):
+        raise PlanError(f"a chunk of {chunk.tensor} has its snapshot too late: step {chunk.snapshot_step}")
+
+
+def dumps(plan: Plan) -> bytes:
+    """The canonical bytes of a plan file (sealed with its digest)."""
+    return _canonical(plan.sealed())
+
+
+def loads(data: bytes, name: str = "plan") -> Plan:
+    """Read a plan; any changed byte is refused.
+
+    Raises:
+        PlanError: the reason, on one line.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        plan: Plan = TypeAdapter(Plan).validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "file"
+        raise PlanError(f"{name}: not a valid plan: {place}: {first['msg']}") from None
+    validate(plan)
+    if plan.digest != _digest(plan) or _canonical(plan) != data:
+        raise PlanError(f"{name}: the plan was changed after it was made (its digest does not fit); make it anew")
+    return plan
+
+
+def save(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write a plan file whole or not at all (a temporary file, fsync, rename)."""
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(dumps(plan))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise PlanError(f"cannot write the plan to {target}: {error.strerror or error}") from error
+
+
+def load(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan file.
+
+    Raises:
+        PlanError: the file cannot be read, or is not a plan that :func:`loads` accepts.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise PlanError(f"cannot read the plan {path}: {error.strerror or error}") from error
+    return loads(data, str(path))
+
+
+def describe_mismatch(
+    plan: Plan, state: dict[str, tuple[tuple[int, ...], str]], optimizers: dict[str, str]
+) -> list[str]:
+    """What differs between a plan's fingerprint and a live job: one line each, empty if it fits.
+
+    Args:
+        state: name to (shape, dtype) of every live state tensor.
+        optimizers: name to implementation, as in ``Fingerprint.optimizers``.
+    """
+    planned = {spec.name: (spec.shape, spec.dtype) for spec in plan.fingerprint.state}
+    lines: list[str] = []
+    for name in planned.keys() | state.keys():
+        have: Any = state.get(name)
+        want: Any = planned.get(name)
+        if have is None:
+            lines.append(f"{name}: planned as {want[1]}{list(want[0])}, not in the job")
+        elif want is None:
+            lines.append(f"{name}: {have[1]}{list(have[0])} in the job, not in the plan")
+        elif have != want:
+            lines.append(f"{name}: {have[1]}{list(have[0])} in the job, {want[1]}{list(want[0])} in the plan")
+    for name, implementation in plan.fingerprint.optimizers:
+        if name in optimizers and optimizers[name] != implementation:
+            lines.append(f"optimizer {name}: {optimizers[name]} in the job, {implementation} in the plan")
+    return sorted(lines)
