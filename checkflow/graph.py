@@ -2,8 +2,8 @@
 
 Pure data. The planner's trace (or the runtime's recorder) makes it; :mod:`checkflow.timeline` is made from it.
 
-Positions: operator ``i`` runs in slot ``i`` (from 0). A *position* ``p`` lies before operator ``p``: an anchor at position
-``p`` fires after operators ``0 … p-1`` and before operator ``p``; the boundary is at position 0.
+Positions: operator ``i`` runs in slot ``i`` (from 0). A *position* ``p`` lies before operator ``p``: an anchor at
+position ``p`` fires after operators ``0 … p-1`` and before operator ``p``; the boundary is at position 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Phase = Literal["forward", "backward", "optimizer"]
 StateKind = Literal["parameter", "buffer", "optimizer"]
 Placement = Literal["device", "host"]
-# Read back from plan files by pydantic, which honours this on standard dataclasses: nothing is coerced, nothing is ignored.
+# For pydantic, which reads plan files back into these dataclasses: nothing is coerced, nothing is ignored.
 STRICT = {"strict": True, "extra": "forbid", "allow_inf_nan": False}
 
 StorageKind = Literal["parameter", "buffer", "optimizer", "input", "activation", "gradient"]
@@ -81,7 +81,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """One allocation. It is live before position p iff created < p <= its end; during operator i iff created <= i <= end.
+    """One allocation: live at position p iff created < p <= its end, during operator i iff created <= i <= its end.
 
     ``created`` is the operator that allocates it, -1 for what lives at the boundary already. Ends are the last operator
     during which it is live; ``len(operators)`` for what also lives at the next boundary.
@@ -107,9 +107,8 @@ class StateEntry:
     placement: Placement  # "host": lies in host memory already, such as Adam's step counters; copied at the boundary
     storage: int | None  # index into TrainingGraph.storages; None for host entries
     first_write: int | None  # operator index of the first write in an iteration; None if it is never written
-    barrier: AnchorKey | None = (
-        None  # where the runtime must assume a write although none was seen (modules that own buffers)
-    )
+    # Where the runtime must assume a write although none was seen: the first forward of a module that owns buffers.
+    barrier: AnchorKey | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Device: what a GPU and its link can do. Numbers are the makers' own; efficiency factors turn them into what training sees."""
+"""Device: what a GPU and its link can do.
+
+Numbers are the makers' own; efficiency factors turn them into what training sees.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ def parse_size(text: str) -> int:
     if not match:
         raise CheckflowError(f"not a size: {text!r} (write it like 24GB or 8MiB)")
     number, prefix, binary = match.groups()
-    return round(float(number) * (1024 if binary else 1000) ** _PREFIX[prefix])
+    scale: int = (1024 if binary else 1000) ** _PREFIX[prefix]
+    return round(float(number) * scale)
 
 
 def parse_bandwidth(text: str) -> float:

@@ -17,7 +17,6 @@ from checkflow.errors import PlanError
 from checkflow.graph import STRICT, AnchorKey
 from checkflow.timeline import Granularity, Timeline
 
-FORMAT, VERSION = "checkflow-plan", 1
 Policy = Literal["direct", "snapshot"]
 
 
@@ -95,8 +94,8 @@ class Plan:
     stall_seconds: float
     interval: int
     certificate: Certificate
-    format: Literal["checkflow-plan"] = FORMAT
-    version: Literal[1] = VERSION
+    format: Literal["checkflow-plan"] = "checkflow-plan"
+    version: Literal[1] = 1
     digest: str = ""
 
     @property

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._prims_common import is_non_overlapping_and_dense
 
 from checkflow.errors import UnsupportedError
 from checkflow.graph import StateKind
@@ -85,6 +84,23 @@ def region(tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, 
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
 
 
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The dimensions in the order in which memory runs through them, outermost first; None if the tensor is not dense.
+
+    A contiguous tensor has (0, 1, 2, …), a channels_last one (0, 2, 3, 1).
+    """
+    # Dimensions of size 1 may carry any stride, and so stand anywhere in the order.
+    order = sorted((d for d in range(tensor.dim()) if tensor.shape[d] != 1), key=lambda d: -tensor.stride(d))
+    expected = 1
+    for d in reversed(order):
+        if tensor.stride(d) != expected:
+            return None
+        expected *= tensor.shape[d]
+    if order == sorted(order):
+        return tuple(range(tensor.dim()))
+    return (*(d for d in range(tensor.dim()) if tensor.shape[d] == 1), *order)
+
+
 def _model_tensors(owner: str, model: nn.Module) -> Iterator[StateTensor]:
     for path, module in unwrap(model).named_modules(remove_duplicate=False):
         prefix = clean_key(path) + "." if clean_key(path) else ""
@@ -97,7 +113,7 @@ def _model_tensors(owner: str, model: nn.Module) -> Iterator[StateTensor]:
 
 
 def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
-    """``id(parameter)`` to the name that optimizer state goes by: the model's key, or "<model>.<key>" if there are several."""
+    """``id(parameter)`` to the name its optimizer state goes by: the model's key; "<model>.<key>" if there are several."""
     names: dict[int, str] = {}
     for owner, model in models.items():
         for found in _model_tensors(owner, model):
@@ -165,7 +181,7 @@ def _refuse_overlap(tensors: list[StateTensor]) -> None:
             )
         if not tensor.numel():
             continue
-        if not is_non_overlapping_and_dense(tensor):
+        if memory_order(tensor) is None:
             raise UnsupportedError(
                 f"state tensor {item.name} is expanded or has gaps in memory; call .contiguous() on it"
             )

@@ -15,7 +15,7 @@ from checkflow.state import as_models, as_optimizers
 class TrainingStep:
     """One training iteration: models, optimizers, an example batch, and the function that runs it.
 
-    The short form takes a loss; the iteration is then ``zero_grad``, loss, ``backward`` (once a micro-batch), ``step``::
+    The short form takes a loss; an iteration is then ``zero_grad``, loss and ``backward`` (once a micro-batch), ``step``::
 
         TrainingStep(model, optimizer, loss=lambda model, x, y: F.cross_entropy(model(x), y), batch=(x, y))
 
@@ -69,7 +69,7 @@ class TrainingStep:
         self._step = step
 
     def run(self, batch: Any) -> Any:
-        """Run one whole iteration on ``batch``; returns what the user's step returns (the last loss in the short form)."""
+        """Run one whole iteration; returns what the user's step returns (the last loss in the short form)."""
         if self._step is not None:
             return self._step(batch)
         assert self.loss is not None
