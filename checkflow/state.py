@@ -90,10 +90,11 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     A contiguous tensor has (0, 1, 2, …), a channels_last one (0, 2, 3, 1).
     """
     # Dimensions of size 1 may carry any stride, and so stand anywhere in the order.
-    order = sorted((d for d in range(tensor.dim()) if tensor.shape[d] != 1), key=lambda d: -tensor.stride(d))
+    strides = tensor.stride()
+    order = sorted((d for d in range(tensor.dim()) if tensor.shape[d] != 1), key=lambda d: -strides[d])
     expected = 1
     for d in reversed(order):
-        if tensor.stride(d) != expected:
+        if strides[d] != expected:
             return None
         expected *= tensor.shape[d]
     if order == sorted(order):
@@ -113,7 +114,7 @@ def _model_tensors(owner: str, model: nn.Module) -> Iterator[StateTensor]:
 
 
 def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
-    """``id(parameter)`` to the name its optimizer state goes by: the model's key; "<model>.<key>" if there are several."""
+    """Maps ``id(parameter)`` to the name of its optimizer state: the model's key; "<model>.<key>" for several models."""
     names: dict[int, str] = {}
     for owner, model in models.items():
         for found in _model_tensors(owner, model):
@@ -121,6 +122,16 @@ def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
                 name = found.name.partition("/")[2]
                 names.setdefault(id(found.tensor), name if len(models) == 1 else f"{owner}.{name}")
     return names
+
+
+def parameter_paths(models: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
+    """Maps "<model>/<parameter>" to the parameter, ties under each of their names."""
+    return {
+        found.name: found.tensor
+        for owner, model in models.items()
+        for found in _model_tensors(owner, model)
+        if found.kind == "parameter"
+    }
 
 
 def optimizer_parameters(

@@ -15,7 +15,7 @@ from checkflow.state import as_models, as_optimizers
 class TrainingStep:
     """One training iteration: models, optimizers, an example batch, and the function that runs it.
 
-    The short form takes a loss; an iteration is then ``zero_grad``, loss and ``backward`` (once a micro-batch), ``step``::
+    The short form takes a loss; an iteration is ``zero_grad``, loss and ``backward`` (once a micro-batch), ``step``::
 
         TrainingStep(model, optimizer, loss=lambda model, x, y: F.cross_entropy(model(x), y), batch=(x, y))
 

@@ -1,0 +1,102 @@
+"""What must have happened by which anchor: a plan, compiled for execution.
+
+An anchor's work, in the order in which it is done:
+
+1. *snapshot*: copy chunks inside device memory; their live tensors may be written from here on;
+2. *release*: hand chunks to the copy engine (straight from the live tensor, or from a snapshot made here or earlier);
+3. *due*: wait until the chunks that leave straight from live tensors with this deadline have left;
+4. *free*: give back the memory of snapshots that the plan says are gone by now.
+
+Anchors have a total order, the plan's. When an anchor fires, the work of every earlier one that has not been done is
+done first: an event may come early or late against the clock, never after the write that it guards (DESIGN 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from checkflow.errors import PlanError
+from checkflow.graph import AnchorKey
+from checkflow.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorWork:
+    """Indices into ``Plan.chunks`` to be treated when one anchor fires."""
+
+    key: AnchorKey
+    snapshot: tuple[int, ...]
+    release: tuple[int, ...]
+    due: tuple[int, ...]
+    free: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """The work of every anchor that has any, in plan order, and what remains after the last one."""
+
+    works: tuple[AnchorWork, ...]
+    position: Mapping[AnchorKey, int]  # index into ``works``
+    last: tuple[int, ...]  # chunks without a deadline: due when every optimizer has stepped
+
+
+def compile_plan(plan: Plan) -> Program:
+    """Turn the steps of a plan into the work of anchors.
+
+    Raises:
+        PlanError: the plan was made at operator granularity, which eager training cannot act on.
+    """
+    if plan.granularity != "segment":
+        raise PlanError(f"a plan of {plan.granularity} granularity cannot be executed: plan with --granularity segment")
+    anchors = {index: step.anchor for index, step in enumerate(plan.timeline.steps) if step.anchor is not None}
+    before = _last_at_or_before(anchors, len(plan.timeline.steps))
+    after = _first_after(anchors, len(plan.timeline.steps))
+    tables: dict[int, dict[str, list[int]]] = {}
+
+    def note(step: int, what: str, chunk: int) -> None:
+        tables.setdefault(step, {"snapshot": [], "release": [], "due": [], "free": []})[what].append(chunk)
+
+    last: list[int] = []
+    for index, chunk in enumerate(plan.chunks):
+        released = before[chunk.offload_step]
+        if chunk.snapshot_step is None:
+            deadline = plan.deadlines[chunk.tensor]
+            if deadline is None:
+                last.append(index)
+            elif deadline not in anchors:
+                raise PlanError(f"the deadline of {chunk.tensor} (step {deadline}) is no anchor of eager training")
+            else:
+                note(deadline, "due", index)
+        else:
+            if chunk.snapshot_step not in anchors:
+                raise PlanError(f"the snapshot of {chunk.tensor} (step {chunk.snapshot_step}) is made at no anchor")
+            note(chunk.snapshot_step, "snapshot", index)
+            released = max(released, chunk.snapshot_step)
+            if (gone := after[chunk.offload_step]) is not None:
+                note(gone, "free", index)
+        note(released, "release", index)
+    works = tuple(
+        AnchorWork(anchors[step], *(tuple(table[what]) for what in ("snapshot", "release", "due", "free")))
+        for step, table in sorted(tables.items())
+    )
+    return Program(works, {work.key: position for position, work in enumerate(works)}, tuple(last))
+
+
+def _last_at_or_before(anchors: Mapping[int, AnchorKey], steps: int) -> list[int]:
+    """For each step the latest anchor step that is not after it (step 0 is the boundary, an anchor)."""
+    found, result = 0, []
+    for step in range(steps):
+        found = step if step in anchors else found
+        result.append(found)
+    return result
+
+
+def _first_after(anchors: Mapping[int, AnchorKey], steps: int) -> list[int | None]:
+    """For each step the earliest anchor step after it, None where the iteration ends first."""
+    found: int | None = None
+    result: list[int | None] = []
+    for step in reversed(range(steps)):
+        result.append(found)
+        found = step if step in anchors else found
+    return result[::-1]

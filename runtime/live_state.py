@@ -1,0 +1,216 @@
+"""The live job's state: looked up anew at each boundary, cheaply; and put back when a job resumes.
+
+State tensors are what :func:`checkflow.state.collect_state` finds. Everything else that a resume needs (extra state) is
+gathered into one plain dictionary, which :mod:`checkflow.runtime.extra_state` encodes.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from checkflow.errors import MismatchError
+from checkflow.state import TrainingState, collect_state, module_names, optimizer_parameters
+
+Models = Mapping[str, nn.Module]
+Optimizers = Mapping[str, torch.optim.Optimizer]
+
+
+class Stateful(Protocol):
+    """What can be passed as ``state=``: schedulers, scalers, anything of the user's own."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+class StateWalk:
+    """All state tensors of a job as they are now; the walk over modules is repeated only when something changed.
+
+    What is checked at each call, all of it by identity: the containers' sizes, that each holds the tensor it held, and
+    each tensor's address (``.data`` may have been reassigned).
+    """
+
+    def __init__(self, models: Models, optimizers: Optimizers) -> None:
+        self._models, self._optimizers = models, optimizers
+        self._state: TrainingState | None = None
+        self._slots: list[tuple[Mapping[Any, Any], Any, torch.Tensor]] = []
+        self._containers: list[Any] = []
+        self._sizes: list[int] = []
+        self._addresses: list[int] = []
+
+    def current(self) -> tuple[TrainingState, bool]:
+        """The state, and whether it is another one than at the last call: other tensors, or at other addresses."""
+        if self._state is not None and self._unchanged():
+            return self._state, False
+        self._state = collect_state(self._models, self._optimizers)
+        self._remember()
+        return self._state, True
+
+    def _unchanged(self) -> bool:
+        assert self._state is not None
+        return (
+            [len(container) for container in self._containers] == self._sizes
+            and all(container.get(key) is tensor for container, key, tensor in self._slots)
+            and [item.tensor.data_ptr() for item in self._state.tensors] == self._addresses
+        )
+
+    def _remember(self) -> None:
+        assert self._state is not None
+        self._containers, self._slots = [], []
+        for model in self._models.values():
+            for module in model.modules():
+                self._containers += [module._modules, module._parameters, module._buffers]
+                for table in (module._parameters, module._buffers):
+                    self._slots += [(table, key, tensor) for key, tensor in table.items() if tensor is not None]
+        for optimizer in self._optimizers.values():
+            self._containers += [optimizer.param_groups, optimizer.state]
+            self._containers += [group["params"] for group in optimizer.param_groups]
+            for table in optimizer.state.values():
+                if isinstance(table, dict):
+                    self._containers.append(table)
+                    self._slots += [(table, key, value) for key, value in table.items() if torch.is_tensor(value)]
+        self._sizes = [len(container) for container in self._containers]
+        self._addresses = [item.tensor.data_ptr() for item in self._state.tensors]
+
+
+def capture_generators() -> dict[str, Any]:
+    """The states of every generator that the main process may draw from."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.default_generator.get_state()}
+    if numpy := sys.modules.get("numpy"):
+        states["numpy"] = numpy.random.get_state()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def restore_generators(states: Mapping[str, Any]) -> None:
+    """Put back what :func:`capture_generators` gave."""
+    random.setstate(states["python"])
+    torch.default_generator.set_state(states["torch"])
+    if "numpy" in states:
+        import numpy
+
+        numpy.random.set_state(states["numpy"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def capture_extra(models: Models, optimizers: Optimizers, objects: Mapping[str, Stateful]) -> dict[str, Any]:
+    """Extra state of models, optimizers and the user's objects at this instant.
+
+    The values may share memory with the job's: encode the result before the job goes on.
+    """
+    return {
+        "modules": {name: module.get_extra_state() for name, module in _modules_with_extra_state(models)},
+        "optimizers": {name: _capture_optimizer(models, optimizer) for name, optimizer in optimizers.items()},
+        "objects": {name: value.state_dict() for name, value in objects.items()},
+    }
+
+
+def restore_extra(
+    extra: Mapping[str, Any], models: Models, optimizers: Optimizers, objects: Mapping[str, Stateful]
+) -> None:
+    """Put back what :func:`capture_extra` gave.
+
+    Raises:
+        MismatchError: a part of the job is not in the checkpoint, or a part of the checkpoint not in the job.
+    """
+    modules = dict(_modules_with_extra_state(models))
+    for what, have, saved in (
+        ("module with extra state", modules, extra["modules"]),
+        ("optimizer", optimizers, extra["optimizers"]),
+        ("state object", objects, extra["objects"]),
+    ):
+        if odd := sorted(set(have) ^ set(saved)):
+            where = "the checkpoint" if odd[0] in saved else "the job"
+            raise MismatchError(f"{what} {odd[0]!r} is only in {where}")
+    for name, module in modules.items():
+        module.set_extra_state(extra["modules"][name])
+    for name, optimizer in optimizers.items():
+        _restore_optimizer(name, models, optimizer, extra["optimizers"][name])
+    for name, value in objects.items():
+        value.load_state_dict(extra["objects"][name])
+
+
+def _modules_with_extra_state(models: Models) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in module_names(models):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield name, module
+
+
+def _capture_optimizer(models: Models, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Groups with their parameters by name, and what the optimizer holds for a parameter that is no tensor."""
+    names = {id(parameter): name for name, parameter in optimizer_parameters(models, optimizer)}
+    groups = [
+        {**group, "params": [names[id(parameter)] for parameter in group["params"]]} for group in optimizer.param_groups
+    ]
+    values = {
+        names[id(parameter)]: {key: value for key, value in table.items() if not torch.is_tensor(value)}
+        for parameter, table in optimizer.state.items()
+        if isinstance(table, dict) and id(parameter) in names
+    }
+    return {"groups": groups, "values": values}
+
+
+def _restore_optimizer(owner: str, models: Models, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    parameters = dict(optimizer_parameters(models, optimizer))
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    have = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    if have != [group["params"] for group in saved["groups"]]:
+        raise MismatchError(f"optimizer {owner}: its parameter groups are not those of the checkpoint")
+    for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
+        for key, value in values.items():
+            if key == "params":
+                continue
+            if torch.is_tensor(group.get(key)) and torch.is_tensor(value):
+                group[key].copy_(value)  # a tensor learning rate is captured by address in CUDA graphs
+            else:
+                group[key] = value
+    for name, values in saved["values"].items():
+        if values:
+            optimizer.state[parameters[name]].update(values)
+
+
+def make_lazy_state(
+    name: str,
+    owner: str,
+    models: Models,
+    optimizer: torch.optim.Optimizer,
+    *,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    on_host: bool,
+) -> torch.Tensor:
+    """Create an optimizer state tensor that the optimizer would create at its first step, and return it.
+
+    Raises:
+        MismatchError: the optimizer has no such parameter.
+    """
+    path, _, key = name.partition("/")[2].rpartition(".")
+    parameter = dict(optimizer_parameters(models, optimizer)).get(path)
+    if parameter is None:
+        raise MismatchError(f"the checkpoint has {name}, but optimizer {owner} has no parameter {path!r}")
+    if tuple(parameter.shape) == shape and not on_host:
+        tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    else:
+        tensor = torch.empty(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+    optimizer.state[parameter][key] = tensor
+    return tensor
+
+
+def drop_state(names: set[str], models: Models, optimizers: Optimizers) -> None:
+    """Take optimizer state tensors of these names out of their optimizers: the checkpoint says that they are absent."""
+    for owner, optimizer in optimizers.items():
+        for path, parameter in optimizer_parameters(models, optimizer):
+            table = optimizer.state.get(parameter)
+            if not table:
+                continue
+            for key in [key for key in table if f"{owner}/{path}.{key}" in names]:
+                del table[key]
+            if not table:
+                del optimizer.state[parameter]
