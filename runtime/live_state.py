@@ -112,27 +112,37 @@ def capture_extra(models: Models, optimizers: Optimizers, objects: Mapping[str, 
     }
 
 
-def restore_extra(
+def refuse_extra_mismatch(
     extra: Mapping[str, Any], models: Models, optimizers: Optimizers, objects: Mapping[str, Stateful]
 ) -> None:
-    """Put back what :func:`capture_extra` gave.
+    """Hold what :func:`capture_extra` gave against the job, before anything is put back.
 
     Raises:
         MismatchError: a part of the job is not in the checkpoint, or a part of the checkpoint not in the job.
     """
-    modules = dict(_modules_with_extra_state(models))
     for what, have, saved in (
-        ("module with extra state", modules, extra["modules"]),
+        ("module with extra state", dict(_modules_with_extra_state(models)), extra["modules"]),
         ("optimizer", optimizers, extra["optimizers"]),
         ("state object", objects, extra["objects"]),
     ):
         if odd := sorted(set(have) ^ set(saved)):
             where = "the checkpoint" if odd[0] in saved else "the job"
             raise MismatchError(f"{what} {odd[0]!r} is only in {where}")
-    for name, module in modules.items():
+    for name, optimizer in optimizers.items():
+        names = {id(parameter): path for path, parameter in optimizer_parameters(models, optimizer)}
+        groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+        if groups != [group["params"] for group in extra["optimizers"][name]["groups"]]:
+            raise MismatchError(f"optimizer {name}: its parameter groups are not those of the checkpoint")
+
+
+def restore_extra(
+    extra: Mapping[str, Any], models: Models, optimizers: Optimizers, objects: Mapping[str, Stateful]
+) -> None:
+    """Put back what :func:`capture_extra` gave and :func:`refuse_extra_mismatch` let pass."""
+    for name, module in _modules_with_extra_state(models):
         module.set_extra_state(extra["modules"][name])
     for name, optimizer in optimizers.items():
-        _restore_optimizer(name, models, optimizer, extra["optimizers"][name])
+        _restore_optimizer(models, optimizer, extra["optimizers"][name])
     for name, value in objects.items():
         value.load_state_dict(extra["objects"][name])
 
@@ -157,12 +167,8 @@ def _capture_optimizer(models: Models, optimizer: torch.optim.Optimizer) -> dict
     return {"groups": groups, "values": values}
 
 
-def _restore_optimizer(owner: str, models: Models, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+def _restore_optimizer(models: Models, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     parameters = dict(optimizer_parameters(models, optimizer))
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    have = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    if have != [group["params"] for group in saved["groups"]]:
-        raise MismatchError(f"optimizer {owner}: its parameter groups are not those of the checkpoint")
     for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
         for key, value in values.items():
             if key == "params":

@@ -175,6 +175,11 @@ class DataLoader:
         """How many samples of this epoch have been handed out."""
         return self._handed
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether this epoch has no batch left."""
+        return self._handed >= self._sampler.samples
+
     def __len__(self) -> int:
         """Batches in a whole epoch."""
         return -(-self._sampler.samples // self.batch_size)

@@ -1,0 +1,321 @@
+"""Captures: the state at one boundary, gathered during the iteration after it, as the plan says.
+
+The life of a capture: ``begin`` at the boundary (extra state is encoded, host state copied, nothing else moves), then
+the plan's work at each anchor, until the last chunk has arrived in its staging buffer and the capture is *delivered* to
+the writer. One is gathered at a time; it is never abandoned for a later one.
+
+Tensors that the plan does not know (the job changed since its first iteration) are copied at the boundary itself, and
+said so: consistent, though not free.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from checkflow.errors import MismatchError
+from checkflow.graph import BOUNDARY, AnchorKey
+from checkflow.hardware import format_size
+from checkflow.plan import Plan, describe_mismatch
+from checkflow.runtime.barriers import AnchorWork, Program
+from checkflow.runtime.copy_engine import CopyEngine, CopyRecord, CopyStatistics, Transfer
+from checkflow.runtime.layout import Layout, TensorRecord, make_layout
+from checkflow.runtime.live_state import StateWalk
+from checkflow.runtime.staging import StagingBuffer, StagingBuffers
+from checkflow.state import StateTensor, TrainingState, memory_order
+
+logger = logging.getLogger("checkflow")
+
+
+@dataclass
+class Capture:
+    """A checkpoint on its way to the writer."""
+
+    step: int
+    buffer: StagingBuffer
+    layout: Layout
+    extra: bytes
+    info: Mapping[str, Any]
+    ties: tuple[tuple[str, str], ...]
+    absent: tuple[str, ...]
+    digests: Mapping[str, int] | None  # of every tensor at the boundary, where this capture is audited
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    """What the last finished capture did, for reports and for holding it against the plan."""
+
+    step: int
+    log: tuple[CopyRecord, ...]
+    statistics: CopyStatistics
+    boundary_bytes: int  # copied at the boundary itself: host state, and tensors that the plan does not know
+
+
+@dataclass(frozen=True)
+class _Arrangement:
+    """Everything about the present layout that captures share."""
+
+    state: TrainingState
+    holds: tuple[torch.Tensor, ...]  # aliases: the memory stays even if ``.data`` is reassigned during a capture
+    layout: Layout
+    absent: tuple[str, ...]
+    at_boundary: tuple[StateTensor, ...]
+    chunks: tuple[tuple[int, int, int], ...]  # per chunk: source address, staging offset, length
+
+
+def tensor_digest(address: int, size_bytes: int) -> int:
+    """xxh3 of a range of memory."""
+    return xxhash.xxh3_64_intdigest((ctypes.c_char * size_bytes).from_address(address)) if size_bytes else 0
+
+
+class Capturer:
+    """Gathers captures for one plan.
+
+    Args:
+        deliver: called with each complete capture, on any thread.
+        buffers: how many staging buffers there are.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        program: Program,
+        walk: StateWalk,
+        engine: CopyEngine,
+        buffers: int,
+        deliver: Callable[[Capture], None],
+    ) -> None:
+        self._plan, self._program, self._walk, self._engine = plan, program, walk, engine
+        self._buffer_count, self._deliver = buffers, deliver
+        self._buffers: StagingBuffers | None = None
+        self._arrangement: _Arrangement | None = None
+        self._prepared: dict[int, list[Transfer]] = {}  # by buffer: headers are in place, addresses computed
+        self._capture: Capture | None = None
+        self._next = 0  # index of the first work not yet done
+        self._boundary_bytes = 0
+        self.layout_changes = 0
+        self.last_report: CaptureReport | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a capture has begun and its work is not all done."""
+        return self._capture is not None
+
+    def begin(
+        self, step: int, extra: bytes, info: Mapping[str, Any], *, audit: bool, optimizers: Mapping[str, str]
+    ) -> float:
+        """Start the capture of this instant; returns the seconds for which it waited for a free staging buffer.
+
+        Args:
+            optimizers: name to implementation, held against the plan's fingerprint at the first capture.
+
+        Raises:
+            MismatchError: at the first capture: the job is not the one that the plan was made for.
+            StorageError: no host memory for the staging buffers.
+        """
+        state, changed = self._walk.current()
+        if changed or self._arrangement is None:
+            if self._arrangement is None:
+                self._refuse_mismatch(state, optimizers)
+            audit = True
+            self._arrange(state)
+        arrangement = self._arrangement
+        assert arrangement is not None
+        assert self._buffers is not None
+        begun = time.perf_counter()
+        buffer = self._buffers.take()
+        waited_seconds = time.perf_counter() - begun
+        try:
+            if buffer.index not in self._prepared:
+                self._prepare(buffer, arrangement)
+            self._copy_at_boundary(buffer, arrangement)
+            digests = _digests(arrangement.state) if audit else None
+        except BaseException:
+            self._buffers.give_back(buffer)
+            raise
+        ties, absent = arrangement.state.ties, arrangement.absent
+        self._capture = capture = Capture(step, buffer, arrangement.layout, extra, info, ties, absent, digests)
+        self._next = 0
+        self._engine.begin(self._prepared[buffer.index], lambda: self._deliver(capture))
+        self.reached(BOUNDARY)
+        return waited_seconds
+
+    def reached(self, key: AnchorKey) -> None:
+        """An anchor fired: do its work, and that of all before it that has not been done."""
+        if self._capture is None:
+            return
+        position = self._program.position.get(key)
+        if position is not None:
+            self._work_until(position + 1)
+
+    def require_undated(self, tensors: Sequence[str] | None = None) -> None:
+        """Chunks of tensors that no operator was seen to write must leave now: what follows might write them.
+
+        Args:
+            tensors: only these; None: all.
+        """
+        if self._capture is None:
+            return
+        chunks = [
+            chunk for chunk in self._program.last if tensors is None or self._plan.chunks[chunk].tensor in tensors
+        ]
+        if chunks:
+            self._engine.offload(chunks, "barrier")
+            self._engine.wait(chunks)
+
+    def release_all(self) -> None:
+        """No anchor is left in this iteration: do all work that has not been done, wait for no snapshot."""
+        if self._capture is not None:
+            self._work_until(len(self._program.works))
+
+    def finish(self) -> float:
+        """Bring the capture in flight to its end, if there is one; returns the seconds waited."""
+        if self._capture is None:
+            return 0.0
+        begun = time.perf_counter()
+        self.release_all()
+        self._engine.finish()
+        self.last_report = CaptureReport(
+            self._capture.step, self._engine.log(), self._engine.statistics(), self._boundary_bytes
+        )
+        self._capture = None
+        return time.perf_counter() - begun
+
+    def abort(self) -> None:
+        """Give up the capture in flight: it is void."""
+        self._engine.abort()
+        if self._capture is not None and self._buffers is not None:
+            self._buffers.give_back(self._capture.buffer)
+        self._capture = None
+
+    def recycle(self, capture: Capture) -> None:
+        """The writer is done with a capture."""
+        if self._buffers is not None:
+            self._buffers.give_back(capture.buffer)
+
+    def close(self) -> None:
+        if self._buffers is not None:
+            self._buffers.close()
+            self._buffers = None
+
+    def _work_until(self, end: int) -> None:
+        while self._next < end:
+            work = self._program.works[self._next]
+            self._next += 1
+            self._do(work)
+
+    def _do(self, work: AnchorWork) -> None:
+        anchor = str(work.key)
+        if work.snapshot:
+            self._engine.snapshot(work.snapshot, anchor)
+        if work.release:
+            self._engine.offload(work.release, anchor)
+        if work.due:
+            self._engine.wait(work.due)
+        if work.free:
+            self._engine.free(work.free)
+
+    def _refuse_mismatch(self, state: TrainingState, optimizers: Mapping[str, str]) -> None:
+        live = {item.name: (tuple(item.tensor.shape), dtype_name(item.tensor)) for item in state.tensors}
+        owners = {name.partition("/")[0] for name in optimizers}
+        # An optimizer may still have to make some of its state (momentum of a parameter that got no gradient yet).
+        late = {
+            name: spec for name, spec in self._specs().items() if name not in live and name.partition("/")[0] in owners
+        }
+        lines = describe_mismatch(self._plan, {**live, **late}, dict(optimizers))
+        if lines:
+            more = f" (and {len(lines) - 1} more differences)" if len(lines) > 1 else ""
+            raise MismatchError(f"the plan was made for another job: {lines[0]}{more}; make a new one: checkflow plan")
+
+    def _specs(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        return {spec.name: (spec.shape, spec.dtype) for spec in self._plan.fingerprint.state}
+
+    def _arrange(self, state: TrainingState) -> None:
+        """Lay the files out for the state as it is now."""
+        deadlines = self._plan.deadlines
+        last = len(self._plan.timeline.steps)
+        live = {item.name: item for item in state.tensors}
+        records = [
+            tensor_record(item, last if (due := deadlines.get(item.name)) is None else due) for item in state.tensors
+        ]
+        layout = make_layout(records)
+        sizes = {name: size for group in self._plan.timeline.groups for name, size in group.members}
+        planned = {name for name, size in sizes.items() if name in live and live[name].tensor.nbytes == size}
+        host = set(self._plan.host_tensors)
+        unknown = [item for item in state.tensors if item.name not in planned and item.name not in host]
+        if unknown:
+            size = sum(item.tensor.nbytes for item in unknown)
+            logger.warning(
+                "%d state tensors (%s) are not in the plan, %s is the first: they are copied at each boundary, "
+                "which holds training; a new plan would hide them",
+                len(unknown), format_size(size), unknown[0].name,
+            )  # fmt: skip
+        chunks = tuple(
+            (
+                live[chunk.tensor].tensor.data_ptr() + chunk.offset_bytes,
+                layout.tensors[chunk.tensor].staging_offset + chunk.offset_bytes,
+                chunk.length_bytes,
+            )
+            if chunk.tensor in planned
+            else (0, 0, 0)
+            for chunk in self._plan.chunks
+        )
+        known = {spec.name for spec in self._plan.fingerprint.state}
+        self._arrangement = _Arrangement(
+            state,
+            tuple(item.tensor.detach() for item in state.tensors),
+            layout,
+            tuple(sorted(known - live.keys() - {name for name, _ in state.ties})),
+            tuple(item for item in state.tensors if item.name not in planned),
+            chunks,
+        )
+        self._prepared = {}
+        self.layout_changes += 1
+        if self._buffers is None or self._buffers.size_bytes < layout.buffer_bytes:
+            if self._buffers is not None:
+                self._buffers.wait_all_free()
+                self._buffers.close()
+            self._buffers = StagingBuffers(self._buffer_count, layout.buffer_bytes)
+
+    def _prepare(self, buffer: StagingBuffer, arrangement: _Arrangement) -> None:
+        """Write the files' headers into a buffer and compute its transfers."""
+        for file in arrangement.layout.files:
+            buffer.view[file.staging_offset : file.staging_offset + len(file.header)] = file.header
+        self._prepared[buffer.index] = [
+            Transfer(source, buffer.address + offset, length) for source, offset, length in arrangement.chunks
+        ]
+
+    def _copy_at_boundary(self, buffer: StagingBuffer, arrangement: _Arrangement) -> None:
+        self._boundary_bytes = 0
+        for item in arrangement.at_boundary:
+            if item.tensor.nbytes:
+                target = buffer.address + arrangement.layout.tensors[item.name].staging_offset
+                ctypes.memmove(target, item.tensor.data_ptr(), item.tensor.nbytes)
+                self._boundary_bytes += item.tensor.nbytes
+
+
+def _digests(state: TrainingState) -> dict[str, int]:
+    return {item.name: tensor_digest(item.tensor.data_ptr(), item.tensor.nbytes) for item in state.tensors}
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """The dtype as files name it: "float32" for torch.float32."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def tensor_record(item: StateTensor, deadline: int) -> TensorRecord:
+    """What the file layout needs to know of a state tensor."""
+    tensor = item.tensor
+    order = memory_order(tensor)
+    row_major = order is None or order == tuple(range(tensor.dim()))
+    return TensorRecord(
+        item.name, dtype_name(tensor), tuple(tensor.shape), tensor.nbytes, tensor.element_size(), deadline,
+        None if row_major else order,
+    )  # fmt: skip

@@ -1,0 +1,140 @@
+"""The background writer: complete captures, one after the other, onto durable storage.
+
+A capture is written by the store's commit protocol, or it fails as a whole; either way its buffer goes back and
+training goes on. Where captures come faster than storage takes them, the newest replaces the one that still waits
+(``supersede``), or the training thread waits at its next boundary for a free buffer: the caller chooses.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkflow.errors import CheckflowError, ConsistencyError
+from checkflow.runtime.capture import Capture, tensor_digest
+
+logger = logging.getLogger("checkflow")
+Commit = Callable[[Capture], Path]
+
+
+@dataclass(frozen=True)
+class Persisted:
+    """The outcome of one capture."""
+
+    step: int
+    path: Path | None  # None: it was not committed
+    error: CheckflowError | None
+    seconds: float
+    size_bytes: int
+    audited: bool
+
+
+class Writer:
+    """One thread that commits captures.
+
+    Args:
+        commit: writes one capture durably and returns its path; raises CheckflowError if it cannot.
+        recycle: gives a capture's buffer back.
+        supersede: whether a newer capture replaces one that still waits.
+    """
+
+    def __init__(self, commit: Commit, recycle: Callable[[Capture], None], *, supersede: bool) -> None:
+        self._commit, self._recycle, self._supersede = commit, recycle, supersede
+        self._waiting: deque[Capture] = deque()
+        self._changed = threading.Condition()
+        self._busy = self._closed = False
+        self._error: CheckflowError | None = None
+        self.committed = self.failed = self.superseded = self.audited = self.breaches = 0
+        self.last: Persisted | None = None
+        self._thread = threading.Thread(target=self._run, name="checkflow-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, capture: Capture) -> None:
+        """Take a complete capture; returns at once."""
+        dropped: list[Capture] = []
+        with self._changed:
+            if self._supersede:
+                dropped.extend(self._waiting)
+                self._waiting.clear()
+                self.superseded += len(dropped)
+            self._waiting.append(capture)
+            self._changed.notify_all()
+        for old in dropped:
+            self._recycle(old)
+
+    def drain(self) -> None:
+        """Wait until everything submitted is committed or has failed."""
+        with self._changed:
+            while self._waiting or self._busy:
+                self._changed.wait()
+
+    def take_error(self) -> CheckflowError | None:
+        """The first error since the last call, if there was one."""
+        with self._changed:
+            error, self._error = self._error, None
+            return error
+
+    def close(self) -> None:
+        """Commit what is left, then stop."""
+        self.drain()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._closed:
+                    self._changed.wait()
+                if not self._waiting:
+                    return
+                capture = self._waiting.popleft()
+                self._busy = True
+            outcome = self._persist(capture)
+            with self._changed:
+                self.last = outcome
+                self._busy = False
+                self.committed += outcome.error is None
+                self.failed += outcome.error is not None
+                self._error = self._error or outcome.error
+                self._changed.notify_all()
+            self._recycle(capture)
+
+    def _persist(self, capture: Capture) -> Persisted:
+        begun = time.perf_counter()
+        path, error = None, None
+        try:
+            self._audit(capture)
+            path = self._commit(capture)
+        except CheckflowError as reason:
+            error = reason
+            logger.warning("checkpoint of step %d failed, training goes on: %s", capture.step, reason)
+        except Exception as reason:
+            # A fault of ours must not end the training job either; the traceback goes to the log.
+            error = CheckflowError(f"checkpoint of step {capture.step}: {type(reason).__name__}: {reason}")
+            logger.exception("checkpoint of step %d failed, training goes on", capture.step)
+        return Persisted(
+            capture.step, path, error, time.perf_counter() - begun, capture.layout.buffer_bytes,
+            capture.digests is not None,
+        )  # fmt: skip
+
+    def _audit(self, capture: Capture) -> None:
+        """Hold the staged bytes against the digests made at the boundary."""
+        if capture.digests is None:
+            return
+        self.audited += 1
+        for name, digest in capture.digests.items():
+            placed = capture.layout.tensors[name]
+            staged = tensor_digest(capture.buffer.address + placed.staging_offset, placed.record.size_bytes)
+            if staged != digest:
+                self.breaches += 1
+                raise ConsistencyError(
+                    f"the checkpoint of step {capture.step} is torn: {name} was written before its copy was made; "
+                    "it is void, and the plan does not fit this job"
+                )

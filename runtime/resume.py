@@ -1,0 +1,112 @@
+"""Put a checkpoint back into a live job: in place, into tensors of the types that the job has, everything or nothing.
+
+First every name, shape and dtype is held against the job; only then is the first byte written. State that an optimizer
+makes at its first step is made here; state that was absent at the checkpoint is taken away.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from checkflow.errors import MismatchError
+from checkflow.runtime import extra_state
+from checkflow.runtime.capture import dtype_name
+from checkflow.runtime.live_state import Stateful, drop_state, make_lazy_state, refuse_extra_mismatch, restore_extra
+from checkflow.runtime.manifest import TensorEntry
+from checkflow.runtime.reader import Checkpoint
+from checkflow.state import collect_state
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a restore found beside the state itself."""
+
+    step: int
+    extra: Mapping[str, Any]  # as the checkpointer saved it
+
+
+def restore(
+    checkpoint: Checkpoint,
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    objects: Mapping[str, Stateful],
+    *,
+    host_tensors: Collection[str] = (),
+) -> Resumed:
+    """Make the job's state equal to the checkpoint's, bit for bit.
+
+    Args:
+        host_tensors: names of state tensors that the optimizers keep in host memory.
+
+    Raises:
+        MismatchError: the checkpoint is of another job; nothing was changed.
+        CorruptCheckpointError: a checksum does not fit; the job's state is then undefined.
+    """
+    state = collect_state(models, optimizers)
+    live = {item.name: item.tensor for item in state.tensors}
+    sources = {**{name: name for name in checkpoint.tensors}, **dict(checkpoint.ties)}
+    _refuse_mismatch(checkpoint, live, sources, models, optimizers)
+    extra = extra_state.decode(checkpoint.extra_bytes)
+    refuse_extra_mismatch(extra["job"], models, optimizers, objects)
+    drop_state({name for name in live if name not in sources}, models, optimizers)
+    ties = dict(state.ties)
+    for name, entry in checkpoint.tensors.items():
+        owner = name.partition("/")[0]
+        if name not in live and name not in ties:
+            live[name] = make_lazy_state(
+                name, owner, models, optimizers[owner],
+                shape=tuple(entry.shape), dtype=getattr(torch, entry.dtype), on_host=name in host_tensors,
+            )  # fmt: skip
+    with torch.no_grad():
+        for name, tensor in live.items():
+            if name in sources:
+                _fill(checkpoint, sources[name], tensor)
+    restore_extra(extra["job"], models, optimizers, objects)
+    return Resumed(checkpoint.step, extra)
+
+
+def _refuse_mismatch(
+    checkpoint: Checkpoint,
+    live: Mapping[str, torch.Tensor],
+    sources: Mapping[str, str],
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+) -> None:
+    tied = dict(collect_state(models, optimizers).ties)
+    for name, tensor in live.items():
+        if name not in sources:
+            if name.partition("/")[0] in models:
+                raise MismatchError(f"{checkpoint.path}: the job's {name} is not in the checkpoint")
+            continue
+        entry = checkpoint.tensors[sources[name]]
+        _compare(checkpoint, name, tensor, entry)
+    for name in checkpoint.tensors:
+        owner = name.partition("/")[0]
+        if name not in live and name not in tied and owner not in optimizers:
+            raise MismatchError(f"{checkpoint.path}: the checkpoint's {name} is not in the job")
+
+
+def _compare(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, entry: TensorEntry) -> None:
+    have, want = f"{dtype_name(tensor)}{list(tensor.shape)}", f"{entry.dtype}{list(entry.shape)}"
+    if have != want:
+        raise MismatchError(f"{checkpoint.path}: {name} is {want} in the checkpoint, {have} in the job")
+
+
+def _fill(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> None:
+    """Read a tensor's row-major bytes, straight into its memory where that is row-major host memory."""
+    size_bytes = math.prod(tensor.shape) * tensor.element_size()
+    if not size_bytes:
+        return
+    direct = tensor.device.type == "cpu" and tensor.is_contiguous()
+    target = tensor if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
+    memory = (ctypes.c_char * size_bytes).from_address(target.data_ptr())
+    checkpoint.read_into(name, memoryview(memory).cast("B"))
+    if not direct:
+        tensor.detach().copy_(target)
