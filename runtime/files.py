@@ -1,0 +1,131 @@
+"""Every call of the operating system that writes, moves or reads checkpoints, one plain function each.
+
+The store and the reader reach the file system through this module alone (``files.pwrite(…)``), so that tests can make
+any single call fail. Errors are OSError; the callers give them a meaning.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Sequence
+
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# Not blocking, or the open of a planted FIFO would wait for ever; regular files do not care.
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+def open_folder(path: str, *, dir_fd: int | None = None) -> int:
+    """A directory, itself no symbolic link."""
+    return os.open(path, _FOLDER | os.O_NOFOLLOW, dir_fd=dir_fd)
+
+
+def make_folders(path: str) -> None:
+    os.makedirs(path, exist_ok=True)
+
+
+def mkdir(name: str, *, dir_fd: int) -> None:
+    os.mkdir(name, dir_fd=dir_fd)
+
+
+def open_new(name: str, *, dir_fd: int) -> int:
+    """A new file for writing: fails if anything of this name exists, a dangling symbolic link too."""
+    return os.open(name, _NEW, 0o666, dir_fd=dir_fd)
+
+
+def open_read(name: str, *, dir_fd: int) -> int:
+    """An existing file for reading; a symbolic link is not followed (ELOOP)."""
+    return os.open(name, _READ, dir_fd=dir_fd)
+
+
+def pwrite(fd: int, data: memoryview, offset: int) -> int:
+    """Write some of ``data``; the number of bytes written may be smaller than its size."""
+    return os.pwrite(fd, data, offset)
+
+
+def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Read into buffers; fewer bytes than asked for near the end of the file."""
+    return os.preadv(fd, buffers, offset)
+
+
+def fsync(fd: int) -> None:
+    os.fsync(fd)
+
+
+def close(fd: int) -> None:
+    os.close(fd)
+
+
+def rename(old: str, new: str, *, dir_fd: int) -> None:
+    """Rename within one directory."""
+    os.rename(old, new, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
+
+def unlink(name: str, *, dir_fd: int) -> None:
+    os.unlink(name, dir_fd=dir_fd)
+
+
+def rmdir(name: str, *, dir_fd: int) -> None:
+    os.rmdir(name, dir_fd=dir_fd)
+
+
+def names(fd: int) -> list[str]:
+    """What a directory contains, sorted."""
+    return sorted(os.listdir(fd))
+
+
+def folder_names(path: str) -> list[str]:
+    """What a directory contains, sorted."""
+    return sorted(os.listdir(path))
+
+
+def exists(name: str, *, dir_fd: int) -> bool:
+    """Whether the name is taken, by a dangling symbolic link too."""
+    try:
+        os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def regular_size(fd: int) -> int | None:
+    """The size in bytes of an open regular file; None if it is anything else."""
+    status = os.fstat(fd)
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def write_all(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of ``data``, going on after short writes."""
+    while data:
+        written = pwrite(fd, data, offset)
+        if written <= 0:
+            raise OSError(errno.EIO, "a write made no progress")
+        data, offset = data[written:], offset + written
+
+
+def read_all(fd: int, buffer: memoryview, offset: int) -> int:
+    """Fill ``buffer``; returns how many bytes the file gave (fewer only at its end)."""
+    done = 0
+    while done < len(buffer) and (count := preadv(fd, [buffer[done:]], offset + done)):
+        done += count
+    return done
+
+
+def remove(name: str, *, dir_fd: int) -> None:
+    """Remove a checkpoint's directory and the files in it, or a plain file or link of this name.
+
+    Nothing is followed: a directory inside it, which no checkpoint has, is an error.
+    """
+    try:
+        fd = open_folder(name, dir_fd=dir_fd)
+    except NotADirectoryError:  # a symbolic link too
+        unlink(name, dir_fd=dir_fd)
+        return
+    try:
+        for entry in names(fd):
+            unlink(entry, dir_fd=fd)
+    finally:
+        close(fd)
+    rmdir(name, dir_fd=dir_fd)

@@ -1,0 +1,107 @@
+"""One writer per checkpoint directory: an advisory lock (flock) on a file in it, which names its holder.
+
+The kernel drops the lock when the holder dies, however it dies. Forked children (loader workers) would keep it alive
+after the trainer's death; they close it as their first act.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+import weakref
+from pathlib import Path
+
+from checkflow.errors import LockedError, StorageError
+
+LOCK = ".lock"
+_MAX_HOLDER_BYTES = 4096
+_RETRY_SECONDS = 0.05
+_held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
+
+
+class DirectoryLock:
+    """Held from construction to :meth:`release`, or the end of the process.
+
+    Args:
+        wait_seconds: how long to try again while another process holds it: a job that was started anew at once may meet
+            the last breath of its predecessor.
+
+    Raises:
+        LockedError: another process holds the lock; the message names its pid and host.
+        StorageError: the lock file cannot be made, or the file system has no locks.
+    """
+
+    def __init__(self, directory: Path, *, wait_seconds: float = 5.0) -> None:
+        self._fd: int | None = None
+        path = directory / LOCK
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise StorageError(f"cannot lock the checkpoint directory: {path}: {error.strerror}") from error
+        try:
+            _acquire(fd, path, wait_seconds)
+            _sign(fd, path)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+        _held.add(self)
+
+    @property
+    def held(self) -> bool:
+        return self._fd is not None
+
+    def release(self) -> None:
+        """Give the lock up; once more is harmless."""
+        fd, self._fd = self._fd, None
+        _held.discard(self)
+        if fd is not None:
+            os.close(fd)
+
+
+def _acquire(fd: int, path: Path, wait_seconds: float) -> None:
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise LockedError(f"{path.parent} is being written by {_holder(fd)}; stop it first") from None
+            time.sleep(_RETRY_SECONDS)
+        except OSError as error:
+            missing = error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+            reason = "its file system has no locks (flock)" if missing else error.strerror
+            raise StorageError(f"cannot lock the checkpoint directory {path.parent}: {reason}") from error
+        else:
+            return
+
+
+def _sign(fd: int, path: Path) -> None:
+    """Say who holds the lock. A full disk is no reason to refuse: the lock holds, only its label is missing."""
+    record = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, record, 0)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageError(f"cannot write the checkpoint directory: {path}: {error.strerror}") from error
+
+
+def _holder(fd: int) -> str:
+    try:
+        record = json.loads(os.pread(fd, _MAX_HOLDER_BYTES, 0))
+        return f"process {int(record['pid'])} on host {str(record['host'])[:255]!r}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process (it left no name)"
+
+
+def _close_in_child() -> None:
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

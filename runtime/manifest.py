@@ -1,0 +1,222 @@
+"""The manifest of a checkpoint: what belongs to it, with sizes and checksums. Written last, read first.
+
+The file is JSON whose last member is a digest of all bytes before it. The digest is checked before anything is parsed,
+so damage never reaches the parser; what does parse is still validated strictly, because anyone can write a digest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import xxhash
+from pydantic import Field, JsonValue, StringConstraints, TypeAdapter, ValidationError
+from pydantic_core import PydanticSerializationError
+
+from checkflow.errors import CorruptCheckpointError, MismatchError, UnsupportedError
+from checkflow.graph import STRICT
+from checkflow.runtime.layout import STORED_TYPES, Layout
+
+VERSION = 1
+BLOCK_BYTES = 8388608  # 8 MiB
+MANIFEST, EXTRA = "manifest.json", "state.msgpack"
+MAX_MANIFEST_BYTES = 1 << 28
+MAX_EXTRA_BYTES = 1 << 32
+MAX_STEP = 10**18
+# No separator, no dot at the begin: such a name stays in its directory and is never one of the store's hidden names.
+_FILE = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,249}"
+_DIGEST = re.compile(rb',"digest":"([0-9a-f]{32})"}\n')
+_DIGEST_BYTES = len(b',"digest":""}\n') + 32
+
+Size = Annotated[int, Field(ge=0, le=2**62)]
+FileName = Annotated[str, StringConstraints(pattern=rf"^{_FILE}\z")]
+Checksum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}\z")]
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A file: its size, and the xxh3-64 of each block of ``BLOCK_BYTES`` (the last one shorter), in hexadecimal."""
+
+    __pydantic_config__ = STRICT
+    size_bytes: Size
+    blocks: tuple[Checksum, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor (first index and length in each dimension), stored under ``key`` in ``file``."""
+
+    __pydantic_config__ = STRICT
+    file: FileName
+    key: str
+    offsets: tuple[Size, ...]
+    lengths: tuple[Size, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A state tensor as a whole.
+
+    ``permutation`` is the memory order that the job used (see ``TensorRecord``); files are row-major all the same.
+    ``tags``: "pair" where an element is stored as two real numbers.
+    """
+
+    __pydantic_config__ = STRICT
+    shape: tuple[Size, ...]
+    dtype: str
+    pieces: tuple[Piece, ...]
+    permutation: tuple[int, ...] | None = None
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a checkpoint but its bytes."""
+
+    __pydantic_config__ = STRICT
+    step: Annotated[int, Field(ge=0, le=MAX_STEP)]
+    run_id: str
+    plan_digest: str  # of the plan that ran, "" without a plan
+    world_size: Annotated[int, Field(ge=1)]
+    files: dict[FileName, FileEntry]
+    tensors: dict[str, TensorEntry]
+    ties: tuple[tuple[str, str], ...] = ()  # (further name, name in ``tensors``)
+    absent: tuple[str, ...] = ()  # state that the job may have, and did not have at this boundary
+    info: dict[str, JsonValue] = field(default_factory=dict)
+    block_bytes: Literal[8388608] = 8388608
+    format: Literal["checkflow-checkpoint"] = "checkflow-checkpoint"
+    version: Literal[1] = 1
+
+
+def describe_tensors(layout: Layout) -> dict[str, TensorEntry]:
+    """The manifest's entries for tensors that one rank holds whole."""
+    return {
+        name: TensorEntry(
+            placed.record.shape,
+            placed.record.dtype,
+            (Piece(placed.file, placed.key, (0,) * len(placed.record.shape), placed.record.shape),),
+            placed.record.permutation,
+            ("pair",) if STORED_TYPES[placed.record.dtype].pair else (),
+        )
+        for name, placed in layout.tensors.items()
+    }
+
+
+_ADAPTER: TypeAdapter[Manifest] = TypeAdapter(Manifest)
+
+
+def dumps(manifest: Manifest) -> bytes:
+    """The manifest's file.
+
+    Raises:
+        UnsupportedError: ``info`` holds something that JSON has not, or the whole is too large to be read back.
+    """
+    try:
+        data = _ADAPTER.dump_python(manifest, mode="json")
+        body = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=True).encode()[:-1]
+    except (PydanticSerializationError, ValueError, TypeError, RecursionError) as error:
+        raise UnsupportedError(f"the checkpoint's information cannot be written as JSON: {error}") from None
+    if len(body) + _DIGEST_BYTES > MAX_MANIFEST_BYTES:
+        raise UnsupportedError(f"the manifest would have {len(body)} bytes, more than {MAX_MANIFEST_BYTES}")
+    return body + b',"digest":"' + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n'
+
+
+def loads(data: bytes, name: str) -> Manifest:
+    """Read a manifest.
+
+    Args:
+        name: the file's, for messages.
+
+    Raises:
+        CorruptCheckpointError: it was changed in any byte, or contradicts itself.
+        MismatchError: it is whole, but of a format that this version does not know.
+    """
+    body, tail = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+    found = _DIGEST.fullmatch(tail)
+    if not found or found[1].decode() != xxhash.xxh3_128_hexdigest(body):
+        raise CorruptCheckpointError(f"{name} is damaged: its digest does not fit its content")
+    text = body + b"}"
+    version = re.search(rb'"version":([0-9]{1,9})}\Z', text)
+    if version and int(version[1]) != VERSION:
+        raise MismatchError(f"{name} has format version {int(version[1])}; this checkflow reads version {VERSION}")
+    try:
+        manifest = _ADAPTER.validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "file"
+        raise CorruptCheckpointError(f"{name} is no valid manifest: {place}: {first['msg']}") from None
+    if problem := _contradiction(manifest):
+        raise CorruptCheckpointError(f"{name} contradicts itself: {problem}")
+    return manifest
+
+
+def _contradiction(manifest: Manifest) -> str | None:
+    if EXTRA not in manifest.files:
+        return f"it names no {EXTRA}"
+    if MANIFEST in manifest.files:
+        return "it names itself"
+    for name, entry in manifest.files.items():
+        if len(entry.blocks) != -(-entry.size_bytes // BLOCK_BYTES):
+            return f"{name} has {len(entry.blocks)} checksums for {entry.size_bytes} bytes"
+    for name, tensor in manifest.tensors.items():
+        if problem := _tensor_problem(tensor, manifest.files):
+            return f"tensor {name} {problem}"
+    for further, first in manifest.ties:
+        if first not in manifest.tensors or further in manifest.tensors:
+            return f"{further} is tied to {first}"
+    return None
+
+
+def _tensor_problem(tensor: TensorEntry, files: Mapping[str, FileEntry]) -> str | None:
+    stored = STORED_TYPES.get(tensor.dtype)
+    if stored is None:
+        return f"has the unknown dtype {tensor.dtype!r}"
+    if tensor.tags != (("pair",) if stored.pair else ()):
+        return f"has tags that do not fit {tensor.dtype}"
+    rank = len(tensor.shape)
+    if tensor.permutation is not None and sorted(tensor.permutation) != list(range(rank)):
+        return "has a permutation that is none"
+    for piece in tensor.pieces:
+        if piece.file not in files:
+            return f"lies in {piece.file}, which is not listed"
+        if len(piece.offsets) != rank or len(piece.lengths) != rank:
+            return "has a piece of another rank"
+        if any(o + n > size for o, n, size in zip(piece.offsets, piece.lengths, tensor.shape, strict=True)):
+            return "has a piece beyond its shape"
+    if sum(math.prod(piece.lengths) for piece in tensor.pieces) != math.prod(tensor.shape) or not tensor.pieces:
+        return "is not covered by its pieces"
+    return "has pieces that overlap" if _overlap(tensor.pieces) else None
+
+
+def _overlap(pieces: tuple[Piece, ...]) -> bool:
+    """Whether any two boxes share an element. Boxes are swept along the first dimension."""
+    if not pieces[0].lengths:
+        return len(pieces) > 1
+    ordered = sorted((p for p in pieces if math.prod(p.lengths)), key=lambda p: p.offsets[0])
+    for i, one in enumerate(ordered):
+        for other in ordered[i + 1 :]:
+            if other.offsets[0] >= one.offsets[0] + one.lengths[0]:
+                break
+            if all(
+                a < b + m and b < a + n
+                for a, n, b, m in zip(one.offsets, one.lengths, other.offsets, other.lengths, strict=True)
+            ):
+                return True
+    return False
+
+
+def to_info(info: Mapping[str, Any]) -> dict[str, Any]:
+    """``info`` as plain JSON values.
+
+    Raises:
+        UnsupportedError: a value that JSON has not.
+    """
+    try:
+        plain = json.loads(json.dumps(dict(info), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UnsupportedError(f"a checkpoint's information must be JSON values: {error}") from None
+    return dict(plain)

@@ -1,0 +1,393 @@
+"""The store: a directory of checkpoints, each there whole or not at all, and there for good once acknowledged.
+
+    <directory>/
+      .lock                         held by the one writer
+      step-00001234/                a checkpoint: manifest.json, state.msgpack, <owner>-<shard>-of-<shards>.safetensors
+      .tmp-00001234-<run id>/       being written; a leftover belongs to a dead run and is removed
+      .replaced-step-00001234/      stands in for a step-00001234 that is just being exchanged for a new one
+      .trash-step-00001234/         being deleted
+      .broken-step-00001234/        proved damaged, set aside by a restore; left for people to look at
+      .superseded-step-00001234/    later than the step from which a job was told to go on; left likewise
+
+Every name but ``step-…`` is hidden from readers. The steps of a commit are numbered in :meth:`Store.commit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import xxhash
+
+from checkflow.errors import CheckflowError, StorageError, UnsupportedError
+from checkflow.runtime import files, manifest
+from checkflow.runtime.layout import OWNER, Layout, file_image
+from checkflow.runtime.lock import DirectoryLock
+from checkflow.runtime.reader import find, glance, parse_step, step_name
+
+logger = logging.getLogger("checkflow")
+
+_TMP, _REPLACED, _TRASH = ".tmp-", ".replaced-", ".trash-"
+_BROKEN, _SUPERSEDED = ".broken-", ".superseded-"
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
+_VOLATILE = ("tmpfs", "ramfs", "overlay")
+MIN_COMPLETE = 2
+
+
+class Store:
+    """The writing side of a checkpoint directory. One per directory at a time, over all processes and hosts.
+
+    Args:
+        directory: made if it is missing.
+        run_id: distinguishes the runs that wrote here; letters, digits, ``_``, ``.``, ``-``.
+        keep_latest: how many of the newest checkpoints stay; at least 2, so that one damaged file is no disaster.
+        keep_epochs: whether checkpoints with ``info["epoch_end"]`` true stay beyond that.
+        lock_wait_seconds: how long to wait for another writer to end.
+
+    Raises:
+        LockedError: another process writes here.
+        StorageError: the directory cannot be made, read or written.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        run_id: str,
+        keep_latest: int = 2,
+        keep_epochs: bool = True,
+        lock_wait_seconds: float = 5.0,
+    ) -> None:
+        if not OWNER.fullmatch(run_id):
+            raise ValueError(f"a run id is 1 to 100 letters, digits, '_', '.' and '-', not {run_id!r}")
+        if keep_latest < MIN_COMPLETE:
+            raise ValueError(f"keep_latest is {keep_latest}: at least {MIN_COMPLETE} checkpoints must stay")
+        self.run_id, self.keep_latest, self.keep_epochs = run_id, keep_latest, keep_epochs
+        self.directory = Path(directory).absolute()
+        self._mutex = threading.Lock()
+        self._epoch_ends: dict[int, bool | None] = {}  # None: not complete, or not readable
+        self._void: set[str] = set()  # published, but not durably, and not yet taken back
+        self._root: int | None = None
+        self._synced_folders = True
+        with _reported(f"cannot use the checkpoint directory {self.directory}"):
+            files.make_folders(str(self.directory))
+            self.directory = self.directory.resolve(strict=True)  # the root may be a link; nothing below it may
+        # (1) one writer
+        self._lock = DirectoryLock(self.directory, wait_seconds=lock_wait_seconds)
+        try:
+            with _reported(f"cannot use the checkpoint directory {self.directory}"):
+                self._root = files.open_folder(str(self.directory))
+                self._settle()
+                # What an earlier run renamed and did not live to sync is as good as acknowledged from here on.
+                self._sync_folder(self._root)
+        except BaseException:
+            self.close()
+            raise
+        self._warn_if_volatile()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give up the lock; once more is harmless."""
+        root, self._root = self._root, None
+        if root is not None:
+            files.close(root)
+        self._lock.release()
+
+    def checkpoints(self) -> tuple[Path, ...]:
+        """Paths of all checkpoints, newest first."""
+        return find(self.directory)
+
+    def commit(
+        self,
+        step: int,
+        layout: Layout,
+        staging: memoryview,
+        extra: bytes,
+        info: Mapping[str, Any],
+        *,
+        ties: Sequence[tuple[str, str]] = (),
+        absent: Sequence[str] = (),
+        plan_digest: str = "",
+    ) -> Path:
+        """Write a checkpoint. When this returns, it survives a power cut: it is acknowledged.
+
+        A checkpoint of the same step, left by an earlier run, is replaced: it stays until the new one is complete on
+        disk, and comes back if the exchange does not succeed.
+
+        Args:
+            staging: at least ``layout.buffer_bytes`` bytes, filled as ``layout`` says; must not change meanwhile.
+            extra: the content of ``state.msgpack``.
+            info: JSON values; ``"epoch_end": True`` marks a checkpoint that ``keep_epochs`` keeps.
+            ties: (further name, name in ``layout``) of state tensors that share memory.
+            absent: names of state that did not exist at this boundary.
+            plan_digest: of the plan that ran.
+
+        Raises:
+            StorageError: it could not be written. What was written of it is removed, earlier checkpoints are untouched,
+                and the next commit may succeed.
+            UnsupportedError: ``info`` holds something other than JSON values.
+        """
+        if not 0 <= step <= manifest.MAX_STEP:
+            raise ValueError(f"a step is a number from 0 to {manifest.MAX_STEP}, not {step}")
+        flat = staging.cast("B")
+        if len(flat) < layout.buffer_bytes:
+            raise ValueError(f"the staging buffer has {len(flat)} bytes, the layout needs {layout.buffer_bytes}")
+        if len(extra) > manifest.MAX_EXTRA_BYTES:
+            raise UnsupportedError(f"the extra state has {len(extra)} bytes, more than {manifest.MAX_EXTRA_BYTES}")
+        plain = manifest.to_info(info)
+        with self._mutex:
+            root = self._open_root()
+            temporary, final = f"{_TMP}{step:08d}-{self.run_id}", step_name(step)
+            with _reported(f"cannot write the checkpoint of step {step} to {self.directory}"):
+                try:
+                    self._settle()
+                    # (2) a directory that no reader looks at
+                    files.mkdir(temporary, dir_fd=root)
+                    folder = files.open_folder(temporary, dir_fd=root)
+                    try:
+                        # (3) every shard, and the extra state: written, checksummed, fsynced
+                        entries = {
+                            file.name: _write(folder, file.name, file_image(file, flat, manifest.BLOCK_BYTES))
+                            for file in layout.files
+                        }
+                        entries[manifest.EXTRA] = _write(folder, manifest.EXTRA, iter([memoryview(extra)]))
+                        # (4) the manifest last: it names only what is on the disk by now
+                        described = manifest.Manifest(
+                            step=step,
+                            run_id=self.run_id,
+                            plan_digest=plan_digest,
+                            world_size=1,
+                            files=entries,
+                            tensors=manifest.describe_tensors(layout),
+                            ties=tuple(ties),
+                            absent=tuple(absent),
+                            info=plain,
+                        )
+                        _write(folder, manifest.MANIFEST, iter([memoryview(manifest.dumps(described))]))
+                        # (5) the names of these files
+                        self._sync_folder(folder)
+                    finally:
+                        files.close(folder)
+                    # (6), (7) the checkpoint's own name: from here on it is acknowledged
+                    self._publish(root, temporary, final)
+                except BaseException:
+                    self._remove_quietly(root, temporary)
+                    raise
+            self._epoch_ends[step] = plain.get("epoch_end") is True
+            # (8) only now may older ones go
+            self._retire(root, step)
+            return self.directory / final
+
+    def set_aside(self, path: Path) -> Path:
+        """Rename a checkpoint that is proved damaged to ``.broken-…``, so that no restore meets it again.
+
+        Raises:
+            StorageError: it cannot be renamed.
+        """
+        with self._mutex, _reported(f"cannot set the damaged checkpoint {path} aside"):
+            return self._hide(path, _BROKEN)
+
+    def rewind(self, step: int) -> tuple[Path, ...]:
+        """Rename all checkpoints after ``step`` to ``.superseded-…``; returns their new paths.
+
+        For a job that is told to go on from an older step (or, with -1, to start anew): the next restore would
+        otherwise take the newest of the abandoned run.
+
+        Raises:
+            StorageError: one cannot be renamed.
+        """
+        with self._mutex, _reported(f"cannot rewind {self.directory} to step {step}"):
+            later = [path for path in self.checkpoints() if (parse_step(path.name) or 0) > step]
+            return tuple(self._hide(path, _SUPERSEDED) for path in later)
+
+    def _hide(self, path: Path, prefix: str) -> Path:
+        step = parse_step(path.name)
+        if step is None or path.parent != self.directory:
+            raise ValueError(f"{path} is no checkpoint of {self.directory}")
+        root = self._open_root()
+        name, count = prefix + path.name, 1
+        while files.exists(name, dir_fd=root):
+            name, count = f"{prefix}{path.name}.{count}", count + 1
+        files.rename(path.name, name, dir_fd=root)
+        self._sync_folder(root)
+        self._epoch_ends.pop(step, None)
+        return self.directory / name
+
+    def _open_root(self) -> int:
+        # A forked child has lost the lock, and its parent is still writing.
+        if self._root is None or not self._lock.held:
+            raise StorageError(f"the store {self.directory} is closed in this process")
+        return self._root
+
+    def _publish(self, root: int, temporary: str, final: str) -> None:
+        """Give a complete temporary directory its name, durably; undo it if that cannot be made sure.
+
+        The name may be taken by the same step of an earlier run, and a directory cannot be renamed onto one that is not
+        empty. So the old one steps aside first. Whatever moment a crash picks, one of the two is whole under a name
+        that :meth:`_settle` brings back.
+        """
+        replaced = _REPLACED + final
+        exchanged = renamed = False
+        try:
+            if files.exists(final, dir_fd=root):
+                files.rename(final, replaced, dir_fd=root)
+                exchanged = True
+            # Everything in the directory is on the disk. (6)
+            files.rename(temporary, final, dir_fd=root)
+            renamed = True
+            self._sync_folder(root)  # (7)
+        except BaseException:
+            # An fsync that failed may have dropped the name and will not say so twice: this checkpoint is void.
+            if renamed:
+                self._void.add(final)
+            with contextlib.suppress(OSError):
+                self._settle()
+            raise
+        if exchanged:
+            self._remove_quietly(root, replaced)
+
+    def _remove_quietly(self, root: int, name: str) -> None:
+        """Remove what no restore needs. A failure costs disk space until the next start, and is no reason to fail."""
+        try:
+            if files.exists(name, dir_fd=root):
+                files.remove(name, dir_fd=root)
+        except OSError as error:
+            logger.warning("cannot remove %s: %s", self.directory / name, error.strerror)
+
+    def _settle(self) -> None:
+        """Finish what dead runs, or failed commits of this one, left half done. Needs the lock: nobody else writes."""
+        root = self._open_root()
+        for name in sorted(self._void):
+            if files.exists(name, dir_fd=root):
+                files.rename(name, _TRASH + name, dir_fd=root)
+            self._void.discard(name)
+        present = files.names(root)
+        for name in present:
+            final = name.removeprefix(_REPLACED)
+            if name != final and parse_step(final) is not None and final not in present:
+                files.rename(name, final, dir_fd=root)
+        leftovers = [name for name in files.names(root) if name.startswith((_TMP, _TRASH, _REPLACED))]
+        if leftovers:
+            # What takes the place of a leftover must be there for good before the leftover goes.
+            self._sync_folder(root)
+        for name in leftovers:
+            self._remove_quietly(root, name)
+
+    def _retire(self, root: int, newest: int) -> None:
+        """Delete old checkpoints. The one of step ``newest`` was just acknowledged and stays in any case.
+
+        Only complete ones count towards ``keep_latest``, or damaged ones could push out the last good one; damaged ones
+        are left for a restore to set aside.
+        """
+        kept = 0
+        try:
+            for path in self.checkpoints():
+                step = parse_step(path.name)
+                if step is None or (epoch_end := self._is_epoch_end(path, step)) is None:
+                    continue
+                if kept < self.keep_latest or step == newest:
+                    kept += 1
+                elif not (self.keep_epochs and epoch_end):
+                    # One rename makes it invisible whole; deleting file by file would leave a torn one at a crash.
+                    files.rename(path.name, _TRASH + path.name, dir_fd=root)
+                    del self._epoch_ends[step]
+                    self._remove_quietly(root, _TRASH + path.name)
+        except (OSError, StorageError) as error:
+            logger.warning("cannot delete old checkpoints in %s: %s", self.directory, error)
+
+    def _is_epoch_end(self, path: Path, step: int) -> bool | None:
+        """Whether a checkpoint ends an epoch; None if it is not complete, or not readable."""
+        if step not in self._epoch_ends:
+            try:
+                self._epoch_ends[step] = glance(path).info.get("epoch_end") is True
+            except CheckflowError as error:
+                logger.warning("leaving %s alone: %s", path, error)
+                self._epoch_ends[step] = None
+        return self._epoch_ends[step]
+
+    def _sync_folder(self, fd: int) -> None:
+        try:
+            files.fsync(fd)
+        except OSError as error:
+            if error.errno not in _NO_FOLDER_SYNC:
+                raise
+            if self._synced_folders:
+                self._synced_folders = False
+                logger.warning(
+                    "the file system of %s cannot sync directories: a power cut may lose the newest checkpoint",
+                    self.directory,
+                )
+
+    def _warn_if_volatile(self) -> None:
+        kind = _file_system(self.directory)
+        if kind in _VOLATILE:
+            logger.warning(
+                "%s lies on %s: its checkpoints do not outlive this machine or container", self.directory, kind
+            )
+
+
+def _write(folder: int, name: str, pieces: Iterator[memoryview]) -> manifest.FileEntry:
+    """Write a new file, make it durable, and return its size and checksums.
+
+    An error of fsync or close fails the checkpoint for good: the kernel may have dropped the pages that it could not
+    write, and a second fsync would succeed without them.
+    """
+    fd = files.open_new(name, dir_fd=folder)
+    try:
+        size, filled, blocks, digest = 0, 0, [], xxhash.xxh3_64()
+        for piece in pieces:
+            rest = piece
+            while rest:
+                part = rest[: manifest.BLOCK_BYTES - filled]
+                digest.update(part)
+                files.write_all(fd, part, size)
+                size, filled, rest = size + len(part), filled + len(part), rest[len(part) :]
+                if filled == manifest.BLOCK_BYTES:
+                    blocks.append(digest.hexdigest())
+                    filled = 0
+                    digest.reset()
+        if filled:
+            blocks.append(digest.hexdigest())
+        files.fsync(fd)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first error is the one to report
+            files.close(fd)
+        raise
+    files.close(fd)
+    return manifest.FileEntry(size, tuple(blocks))
+
+
+@contextlib.contextmanager
+def _reported(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{what}: {error.strerror or error}") from error
+
+
+def _file_system(directory: Path) -> str | None:
+    """The type of the file system that a directory lies on, such as "ext4"; None where the system does not tell."""
+    try:
+        device = os.stat(directory).st_dev
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
+            for line in table:
+                fields, _, kind = line.partition(" - ")
+                if fields.split()[2] == f"{os.major(device)}:{os.minor(device)}":
+                    return kind.split()[0]
+    except OSError:
+        return None
+    return None
