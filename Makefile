@@ -1,0 +1,27 @@
+# Every target runs in .venv, which the first one makes and the others reuse.
+PYTHON ?= python3
+BIN := .venv/bin
+# Made last by a successful installation; older than what it was installed from, it is made anew.
+STAMP := .venv/.installed
+
+.PHONY: demo test check
+
+demo: $(STAMP)
+	@$(BIN)/checkflow demo
+
+test: $(STAMP)
+	@$(BIN)/pytest
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "checkflow: no Python: apt-get install python3 python3-venv" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "checkflow: needs Python 3.11 or newer, not $$($(PYTHON) -V 2>&1): apt-get install python3.11 python3.11-venv, then make PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "checkflow: Python lacks venv: apt-get install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
