@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from checkflow.errors import CheckflowError
 from checkflow.graph import STRICT
@@ -81,3 +81,173 @@ class Device:
     memory_efficiency: float  # share of the peak that element-wise operators reach
     launch_seconds: float  # the least time between two operators
     source: str  # where the numbers come from
+    matrix_efficiency: float | None = None  # the same for matrix units, which are harder to keep busy; None: equal
+
+
+# Efficiencies. The paper gives none, so they are fitted: with these, the roofline of a ResNet-50 training iteration at
+# batch 256 comes near the throughput that was published for the card, as tests/test_cost.py checks. Where no one factor
+# fits, it is the larger one, which makes iterations short and leaves the link less time: plans err to the safe side.
+#   GTX 1080 Ti  0.62 of the general units: 203 images/s in float32 (Lambda's GPU benchmarks).
+#   V100         0.80 of the general units: 367 images/s in float32; 0.45 of the matrix units: 1,200 in mixed precision
+#                (both NVIDIA DeepLearningExamples, ResNet-50 v1.5 for PyTorch, DGX-1 16GB).
+#   RTX 3090     0.70 of both: 561 images/s in float32, 1,205 in float16 (tf_cnn_benchmarks; TF32 has no higher peak
+#                than float32 on this card).
+#   A100         0.40 of the matrix units: 938 images/s in TF32, 2,470 in mixed precision (DeepLearningExamples, A100
+#                80GB): the first alone would give 0.22, the second 0.37. General units as on the V100.
+#   H100, H200   as the A100: there is no such figure of the maker's for one card.
+# Memory: element-wise kernels stream at 80 % of the peak on all of them, as BabelStream finds for copies and triads.
+_STREAMING = 0.8
+# Kernels that are launched back to back follow each other within 2 to 4 µs where the host keeps up (NVIDIA, "Getting
+# started with CUDA graphs", 2019, measured 3.8 µs for kernels of 2.9 µs); eager PyTorch's own calls keep it near 4.
+_LAUNCH_SECONDS = 4e-6
+# What one direction of a link gives to large pinned copies, by bandwidthTest and nvbandwidth of NVIDIA: some 80 % of
+# the headline for each generation of PCI Express x16 (15.75, 31.5 and 63 GB/s).
+_PCIE3, _PCIE4, _PCIE5 = 12.5e9, 25e9, 55e9
+_T = 1e12  # the makers' tables count in teraflops
+
+_GTX_1080_TI = Device(
+    name="GTX 1080 Ti",
+    memory_bytes=11 * 2**30,
+    memory_bandwidth_bytes_per_second=484e9,
+    link_bandwidth_bytes_per_second=_PCIE3,
+    plain_flops_per_second={"float32": 11.34 * _T, "float64": 0.354 * _T},  # halves are computed in float32
+    matrix_flops_per_second={},
+    compute_efficiency=0.62,
+    memory_efficiency=_STREAMING,
+    launch_seconds=_LAUNCH_SECONDS,
+    source="NVIDIA GeForce GTX 1080 Ti specifications (3,584 cores at 1,582 MHz, 11 GB of GDDR5X); PCIe 3.0 x16",
+)
+_V100 = Device(
+    name="V100",
+    memory_bytes=16 * 2**30,
+    memory_bandwidth_bytes_per_second=900e9,
+    link_bandwidth_bytes_per_second=_PCIE3,
+    plain_flops_per_second={"float32": 15.7 * _T, "float64": 7.8 * _T, "float16": 31.4 * _T},
+    matrix_flops_per_second={"float16": 125 * _T},
+    compute_efficiency=0.80,
+    memory_efficiency=_STREAMING,
+    launch_seconds=_LAUNCH_SECONDS,
+    source="NVIDIA V100 Tensor Core GPU datasheet (SXM2, 16 GB); PCIe 3.0 x16",
+    matrix_efficiency=0.45,
+)
+_RTX_3090 = Device(
+    name="RTX 3090",
+    memory_bytes=24 * 2**30,
+    memory_bandwidth_bytes_per_second=936e9,
+    link_bandwidth_bytes_per_second=_PCIE4,
+    plain_flops_per_second={
+        "float32": 35.6 * _T,
+        "float64": 0.556 * _T,
+        "float16": 35.6 * _T,
+        "bfloat16": 35.6 * _T,
+    },
+    matrix_flops_per_second={"tf32": 35.6 * _T, "float16": 71 * _T, "bfloat16": 71 * _T},
+    compute_efficiency=0.70,
+    memory_efficiency=_STREAMING,
+    launch_seconds=_LAUNCH_SECONDS,
+    source="NVIDIA Ampere GA102 GPU architecture whitepaper, appendix A (dense, accumulating in FP32); PCIe 4.0 x16",
+)
+_A100_40 = Device(
+    name="A100 40GB",
+    memory_bytes=40 * 2**30,
+    memory_bandwidth_bytes_per_second=1555e9,
+    link_bandwidth_bytes_per_second=_PCIE4,
+    plain_flops_per_second={"float32": 19.5 * _T, "float64": 9.7 * _T, "float16": 78 * _T, "bfloat16": 39 * _T},
+    matrix_flops_per_second={
+        "tf32": 156 * _T,
+        "float16": 312 * _T,
+        "bfloat16": 312 * _T,
+        "float64": 19.5 * _T,
+    },
+    compute_efficiency=0.80,
+    memory_efficiency=_STREAMING,
+    launch_seconds=_LAUNCH_SECONDS,
+    source="NVIDIA A100 Tensor Core GPU datasheet and architecture whitepaper (SXM4, 40 GB, dense); PCIe 4.0 x16",
+    matrix_efficiency=0.40,
+)
+_H100 = Device(
+    name="H100",
+    memory_bytes=80 * 2**30,
+    memory_bandwidth_bytes_per_second=3350e9,
+    link_bandwidth_bytes_per_second=_PCIE5,
+    plain_flops_per_second={
+        "float32": 66.9 * _T,
+        "float64": 33.5 * _T,
+        "float16": 133.8 * _T,
+        "bfloat16": 133.8 * _T,
+    },
+    matrix_flops_per_second={
+        "tf32": 494.7 * _T,
+        "float16": 989.4 * _T,
+        "bfloat16": 989.4 * _T,
+        "float64": 66.9 * _T,
+    },
+    compute_efficiency=0.80,
+    memory_efficiency=_STREAMING,
+    launch_seconds=_LAUNCH_SECONDS,
+    source="NVIDIA H100 Tensor Core GPU datasheet and architecture whitepaper (SXM5, 80 GB, dense); PCIe 5.0 x16",
+    matrix_efficiency=0.40,
+)
+# A small cloud machine, such as CI gives: two cores of a server and one of its memory channels. Each core does 64 float32
+# operations a cycle (two AVX-512 units) at 2.3 GHz; the channel is DDR4-3200. "Device to host" is one thread that copies
+# memory: it reads and writes each byte, and half of the channel is left to training. Efficiencies: small convolutions
+# reach half of the peak in oneDNN, and eager PyTorch needs some 5 µs an operator.
+_CHANNEL = 25.6e9
+_CPU = Device(
+    name="cpu",
+    memory_bytes=16 * 2**30,
+    memory_bandwidth_bytes_per_second=_CHANNEL,
+    link_bandwidth_bytes_per_second=_CHANNEL / 4,
+    plain_flops_per_second={"float32": 2 * 64 * 2.3e9, "float64": 2 * 32 * 2.3e9},
+    matrix_flops_per_second={},
+    compute_efficiency=0.5,
+    memory_efficiency=_STREAMING,
+    launch_seconds=5e-6,
+    source="Intel Xeon Platinum 8380 product specifications (two of its 40 cores, one of its 8 channels, 16 GB)",
+)
+
+CATALOGUE: Mapping[str, Device] = {
+    device.name: device
+    for device in (
+        _GTX_1080_TI,
+        _V100,
+        replace(_V100, name="V100 32GB", memory_bytes=32 * 2**30, source=_V100.source.replace("16 GB", "32 GB")),
+        _RTX_3090,
+        _A100_40,
+        replace(
+            _A100_40,
+            name="A100 80GB",
+            memory_bytes=80 * 2**30,
+            memory_bandwidth_bytes_per_second=2039e9,
+            source=_A100_40.source.replace("40 GB", "80 GB"),
+        ),
+        _H100,
+        replace(
+            _H100,
+            name="H200",
+            memory_bytes=141 * 2**30,
+            memory_bandwidth_bytes_per_second=4800e9,
+            source="NVIDIA H200 Tensor Core GPU datasheet (SXM, 141 GB; units as the H100's, dense); PCIe 5.0 x16",
+        ),
+        _CPU,
+    )
+}
+_DECORATION = re.compile(r"nvidia|geforce|tesla|sxm\d?|hbm\d?e?|[^a-z0-9]")
+_ALSO = {"1080ti": "gtx1080ti", "3090": "rtx3090", "v10016": "v100", "h10080": "h100", "h200141": "h200"}
+
+
+def find_device(name: str) -> Device:
+    """The catalogue's device of this name, however it is written: "rtx3090", "RTX 3090", "NVIDIA GeForce RTX 3090".
+
+    Raises:
+        CheckflowError: no such device; the message lists those there are.
+    """
+
+    def plain(text: str) -> str:
+        short = _DECORATION.sub("", text.lower()).removesuffix("gb")
+        return _ALSO.get(short, short)
+
+    for device in CATALOGUE.values():
+        if plain(device.name) == plain(name):
+            return device
+    raise CheckflowError(f"unknown device {name!r}; the known ones are: {', '.join(CATALOGUE)}")
