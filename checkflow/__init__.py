@@ -1,10 +1,78 @@
-"""checkflow: checkpoints of every iteration, planned so that they cost (almost) nothing."""
+"""checkflow: checkpoints of every iteration, planned so that they cost (almost) nothing.
+
+Importing this package imports neither torch nor any wing; names are looked up when they are used.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
+from typing import TYPE_CHECKING, Any
 
-# A clone made without symbolic links has planner/, runtime/ and models/ beside this folder, not in it.
+# A clone made without symbolic links has planner/, runtime/ and models/ beside this folder, not in it (links may also
+# have been written out as small text files).
 _here = os.path.dirname(os.path.abspath(__file__))
 if not os.path.isdir(os.path.join(_here, "planner")):
     __path__.append(os.path.dirname(_here))
+
+if TYPE_CHECKING:
+    from checkflow.errors import (
+        CheckflowError,
+        ConsistencyError,
+        CorruptCheckpointError,
+        InfeasibleError,
+        LockedError,
+        MismatchError,
+        ModelError,
+        PlanError,
+        SolverError,
+        StorageError,
+        TraceError,
+        UnsupportedError,
+    )
+    from checkflow.plan import Plan
+    from checkflow.runtime.checkpointer import Checkpointer
+    from checkflow.runtime.loader import DataLoader
+    from checkflow.training_step import TrainingStep
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckflowError",
+    "Checkpointer",
+    "ConsistencyError",
+    "CorruptCheckpointError",
+    "DataLoader",
+    "InfeasibleError",
+    "LockedError",
+    "MismatchError",
+    "ModelError",
+    "Plan",
+    "PlanError",
+    "SolverError",
+    "StorageError",
+    "TraceError",
+    "TrainingStep",
+    "UnsupportedError",
+]
+
+_HOMES = {
+    "Checkpointer": "checkflow.runtime.checkpointer",
+    "DataLoader": "checkflow.runtime.loader",
+    "Plan": "checkflow.plan",
+    "TrainingStep": "checkflow.training_step",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'checkflow' has no attribute {name!r}")
+    module = importlib.import_module(_HOMES.get(name, "checkflow.errors"))
+    if name == "Checkpointer":
+        # The wings do not know each other: here the runtime is handed the planner's replay of plans.
+        module.check_plan = importlib.import_module("checkflow.planner.replay").check_plan
+    return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

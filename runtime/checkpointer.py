@@ -457,7 +457,7 @@ def _check_arguments(
 ) -> None:
     if loader is not None and not isinstance(loader, DataLoader):
         raise UnsupportedError(
-            f"loader is a {type(loader).__name__}: pass a checkflow.DataLoader (it takes the same arguments as torch's), "
+            f"loader is a {type(loader).__name__}: pass a checkflow.DataLoader (it has the arguments of torch's), "
             "or none and iterate checkpointer.steps()"
         )
     if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):

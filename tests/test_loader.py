@@ -1,0 +1,152 @@
+"""checkflow.DataLoader: the rest of an epoch equals the uninterrupted one's, whoever loads it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset, TensorDataset
+
+from checkflow.errors import MismatchError, UnsupportedError
+from checkflow.runtime.loader import DataLoader, derived_seed
+
+
+class Augmented:
+    """Samples that carry their index and what every generator gave for them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[int, float, float, float]:
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        return index, random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def rows(batches: Any) -> list[tuple[float, ...]]:
+    return [tuple(float(column[i]) for column in batch) for batch in batches for i in range(len(batch[0]))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(0, 23),
+    batch_size=st.integers(1, 7),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+    epoch=st.integers(0, 3),
+    data=st.data(),
+)
+def test_resumed_anywhere_gives_the_rest(
+    size: int, batch_size: int, shuffle: bool, drop_last: bool, epoch: int, data: st.DataObject
+) -> None:
+    def make() -> DataLoader:
+        loader = DataLoader(Augmented(size), batch_size, shuffle, seed=5, drop_last=drop_last)
+        loader.set_epoch(epoch)
+        return loader
+
+    whole = list(make())
+    used = size - size % batch_size if drop_last else size
+    assert len(whole) == len(make()) == -(-used // batch_size)
+    indices = [int(row[0]) for row in rows(whole)]
+    assert len(set(indices)) == len(indices) == used
+    if not drop_last:
+        assert sorted(indices) == list(range(size))
+    stop = data.draw(st.integers(0, len(whole)))
+    first = make()
+    seen = list(itertools.islice(first, stop))
+    state = first.state_dict()
+    second = DataLoader(Augmented(size), batch_size, shuffle, seed=5, drop_last=drop_last)
+    second.load_state_dict(state)
+    assert rows(seen) + rows(second) == rows(whole)
+    assert second.exhausted
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_workers_change_nothing(workers: int) -> None:
+    def run(num_workers: int, position: int) -> list[tuple[float, ...]]:
+        loader = DataLoader(Augmented(37), 5, True, seed=1, num_workers=num_workers)
+        loader.set_epoch(2, position)
+        return rows(loader)
+
+    whole = run(0, 0)
+    assert run(workers, 0) == whole
+    assert run(workers, 15) == whole[15:]
+
+
+def test_epochs_differ_and_follow_each_other() -> None:
+    loader = DataLoader(Augmented(16), 4, True, seed=0)
+    first, second = rows(loader), rows(loader)
+    assert loader.epoch == 1
+    assert [row[0] for row in first] != [row[0] for row in second]
+    assert {row[1] for row in first}.isdisjoint(row[1] for row in second)  # other augmentation too
+    assert rows(DataLoader(Augmented(16), 4, True, seed=0)) == first
+    assert rows(DataLoader(Augmented(16), 4, True, seed=1)) != first
+
+
+def test_the_main_generators_are_left_alone() -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    expected = [(torch.rand(()).item(), random.random(), np.random.rand()) for _ in range(4)]
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    loader = DataLoader(Augmented(16), 4, True)
+    assert [(torch.rand(()).item(), random.random(), np.random.rand()) for _ in loader] == expected
+
+
+def test_two_passes_in_one_epoch_of_a_checkpointer_are_refused() -> None:
+    loader = DataLoader(Augmented(4), 2)
+    loader.epochs_counted_elsewhere = True
+    assert len(list(loader)) == 2
+    with pytest.raises(UnsupportedError, match="iterated twice"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("size", DataLoader(Augmented(5), 2)),
+        ("shuffle", DataLoader(Augmented(4), 2, True)),
+        ("seed", DataLoader(Augmented(4), 2, seed=9)),
+    ],
+)
+def test_a_position_in_other_data_is_refused(name: str, other: DataLoader) -> None:
+    with pytest.raises(MismatchError, match=name):
+        other.load_state_dict(DataLoader(Augmented(4), 2).state_dict())
+
+
+def test_another_batch_size_goes_on_at_the_same_sample() -> None:
+    loader = DataLoader(Augmented(10), 3, True, seed=2)
+    whole = rows(DataLoader(Augmented(10), 3, True, seed=2))
+    next(iter(loader))
+    other = DataLoader(Augmented(10), 4, True, seed=2)
+    other.load_state_dict(loader.state_dict())
+    assert rows(other) == whole[3:]
+
+
+def test_bad_arguments_are_refused() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(range(3))
+
+    with pytest.raises(UnsupportedError, match="map-style"):
+        DataLoader(Stream())
+    for bad in (0, -1, 2.0, True):
+        with pytest.raises(ValueError, match="batch_size"):
+            DataLoader(TensorDataset(torch.zeros(3)), bad)  # type: ignore[arg-type]
+
+
+def test_derived_seeds_differ() -> None:
+    seeds = {derived_seed(s, e, i) for s in range(-3, 3) for e in range(10) for i in range(50)}
+    assert len(seeds) == 6 * 10 * 50
+    assert all(0 <= seed < 2**63 for seed in seeds)
