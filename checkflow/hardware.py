@@ -87,15 +87,17 @@ class Device:
 # Efficiencies. The paper gives none, so they are fitted: with these, the roofline of a ResNet-50 training iteration at
 # batch 256 comes near the throughput that was published for the card, as tests/test_cost.py checks. Where no one factor
 # fits, it is the larger one, which makes iterations short and leaves the link less time: plans err to the safe side.
-#   GTX 1080 Ti  0.62 of the general units: 203 images/s in float32 (Lambda's GPU benchmarks).
+#   GTX 1080 Ti  0.64 of the general units: 209 images/s in float32 (Lambda, "RTX 2080 Ti deep learning benchmarks with
+#                TensorFlow", 2019).
 #   V100         0.80 of the general units: 367 images/s in float32; 0.45 of the matrix units: 1,200 in mixed precision
 #                (both NVIDIA DeepLearningExamples, ResNet-50 v1.5 for PyTorch, DGX-1 16GB).
-#   RTX 3090     0.70 of both: 561 images/s in float32, 1,205 in float16 (tf_cnn_benchmarks; TF32 has no higher peak
-#                than float32 on this card).
+#   RTX 3090     0.70 of both: 561 images/s in float32 (Puget Systems' first TensorFlow benchmarks of the card, 2020),
+#                1,205 in float16 (tf_cnn_benchmarks, batch 512). TF32 has no higher peak than float32 on this card.
 #   A100         0.40 of the matrix units: 938 images/s in TF32, 2,470 in mixed precision (DeepLearningExamples, A100
 #                80GB): the first alone would give 0.22, the second 0.37. General units as on the V100.
-#   H100, H200   as the A100: there is no such figure of the maker's for one card.
-# Memory: element-wise kernels stream at 80 % of the peak on all of them, as BabelStream finds for copies and triads.
+#   H100, H200   as the A100: the maker publishes no such figure for one card.
+# Memory: plain copies stream at 85 to 92 % of the peak (BabelStream's results for these cards), kernels with several
+# inputs at less: 0.8.
 _STREAMING = 0.8
 # Kernels that are launched back to back follow each other within 2 to 4 µs where the host keeps up (NVIDIA, "Getting
 # started with CUDA graphs", 2019, measured 3.8 µs for kernels of 2.9 µs); eager PyTorch's own calls keep it near 4.
@@ -112,7 +114,7 @@ _GTX_1080_TI = Device(
     link_bandwidth_bytes_per_second=_PCIE3,
     plain_flops_per_second={"float32": 11.34 * _T, "float64": 0.354 * _T},  # halves are computed in float32
     matrix_flops_per_second={},
-    compute_efficiency=0.62,
+    compute_efficiency=0.64,
     memory_efficiency=_STREAMING,
     launch_seconds=_LAUNCH_SECONDS,
     source="NVIDIA GeForce GTX 1080 Ti specifications (3,584 cores at 1,582 MHz, 11 GB of GDDR5X); PCIe 3.0 x16",
@@ -188,10 +190,10 @@ _H100 = Device(
     source="NVIDIA H100 Tensor Core GPU datasheet and architecture whitepaper (SXM5, 80 GB, dense); PCIe 5.0 x16",
     matrix_efficiency=0.40,
 )
-# A small cloud machine, such as CI gives: two cores of a server and one of its memory channels. Each core does 64 float32
-# operations a cycle (two AVX-512 units) at 2.3 GHz; the channel is DDR4-3200. "Device to host" is one thread that copies
-# memory: it reads and writes each byte, and half of the channel is left to training. Efficiencies: small convolutions
-# reach half of the peak in oneDNN, and eager PyTorch needs some 5 µs an operator.
+# A small cloud machine, such as CI gives: two cores of a server and one of its memory channels. Each core does 64
+# float32 operations a cycle (two AVX-512 units) at 2.3 GHz; the channel is DDR4-3200. "Device to host" is one thread
+# that copies memory: it reads and writes each byte, and half of the channel is left to training. Efficiencies: small
+# convolutions reach half of the peak in oneDNN, and eager PyTorch needs some 5 µs an operator.
 _CHANNEL = 25.6e9
 _CPU = Device(
     name="cpu",
