@@ -5,9 +5,11 @@ Numbers are the makers' own; efficiency factors turn them into what training see
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 from checkflow.errors import CheckflowError
 from checkflow.graph import STRICT
@@ -66,7 +68,11 @@ def format_seconds(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Device:
-    """A device to plan for."""
+    """A device to plan for.
+
+    Raises:
+        CheckflowError: a number is not positive, an efficiency is above 1, or the float32 peak is missing.
+    """
 
     __pydantic_config__ = STRICT
     name: str
@@ -82,6 +88,19 @@ class Device:
     launch_seconds: float  # the least time between two operators
     source: str  # where the numbers come from
     matrix_efficiency: float | None = None  # the same for matrix units, which are harder to keep busy; None: equal
+
+    def __post_init__(self) -> None:
+        numbers: dict[str, float | None] = {
+            field.name: value for field in fields(self) if isinstance(value := getattr(self, field.name), int | float)
+        }
+        for units in ("plain_flops_per_second", "matrix_flops_per_second"):
+            numbers |= {f"{units}.{dtype}": peak for dtype, peak in getattr(self, units).items()}
+        numbers.setdefault("plain_flops_per_second.float32", None)
+        for name, number in numbers.items():
+            if number is None or number <= 0:
+                raise CheckflowError(f"device {self.name}: {name} must be a number above zero")
+            if name.endswith("efficiency") and number > 1:
+                raise CheckflowError(f"device {self.name}: {name} is a share of the peak, at most 1, not {number}")
 
 
 # Efficiencies. The paper gives none, so they are fitted: with these, the roofline of a ResNet-50 training iteration at
@@ -253,3 +272,26 @@ def find_device(name: str) -> Device:
         if plain(device.name) == plain(name):
             return device
     raise CheckflowError(f"unknown device {name!r}; the known ones are: {', '.join(CATALOGUE)}")
+
+
+def read_device(path: str | os.PathLike[str]) -> Device:
+    """A device from a JSON file with the fields of :class:`Device`.
+
+    Raises:
+        CheckflowError: the file cannot be read, or is no device; one line with the reason.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise CheckflowError(f"cannot read the device {path}: {error.strerror or error}") from error
+    try:
+        device: Device = TypeAdapter(Device).validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "file"
+        raise CheckflowError(f"{path}: not a device: {place}: {first['msg']}") from None
+    except CheckflowError as error:
+        raise CheckflowError(f"{path}: {error}") from None
+    return device

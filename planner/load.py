@@ -51,6 +51,7 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 _SHIPPED = Path(checkflow.models.__file__).parent
+_OWN = (Path(__file__).parent, Path(inspect.getfile(TrainingStep)).parent)  # checkflow's code, but for the models
 _FILE_MODULE = "checkflow_model_"  # modules made from files are called this, then a hash of the file's path
 
 
@@ -271,8 +272,8 @@ def _is_library(filename: str, home: Path | None) -> bool:
     path = Path(filename)
     if filename.startswith("<") or (home == _SHIPPED and home in path.parents):
         return filename.startswith("<")
-    python, package = Path(importlib.__file__).parent.parent, _SHIPPED.parent
-    return python in path.parents or package in path.parents or "site-packages" in path.parts
+    python = Path(importlib.__file__).parent.parent
+    return "site-packages" in path.parts or any(own in path.parents for own in (python, *_OWN))
 
 
 def _shown(filename: str) -> str:

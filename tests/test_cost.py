@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from checkflow.errors import CheckflowError
 from checkflow.graph import Operator, TrainingGraph
-from checkflow.hardware import CATALOGUE, Device, find_device
+from checkflow.hardware import CATALOGUE, Device, find_device, read_device
 from checkflow.planner.cost import Float32Precision, current_precision, durations_seconds
 
 DEVICE = Device(
@@ -193,3 +195,38 @@ def test_every_device_is_complete(device: Device) -> None:
     assert device.memory_bandwidth_bytes_per_second > device.link_bandwidth_bytes_per_second
     for dtype, peak in device.matrix_flops_per_second.items():
         assert peak >= device.plain_flops_per_second.get(dtype, 0)
+
+
+@pytest.mark.parametrize("device", CATALOGUE.values(), ids=CATALOGUE)
+def test_devices_survive_a_file(device: Device, tmp_path: Path) -> None:
+    path = tmp_path / "device.json"
+    path.write_text(json.dumps(asdict(device)))
+    assert read_device(path) == device
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"memory_bytes": "24GB"}, "memory_bytes"),
+        ({"memory_bytes": 0}, "memory_bytes"),
+        ({"memory_efficiency": 1.5}, "memory_efficiency"),
+        ({"link_bandwidth_bytes_per_second": -1.0}, "link_bandwidth_bytes_per_second"),
+        ({"plain_flops_per_second": {"float16": 1e12}}, "float32"),
+        ({"plain_flops_per_second": {"float32": 0.0}}, "float32"),
+        ({"colour": "green"}, "colour"),
+    ],
+)
+def test_damaged_device_files(change: dict[str, object], reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "device.json"
+    path.write_text(json.dumps(asdict(DEVICE) | change))
+    with pytest.raises(CheckflowError, match=reason) as caught:
+        read_device(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_unreadable_device_files(tmp_path: Path) -> None:
+    with pytest.raises(CheckflowError, match="No such file"):
+        read_device(tmp_path / "none.json")
+    (tmp_path / "text.json").write_text("not JSON")
+    with pytest.raises(CheckflowError, match="not a device"):
+        read_device(tmp_path / "text.json")

@@ -308,6 +308,7 @@ def test_no_build_prints_a_template_that_works(write: Write) -> None:
     message = _refusal(write("x = 1"))
     assert "model.py: has no function 'build'" in message
     assert message.endswith(TEMPLATE)
+    assert load_training_step(write(TEMPLATE), batch_size=5)[1].batch[0].shape == (5, 784)
 
 
 def test_build_is_no_function(write: Write) -> None:
