@@ -7,6 +7,7 @@ any single call fail. Errors are OSError; the callers give them a meaning.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Sequence
@@ -38,6 +39,20 @@ def open_new(name: str, *, dir_fd: int) -> int:
 def open_read(name: str, *, dir_fd: int) -> int:
     """An existing file for reading; a symbolic link is not followed (ELOOP)."""
     return os.open(name, _READ, dir_fd=dir_fd)
+
+
+def open_lock(path: str) -> int:
+    """A file to lock, made if it is missing."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def flock(fd: int) -> None:
+    """Take an exclusive lock, or raise BlockingIOError at once."""
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def truncate(fd: int) -> None:
+    os.ftruncate(fd, 0)
 
 
 def pwrite(fd: int, data: memoryview, offset: int) -> int:

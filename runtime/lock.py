@@ -6,8 +6,8 @@ after the trainer's death; they close it as their first act.
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import fcntl
 import json
 import os
 import socket
@@ -16,6 +16,7 @@ import weakref
 from pathlib import Path
 
 from checkflow.errors import LockedError, StorageError
+from checkflow.runtime import files
 
 LOCK = ".lock"
 _MAX_HOLDER_BYTES = 4096
@@ -39,14 +40,15 @@ class DirectoryLock:
         self._fd: int | None = None
         path = directory / LOCK
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            fd = files.open_lock(str(path))
         except OSError as error:
             raise StorageError(f"cannot lock the checkpoint directory: {path}: {error.strerror}") from error
         try:
             _acquire(fd, path, wait_seconds)
             _sign(fd, path)
         except BaseException:
-            os.close(fd)
+            with contextlib.suppress(OSError):  # the first error is the one to report
+                files.close(fd)
             raise
         self._fd = fd
         _held.add(self)
@@ -60,14 +62,15 @@ class DirectoryLock:
         fd, self._fd = self._fd, None
         _held.discard(self)
         if fd is not None:
-            os.close(fd)
+            with contextlib.suppress(OSError):  # nothing that matters was written through it
+                files.close(fd)
 
 
 def _acquire(fd: int, path: Path, wait_seconds: float) -> None:
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            files.flock(fd)
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 raise LockedError(f"{path.parent} is being written by {_holder(fd)}; stop it first") from None
@@ -84,8 +87,8 @@ def _sign(fd: int, path: Path) -> None:
     """Say who holds the lock. A full disk is no reason to refuse: the lock holds, only its label is missing."""
     record = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
     try:
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, record, 0)
+        files.truncate(fd)
+        files.write_all(fd, memoryview(record), 0)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise StorageError(f"cannot write the checkpoint directory: {path}: {error.strerror}") from error
@@ -93,7 +96,8 @@ def _sign(fd: int, path: Path) -> None:
 
 def _holder(fd: int) -> str:
     try:
-        record = json.loads(os.pread(fd, _MAX_HOLDER_BYTES, 0))
+        data = bytearray(_MAX_HOLDER_BYTES)
+        record = json.loads(bytes(data[: files.read_all(fd, memoryview(data), 0)]))
         return f"process {int(record['pid'])} on host {str(record['host'])[:255]!r}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process (it left no name)"

@@ -9,37 +9,30 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import contextlib
-import errno
-import json
 import logging
 import math
 import os
-import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
 
 from checkflow.errors import CorruptCheckpointError, StorageError
 from checkflow.runtime import files
 from checkflow.runtime.layout import MAX_HEADER_BYTES, STORED_TYPES, element
-from checkflow.runtime.manifest import (
-    BLOCK_BYTES,
-    EXTRA,
-    MANIFEST,
-    MAX_EXTRA_BYTES,
-    MAX_MANIFEST_BYTES,
-    FileEntry,
-    Manifest,
-    Piece,
-    TensorEntry,
-    loads,
+from checkflow.runtime.manifest import BLOCK_BYTES, EXTRA, MAX_EXTRA_BYTES, Manifest, Piece, TensorEntry
+from checkflow.runtime.opening import (
+    OpenFile,
+    StoredTensor,
+    block_bytes,
+    close_all,
+    open_all,
+    parse_header,
+    parse_step,
+    read_block,
 )
 
 if TYPE_CHECKING:
@@ -47,20 +40,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("checkflow")
 
-_STEP = re.compile(r"step-([0-9]{8,19})", re.ASCII)
 _CACHED_BLOCKS = 4  # neighbours of small tensors lie in one block, which is then read once
 _VERIFY_THREADS = 8
-
-
-def step_name(step: int) -> str:
-    """The name of a checkpoint's directory."""
-    return f"step-{step:08d}"
-
-
-def parse_step(name: str) -> int | None:
-    """The step of a checkpoint directory's name; None for every other name, ``step-000000001`` (nine digits) too."""
-    found = _STEP.fullmatch(name)
-    return int(found[1]) if found and step_name(int(found[1])) == name else None
 
 
 def find(directory: str | os.PathLike[str]) -> tuple[Path, ...]:
@@ -77,37 +58,21 @@ def find(directory: str | os.PathLike[str]) -> tuple[Path, ...]:
     return tuple(root / name for _, name in sorted(found, reverse=True))
 
 
-@dataclass(frozen=True, slots=True)
-class _OpenFile:
-    path: Path
-    fd: int
-    entry: FileEntry
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """An entry of a safetensors header, its range counted from the begin of the file."""
-
-    code: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
 class Checkpoint:
     """An open checkpoint: its manifest and headers are verified, its data is as it is read. Close it after use.
 
     Made by :func:`open_checkpoint`. Reading from several threads at once is fine.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, opened: Mapping[str, _OpenFile]) -> None:
+    def __init__(self, path: Path, manifest: Manifest, opened: Mapping[str, OpenFile]) -> None:
         self.path = path
         self.manifest = manifest
         self._files = opened
         self._cache: collections.OrderedDict[tuple[str, int], bytes] = collections.OrderedDict()
         self._mutex = threading.Lock()
+        self._names = dict(manifest.ties)
         self._stored = {
-            name: _parse_header(file.path, self._header(file), file.entry.size_bytes)
+            name: parse_header(file.path, self._header(file), file.entry.size_bytes)
             for name, file in opened.items()
             if name.endswith(".safetensors")
         }
@@ -129,8 +94,7 @@ class Checkpoint:
     def close(self) -> None:
         """Close the files; once more is harmless."""
         opened, self._files = self._files, {}
-        for file in opened.values():
-            files.close(file.fd)
+        close_all(opened)
 
     @property
     def step(self) -> int:
@@ -204,47 +168,47 @@ class Checkpoint:
         def run(first: int) -> None:
             scratch = memoryview(bytearray(BLOCK_BYTES))
             for file, block in tasks[first::threads]:
-                _read_block(file, block, scratch[: _block_bytes(file, block)])
+                read_block(file, block, scratch[: block_bytes(file, block)])
 
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             for done in [pool.submit(run, first) for first in range(threads)]:
                 done.result()
 
     def _tensor(self, name: str) -> TensorEntry:
-        return self.manifest.tensors[dict(self.manifest.ties).get(name, name)]
+        return self.manifest.tensors[self._names.get(name, name)]
 
-    def _file(self, name: str) -> _OpenFile:
+    def _file(self, name: str) -> OpenFile:
         if name not in self._files:
             raise StorageError(f"the checkpoint {self.path} is closed")
         return self._files[name]
 
-    def _read(self, file: _OpenFile, begin: int, out: memoryview) -> None:
+    def _read(self, file: OpenFile, begin: int, out: memoryview) -> None:
         """Fill ``out`` with the file's bytes from ``begin`` on."""
         end = begin + len(out)
         for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             low = block * BLOCK_BYTES
-            high = low + _block_bytes(file, block)
+            high = low + block_bytes(file, block)
             if begin <= low and high <= end:
-                _read_block(file, block, out[low - begin : high - begin])
+                read_block(file, block, out[low - begin : high - begin])
             else:
                 first, last = max(begin, low), min(end, high)
                 out[first - begin : last - begin] = self._cached_block(file, block)[first - low : last - low]
 
-    def _cached_block(self, file: _OpenFile, block: int) -> bytes:
+    def _cached_block(self, file: OpenFile, block: int) -> bytes:
         key = (file.path.name, block)
         with self._mutex:
             if key in self._cache:
                 self._cache.move_to_end(key)
                 return self._cache[key]
-        data = bytearray(_block_bytes(file, block))
-        _read_block(file, block, memoryview(data))
+        data = bytearray(block_bytes(file, block))
+        read_block(file, block, memoryview(data))
         with self._mutex:
             self._cache[key] = bytes(data)
             while len(self._cache) > _CACHED_BLOCKS:
                 self._cache.popitem(last=False)
             return self._cache[key]
 
-    def _header(self, file: _OpenFile) -> bytes:
+    def _header(self, file: OpenFile) -> bytes:
         """The text of a safetensors header. Its length is checked before memory is taken for it."""
         size = file.entry.size_bytes
         if size < 8:
@@ -258,7 +222,7 @@ class Checkpoint:
         self._read(file, 8, memoryview(text))
         return bytes(text)
 
-    def _piece(self, name: str, tensor: TensorEntry, piece: Piece) -> _Stored:
+    def _piece(self, name: str, tensor: TensorEntry, piece: Piece) -> StoredTensor:
         """The header's entry for a piece; it must say the same as the manifest."""
         stored = self._stored.get(piece.file, {}).get(piece.key)
         kind = STORED_TYPES[tensor.dtype]
@@ -274,121 +238,6 @@ class Checkpoint:
         return stored
 
 
-def _block_bytes(file: _OpenFile, block: int) -> int:
-    return min(BLOCK_BYTES, file.entry.size_bytes - block * BLOCK_BYTES)
-
-
-def _read_block(file: _OpenFile, block: int, out: memoryview) -> None:
-    try:
-        count = files.read_all(file.fd, out, block * BLOCK_BYTES)
-    except OSError as error:
-        raise StorageError(f"cannot read {file.path}: {error.strerror}") from error
-    if count != len(out):
-        raise CorruptCheckpointError(f"{file.path} is truncated at byte {block * BLOCK_BYTES + count}")
-    if xxhash.xxh3_64_hexdigest(out) != file.entry.blocks[block]:
-        raise CorruptCheckpointError(
-            f"{file.path} is damaged: bytes {block * BLOCK_BYTES} to {block * BLOCK_BYTES + len(out)} do not match "
-            "their checksum"
-        )
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return found
-
-
-def _parse_header(path: Path, text: bytes, size_bytes: int) -> dict[str, _Stored]:
-    """All tensors of a safetensors file by key; their ranges follow each other without holes up to the file's end."""
-    try:
-        header = json.loads(text, object_pairs_hook=_no_duplicates)
-        header.pop("__metadata__", None)
-        data = 8 + len(text)
-        found = {
-            str(key): _Stored(
-                str(entry["dtype"]),
-                tuple(int(length) for length in entry["shape"]),
-                data + int(entry["data_offsets"][0]),
-                data + int(entry["data_offsets"][1]),
-            )
-            for key, entry in header.items()
-        }
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
-        raise CorruptCheckpointError(f"{path} has no valid safetensors header: {error}") from None
-    reached = data
-    for key, stored in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if stored.begin != reached or stored.end < stored.begin:
-            raise CorruptCheckpointError(f"{path} has a hole or an overlap before {key}")
-        reached = stored.end
-    if reached != size_bytes:
-        raise CorruptCheckpointError(f"{path} has {size_bytes} bytes, its header describes {reached}")
-    return found
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[tuple[Manifest, dict[str, _OpenFile]]]:
-    """The manifest and all files of a checkpoint, of the right type and size; left open only if the body succeeds."""
-    opened: dict[str, _OpenFile] = {}
-    try:
-        folder = files.open_folder(str(path))
-    except OSError as error:
-        raise StorageError(f"cannot open the checkpoint {path}: {error.strerror}") from error
-    try:
-        manifest = _read_manifest(folder, path)
-        for name, entry in manifest.files.items():
-            fd, size = _open_regular(folder, path / name)
-            opened[name] = _OpenFile(path / name, fd, entry)
-            if size != entry.size_bytes:
-                raise CorruptCheckpointError(f"{path / name} has {size} bytes instead of {entry.size_bytes}")
-        yield manifest, opened
-    except BaseException:
-        for file in opened.values():
-            with contextlib.suppress(OSError):
-                files.close(file.fd)
-        raise
-    finally:
-        files.close(folder)
-
-
-def _open_regular(folder: int, path: Path) -> tuple[int, int]:
-    """A regular file in an open directory, and its size."""
-    try:
-        fd = files.open_read(path.name, dir_fd=folder)
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
-            reason = {errno.ENOENT: "is missing", errno.ELOOP: "is a symbolic link"}.get(error.errno, "is no file")
-            raise CorruptCheckpointError(f"{path} {reason}") from None
-        raise StorageError(f"cannot open {path}: {error.strerror}") from error
-    try:
-        size = files.regular_size(fd)
-    except OSError as error:
-        files.close(fd)
-        raise StorageError(f"cannot open {path}: {error.strerror}") from error
-    if size is None:
-        files.close(fd)
-        raise CorruptCheckpointError(f"{path} is no regular file")
-    return fd, size
-
-
-def _read_manifest(folder: int, path: Path) -> Manifest:
-    name = path / MANIFEST
-    fd, size = _open_regular(folder, name)
-    try:
-        if size > MAX_MANIFEST_BYTES:
-            raise CorruptCheckpointError(f"{name} has {size} bytes, more than {MAX_MANIFEST_BYTES}")
-        data = bytearray(size)
-        count = files.read_all(fd, memoryview(data), 0)
-    except OSError as error:
-        raise StorageError(f"cannot read {name}: {error.strerror}") from error
-    finally:
-        files.close(fd)
-    manifest = loads(bytes(data[:count]), str(name))
-    if (step := parse_step(path.name)) is not None and step != manifest.step:
-        raise CorruptCheckpointError(f"{name} belongs to step {manifest.step}")
-    return manifest
-
-
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint: its manifest, and its files' types, sizes and headers, are verified.
 
@@ -397,20 +246,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         MismatchError: it has a format that this version does not know.
         StorageError: it cannot be read.
     """
-    with _opened(Path(path).absolute()) as (manifest, opened):
-        return Checkpoint(Path(path).absolute(), manifest, opened)
-
-
-def glance(path: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are all there, with the right sizes; their bytes are not read.
-
-    Raises:
-        CorruptCheckpointError, MismatchError, StorageError: as :func:`open_checkpoint`.
-    """
-    with _opened(path) as (manifest, opened):
-        for file in opened.values():
-            files.close(file.fd)
-        return manifest
+    absolute = Path(path).absolute()
+    manifest, opened = open_all(absolute)
+    try:
+        return Checkpoint(absolute, manifest, opened)
+    except BaseException:
+        close_all(opened)
+        raise
 
 
 def find_valid(directory: str | os.PathLike[str]) -> Checkpoint | None:
@@ -421,7 +263,22 @@ def find_valid(directory: str | os.PathLike[str]) -> Checkpoint | None:
     Raises:
         StorageError: the directory, or every candidate, cannot be read.
     """
-    return _newest_valid(find(directory), lambda path, error: logger.warning("passing over %s: %s", path.name, error))
+
+    def pass_over(path: Path, error: StorageError) -> None:
+        logger.warning("passing over %s: %s", path.name, error)
+
+    paths = find(directory)
+    while True:
+        try:
+            if found := _newest_valid(paths, pass_over):
+                return found
+        except StorageError:
+            if find(directory) == paths:
+                raise
+        # A running job may have replaced all that was listed meanwhile.
+        before, paths = paths, find(directory)
+        if paths == before:
+            return None
 
 
 def recover(store: Store) -> Checkpoint | None:

@@ -30,7 +30,8 @@ from checkflow.errors import CheckflowError, StorageError, UnsupportedError
 from checkflow.runtime import files, manifest
 from checkflow.runtime.layout import OWNER, Layout, file_image
 from checkflow.runtime.lock import DirectoryLock
-from checkflow.runtime.reader import find, glance, parse_step, step_name
+from checkflow.runtime.opening import glance, parse_step, step_name
+from checkflow.runtime.reader import find
 
 logger = logging.getLogger("checkflow")
 
@@ -75,9 +76,9 @@ class Store:
         self._epoch_ends: dict[int, bool | None] = {}  # None: not complete, or not readable
         self._void: set[str] = set()  # published, but not durably, and not yet taken back
         self._root: int | None = None
-        self._synced_folders = True
+        self._told_no_sync = False
         with _reported(f"cannot use the checkpoint directory {self.directory}"):
-            files.make_folders(str(self.directory))
+            self._make_directory()
             self.directory = self.directory.resolve(strict=True)  # the root may be a link; nothing below it may
         # (1) one writer
         self._lock = DirectoryLock(self.directory, wait_seconds=lock_wait_seconds)
@@ -104,7 +105,8 @@ class Store:
         """Give up the lock; once more is harmless."""
         root, self._root = self._root, None
         if root is not None:
-            files.close(root)
+            with contextlib.suppress(OSError):  # nothing is written through a directory
+                files.close(root)
         self._lock.release()
 
     def checkpoints(self) -> tuple[Path, ...]:
@@ -227,6 +229,24 @@ class Store:
         self._epoch_ends.pop(step, None)
         return self.directory / name
 
+    def _make_directory(self) -> None:
+        """Make the directory, and make its name durable: without that, a power cut takes it with all it holds."""
+        parents = {self.directory.parent}
+        for folder in self.directory.parents:
+            if os.path.lexists(folder):
+                break
+            parents.add(folder.parent)
+        files.make_folders(str(self.directory))
+        for parent in parents:
+            try:
+                fd = files.open_folder(str(parent.resolve()))
+            except PermissionError:  # a directory that was made for us, in one that is not ours to read
+                continue
+            try:
+                self._sync_folder(fd)
+            finally:
+                files.close(fd)
+
     def _open_root(self) -> int:
         # A forked child has lost the lock, and its parent is still writing.
         if self._root is None or not self._lock.held:
@@ -275,12 +295,14 @@ class Store:
             if files.exists(name, dir_fd=root):
                 files.rename(name, _TRASH + name, dir_fd=root)
             self._void.discard(name)
+        leftovers = []
         present = files.names(root)
         for name in present:
             final = name.removeprefix(_REPLACED)
-            if name != final and parse_step(final) is not None and final not in present:
+            if name.startswith(_REPLACED) and parse_step(final) is not None and final not in present:
                 files.rename(name, final, dir_fd=root)
-        leftovers = [name for name in files.names(root) if name.startswith((_TMP, _TRASH, _REPLACED))]
+            elif name.startswith((_TMP, _TRASH, _REPLACED)):
+                leftovers.append(name)
         if leftovers:
             # What takes the place of a leftover must be there for good before the leftover goes.
             self._sync_folder(root)
@@ -325,8 +347,8 @@ class Store:
         except OSError as error:
             if error.errno not in _NO_FOLDER_SYNC:
                 raise
-            if self._synced_folders:
-                self._synced_folders = False
+            if not self._told_no_sync:
+                self._told_no_sync = True
                 logger.warning(
                     "the file system of %s cannot sync directories: a power cut may lose the newest checkpoint",
                     self.directory,

@@ -73,11 +73,16 @@ def test_an_empty_job_has_no_files() -> None:
     assert (layout.files, dict(layout.tensors), layout.buffer_bytes) == ((), {}, 0)
 
 
-@pytest.mark.parametrize("dtype", sorted(STORED_TYPES))
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0, 2), (2, 3, 4, 5)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        (dtype, shape)
+        for dtype, stored in sorted(STORED_TYPES.items())
+        for shape in [(), (1,), (0,), (3, 0, 2), (2, 3, 4, 5)]
+        if shape or not stored.packed  # two elements in a byte: torch has no such scalar
+    ],
+)
 def test_every_dtype_reads_right_with_safetensors(dtype: str, shape: tuple[int, ...], tmp_path: Path) -> None:
-    if STORED_TYPES[dtype].packed and not shape:
-        pytest.skip("two elements in a byte: torch has no such scalar")
     layout = make_layout([record("model/t", shape, dtype)])
     staging, expected = fill(layout, 1)
     found = load(tmp_path / "t", image(layout.files[0], staging))["t"]

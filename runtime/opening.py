@@ -1,0 +1,187 @@
+"""Opening a checkpoint's files and reading blocks of them, with every check that needs no knowledge of tensors.
+
+Each file is opened by name inside the checkpoint's directory, follows no link, must be a regular file of the size that
+the manifest names, and is read block by block, each compared with its checksum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from checkflow.errors import CorruptCheckpointError, StorageError
+from checkflow.runtime import files
+from checkflow.runtime.manifest import BLOCK_BYTES, MANIFEST, MAX_MANIFEST_BYTES, FileEntry, Manifest, loads
+
+_STEP = re.compile(r"step-([0-9]{8,19})", re.ASCII)
+
+
+def step_name(step: int) -> str:
+    """The name of a checkpoint's directory."""
+    return f"step-{step:08d}"
+
+
+def parse_step(name: str) -> int | None:
+    """The step of a checkpoint directory's name; None for every other name, ``step-000000001`` (nine digits) too."""
+    found = _STEP.fullmatch(name)
+    return int(found[1]) if found and step_name(int(found[1])) == name else None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    path: Path
+    fd: int
+    entry: FileEntry
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """An entry of a safetensors header, its range counted from the begin of the file."""
+
+    code: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def block_bytes(file: OpenFile, block: int) -> int:
+    return min(BLOCK_BYTES, file.entry.size_bytes - block * BLOCK_BYTES)
+
+
+def read_block(file: OpenFile, block: int, out: memoryview) -> None:
+    try:
+        count = files.read_all(file.fd, out, block * BLOCK_BYTES)
+    except OSError as error:
+        raise StorageError(f"cannot read {file.path}: {error.strerror}") from error
+    if count != len(out):
+        raise CorruptCheckpointError(f"{file.path} is truncated at byte {block * BLOCK_BYTES + count}")
+    if xxhash.xxh3_64_hexdigest(out) != file.entry.blocks[block]:
+        raise CorruptCheckpointError(
+            f"{file.path} is damaged: bytes {block * BLOCK_BYTES} to {block * BLOCK_BYTES + len(out)} do not match "
+            "their checksum"
+        )
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
+
+def parse_header(path: Path, text: bytes, size_bytes: int) -> dict[str, StoredTensor]:
+    """All tensors of a safetensors file by key; their ranges follow each other without holes up to the file's end."""
+    try:
+        header = json.loads(text, object_pairs_hook=_no_duplicates)
+        header.pop("__metadata__", None)
+        data = 8 + len(text)
+        found = {
+            str(key): StoredTensor(
+                str(entry["dtype"]),
+                tuple(int(length) for length in entry["shape"]),
+                data + int(entry["data_offsets"][0]),
+                data + int(entry["data_offsets"][1]),
+            )
+            for key, entry in header.items()
+        }
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
+        raise CorruptCheckpointError(f"{path} has no valid safetensors header: {error}") from None
+    reached = data
+    for key, stored in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if stored.begin != reached or stored.end < stored.begin:
+            raise CorruptCheckpointError(f"{path} has a hole or an overlap before {key}")
+        reached = stored.end
+    if reached != size_bytes:
+        raise CorruptCheckpointError(f"{path} has {size_bytes} bytes, its header describes {reached}")
+    return found
+
+
+def open_all(path: Path) -> tuple[Manifest, dict[str, OpenFile]]:
+    """The manifest and all files of a checkpoint, open, of the right type and size."""
+    opened: dict[str, OpenFile] = {}
+    try:
+        folder = files.open_folder(str(path))
+    except NotADirectoryError:
+        raise CorruptCheckpointError(f"{path} is no directory of its own") from None
+    except OSError as error:
+        raise StorageError(f"cannot open the checkpoint {path}: {error.strerror}") from error
+    try:
+        manifest = _read_manifest(folder, path)
+        for name, entry in manifest.files.items():
+            fd, size = _open_regular(folder, path / name)
+            opened[name] = OpenFile(path / name, fd, entry)
+            if size != entry.size_bytes:
+                raise CorruptCheckpointError(f"{path / name} has {size} bytes instead of {entry.size_bytes}")
+    except BaseException:
+        close_all(opened)
+        raise
+    finally:
+        _close(folder)
+    return manifest, opened
+
+
+def _close(fd: int) -> None:
+    with contextlib.suppress(OSError):  # nothing was written through it
+        files.close(fd)
+
+
+def close_all(opened: Mapping[str, OpenFile]) -> None:
+    for file in opened.values():
+        _close(file.fd)
+
+
+def _open_regular(folder: int, path: Path) -> tuple[int, int]:
+    """A regular file in an open directory, and its size."""
+    try:
+        fd = files.open_read(path.name, dir_fd=folder)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
+            reason = {errno.ENOENT: "is missing", errno.ELOOP: "is a symbolic link"}.get(error.errno, "is no file")
+            raise CorruptCheckpointError(f"{path} {reason}") from None
+        raise StorageError(f"cannot open {path}: {error.strerror}") from error
+    try:
+        size = files.regular_size(fd)
+    except OSError as error:
+        _close(fd)
+        raise StorageError(f"cannot open {path}: {error.strerror}") from error
+    if size is None:
+        _close(fd)
+        raise CorruptCheckpointError(f"{path} is no regular file")
+    return fd, size
+
+
+def _read_manifest(folder: int, path: Path) -> Manifest:
+    name = path / MANIFEST
+    fd, size = _open_regular(folder, name)
+    try:
+        if size > MAX_MANIFEST_BYTES:
+            raise CorruptCheckpointError(f"{name} has {size} bytes, more than {MAX_MANIFEST_BYTES}")
+        data = bytearray(size)
+        count = files.read_all(fd, memoryview(data), 0)
+    except OSError as error:
+        raise StorageError(f"cannot read {name}: {error.strerror}") from error
+    finally:
+        _close(fd)
+    manifest = loads(bytes(data[:count]), str(name))
+    if (step := parse_step(path.name)) is not None and step != manifest.step:
+        raise CorruptCheckpointError(f"{name} belongs to step {manifest.step}")
+    return manifest
+
+
+def glance(path: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are all there, with the right sizes; their bytes are not read.
+
+    Raises:
+        CorruptCheckpointError, MismatchError, StorageError: as :func:`open_checkpoint`.
+    """
+    manifest, opened = open_all(path)
+    close_all(opened)
+    return manifest
