@@ -84,6 +84,11 @@ def region(tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, 
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as files name it: "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """The dimensions in the order in which memory runs through them, outermost first; None if the tensor is not dense.
 

@@ -68,6 +68,13 @@ class TrainingStep:
         self.loss = loss
         self._step = step
 
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The user's own function: ``step`` or ``loss``, as given."""
+        function = self._step if self._step is not None else self.loss
+        assert function is not None
+        return function
+
     def run(self, batch: Any) -> Any:
         """Run one whole iteration; returns what the user's step returns (the last loss in the short form)."""
         if self._step is not None:

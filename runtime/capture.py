@@ -20,16 +20,16 @@ from typing import Any
 import torch
 import xxhash
 
-from checkflow.errors import MismatchError
 from checkflow.graph import BOUNDARY, AnchorKey
 from checkflow.hardware import format_size
-from checkflow.plan import Plan, describe_mismatch
+from checkflow.plan import Plan
+from checkflow.runtime import fit
 from checkflow.runtime.barriers import AnchorWork, Program
 from checkflow.runtime.copy_engine import CopyEngine, CopyRecord, CopyStatistics, Transfer
 from checkflow.runtime.layout import Layout, TensorRecord, make_layout
 from checkflow.runtime.live_state import StateWalk
 from checkflow.runtime.staging import StagingBuffer, StagingBuffers
-from checkflow.state import StateTensor, TrainingState, memory_order
+from checkflow.state import StateTensor, TrainingState, dtype_name, memory_order
 
 logger = logging.getLogger("checkflow")
 
@@ -123,7 +123,7 @@ class Capturer:
         state, changed = self._walk.current()
         if changed or self._arrangement is None:
             if self._arrangement is None:
-                self._refuse_mismatch(state, optimizers)
+                fit.refuse_other_job(self._plan, state, optimizers)
             audit = True
             self._arrange(state)
         arrangement = self._arrangement
@@ -189,9 +189,9 @@ class Capturer:
         return time.perf_counter() - begun
 
     def abort(self) -> None:
-        """Give up the capture in flight: it is void."""
-        self._engine.abort()
-        if self._capture is not None and self._buffers is not None:
+        """Give up the capture in flight: it is void, unless it was delivered already."""
+        complete = self._engine.abort()
+        if self._capture is not None and self._buffers is not None and not complete:
             self._buffers.give_back(self._capture.buffer)
         self._capture = None
 
@@ -221,21 +221,6 @@ class Capturer:
             self._engine.wait(work.due)
         if work.free:
             self._engine.free(work.free)
-
-    def _refuse_mismatch(self, state: TrainingState, optimizers: Mapping[str, str]) -> None:
-        live = {item.name: (tuple(item.tensor.shape), dtype_name(item.tensor)) for item in state.tensors}
-        owners = {name.partition("/")[0] for name in optimizers}
-        # An optimizer may still have to make some of its state (momentum of a parameter that got no gradient yet).
-        late = {
-            name: spec for name, spec in self._specs().items() if name not in live and name.partition("/")[0] in owners
-        }
-        lines = describe_mismatch(self._plan, {**live, **late}, dict(optimizers))
-        if lines:
-            more = f" (and {len(lines) - 1} more differences)" if len(lines) > 1 else ""
-            raise MismatchError(f"the plan was made for another job: {lines[0]}{more}; make a new one: checkflow plan")
-
-    def _specs(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        return {spec.name: (spec.shape, spec.dtype) for spec in self._plan.fingerprint.state}
 
     def _arrange(self, state: TrainingState) -> None:
         """Lay the files out for the state as it is now."""
@@ -305,17 +290,12 @@ def _digests(state: TrainingState) -> dict[str, int]:
     return {item.name: tensor_digest(item.tensor.data_ptr(), item.tensor.nbytes) for item in state.tensors}
 
 
-def dtype_name(tensor: torch.Tensor) -> str:
-    """The dtype as files name it: "float32" for torch.float32."""
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def tensor_record(item: StateTensor, deadline: int) -> TensorRecord:
     """What the file layout needs to know of a state tensor."""
     tensor = item.tensor
     order = memory_order(tensor)
     row_major = order is None or order == tuple(range(tensor.dim()))
     return TensorRecord(
-        item.name, dtype_name(tensor), tuple(tensor.shape), tensor.nbytes, tensor.element_size(), deadline,
+        item.name, dtype_name(tensor.dtype), tuple(tensor.shape), tensor.nbytes, tensor.element_size(), deadline,
         None if row_major else order,
     )  # fmt: skip

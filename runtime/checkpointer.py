@@ -12,6 +12,7 @@ optimizer has stepped.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -25,10 +26,10 @@ import torch
 from torch import nn
 
 from checkflow import plan as plans
-from checkflow.errors import CheckflowError, MismatchError, StorageError, UnsupportedError
+from checkflow.errors import StorageError, UnsupportedError
 from checkflow.graph import AnchorKey, AnchorKind
 from checkflow.plan import Plan
-from checkflow.runtime import extra_state
+from checkflow.runtime import extra_state, fit
 from checkflow.runtime.anchors import AnchorHooks
 from checkflow.runtime.barriers import compile_plan
 from checkflow.runtime.capture import Capture, Capturer, CaptureReport
@@ -45,13 +46,7 @@ from checkflow.runtime.persist import Writer
 from checkflow.runtime.reader import recover
 from checkflow.runtime.resume import restore
 from checkflow.runtime.store import Store
-from checkflow.state import (
-    as_models,
-    as_optimizers,
-    collect_state,
-    optimizer_implementation,
-    optimizer_parameters,
-)
+from checkflow.state import as_models, as_optimizers, collect_state
 
 logger = logging.getLogger("checkflow")
 
@@ -70,9 +65,10 @@ class Checkpointer:
         directory: where checkpoints go; made if it is missing.
         plan: a plan file, or a Plan, made for this job (``checkflow plan``).
         state: further objects with ``state_dict`` and ``load_state_dict``, by name (schedulers, scalers).
-        every: iterations from one durable checkpoint to the next, each of them committed, training waiting if storage
-            is slower. None: every boundary is captured in host memory as planned, and storage takes the newest as fast
-            as it goes.
+        every: iterations from one durable checkpoint to the next. Each is committed while the next one is gathered, and
+            training waits if storage is slower, so that a failure costs at most two intervals and the iteration under
+            way. None: every boundary is captured in host memory as planned, and storage takes the newest as fast as it
+            goes.
         host_buffers: staging buffers of the size of the state; three let capture and persist overlap fully.
         keep_latest: how many of the newest checkpoints stay on storage, at least 2.
         keep_epochs: whether the ones made at the ends of epochs stay too.
@@ -105,7 +101,9 @@ class Checkpointer:
         on_error: Literal["warn", "raise"] = "warn",
         audit: int = 100,
     ) -> None:
-        _check_arguments(loader, every, host_buffers, resume, on_error, audit)
+        fit.check_arguments(
+            loader=loader, every=every, host_buffers=host_buffers, resume=resume, on_error=on_error, audit=audit
+        )
         self._models, self._optimizers = as_models(model), as_optimizers(optimizer)
         self._objects = dict(state or {})
         self._plan = plan if isinstance(plan, Plan) else plans.load(plan)
@@ -113,11 +111,9 @@ class Checkpointer:
         self._every, self._on_error, self._audit_every = every, on_error, audit
         self._loader = loader
         self._walk = StateWalk(self._models, self._optimizers)
-        self._refuse_device()
-        self._implementations = {
-            name: optimizer_implementation(one, _device_type(self._models)) for name, one in self._optimizers.items()
-        }
-        self._refuse_other_models()
+        fit.refuse_devices(self._models, self._optimizers)
+        self._implementations = fit.implementations(self._models, self._optimizers)
+        fit.refuse_other_job(self._plan, collect_state(self._models, {}), self._implementations)
         program = compile_plan(self._plan)
 
         self.iteration = 0
@@ -149,7 +145,7 @@ class Checkpointer:
         self._engine = HostCopyEngine()
         self._writer = Writer(self._commit, self._recycle, supersede=every is None)
         self._capturer = Capturer(self._plan, program, self._walk, self._engine, host_buffers, self._writer.submit)
-        self._undated = self._undated_parameters()
+        self._undated = fit.undated_parameters(self._plan, self._models, self._optimizers)
         if loader is not None:
             loader.listener = self
 
@@ -180,6 +176,7 @@ class Checkpointer:
             self._positions.clear()
             if not self._explicit:
                 self._boundary(epoch_end=True)
+        self._restore_generators()  # a run that was finished already: what follows the loop sees them as it did then
 
     def steps(self, count: int) -> Iterator[int]:
         """Iterations from where the last run stopped up to ``count``, for loops without epochs."""
@@ -189,6 +186,7 @@ class Checkpointer:
             if not self._explicit:
                 self._count_batches()
                 self._boundary()
+        self._restore_generators()
 
     def step(self) -> None:
         """Mark the boundary here: for loops that fetch batches ahead of using them.
@@ -239,9 +237,10 @@ class Checkpointer:
                 self._loader.listener = None
                 self._loader.epochs_counted_elsewhere = False
             # Whatever has not been copied yet has not been written either: the capture in flight can still be whole.
-            self._capturer.finish()
-            self._writer.close()
+            with self._surviving():
+                self._capturer.finish()
         finally:
+            self._writer.close()
             self._engine.close()
             self._capturer.close()
             self._store.close()
@@ -279,18 +278,26 @@ class Checkpointer:
 
     def _on_anchor(self, key: AnchorKey) -> None:
         begun = time.perf_counter()
-        try:
+        with self._surviving():
             self._guard(key)
+        if key.kind is AnchorKind.OPTIMIZER_POST:
+            self._stepped.add(key.name)
+        self._note_hold("anchors", time.perf_counter() - begun)
+
+    @contextlib.contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """A fault of checkpointing voids the checkpoint under way and goes no further, unless errors are to be raised.
+
+        Everything that runs inside the user's loop, forward, backward or step is run in this.
+        """
+        try:
+            yield
         except Exception:
-            # The hook runs inside the user's forward, backward or step: a fault of ours must not surface there.
             self._capturer.abort()
             self._aborted += 1
             if self._on_error == "raise":
                 raise
             logger.exception("the checkpoint of step %d is given up, training goes on", self.iteration)
-        if key.kind is AnchorKind.OPTIMIZER_POST:
-            self._stepped.add(key.name)
-        self._note_hold("anchors", time.perf_counter() - begun)
 
     def _guard(self, key: AnchorKey) -> None:
         """Do what the plan, and caution beyond it, ask for before the job goes on from an anchor."""
@@ -317,31 +324,30 @@ class Checkpointer:
         if not self._stepped:
             return
         begun = time.perf_counter()
-        self._capturer.finish()
+        with self._surviving():
+            self._capturer.finish()
         self._stepped.clear()
         self._hooks.reset()
         self.iteration += 1
         self._raise_if_asked()
         waited_seconds = 0.0
         if self.iteration % (self._every or self._plan.interval) == 0:
-            waited_seconds = self._capture(epoch_end)
+            # The first capture tells whether the job can be checkpointed at all; later ones must not end it.
+            with self._surviving() if self._captures else contextlib.nullcontext():
+                waited_seconds = self._capture(epoch_end)
         self._held["buffers"] += waited_seconds
         self._note_hold("boundary", time.perf_counter() - begun - waited_seconds)
 
     def _capture(self, epoch_end: bool) -> float:
-        try:
-            extra = extra_state.encode(self._extra())
-            audit = self._captures < FIRST_AUDITS or (self._audit_every and self._captures % self._audit_every == 0)
-            info = {"epoch": self._epoch, "epoch_end": epoch_end, "created": round(time.time(), 3)}
-            waited_seconds = self._capturer.begin(
-                self.iteration, extra, info, audit=bool(audit), optimizers=self._implementations
-            )
-        except CheckflowError as error:
-            # The first capture tells whether the job can be checkpointed at all; later ones must not end it.
-            if self._captures == 0 or self._on_error == "raise":
-                raise
-            logger.warning("no checkpoint of step %d, training goes on: %s", self.iteration, error)
-            return 0.0
+        """Begin the capture of this boundary; returns the seconds waited for storage and buffers."""
+        extra = extra_state.encode(self._extra())
+        audit = self._captures < FIRST_AUDITS or (self._audit_every and self._captures % self._audit_every == 0)
+        info = {"epoch": self._epoch, "epoch_end": epoch_end, "created": round(time.time(), 3)}
+        # One being gathered, one being committed, none queueing: that bounds what a failure can cost.
+        waited_seconds = 0.0 if self._every is None else self._writer.wait_until_at_most(1)
+        waited_seconds += self._capturer.begin(
+            self.iteration, extra, info, audit=bool(audit), optimizers=self._implementations
+        )
         self._captures += 1
         return waited_seconds
 
@@ -413,60 +419,3 @@ class Checkpointer:
         if self._generators is not None:
             restore_generators(self._generators)
             self._generators = None
-
-    # Refusals
-
-    def _refuse_device(self) -> None:
-        for item in collect_state(self._models, self._optimizers).tensors:
-            if item.tensor.device.type != "cpu":
-                raise UnsupportedError(f"{item.name} lies on {item.tensor.device}: this version trains on the CPU only")
-
-    def _refuse_other_models(self) -> None:
-        """Hold parameters and buffers against the plan; optimizer state may not exist before the first step."""
-        live = collect_state(self._models, {})
-        names = {item.name: (tuple(item.tensor.shape), str(item.tensor.dtype)[6:]) for item in live.tensors}
-        rest = {
-            spec.name: (spec.shape, spec.dtype)
-            for spec in self._plan.fingerprint.state
-            if spec.name.partition("/")[0] in self._optimizers
-        }
-        if lines := plans.describe_mismatch(self._plan, {**rest, **names}, self._implementations):
-            more = f" (and {len(lines) - 1} more differences)" if len(lines) > 1 else ""
-            raise MismatchError(f"the plan was made for another job: {lines[0]}{more}; make a new one: checkflow plan")
-
-    def _undated_parameters(self) -> dict[str, list[tuple[str, torch.Tensor]]]:
-        """By optimizer: parameters that it could write although the plan saw no write (they were frozen then)."""
-        undated = {name for name, deadline in self._plan.deadlines.items() if deadline is None}
-        found: dict[str, list[tuple[str, torch.Tensor]]] = {}
-        for owner, optimizer in self._optimizers.items():
-            managed = {id(parameter) for _, parameter in optimizer_parameters(self._models, optimizer)}
-            found[owner] = [
-                (item.name, item.tensor)
-                for item in collect_state(self._models, {}).tensors
-                if item.name in undated and id(item.tensor) in managed
-            ]
-        return found
-
-
-def _device_type(models: Mapping[str, nn.Module]) -> str:
-    return next((parameter.device.type for model in models.values() for parameter in model.parameters()), "cpu")
-
-
-def _check_arguments(
-    loader: object, every: object, host_buffers: object, resume: object, on_error: object, audit: object
-) -> None:
-    if loader is not None and not isinstance(loader, DataLoader):
-        raise UnsupportedError(
-            f"loader is a {type(loader).__name__}: pass a checkflow.DataLoader (it has the arguments of torch's), "
-            "or none and iterate checkpointer.steps()"
-        )
-    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-        raise ValueError(f"every must be a whole number of iterations, at least 1, or None, not {every!r}")
-    if isinstance(host_buffers, bool) or not isinstance(host_buffers, int) or host_buffers < 1:
-        raise ValueError(f"host_buffers must be a whole number of at least 1, not {host_buffers!r}")
-    if resume not in ("auto", "never", "must"):
-        raise ValueError(f'resume must be "auto", "never" or "must", not {resume!r}')
-    if on_error not in ("warn", "raise"):
-        raise ValueError(f'on_error must be "warn" or "raise", not {on_error!r}')
-    if isinstance(audit, bool) or not isinstance(audit, int) or audit < 0:
-        raise ValueError(f"audit must be a whole number of at least 0, not {audit!r}")

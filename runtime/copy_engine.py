@@ -10,7 +10,8 @@ One capture at a time. The training thread calls; the engine copies beside it:
               the compute stream waits, the host does not);
 ``free``      these snapshots may be given back as soon as they have crossed the link;
 ``finish``    on return everything has crossed the link and every snapshot is given back;
-``abort``     forgets the capture: on return the engine reads and writes no memory of it.
+``abort``     forgets the capture: on return the engine reads and writes no memory of it. True if the capture was
+              complete before, and ``on_complete`` is or was called; otherwise it never will be.
 
 As soon as the last chunk has arrived in host memory, ``on_complete`` is called, once, on any thread. The addresses in a
 ``Transfer`` stay valid until then (the caller holds the tensors and the buffer), or until ``abort`` returns. No method
@@ -68,7 +69,7 @@ class CopyEngine(Protocol):
     def wait(self, chunks: Sequence[int]) -> None: ...
     def free(self, chunks: Sequence[int]) -> None: ...
     def finish(self) -> None: ...
-    def abort(self) -> None: ...
+    def abort(self) -> bool: ...
     def close(self) -> None: ...
     def log(self) -> tuple[CopyRecord, ...]: ...
     def statistics(self) -> CopyStatistics: ...
@@ -166,13 +167,14 @@ class HostCopyEngine:
                 self._give_back(chunk)
             self._freeable.clear()
 
-    def abort(self) -> None:
+    def abort(self) -> bool:
         with self._changed:
-            self._on_complete = _nothing
+            complete = not self._remaining
             for chunk in self._queue:
                 if self._status[chunk] == _QUEUED:
                     self._status[chunk] = _PENDING
             self._queue.clear()
+            self._on_complete = _nothing
             while _RUNNING in self._status:
                 self._changed.wait()
             self._snapshots.clear()
@@ -180,6 +182,7 @@ class HostCopyEngine:
             self._held_bytes = self._remaining = 0
             self._transfers = ()
             self._status = bytearray()
+            return complete
 
     def close(self) -> None:
         self.abort()
@@ -216,12 +219,11 @@ class HostCopyEngine:
         with self._changed:
             self._status[chunk] = _DONE
             self._remaining -= 1
-            complete = not self._remaining
+            callback = _nothing if self._remaining else self._on_complete
             if chunk in self._freeable:
                 self._give_back(chunk)
             self._changed.notify_all()
-        if complete:
-            self._on_complete()
+        callback()
 
     def _give_back(self, chunk: int) -> None:
         if self._snapshots.pop(chunk, None) is not None:
@@ -229,4 +231,4 @@ class HostCopyEngine:
 
 
 def _nothing() -> None:
-    """What is called when a capture that was aborted is complete."""
+    """Called in place of ``on_complete`` by a copy that is not the last one, or whose capture was aborted."""

@@ -2,7 +2,7 @@
 
 A capture is written by the store's commit protocol, or it fails as a whole; either way its buffer goes back and
 training goes on. Where captures come faster than storage takes them, the newest replaces the one that still waits
-(``supersede``), or the training thread waits at its next boundary for a free buffer: the caller chooses.
+(``supersede``), or the training thread waits (``wait_until_at_most``): the caller chooses.
 """
 
 from __future__ import annotations
@@ -67,11 +67,13 @@ class Writer:
         for old in dropped:
             self._recycle(old)
 
-    def drain(self) -> None:
-        """Wait until everything submitted is committed or has failed."""
+    def wait_until_at_most(self, outstanding: int) -> float:
+        """Wait until at most so many captures are neither committed nor failed; returns the seconds waited."""
+        begun = time.perf_counter()
         with self._changed:
-            while self._waiting or self._busy:
+            while len(self._waiting) + self._busy > outstanding:
                 self._changed.wait()
+        return time.perf_counter() - begun
 
     def take_error(self) -> CheckflowError | None:
         """The first error since the last call, if there was one."""
@@ -81,7 +83,7 @@ class Writer:
 
     def close(self) -> None:
         """Commit what is left, then stop."""
-        self.drain()
+        self.wait_until_at_most(0)
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -17,11 +17,10 @@ from torch import nn
 
 from checkflow.errors import MismatchError
 from checkflow.runtime import extra_state
-from checkflow.runtime.capture import dtype_name
 from checkflow.runtime.live_state import Stateful, drop_state, make_lazy_state, refuse_extra_mismatch, restore_extra
 from checkflow.runtime.manifest import TensorEntry
 from checkflow.runtime.reader import Checkpoint
-from checkflow.state import collect_state
+from checkflow.state import collect_state, dtype_name
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def _refuse_mismatch(
 
 
 def _compare(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, entry: TensorEntry) -> None:
-    have, want = f"{dtype_name(tensor)}{list(tensor.shape)}", f"{entry.dtype}{list(entry.shape)}"
+    have, want = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}", f"{entry.dtype}{list(entry.shape)}"
     if have != want:
         raise MismatchError(f"{checkpoint.path}: {name} is {want} in the checkpoint, {have} in the job")
 

@@ -17,10 +17,9 @@ from torch import nn
 
 from checkflow.graph import BOUNDARY, AnchorKey, AnchorKind
 from checkflow.plan import Certificate, Chunk, Fingerprint, Plan, StateSpec
-from checkflow.runtime.capture import dtype_name
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.reader import Checkpoint, open_checkpoint
-from checkflow.state import collect_state, optimizer_implementation
+from checkflow.state import collect_state, dtype_name, optimizer_implementation
 from checkflow.timeline import StateGroup, Step, Timeline
 
 Truth = dict[str, torch.Tensor]
@@ -109,7 +108,7 @@ def random_plan(models: Models, optimizers: Optimizers, seed: int, *, chunk_byte
     for item in state.tensors:
         host = item.name.endswith(".step")
         size = item.tensor.nbytes
-        specs.append(StateSpec(item.name, tuple(item.tensor.shape), dtype_name(item.tensor), size, host))
+        specs.append(StateSpec(item.name, tuple(item.tensor.shape), dtype_name(item.tensor.dtype), size, host))
         if host:
             continue
         deadline = place[AnchorKey(AnchorKind.FORWARD, item.module)] if item.module else first_step

@@ -1,0 +1,151 @@
+"""A training job that can be killed at a chosen place, run in processes of their own by the tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from oracle import clone_state, random_plan
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from checkflow import plan as plans
+from checkflow.plan import Plan
+from checkflow.runtime import checkpointer as checkpointers
+from checkflow.runtime.checkpointer import Checkpointer
+from checkflow.runtime.loader import DataLoader
+
+EPOCHS, SAMPLES, BATCH = 3, 22, 4
+BATCHES = -(-SAMPLES // BATCH)
+PLACES = ("forward", "backward", "step", "after step", "validation", "epoch end")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of the job: where it lives, and where it is killed (place, epoch, number), or None."""
+
+    directory: Path
+    kill: tuple[str, int, int] | None = None
+    workers: int = 0
+    explicit: bool = False  # mark boundaries with step(), fetching a batch ahead
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+class Killer:
+    """Kills its own process when the chosen place is reached: nothing is flushed, nothing is closed."""
+
+    def __init__(self, kill: tuple[str, int, int] | None) -> None:
+        self.kill = kill
+
+    def at(self, *place: Any) -> None:
+        if place == self.kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def data(seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(SAMPLES, 8, generator=generator)
+    return TensorDataset(torch.arange(SAMPLES), x, torch.randint(0, 5, (SAMPLES,), generator=generator))
+
+
+def make() -> tuple[Net, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def make_plan(seed: int = 0) -> Plan:
+    model, optimizer, _ = make()
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    return random_plan({"model": model}, {"optimizer": optimizer}, seed, chunk_bytes=1000)
+
+
+def run(job: Job) -> None:
+    """Train to the end, or to the kill; saves the final state as "final.pt" and appends what was used to "samples"."""
+    torch.set_num_threads(1)
+    checkpointers.check_plan = plans.validate  # a random plan obeys deadlines, and no link
+    model, optimizer, scheduler = make()
+    killer = Killer(job.kill)
+    loader = DataLoader(data(1), BATCH, shuffle=True, seed=3, num_workers=job.workers)
+    with Checkpointer(
+        model, optimizer, loader,
+        directory=job.directory / "checkpoints", plan=make_plan(), state={"scheduler": scheduler}, every=1, audit=1,
+    ) as checkpointer:  # fmt: skip
+        for epoch in checkpointer.epochs(EPOCHS):
+            model.train()
+            batches = ahead(checkpointer.loader) if job.explicit else checkpointer.loader
+            for number, (indices, x, y) in enumerate(batches):
+                killer.at("forward", epoch, number)
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                killer.at("backward", epoch, number)
+                loss.backward()
+                killer.at("step", epoch, number)
+                optimizer.step()
+                note(job.directory, checkpointer.iteration, epoch, indices)
+                if job.explicit:
+                    checkpointer.step()
+                killer.at("after step", epoch, number)
+            model.eval()
+            with torch.no_grad():
+                model(torch.randn(7, 8))
+            killer.at("validation", epoch, 0)
+            scheduler.step()
+            killer.at("epoch end", epoch, 0)
+    state = clone_state({"model": model}, {"optimizer": optimizer})
+    final = {"state": state, "scheduler": scheduler.state_dict(), "rng": torch.get_rng_state()}
+    torch.save(final, job.directory / "final.pt")
+
+
+def ahead(batches: Any) -> Any:
+    """Hand out batches one late, as loops that prefetch do."""
+    iterator = iter(batches)
+    held = next(iterator, None)
+    while held is not None:
+        following = next(iterator, None)
+        yield held
+        held = following
+
+
+def note(directory: Path, iteration: int, epoch: int, indices: torch.Tensor) -> None:
+    """A line for each batch that reached a step; in the page cache at once, so SIGKILL loses nothing."""
+    with open(directory / "samples", "a") as file:
+        file.write(f"{iteration} {epoch} {' '.join(str(int(index)) for index in indices)}\n")
+
+
+def samples(directory: Path) -> list[list[int]]:
+    """The samples of each iteration, replays having replaced what they replayed, epoch first."""
+    lines: dict[int, list[int]] = {}
+    for line in (directory / "samples").read_text().splitlines():
+        iteration, *rest = (int(word) for word in line.split())
+        lines = {at: row for at, row in lines.items() if at < iteration}
+        lines[iteration] = rest
+    assert sorted(lines) == list(range(len(lines)))
+    return [lines[at] for at in sorted(lines)]
+
+
+def start(job: Job) -> int:
+    """Run a job in a process of its own; returns its exit code (-9 when it was killed)."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["jobs"])
+    process = context.Process(target=run, args=(job,))
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode

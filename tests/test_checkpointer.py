@@ -1,0 +1,371 @@
+"""The Checkpointer's manners: boundaries, failures that training survives, refusals, and giving everything back."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import assert_checkpoint_is, clone_state, random_plan
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from checkflow import plan as plans
+from checkflow.errors import LockedError, MismatchError, PlanError, StorageError, UnsupportedError
+from checkflow.plan import Plan
+from checkflow.runtime import checkpointer as checkpointers
+from checkflow.runtime.checkpointer import Checkpointer
+from checkflow.runtime.loader import DataLoader
+from checkflow.runtime.reader import find, open_checkpoint
+
+Job = tuple[nn.Sequential, torch.optim.Optimizer, Any]
+
+
+@pytest.fixture(autouse=True)
+def _random_plans_have_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointers, "check_plan", plans.validate)
+
+
+def make(width: int = 16) -> Job:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def iterate(x: torch.Tensor | None = None, y: torch.Tensor | None = None) -> None:
+        x = torch.randn(6, 4) if x is None else x
+        y = torch.randint(0, 3, (len(x),)) if y is None else y
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return model, optimizer, iterate
+
+
+def make_plan(width: int = 16) -> Plan:
+    model, optimizer, iterate = make(width)
+    iterate()
+    return random_plan({"model": model}, {"optimizer": optimizer}, 0)
+
+
+def steps(directory: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in find(directory))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"mounting a small file system is not allowed here: {done.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+def fill(ballast: Path) -> None:
+    """Write until nothing more fits."""
+    with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+
+
+def test_a_full_disk_stops_checkpoints_and_not_training(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plan = make_plan()
+    model, optimizer, iterate = make()
+    ballast = small_disk / "ballast"
+    with Checkpointer(model, optimizer, directory=small_disk / "checkpoints", plan=plan, every=1) as checkpointer:
+        for n in checkpointer.steps(9):
+            iterate()
+            if n == 3:
+                fill(ballast)
+            if n == 6:
+                ballast.unlink()
+    report = checkpointer.report()
+    assert checkpointer.iteration == 9
+    assert report["failed"] >= 1
+    assert report["committed"] == 9 - report["failed"]
+    assert steps(small_disk / "checkpoints")[-1] == 9
+    assert "No space left" in caplog.text
+    truth = clone_state({"model": model}, {"optimizer": optimizer})
+    assert_checkpoint_is(find(small_disk / "checkpoints")[0], truth)
+
+
+def test_a_full_disk_raises_if_asked(small_disk: Path) -> None:
+    plan = make_plan()
+    model, optimizer, iterate = make()
+    with (
+        pytest.raises(StorageError, match="No space left"),
+        Checkpointer(
+            model, optimizer, directory=small_disk / "checkpoints", plan=plan, every=1, on_error="raise"
+        ) as checkpointer,
+    ):
+        fill(small_disk / "ballast")
+        for _ in checkpointer.steps(20):
+            iterate()
+
+
+def test_a_fault_inside_a_hook_gives_up_that_checkpoint_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from checkflow.runtime.copy_engine import HostCopyEngine
+
+    plan = make_plan()
+    model, optimizer, iterate = make()
+    snapshot = HostCopyEngine.snapshot
+
+    def failing(self: HostCopyEngine, chunks: Any, anchor: str) -> None:
+        if checkpointer.iteration == 2:
+            raise MemoryError("no memory for a snapshot")
+        snapshot(self, chunks, anchor)
+
+    with Checkpointer(model, optimizer, directory=tmp_path, plan=plan, every=1, audit=1, keep_latest=9) as checkpointer:
+        monkeypatch.setattr(HostCopyEngine, "snapshot", failing)
+        for _ in checkpointer.steps(5):
+            iterate()
+    assert steps(tmp_path) == [1, 3, 4, 5]
+    assert checkpointer.report()["failed"] == 1
+
+
+def test_a_fault_after_the_last_copy_voids_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from checkflow.runtime.capture import Capturer
+
+    plan = make_plan()
+    model, optimizer, iterate = make()
+    with Checkpointer(model, optimizer, directory=tmp_path, plan=plan, every=1, audit=1, keep_latest=9) as checkpointer:
+        require = Capturer.require_undated
+
+        def failing(self: Capturer, tensors: Any = None) -> None:
+            self.finish()
+            raise RuntimeError("planted")
+
+        for n in checkpointer.steps(6):
+            monkeypatch.setattr(Capturer, "require_undated", failing if n == 3 else require)
+            iterate()
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+    assert checkpointer.report()["committed"] == 6
+
+
+def test_what_follows_the_step_belongs_to_the_iteration(tmp_path: Path) -> None:
+    """EMA, clamps and schedulers after optimizer.step() are part of the checkpoint, with or without a loader."""
+    plan = make_plan()
+    for use_loader in (True, False):
+        model, optimizer, iterate = make()
+        directory = tmp_path / str(use_loader)
+        data = TensorDataset(torch.randn(10, 4), torch.randint(0, 3, (10,)))
+        loader = DataLoader(data, 2) if use_loader else None
+        truths: dict[int, Any] = {}
+        with Checkpointer(model, optimizer, loader, directory=directory, plan=plan, every=1, keep_latest=9) as job:
+            batches = job.loader if use_loader else [(x.unsqueeze(0).expand(2, 4), None) for x in torch.randn(5, 4)]
+            for n, (x, y) in enumerate(batches, 1):
+                iterate(x, y)
+                with torch.no_grad():
+                    model[0].weight.clamp_(-0.1, 0.1)
+                optimizer.param_groups[0]["lr"] *= 0.5
+                truths[n] = clone_state({"model": model}, {"optimizer": optimizer})
+        assert steps(directory) == [1, 2, 3, 4, 5]
+        for path in find(directory):
+            assert_checkpoint_is(path, truths[int(path.name[5:])])
+        fresh, other, _ = make()
+        with Checkpointer(fresh, other, directory=directory, plan=plan) as job:
+            assert job.resumed_from == 5
+            assert other.param_groups[0]["lr"] == 0.01 * 0.5**5
+
+
+def test_every_nth_iteration_and_retention(tmp_path: Path) -> None:
+    plan = make_plan()
+    model, optimizer, iterate = make()
+    with Checkpointer(model, optimizer, directory=tmp_path, plan=plan, every=3, keep_latest=2) as checkpointer:
+        for _ in checkpointer.steps(14):
+            iterate()
+    assert steps(tmp_path) == [9, 12]
+
+
+def test_storage_takes_the_newest_if_it_is_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from checkflow.runtime.store import Store
+
+    plan, gate = make_plan(), threading.Event()
+    commit = Store.commit
+
+    def slow(self: Store, *arguments: Any, **keywords: Any) -> Path:
+        gate.wait()
+        return commit(self, *arguments, **keywords)
+
+    monkeypatch.setattr(Store, "commit", slow)
+    model, optimizer, iterate = make()
+    with Checkpointer(model, optimizer, directory=tmp_path, plan=plan, keep_latest=9) as checkpointer:
+        for n in checkpointer.steps(8):
+            iterate()
+            if n == 6:
+                gate.set()
+    report = checkpointer.report()
+    assert report["captures"] == 8
+    assert report["superseded"] >= 3
+    assert report["committed"] + report["superseded"] == 8
+    assert steps(tmp_path)[0] == 1
+    assert steps(tmp_path)[-1] == 8
+
+
+def test_exceptions_leave_a_whole_checkpoint_behind(tmp_path: Path) -> None:
+    plan = make_plan()
+    model, optimizer, iterate = make()
+    truth = {}
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Checkpointer(model, optimizer, directory=tmp_path, plan=plan, every=1, audit=1) as checkpointer,
+    ):
+        for n in checkpointer.steps(9):
+            if n == 4:
+                truth = clone_state({"model": model}, {"optimizer": optimizer})
+                model(torch.randn(6, 4))  # batch norm has written; the step has not been made
+                raise KeyboardInterrupt
+            iterate()
+    assert steps(tmp_path)[-1] == 4
+    assert_checkpoint_is(find(tmp_path)[0], truth)
+
+
+def test_closing_gives_everything_back(tmp_path: Path) -> None:
+    plan = make_plan()
+    model, optimizer, iterate = make()
+    before = threading.active_count()
+    checkpointer = Checkpointer(model, optimizer, directory=tmp_path, plan=plan)
+    for _ in checkpointer.steps(2):
+        iterate()
+    with pytest.raises(LockedError):
+        Checkpointer(model, optimizer, directory=tmp_path, plan=plan)
+    checkpointer.close()
+    checkpointer.close()
+    assert threading.active_count() == before
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    with Checkpointer(model, optimizer, directory=tmp_path, plan=plan) as again:
+        assert again.resumed_from == 2
+
+
+def test_a_closure_is_refused(tmp_path: Path) -> None:
+    plan = make_plan()
+    model, optimizer, _ = make()
+    with (
+        Checkpointer(model, optimizer, directory=tmp_path, plan=plan),
+        pytest.raises(UnsupportedError, match="closure"),
+    ):
+        optimizer.step(lambda: model(torch.randn(6, 4)).sum())
+
+
+def test_state_that_the_plan_does_not_know_is_copied_at_the_boundary(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = make_plan()
+    model, optimizer, iterate = make()
+    truth = {}
+    with Checkpointer(model, optimizer, directory=tmp_path, plan=plan, every=1, audit=1) as checkpointer:
+        for n in checkpointer.steps(5):
+            if n == 2:
+                model.register_buffer("late", torch.arange(5.0))
+            iterate()
+        truth = clone_state({"model": model}, {"optimizer": optimizer})
+    assert "model/late" in truth
+    assert "not in the plan" in caplog.text
+    assert checkpointer.report()["breaches"] == 0
+    assert_checkpoint_is(find(tmp_path)[0], truth)
+
+
+def test_replaced_tensors_are_followed(tmp_path: Path) -> None:
+    """``.data`` reassigned in the middle of an iteration: the boundary's bytes are what is saved."""
+    plan = make_plan()
+    model, optimizer, iterate = make()
+    truths = {}
+    with Checkpointer(
+        model, optimizer, directory=tmp_path, plan=plan, every=1, audit=1, keep_latest=9, on_error="raise"
+    ) as checkpointer:
+        for n in checkpointer.steps(6):
+            if n:
+                truths[n] = clone_state({"model": model}, {"optimizer": optimizer})
+            model[0].weight.data = model[0].weight.data * 1.5
+            iterate()
+            model[3].weight.data = model[3].weight.data.clone()
+    for path in find(tmp_path):
+        if (step := int(path.name[5:])) in truths:
+            assert_checkpoint_is(path, truths[step])
+
+
+def test_ties_and_absent_state_are_in_the_manifest(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    plan = random_plan({"model": model}, {"optimizer": optimizer}, 0)
+    optimizer.state.clear()
+    with Checkpointer(model, optimizer, directory=tmp_path, plan=plan, every=1) as checkpointer:
+        for n in checkpointer.steps(2):
+            optimizer.zero_grad()
+            model[:2](torch.randn(3, 4)).sum().backward()  # the last layer gets no gradient, and so no momentum
+            optimizer.step()
+            if n == 1:
+                truth = clone_state({"model": model}, {"optimizer": optimizer})
+    with open_checkpoint(find(tmp_path)[0]) as checkpoint:
+        assert checkpoint.ties == (("model/1.weight", "model/0.weight"),)
+        assert set(checkpoint.manifest.absent) == {
+            "optimizer/2.weight.momentum_buffer",
+            "optimizer/2.bias.momentum_buffer",
+        }
+    assert_checkpoint_is(find(tmp_path)[0], truth)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
+    with Checkpointer(model, optimizer, directory=tmp_path, plan=plan):
+        assert model[2].weight not in optimizer.state  # what was absent is taken away again
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    plan = make_plan()
+    model, optimizer, _ = make()
+    for name, bad in [
+        ("every", 0),
+        ("every", 1.5),
+        ("host_buffers", 0),
+        ("resume", "maybe"),
+        ("on_error", "x"),
+        ("audit", -1),
+    ]:
+        with pytest.raises(ValueError, match=name):
+            Checkpointer(model, optimizer, directory=tmp_path, plan=plan, **{name: bad})
+    with pytest.raises(UnsupportedError, match=r"checkflow\.DataLoader"):
+        Checkpointer(model, optimizer, [1, 2], directory=tmp_path, plan=plan)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="cannot read"):
+        Checkpointer(model, optimizer, directory=tmp_path, plan=tmp_path / "missing.json")
+    with pytest.raises(StorageError, match="must"):
+        Checkpointer(model, optimizer, directory=tmp_path, plan=plan, resume="must")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError):
+        Checkpointer(model, optimizer, directory=tmp_path / "file" / "checkpoints", plan=plan)
+    with Checkpointer(model, optimizer, directory=tmp_path, plan=plan) as checkpointer:
+        with pytest.raises(UnsupportedError, match="without a loader"):
+            next(checkpointer.epochs(2))
+        optimizer.zero_grad()
+        model(torch.randn(6, 4)).sum().backward()
+        optimizer.step()
+    with pytest.raises(StorageError, match="never"):
+        Checkpointer(model, optimizer, directory=tmp_path, plan=plan, resume="never")
+    other, its_optimizer, _ = make(17)
+    with pytest.raises(MismatchError):
+        Checkpointer(other, its_optimizer, directory=tmp_path, plan=make_plan(17))
+    assert torch.equal(other[0].weight, make(17)[0][0].weight)  # refused before anything was written
+
+
+def test_the_log_speaks_of_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plan = make_plan()
+    model, optimizer, iterate = make()
+    with Checkpointer(model, optimizer, directory=tmp_path, plan=plan) as checkpointer:
+        for _ in checkpointer.steps(3):
+            iterate()
+    with caplog.at_level(logging.INFO, "checkflow"), Checkpointer(model, optimizer, directory=tmp_path, plan=plan):
+        assert "resumed from step 3" in caplog.text

@@ -1,0 +1,68 @@
+"""Killed anywhere, started again: the end is bit-identical, every sample is used once an epoch, little is replayed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+import torch
+from oracle import same_bits
+
+from checkflow.runtime.reader import find
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[list[int]]]:
+    directory = tmp_path_factory.mktemp("uninterrupted")
+    assert jobs.start(jobs.Job(directory)) == 0
+    return torch.load(directory / "final.pt", weights_only=True), jobs.samples(directory)
+
+
+def assert_same_end(directory: Path, expected: tuple[Any, list[list[int]]]) -> None:
+    final, order = torch.load(directory / "final.pt", weights_only=True), jobs.samples(directory)
+    want, want_order = expected
+    assert order == want_order
+    assert final["scheduler"] == want["scheduler"]
+    assert same_bits(final["rng"], want["rng"])
+    assert final["state"].keys() == want["state"].keys()
+    for name, tensor in want["state"].items():
+        assert same_bits(final["state"][name], tensor), name
+
+
+def test_every_sample_once_an_epoch(uninterrupted: tuple[Any, list[list[int]]]) -> None:
+    _, order = uninterrupted
+    assert len(order) == jobs.EPOCHS * jobs.BATCHES
+    for epoch in range(jobs.EPOCHS):
+        used = [index for row in order if row[0] == epoch for index in row[1:]]
+        assert sorted(used) == list(range(jobs.SAMPLES))
+
+
+@pytest.mark.parametrize("place", jobs.PLACES)
+@pytest.mark.parametrize("explicit", [False, True])
+def test_killed_at(place: str, explicit: bool, tmp_path: Path, uninterrupted: tuple[Any, list[list[int]]]) -> None:
+    job = jobs.Job(tmp_path, explicit=explicit)
+    batch = 0 if place in ("validation", "epoch end") else 2
+    assert jobs.start(dataclasses.replace(job, kill=(place, 1, batch))) == -9
+    reached = len((tmp_path / "samples").read_text().splitlines())
+    restorable = int(find(tmp_path / "checkpoints")[0].name[5:])
+    assert reached - 3 <= restorable <= reached  # under way, being gathered, being committed
+    assert jobs.start(job) == 0
+    assert_same_end(tmp_path, uninterrupted)
+
+
+def test_killed_again_and_again_with_workers(tmp_path: Path, uninterrupted: tuple[Any, list[list[int]]]) -> None:
+    job = jobs.Job(tmp_path, workers=2)
+    for kill in (("forward", 0, 0), ("after step", 0, 4), ("validation", 0, 0), ("backward", 2, 1)):
+        assert jobs.start(dataclasses.replace(job, kill=kill)) == -9
+    assert jobs.start(job) == 0
+    assert_same_end(tmp_path, uninterrupted)
+
+
+def test_a_finished_job_has_nothing_left_to_do(tmp_path: Path, uninterrupted: tuple[Any, list[list[int]]]) -> None:
+    assert jobs.start(jobs.Job(tmp_path)) == 0
+    (tmp_path / "final.pt").unlink()
+    assert jobs.start(jobs.Job(tmp_path)) == 0
+    assert_same_end(tmp_path, uninterrupted)
