@@ -82,7 +82,11 @@ def run(job: Job) -> None:
     checkpointers.check_plan = plans.validate  # a random plan obeys deadlines, and no link
     model, optimizer, scheduler = make()
     killer = Killer(job.kill)
-    loader = DataLoader(data(1), BATCH, shuffle=True, seed=3, num_workers=job.workers)
+    # Forked workers end when their parent is killed; a fork server of their own would keep them waiting.
+    fork = "fork" if job.workers else None
+    loader = DataLoader(
+        data(1), BATCH, shuffle=True, seed=3, num_workers=job.workers, multiprocessing_context=fork
+    )  # fmt: skip
     with Checkpointer(
         model, optimizer, loader,
         directory=job.directory / "checkpoints", plan=make_plan(), state={"scheduler": scheduler}, every=1, audit=1,
@@ -143,7 +147,8 @@ def samples(directory: Path) -> list[list[int]]:
 def start(job: Job) -> int:
     """Run a job in a process of its own; returns its exit code (-9 when it was killed)."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["jobs"])
+    # Imported once, in the server that every job is forked from.
+    context.set_forkserver_preload(["torch", "torch._dynamo", "checkflow.runtime.checkpointer", "pydantic"])
     process = context.Process(target=run, args=(job,))
     process.start()
     process.join()
