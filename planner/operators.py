@@ -1,0 +1,174 @@
+"""What one operator of a trace does: which tensors it reads and writes, how many bytes of them, how many flops.
+
+The schema says most of it. What schemas do not say stands in the tables below: running statistics that batch norm
+updates silently, operators that overwrite without reading, and those that touch only some rows of a large tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+# Arguments that are written although the schema does not mark them, and the argument that says whether (None: always).
+HIDDEN_WRITES: Mapping[str, tuple[tuple[str, ...], str | None]] = {
+    "aten::native_batch_norm": (("running_mean", "running_var"), "training"),
+    "aten::cudnn_batch_norm": (("running_mean", "running_var"), "training"),
+    "aten::miopen_batch_norm": (("running_mean", "running_var"), "training"),
+    "aten::batch_norm_update_stats": (("running_mean", "running_var"), None),
+    "aten::batch_norm_gather_stats": (("running_mean", "running_var"), None),
+    "aten::batch_norm_gather_stats_with_counts": (("running_mean", "running_var"), None),
+}
+
+
+def _named(names: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in names.split())
+
+
+# In-place operators that overwrite ``self`` without reading it.
+OVERWRITES = _named(
+    "copy_ fill_ zero_ normal_ uniform_ bernoulli_ random_ exponential_ log_normal_ cauchy_ geometric_ "
+    "_foreach_copy_ _foreach_zero_"
+)
+# Operators that read (write) of their first argument only as much as their output (their last tensor) holds.
+LOOKUPS = _named("embedding index_select gather index take")
+SCATTERS = _named("index_put_ _index_put_impl_ scatter_ scatter_add_ index_add_ index_copy_")
+# Operators that allocate without computing.
+ALLOCATIONS = _named("empty empty_like empty_strided new_empty new_empty_strided empty_permuted")
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """Tensors that an operator reads and writes, with the bytes that it touches of each."""
+
+    reads: tuple[tuple[torch.Tensor, int], ...]
+    writes: tuple[tuple[torch.Tensor, int], ...]  # outputs too
+    outputs: tuple[torch.Tensor, ...]
+    computes: bool  # False: views, metadata and bare allocations, which are no operators
+
+
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """The parts of a schema that say what an overload writes."""
+
+    name: str
+    arguments: tuple[str, ...]
+    written: frozenset[str]
+    overwritten: frozenset[str]
+    hidden: tuple[str, ...]
+    hidden_if: str | None
+    metadata_only: bool
+    reads_data: bool  # returns a number that only the data can tell, such as item()
+
+
+@functools.cache
+def _signature(func: OpOverload) -> _Signature:
+    schema = func._schema
+    written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    overwritten = {a.name for a in schema.arguments if a.is_out}
+    if schema.name in OVERWRITES:
+        overwritten |= written
+    hidden, condition = HIDDEN_WRITES.get(schema.name, ((), None))
+    return _Signature(
+        schema.name,
+        tuple(a.name for a in schema.arguments),
+        frozenset(written),
+        frozenset(overwritten),
+        hidden,
+        condition,
+        torch.Tag.inplace_view in func.tags,
+        torch.Tag.data_dependent_output in func.tags,
+    )
+
+
+@functools.cache
+def is_composite(func: OpOverload) -> bool:
+    """Whether torch would rather run other operators in its place (flop counters look into these)."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func._name, "CompositeImplicitAutograd"))
+
+
+def is_host_scalar(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of the trace lies in host memory: its value is known, as with Adam's step counters."""
+    return isinstance(tensor, FakeTensor) and tensor.constant is not None
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors among an operator's arguments or results, lists included."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from tensors_in(value)
+
+
+def touched_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of memory behind a tensor, each counted once: an expanded dimension costs nothing."""
+    elements = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0)
+    empty = tensor.numel() == 0
+    return 0 if empty else min(int(elements) * tensor.element_size(), int(tensor.untyped_storage().nbytes()))
+
+
+def effects(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Effects:
+    """What ``func(*args, **kwargs)`` did, which gave ``result``. Tensors in host memory are left out."""
+    signature = _signature(func)
+    bound = [*zip(signature.arguments, args, strict=False), *kwargs.items()]
+    hidden = signature.hidden
+    if hidden and signature.hidden_if is not None and not dict(bound).get(signature.hidden_if):
+        hidden = ()
+    reads: list[tuple[torch.Tensor, int]] = []
+    writes: list[tuple[torch.Tensor, int]] = []
+    inputs: list[torch.Tensor] = []
+    for name, value in bound:
+        for tensor in tensors_in(value):
+            if is_host_scalar(tensor):
+                continue
+            inputs.append(tensor)
+            size = touched_bytes(tensor)
+            if name not in signature.overwritten:
+                reads.append((tensor, size))
+            if name in signature.written or name in hidden:
+                writes.append((tensor, size))
+    outputs = tuple(tensor for tensor in tensors_in(result) if not is_host_scalar(tensor))
+    known = {tensor.untyped_storage()._cdata for tensor in inputs}
+    fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
+    mutates = bool(writes) and not signature.metadata_only
+    computes = mutates or (bool(fresh) and signature.name not in ALLOCATIONS) or (signature.reads_data and bool(reads))
+    writes.extend((tensor, touched_bytes(tensor)) for tensor in fresh)
+    _restrict_to_rows(signature.name, reads, writes, inputs)
+    return Effects(tuple(reads), tuple(writes), outputs, computes)
+
+
+def _restrict_to_rows(
+    name: str,
+    reads: list[tuple[torch.Tensor, int]],
+    writes: list[tuple[torch.Tensor, int]],
+    inputs: list[torch.Tensor],
+) -> None:
+    if name in LOOKUPS and reads and writes:
+        reads[0] = (reads[0][0], min(reads[0][1], writes[-1][1]))
+    elif name in SCATTERS and reads and writes:
+        rows = touched_bytes(inputs[-1])
+        reads[0] = (reads[0][0], min(reads[0][1], rows))
+        writes[0] = (writes[0][0], min(writes[0][1], rows))
+
+
+def flops(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """As ``torch.utils.flop_counter.FlopCounterMode`` counts: one multiply-add is 2, what it does not know is 0."""
+    formula = flop_registry.get(func._overloadpacket)
+    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+
+
+def compute_dtype(effect: Effects) -> str:
+    """The dtype that an operator computes in: the first floating one among its results, else among its inputs."""
+    tensors = [tensor for tensor, _ in (*effect.writes, *effect.reads)]
+    chosen = next((t for t in tensors if t.dtype.is_floating_point or t.dtype.is_complex), tensors[0])
+    return str(chosen.dtype).removeprefix("torch.")

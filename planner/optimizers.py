@@ -1,0 +1,144 @@
+"""Optimizers as the target would run them, while their tensors are fake and on the CPU.
+
+CUDA's default is the foreach implementation, the CPU's the for-loop; the difference is hundreds of operators. An
+optimizer whose step needs data to go on (Adafactor, for one) becomes one opaque operator: eager training has no anchor
+inside of it anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from checkflow.errors import TraceError
+
+Target = Literal["cuda", "cpu"]
+# What a fake tensor raises where only data could tell how to go on.
+NEEDS_DATA = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+
+class OptimizerSteps:
+    """The steps of a trace's optimizers; finds out in the untraced iteration which of them are opaque."""
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], target: Target) -> None:
+        self._optimizers = list(optimizers)
+        self._target = target
+        self._opaque: set[int] = set()
+        self._stepping: list[torch.Tensor] | None = None
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Choose the target's implementation and watch over ``step``. The caller restores the attributes."""
+        for optimizer in self._optimizers:
+            if self._target == "cuda":
+                _prefer_foreach(optimizer)
+            optimizer.step = self._guarded(optimizer)  # type: ignore[method-assign]
+        yield
+
+    def opaque_parameters(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor] | None:
+        """The parameters that the opaque step that is about to run updates; None for an optimizer that is traced."""
+        return self._stepping if id(optimizer) in self._opaque else None
+
+    def _guarded(self, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+        step = optimizer.step
+        kind = type(optimizer).__name__
+
+        @functools.wraps(step)
+        def guarded(*arguments: Any, **keywords: Any) -> Any:
+            if any(callable(argument) for argument in (*arguments, *keywords.values())):
+                raise TraceError(
+                    f"cannot trace {kind} with a closure, which runs forward again inside the step: "
+                    "call loss.backward() before optimizer.step(), without a closure"
+                )
+            if id(optimizer) in self._opaque:
+                return self._run_opaque(optimizer, step)
+            try:
+                with _capturable(optimizer, self._target):
+                    return step(*arguments, **keywords)
+            except NEEDS_DATA as error:
+                if not _make_state(optimizer, step):
+                    reason = str(error).partition("\n")[0]
+                    raise TraceError(
+                        f"cannot trace {kind}: its state is not known before it has run ({reason})"
+                    ) from error
+                self._opaque.add(id(optimizer))
+                return None
+
+        return guarded
+
+    def _run_opaque(self, optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> Any:
+        """Run a step with nothing to update: only the hooks fire, and the pre-hook records the opaque operator."""
+        lists = [group["params"] for group in optimizer.param_groups]
+        self._stepping = [parameter for parameters in lists for parameter in parameters if parameter.grad is not None]
+        try:
+            for group in optimizer.param_groups:
+                group["params"] = []
+            return step()
+        finally:
+            self._stepping = None
+            for group, parameters in zip(optimizer.param_groups, lists, strict=True):
+                group["params"] = parameters
+
+
+def _prefer_foreach(optimizer: torch.optim.Optimizer) -> None:
+    """torch's own default on CUDA (``_default_to_fused_or_foreach``), which looks at devices that are fake here."""
+    for group in optimizer.param_groups:
+        open_choice = "foreach" in group and group["foreach"] is None
+        tensor_rate = isinstance(group.get("lr"), torch.Tensor) and not group.get("capturable")
+        if open_choice and not (group.get("fused") or group.get("differentiable") or tensor_rate):
+            group["foreach"] = True
+
+
+@contextlib.contextmanager
+def _capturable(optimizer: torch.optim.Optimizer, target: Target) -> Iterator[None]:
+    """torch accepts capturable parameters on the CPU (where the fake ones are) only while it believes to compile."""
+    if target == "cuda" and any(group.get("capturable") for group in optimizer.param_groups):
+        before = torch.compiler._is_compiling_flag
+        torch.compiler._is_compiling_flag = True
+        try:
+            yield
+        finally:
+            torch.compiler._is_compiling_flag = before
+    else:
+        yield
+
+
+def _make_state(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> bool:
+    """Have a step that breaks off create the state of every parameter, one by one; whether it did."""
+    groups = optimizer.param_groups
+    lists = [group["params"] for group in groups]
+    missing = [
+        (group, parameter)
+        for group, parameters in zip(groups, lists, strict=True)
+        for parameter in parameters
+        if parameter.grad is not None and parameter not in optimizer.state
+    ]
+    try:
+        for group in groups:
+            group["params"] = []
+        for group, parameter in missing:
+            group["params"] = [parameter]
+            with contextlib.suppress(*NEEDS_DATA):
+                step()
+            group["params"] = []
+    finally:
+        for group, parameters in zip(groups, lists, strict=True):
+            group["params"] = parameters
+    return all(parameter in optimizer.state for _, parameter in missing)
