@@ -137,6 +137,8 @@ def main() -> None:
 
     torch.manual_seed(arguments.seed)
     torch.use_deterministic_algorithms(True)
+    # Threads that compute together wait for each other, busily, whenever something else needs one of few cores.
+    torch.set_num_threads(1)
     job = Job()
     loader = checkflow.DataLoader(Digits(training=True), batch_size=BATCH_SIZE, shuffle=True, seed=arguments.seed)
     if arguments.directory is None:

@@ -1,0 +1,8 @@
+"""``python -m checkflow``: the command line."""
+
+from __future__ import annotations
+
+from checkflow.cli import entry
+
+if __name__ == "__main__":
+    entry()
