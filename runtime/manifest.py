@@ -148,7 +148,7 @@ def loads(data: bytes, name: str) -> Manifest:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "file"
-        raise CorruptCheckpointError(f"{name} is no valid manifest: {place}: {first['msg']}") from None
+        raise CorruptCheckpointError(f"{name} is no valid manifest: {place!r}: {first['msg']}") from None
     if problem := _contradiction(manifest):
         raise CorruptCheckpointError(f"{name} contradicts itself: {problem}")
     return manifest
@@ -164,10 +164,10 @@ def _contradiction(manifest: Manifest) -> str | None:
             return f"{name} has {len(entry.blocks)} checksums for {entry.size_bytes} bytes"
     for name, tensor in manifest.tensors.items():
         if problem := _tensor_problem(tensor, manifest.files):
-            return f"tensor {name} {problem}"
+            return f"tensor {name!r} {problem}"
     for further, first in manifest.ties:
         if first not in manifest.tensors or further in manifest.tensors:
-            return f"{further} is tied to {first}"
+            return f"{further!r} is tied to {first!r}"
     return None
 
 

@@ -97,7 +97,7 @@ def parse_header(path: Path, text: bytes, size_bytes: int) -> dict[str, StoredTe
     reached = data
     for key, stored in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
         if stored.begin != reached or stored.end < stored.begin:
-            raise CorruptCheckpointError(f"{path} has a hole or an overlap before {key}")
+            raise CorruptCheckpointError(f"{path} has a hole or an overlap before {key!r}")
         reached = stored.end
     if reached != size_bytes:
         raise CorruptCheckpointError(f"{path} has {size_bytes} bytes, its header describes {reached}")

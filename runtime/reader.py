@@ -227,14 +227,16 @@ class Checkpoint:
         stored = self._stored.get(piece.file, {}).get(piece.key)
         kind = STORED_TYPES[tensor.dtype]
         if stored is None:
-            raise CorruptCheckpointError(f"{self.path / piece.file} lacks {piece.key}, which the manifest places there")
+            raise CorruptCheckpointError(
+                f"{self.path / piece.file} lacks {piece.key!r}, which the manifest places there"
+            )
         if stored.code != kind.code or stored.shape != kind.stored_shape(piece.lengths):
             raise CorruptCheckpointError(
-                f"{self.path / piece.file} has {piece.key} as {stored.code}{list(stored.shape)}, the manifest has "
-                f"{name} as {tensor.dtype}{list(piece.lengths)}"
+                f"{self.path / piece.file} has {piece.key!r} as {stored.code!r}{list(stored.shape)}, the manifest has "
+                f"{name!r} as {tensor.dtype}{list(piece.lengths)}"
             )
         if stored.end - stored.begin != math.prod(piece.lengths) * kind.element_bytes:
-            raise CorruptCheckpointError(f"{self.path / piece.file} gives {piece.key} a range of another size")
+            raise CorruptCheckpointError(f"{self.path / piece.file} gives {piece.key!r} a range of another size")
         return stored
 
 

@@ -73,7 +73,8 @@ class Store:
         self.run_id, self.keep_latest, self.keep_epochs = run_id, keep_latest, keep_epochs
         self.directory = Path(directory).absolute()
         self._mutex = threading.Lock()
-        self._epoch_ends: dict[int, bool | None] = {}  # None: not complete, or not readable
+        self._epoch_ends: dict[int, bool] = {}  # of every checkpoint that is known to be complete
+        self._left_alone: set[int] = set()  # steps whose checkpoint was told to be incomplete, or unreadable
         self._void: set[str] = set()  # published, but not durably, and not yet taken back
         self._root: int | None = None
         self._told_no_sync = False
@@ -261,19 +262,18 @@ class Store:
         that :meth:`_settle` brings back.
         """
         replaced = _REPLACED + final
-        exchanged = renamed = False
+        exchanged = False
         try:
             if files.exists(final, dir_fd=root):
                 files.rename(final, replaced, dir_fd=root)
                 exchanged = True
-            # Everything in the directory is on the disk. (6)
-            files.rename(temporary, final, dir_fd=root)
-            renamed = True
+            # Everything in the directory is on the disk, and the name is free. What gets it from here on is void until
+            # step 7 has succeeded: an fsync that failed may have dropped the name, and will not say so twice.
+            self._void.add(final)
+            files.rename(temporary, final, dir_fd=root)  # (6)
             self._sync_folder(root)  # (7)
+            self._void.discard(final)
         except BaseException:
-            # An fsync that failed may have dropped the name and will not say so twice: this checkpoint is void.
-            if renamed:
-                self._void.add(final)
             with contextlib.suppress(OSError):
                 self._settle()
             raise
@@ -293,6 +293,7 @@ class Store:
         root = self._open_root()
         for name in sorted(self._void):
             if files.exists(name, dir_fd=root):
+                self._remove_quietly(root, _TRASH + name)
                 files.rename(name, _TRASH + name, dir_fd=root)
             self._void.discard(name)
         leftovers = []
@@ -337,8 +338,10 @@ class Store:
             try:
                 self._epoch_ends[step] = glance(path).info.get("epoch_end") is True
             except CheckflowError as error:
-                logger.warning("leaving %s alone: %s", path, error)
-                self._epoch_ends[step] = None
+                if step not in self._left_alone:
+                    self._left_alone.add(step)
+                    logger.warning("leaving %s alone: %s", path, error)
+                return None
         return self._epoch_ends[step]
 
     def _sync_folder(self, fd: int) -> None:
