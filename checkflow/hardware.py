@@ -104,7 +104,7 @@ class Device:
 
 
 # Efficiencies. The paper gives none, so they are fitted: with these, the roofline of a ResNet-50 training iteration at
-# batch 256 comes near the throughput that was published for the card, as tests/test_cost.py checks. Where no one factor
+# batch 256 comes near the throughput that was published for the card (tests/test_calibration.py). Where no one factor
 # fits, it is the larger one, which makes iterations short and leaves the link less time: plans err to the safe side.
 #   GTX 1080 Ti  0.64 of the general units: 209 images/s in float32 (Lambda, "RTX 2080 Ti deep learning benchmarks with
 #                TensorFlow", 2019).

@@ -1,4 +1,4 @@
-"""The catalogue and the roofline: arithmetic by hand, TF32 settings, published throughputs, the paper's Table I."""
+"""The catalogue and the roofline: arithmetic by hand, TF32 settings, names and files of devices."""
 
 from __future__ import annotations
 
