@@ -110,11 +110,11 @@ class Device:
 #                TensorFlow", 2019).
 #   V100         0.80 of the general units: 367 images/s in float32; 0.45 of the matrix units: 1,200 in mixed precision
 #                (both NVIDIA DeepLearningExamples, ResNet-50 v1.5 for PyTorch, DGX-1 16GB).
-#   RTX 3090     0.70 of both: 561 images/s in float32 (Puget Systems' first TensorFlow benchmarks of the card, 2020),
-#                1,205 in float16 (tf_cnn_benchmarks, batch 512). TF32 has no higher peak than float32 on this card.
+#   RTX 3090     0.70 of both: 561 images/s in float32 (TensorFlow 1.15, as QbitAI reported in October 2020), 1,205 in
+#                float16 (tf_cnn_benchmarks, batch 512). TF32 has no higher peak than float32 on this card.
 #   A100         0.40 of the matrix units: 938 images/s in TF32, 2,470 in mixed precision (DeepLearningExamples, A100
 #                80GB): the first alone would give 0.22, the second 0.37. General units as on the V100.
-#   H100, H200   as the A100: the maker publishes no such figure for one card.
+#   H100, H200   as the A100; not fitted to any measurement.
 # Memory: plain copies stream at 85 to 92 % of the peak (BabelStream's results for these cards), kernels with several
 # inputs at less: 0.8.
 _STREAMING = 0.8
