@@ -37,10 +37,14 @@ class StandIns(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         # Unbacked symbols for values that only data can tell, so that a mere .item() does not end the trace.
-        environment = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
-        self.mode = FakeTensorMode(shape_env=environment)
+        self._symbols = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+        self.mode = FakeTensorMode(shape_env=self._symbols)
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id; the original is kept alive with its id
         self._storages: dict[int, torch.Tensor] = {}  # storages of several tensors: one fake base of bytes for each
+
+    def forget_pending_symbols(self) -> None:
+        """Symbols of a run without make_fx belong to no graph; the next run must not look for them."""
+        self._symbols.pending_fresh_unbacked_symbols.clear()
 
     def all(self) -> list[torch.Tensor]:
         """Every fake tensor made so far."""
@@ -87,7 +91,8 @@ class StandIns(TorchFunctionMode):
         for hook in (tensor._backward_hooks or {}).values():
             fake.register_hook(hook)  # type: ignore[no-untyped-call]
         for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
-            fake.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            # A hook that steps an optimizer in backward may look the user's own parameter up in a dictionary.
+            fake.register_post_accumulate_grad_hook(lambda _, hook=hook: hook(tensor))  # type: ignore[no-untyped-call]
         return fake
 
     def _memory(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -115,7 +120,12 @@ class StandIns(TorchFunctionMode):
         named = func is torch.Tensor.to  # the only method that takes a device's name by position
         arguments = [self._argument(value, named) for value in args]
         keywords = {key: self._argument(value, key == "device") for key, value in (kwargs or {}).items()}
-        return func(*arguments, **keywords)
+        result = func(*arguments, **keywords)
+        if isinstance(keywords.get("device"), torch.device) and isinstance((kwargs or {})["device"], torch.device):
+            for made in pytree.tree_leaves(result):  # made for the device of other tensors: no host scalar
+                if isinstance(made, FakeTensor):
+                    made.constant = None
+        return result
 
     def _argument(self, value: Any, may_name_a_device: bool) -> Any:
         if isinstance(value, torch.Tensor):
@@ -252,6 +262,24 @@ def _optimizer_value(key: str, value: Any, parameter: torch.Tensor, on_device: b
     if value.dim() == 0 and not on_device and (key == "step" or elsewhere):
         return stand_ins.host_scalar(value)
     return stand_ins.of(value)
+
+
+@contextlib.contextmanager
+def autocast_on_cpu() -> Iterator[None]:
+    """An autocast region that the step opens for its own device takes effect where the fake tensors are."""
+    original = torch.autocast.__init__
+
+    @functools.wraps(original)
+    def redirected(
+        self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *rest: Any, **more: Any
+    ) -> None:
+        original(self, "cpu", dtype or torch.get_autocast_dtype(device_type), *rest, **more)
+
+    torch.autocast.__init__ = redirected  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

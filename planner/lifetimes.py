@@ -47,7 +47,10 @@ class StorageLedger:
         Args:
             created: the operator that allocates it; -1 for what lives at the boundary.
         """
-        storage = tensor.untyped_storage()
+        return self.enter_storage(tensor.untyped_storage(), name, kind, created)
+
+    def enter_storage(self, storage: torch.UntypedStorage, name: str, kind: StorageKind, created: int) -> int:
+        """As :meth:`enter`, for a storage of which no tensor is at hand."""
         address = storage._cdata
         known = self._by_address.get(address)
         if known is not None:

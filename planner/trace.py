@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import traceback
 from collections.abc import Iterator, Mapping
@@ -17,25 +18,21 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.fx import Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy_mode, make_fx, track_tensor_tree
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkflow.training_step
 from checkflow.errors import CheckflowError, TraceError
 from checkflow.graph import AnchorKey, AnchorKind, Operator, StateEntry, TrainingGraph
 from checkflow.planner import operators as op
-from checkflow.planner.faking import CPU, StandIns, stand_in
+from checkflow.planner.faking import CPU, StandIns, autocast_on_cpu, stand_in
 from checkflow.planner.hooks import Whereabouts
 from checkflow.planner.lifetimes import StorageLedger
 from checkflow.planner.optimizers import NEEDS_DATA, OptimizerSteps, Target
+from checkflow.planner.recording import OperatorRecorder
 from checkflow.state import StateTensor, TrainingState, collect_state, optimizer_implementation
 from checkflow.training_step import TrainingStep
-
-# Calls that reach a dispatch mode but are no operators of the model.
-_NO_OPERATORS = frozenset(("prim", "profiler", "debugprims"))
 
 
 def trace(step: TrainingStep, *, name: str, target: Target = "cuda") -> TrainingGraph:
@@ -76,6 +73,10 @@ def _environment(stand_ins: StandIns) -> Iterator[None]:
             torch.autograd.set_multithreading_enabled(False),
             torch.inference_mode(False),
             torch.enable_grad(),
+            torch.compiler.set_stance("force_eager"),  # compiled regions show their operators
+            torch._dynamo.config.patch(error_on_nested_fx_trace=False),
+            _quiet(logging.getLogger("torch._subclasses.fake_tensor")),  # what it logs, it raises
+            autocast_on_cpu(),
             stand_ins.mode,
             CPU,
             stand_ins,
@@ -84,6 +85,15 @@ def _environment(stand_ins: StandIns) -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+@contextlib.contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 class _Session:
@@ -101,7 +111,7 @@ class _Session:
             on_gradient=self._name_gradient,
             on_step=self._record_opaque_step,
         )
-        self._recorder = _Recorder(self._operators, self._ledger, self._where)
+        self._recorder = OperatorRecorder(self._operators, self._ledger, self._where)
         self._before = self._after = TrainingState((), ())
 
     def run(self) -> None:
@@ -109,8 +119,10 @@ class _Session:
         recorder = self._recorder
         try:
             # A training loop holds what its last iteration returned until the next one returns.
-            previous = self._step.run(self._batch)
+            with recorder:
+                previous = self._step.run(self._batch)
             self._before = collect_state(self._step.models, self._step.optimizers)
+            self._stand_ins.forget_pending_symbols()
             with _use_lazy_graph_module(True):  # the graph is read, never run: no code need be made of it
 
                 def iteration() -> None:
@@ -120,6 +132,7 @@ class _Session:
                     with torch._C.DisableTorchFunction():
                         recorder.begin(proxies)
                         self._declare_inputs(previous)
+                        recorder.enter_left_behind()
                     with self._where.watching(), recorder:
                         previous = self._step.run(self._batch)
                     self._ledger.close()
@@ -129,7 +142,7 @@ class _Session:
         except CheckflowError:
             raise
         except Exception as error:
-            raise TraceError(_explain(self._name, error, recorder.failed)) from error
+            raise TraceError(_explain(self._name, error, recorder.culprit(error))) from error
 
     def graph(self, implementations: tuple[tuple[str, str], ...]) -> TrainingGraph:
         """Everything that was seen, as plain data."""
@@ -223,112 +236,6 @@ class _Session:
         )
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every operator of the traced run. Works above make_fx's mode, whose graph names the operators."""
-
-    def __init__(self, operators: list[Operator], ledger: StorageLedger, where: Whereabouts) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._operators, self._ledger, self._where = operators, ledger, where
-        self._tracer: Any = None
-        self._last: Node | None = None
-        self.failed: OpOverload | None = None  # the operator that raised
-
-    def begin(self, proxies: ProxyTorchDispatchMode) -> None:
-        """The traced run begins: every operator stays in the graph, used or not, since eager training runs it."""
-        self._tracer = proxies.tracer
-        self._tracer.graph.eliminate_dead_code = lambda *_arguments, **_keywords: False
-
-    def add_input(self, tensor: torch.Tensor, name: str) -> None:
-        """Make a tensor an input of the graph, but no argument of the traced function, which would keep it alive."""
-        target = self._tracer.graph._graph_namespace.create_name("".join(c if c.isalnum() else "_" for c in name), None)
-        proxy = self._tracer.create_proxy("placeholder", target, (), {})
-        track_tensor_tree(tensor, proxy, constant=None, tracer=self._tracer)
-        self._claim_nodes()
-
-    def record_opaque(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
-        """A step that cannot be traced: one operator reads gradients, and writes parameters and their state."""
-        written = [*parameters]
-        for parameter in parameters:
-            written.extend(v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor))
-        updates = tuple((t, op.touched_bytes(t)) for t in written if not op.is_host_scalar(t))
-        gradients = tuple((p.grad, op.touched_bytes(p.grad)) for p in parameters if p.grad is not None)
-        kind = type(optimizer).__name__
-        node = self._tracer.create_node(
-            "call_function", torch.optim.Optimizer.step, (), {}, name=f"{kind.lower()}_step"
-        )
-        effect = op.Effects(reads=(*updates, *gradients), writes=updates, outputs=(), computes=True)
-        if updates:
-            self._append(node.name, f"{kind}.step", effect, 0)
-        self._claim_nodes()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        keywords = dict(kwargs or {})
-        with torch._C.DisableTorchFunction():  # stand-ins are for the user's calls, not for what torch does below them
-            if func.namespace in _NO_OPERATORS:
-                return func(*args, **keywords)
-            if op.is_composite(func):
-                with self:
-                    result = func.decompose(*args, **keywords)
-                if result is not NotImplemented:
-                    return result
-            try:
-                result = func(*args, **keywords)
-                self._record(self._claim_nodes(func), func, args, keywords, result)
-            except Exception:
-                self.failed = self.failed or func
-                raise
-            return result
-
-    def _record(self, node: str, func: Any, args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
-        effect = op.effects(func, args, keywords, result)
-        if func is torch.ops.aten.lift_fresh.default or not (effect.reads or effect.writes):
-            return
-        self._where.note_forward()
-        if effect.computes:
-            self._append(node, str(func), effect, op.flops(func, args, keywords, result))
-        else:
-            for tensor, _ in effect.writes:
-                self._ledger.enter(tensor, node, "activation", len(self._operators))
-
-    def _append(self, name: str, target: str, effect: op.Effects, flops: int) -> None:
-        index = len(self._operators)
-        # A storage that was never seen before and is read now lived at the boundary: a value that the user keeps.
-        reads = dict.fromkeys(self._ledger.enter(t, f"{name}.input", "input", -1) for t, _ in effect.reads)
-        writes = dict.fromkeys(self._ledger.enter(t, name, "activation", index) for t, _ in effect.writes)
-        for storage in reads:
-            self._ledger.use(storage, index, writes=False)
-        for storage in writes:
-            self._ledger.use(storage, index, writes=True)
-        self._operators.append(
-            Operator(
-                name=name,
-                target=target,
-                phase=self._where.phase,
-                module=self._where.module(),
-                dtype=op.compute_dtype(effect),
-                flops=flops,
-                read_bytes=sum(size for _, size in effect.reads),
-                written_bytes=sum(size for _, size in effect.writes),
-                reads=tuple(reads),
-                writes=tuple(writes),
-            )
-        )
-
-    def _claim_nodes(self, func: Any = None) -> str:
-        """The name of the node that ``func`` made. The nodes lose their example values, which keep storages alive."""
-        name, newest = "", None
-        for node in reversed(self._tracer.graph.nodes):
-            if node is self._last:
-                break
-            newest = newest or node
-            name = node.name if node.target is func else name or node.name
-            node.meta.clear()
-        self._last = newest or self._last
-        return name
-
-
 def _renumbered(operator: Operator, places: Mapping[int, int]) -> Operator:
     """An operator with the final indices of its storages."""
     return Operator(
@@ -344,24 +251,22 @@ def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _explain(name: str, error: Exception, failed: OpOverload | None) -> str:
+def _explain(name: str, error: Exception, culprit: OpOverload | None) -> str:
     """One line: the operator, the user's source line, the reason, and what to change."""
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
     line = _user_line(error)
     place = f" at {line}" if line else ""
     if isinstance(error, NEEDS_DATA):
-        what = f"{failed} needs" if failed is not None else "it needs"
         return (
-            f"cannot trace {name}: {what} the values of tensors{place}: move what depends on data (if, while, "
-            f"data-dependent sizes) out of the training step, or compute it with torch.where ({reason})"
+            f"cannot trace {name}: {culprit or 'it'} needs the values of tensors{place}: move what depends on data "
+            f"(if, while, data-dependent sizes) out of the training step, or compute it with torch.where ({reason})"
         )
-    subject = f"{failed} raised" if failed is not None else "the training step raised"
-    return f"cannot trace {name}: {subject} {type(error).__name__}{place}: {reason}"
+    return f"cannot trace {name}: {culprit or 'the training step'} raised {type(error).__name__}{place}: {reason}"
 
 
 def _user_line(error: Exception) -> str:
     """The innermost source line of a traceback that is neither torch's nor the planner's."""
-    own = (os.path.dirname(torch.__file__), os.path.dirname(os.path.abspath(__file__)), os.path.dirname(__file__))
+    own = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
     runner = checkflow.training_step.__file__
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith((*own, "<")) and frame.filename != runner:

@@ -1,0 +1,162 @@
+"""The dispatch mode that notes every operator of a trace: what it reads, writes and costs, and where it runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, track_tensor_tree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from checkflow.graph import Operator
+from checkflow.planner import operators as op
+from checkflow.planner.hooks import Whereabouts
+from checkflow.planner.lifetimes import StorageLedger
+from checkflow.planner.optimizers import NEEDS_DATA
+
+# Calls that reach a dispatch mode but are no operators of the model.
+_NO_OPERATORS = frozenset(("prim", "profiler", "debugprims"))
+
+
+class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every operator of the traced run. Works above make_fx's mode, whose graph names the operators.
+
+    Before :meth:`begin` it only watches which storages the first run leaves behind.
+    """
+
+    def __init__(self, operators: list[Operator], ledger: StorageLedger, where: Whereabouts) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operators, self._ledger, self._where = operators, ledger, where
+        self._tracer: Any = None
+        self._last: Node | None = None
+        self._left: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by address: the newest that was seen there
+        self._failure: tuple[Exception, OpOverload] | None = None  # the last error that an operator raised
+        self._read: OpOverload | None = None  # the last operator that gave a number which only the data can tell
+
+    def culprit(self, error: BaseException) -> OpOverload | None:
+        """The operator that is to blame for an error, if one is: it raised, or its number was decided upon."""
+        link: BaseException | None = error
+        while link is not None:
+            if self._failure is not None and link is self._failure[0]:
+                return self._failure[1]
+            link = link.__cause__ or link.__context__
+        return self._read if isinstance(error, NEEDS_DATA) else None
+
+    def begin(self, proxies: ProxyTorchDispatchMode) -> None:
+        """The traced run begins: every operator stays in the graph, used or not, since eager training runs it."""
+        self._tracer = proxies.tracer
+        self._tracer.graph.eliminate_dead_code = lambda *_arguments, **_keywords: False
+
+    def add_input(self, tensor: torch.Tensor, name: str) -> None:
+        """Make a tensor an input of the graph, but no argument of the traced function, which would keep it alive."""
+        target = self._tracer.graph._graph_namespace.create_name("".join(c if c.isalnum() else "_" for c in name), None)
+        proxy = self._tracer.create_proxy("placeholder", target, (), {})
+        track_tensor_tree(tensor, proxy, constant=None, tracer=self._tracer)
+        self._claim_nodes()
+
+    def enter_left_behind(self) -> None:
+        """Enter what the first run made and something still holds, such as a tensor kept in a module's attribute."""
+        for reference in self._left.values():
+            storage = reference()
+            if storage is not None:
+                self._ledger.enter_storage(storage, "kept", "activation", -1)
+        self._left.clear()
+
+    def record_opaque(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+        """A step that cannot be traced: one operator reads gradients, and writes parameters and their state."""
+        written = [*parameters]
+        for parameter in parameters:
+            written.extend(v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor))
+        updates = tuple((t, op.touched_bytes(t)) for t in written if not op.is_host_scalar(t))
+        gradients = tuple((p.grad, op.touched_bytes(p.grad)) for p in parameters if p.grad is not None)
+        kind = type(optimizer).__name__
+        node = self._tracer.create_node(
+            "call_function", torch.optim.Optimizer.step, (), {}, name=f"{kind.lower()}_step"
+        )
+        effect = op.Effects(reads=(*updates, *gradients), writes=updates, outputs=(), computes=True)
+        if updates:
+            self._append(node.name, f"{kind}.step", effect, 0)
+        self._claim_nodes()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        keywords = dict(kwargs or {})
+        with torch._C.DisableTorchFunction():  # stand-ins are for the user's calls, not for what torch does below them
+            if func.namespace in _NO_OPERATORS:
+                return func(*args, **keywords)
+            if op.is_composite(func):
+                with self:
+                    result = func.decompose(*args, **keywords)
+                if result is not NotImplemented:
+                    return result
+            try:
+                result = func(*args, **keywords)
+                if self._tracer is None:
+                    self._watch(result)
+                else:
+                    self._record(self._claim_nodes(func), func, args, keywords, result)
+            except Exception as error:
+                if self._failure is None or self._failure[0] is not error:  # the innermost of nested calls counts
+                    self._failure = (error, func)
+                raise
+            if torch.Tag.data_dependent_output in func.tags and not isinstance(result, int | float | complex):
+                self._read = func
+            return result
+
+    def _watch(self, result: Any) -> None:
+        for tensor in op.tensors_in(result):
+            if not op.is_host_scalar(tensor):
+                storage = tensor.untyped_storage()
+                self._left[storage._cdata] = weakref.ref(storage)
+
+    def _record(self, node: str, func: Any, args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
+        effect = op.effects(func, args, keywords, result)
+        if func is torch.ops.aten.lift_fresh.default or not (effect.reads or effect.writes):
+            return
+        self._where.note_forward()
+        if effect.computes:
+            self._append(node, str(func), effect, op.flops(func, args, keywords, result))
+        else:
+            for tensor, _ in effect.writes:
+                self._ledger.enter(tensor, node, "activation", len(self._operators))
+
+    def _append(self, name: str, target: str, effect: op.Effects, flops: int) -> None:
+        index = len(self._operators)
+        # A storage that was never seen before and is read now lived at the boundary: a value that the user keeps.
+        reads = dict.fromkeys(self._ledger.enter(t, f"{name}.input", "input", -1) for t, _ in effect.reads)
+        writes = dict.fromkeys(self._ledger.enter(t, name, "activation", index) for t, _ in effect.writes)
+        for storage in reads:
+            self._ledger.use(storage, index, writes=False)
+        for storage in writes:
+            self._ledger.use(storage, index, writes=True)
+        self._operators.append(
+            Operator(
+                name=name,
+                target=target,
+                phase=self._where.phase,
+                module=self._where.module(),
+                dtype=op.compute_dtype(effect),
+                flops=flops,
+                read_bytes=sum(size for _, size in effect.reads),
+                written_bytes=sum(size for _, size in effect.writes),
+                reads=tuple(reads),
+                writes=tuple(writes),
+            )
+        )
+
+    def _claim_nodes(self, func: Any = None) -> str:
+        """The name of the node that ``func`` made. The nodes lose their example values, which keep storages alive."""
+        name, newest = "", None
+        for node in reversed(self._tracer.graph.nodes):
+            if node is self._last:
+                break
+            newest = newest or node
+            name = node.name if node.target is func else name or node.name
+            node.meta.clear()
+        self._last = newest or self._last
+        return name
