@@ -1,8 +1,8 @@
 """Faults below the store: calls that fail, a process that is killed, a power cut. No root, no real disk needed.
 
 Every call of the operating system goes through ``checkflow.runtime.files``; :class:`Faults` wraps these functions.
-The power cut is that of a disk which keeps exactly what was synced: a file's bytes as of its last fsync, a directory's
-names as of its last fsync (or, on a disk that orders names first, as they are now).
+The power cut is that of a disk which keeps of a file what was synced, and of names what was synced or what is there
+now, whichever is worse.
 """
 
 from __future__ import annotations
@@ -84,6 +84,9 @@ class Faults:
         return call
 
 
+CUTS = ("synced", "now", "torn")
+
+
 class Disk:
     """Remembers what was synced below ``root``, and can show what a power cut leaves of it.
 
@@ -131,19 +134,24 @@ class Disk:
     def _listing(folder: str) -> dict[str, int]:
         return {entry.name: entry.stat(follow_symlinks=False).st_ino for entry in os.scandir(folder)}
 
-    def after_power_cut(self, target: Path, *, names_first: bool) -> Path:
-        """A copy of what is left: with ``names_first`` all names as they are now, and files as they were synced."""
+    def after_power_cut(self, target: Path, names: str) -> Path:
+        """A copy of what is left: every file as it was synced, and names as ``names`` says.
+
+        "synced": as of each directory's last fsync. "now": all that were ever given. "torn": inside checkpoints as they
+        are now, in the root as synced: what was removed is gone, and what was renamed is not.
+        """
         target.mkdir(parents=True)
         present = {path.stat().st_ino: path for path in self.root.iterdir() if path.is_dir()}
         root_inode = self.root.stat().st_ino
-        root = self._listing(str(self.root)) if names_first else self._folders.get(root_inode, {})
+        root = self._listing(str(self.root)) if names == "now" else self._folders.get(root_inode, {})
         for name, inode in root.items():
             if name == ".lock":
                 continue
             (target / name).mkdir()
-            listing = self._folders.get(inode, {})
-            if names_first and inode in present:
-                listing = self._listing(str(present[inode]))
+            if names == "synced":
+                listing = self._folders.get(inode, {})
+            else:
+                listing = self._listing(str(present[inode])) if inode in present else {}
             for entry, file_inode in listing.items():
                 (target / name / entry).write_bytes(self._files.get(file_inode, b""))
         return target

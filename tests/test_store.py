@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import multiprocessing
@@ -9,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +22,7 @@ from checkflow.runtime import files
 from checkflow.runtime.opening import parse_step, step_name
 from checkflow.runtime.reader import Checkpoint, find, find_valid, open_checkpoint, recover
 from checkflow.runtime.store import Store
-from tests.faults import CALLS, ERRORS, Disk, Faults, Killed
+from tests.faults import CALLS, CUTS, ERRORS, Disk, Faults, Killed
 from tests.store_tools import fill, read_all, record, small_layout, tree
 
 ROOT = Path(__file__).parent.parent
@@ -31,13 +33,9 @@ CONTENT = {seed: fill(LAYOUT, seed) for seed in range(12)}
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:
     """In memory where there is /dev/shm: thousands of fsyncs cost nothing there."""
-    memory = Path("/dev/shm")
-    if not os.access(memory, os.W_OK):
-        yield tmp_path / "checkpoints"
-        return
-    folder = memory / f"checkflow-test-{os.getpid()}-{tmp_path.name}"
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path
+    with tempfile.TemporaryDirectory(dir=memory, prefix="checkflow-test-") as folder:
+        yield Path(folder) / "checkpoints"
 
 
 def new_store(directory: Path, run_id: str = "run", **options: int) -> Store:
@@ -431,6 +429,44 @@ def test_a_second_fault_during_recovery(directory: Path) -> None:
             break
 
 
+def test_what_was_written_of_a_failed_checkpoint_goes_at_once(directory: Path) -> None:
+    """A full disk would stay full."""
+    prepare(directory)
+    with new_store(directory) as store:
+        for call in ("pwrite", "fsync", "open_new", "rename"):
+            with Faults(1, errno.ENOSPC, only=(call,))(), pytest.raises(StorageError, match="No space"):
+                commit(store, 3, 3)
+            assert sorted(os.listdir(directory)) == [".lock", "step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize("name", [*(file.name for file in LAYOUT.files), "state.msgpack", "manifest.json"])
+@pytest.mark.parametrize("planted", ["link", "dangling", "file"])
+def test_nothing_planted_is_written_to(
+    directory: Path, tmp_path: Path, name: str, planted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, precious = files.mkdir, tmp_path / "precious"
+    precious.write_bytes(b"x")
+
+    def mkdir(folder: str, *, dir_fd: int) -> None:
+        real(folder, dir_fd=dir_fd)
+        target = directory / folder / name
+        if planted == "file":
+            target.write_bytes(b"y")
+        else:
+            target.symlink_to(precious if planted == "link" else tmp_path / "new")
+
+    with new_store(directory) as store:
+        commit(store, 1, 1)
+        monkeypatch.setattr(files, "mkdir", mkdir)
+        with pytest.raises(StorageError, match="File exists"):
+            commit(store, 2, 2)
+        monkeypatch.undo()
+        commit(store, 2, 2)
+    assert precious.read_bytes() == b"x"
+    assert not (tmp_path / "new").exists()
+    assert newest(directory) == (2, 2)
+
+
 def test_short_writes_go_on(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = files.pwrite
     monkeypatch.setattr(files, "pwrite", lambda fd, data, offset: real(fd, data[: max(1, len(data) // 3)], offset))
@@ -472,6 +508,18 @@ def test_directories_that_cannot_be_synced_are_told_once(
 # ------------------------------------------------------------------------------------------------- the power is cut
 
 
+def left_by_power_cut(disk: Disk) -> list[tuple[int, int] | None]:
+    """What a new process finds, for each way in which the disk may treat names."""
+    left = []
+    for names in CUTS:
+        copy = disk.root.with_name(disk.root.name + "-cut")
+        try:
+            left.append(newest(disk.after_power_cut(copy, names)))
+        finally:
+            shutil.rmtree(copy)
+    return left
+
+
 def power_cut(directory: Path, step: int, at: int, *, lies: str = "") -> bool:
     """Cut the power at a call of a commit; whether the commit had that many calls. Asserts that nothing is lost."""
     shutil.rmtree(directory, ignore_errors=True)
@@ -487,15 +535,8 @@ def power_cut(directory: Path, step: int, at: int, *, lies: str = "") -> bool:
                 acknowledged = True
         except Killed:
             pass
-        left = [
-            newest(
-                disk.after_power_cut(directory.with_name(f"{directory.name}-{names_first}"), names_first=names_first)
-            )
-            for names_first in (False, True)
-        ]
+        left = left_by_power_cut(disk)
         store.close()
-        for names_first in (False, True):
-            shutil.rmtree(directory.with_name(f"{directory.name}-{names_first}"))
     expected = ((step, 7),) if acknowledged else ((2, 2), (step, 7))
     assert all(found in expected for found in left), left
     return faults.met
@@ -514,8 +555,28 @@ def test_without_any_one_sync_the_power_cut_is_noticed(directory: Path, lies: st
     """The test above is worth something: on a disk where one kind of fsync does nothing, it fails."""
     with pytest.raises((AssertionError, StorageError)):
         power_cut(directory, 3, 10_000, lies=lies)
-    for names_first in (False, True):
-        shutil.rmtree(directory.with_name(f"{directory.name}-{names_first}"), ignore_errors=True)
+
+
+def test_a_power_cut_while_a_killed_exchange_is_settled(directory: Path) -> None:
+    for renames in (1, 2):
+        at = 0
+        while True:
+            at += 1
+            shutil.rmtree(directory, ignore_errors=True)
+            disk, faults = Disk(directory), Faults(at)
+            with disk():
+                store = new_store(directory)
+                commit(store, 1, 1)
+                commit(store, 2, 2)
+                with pytest.raises(Killed), Faults(renames, after=True, only=("rename",))():
+                    commit(store, 2, 7)
+                store.close()
+                with contextlib.suppress(Killed), faults():
+                    new_store(directory).close()
+                left = left_by_power_cut(disk)
+            assert all(found in ((2, 2), (2, 7)) for found in left), left
+            if not faults.met:
+                break
 
 
 def test_a_new_directory_is_made_durable_with_its_parents(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
