@@ -1,0 +1,73 @@
+"""From units per step to chunks: which bytes of which tensor move when."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+from checkflow.plan import Chunk
+from checkflow.planner.problem import Flow, Problem
+from checkflow.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Units begin … end-1 of the string leave in one step, from a snapshot of one step or from live tensors."""
+
+    begin: int
+    end: int
+    offload_step: int
+    snapshot_step: int | None
+
+
+def make_chunks(timeline: Timeline, problem: Problem, flow: Flow, chunk_bytes: int) -> tuple[Chunk, ...]:
+    """The flow as chunks of at most ``chunk_bytes``, sorted by (offload step, deadline, tensor, offset).
+
+    In each step the next units of the string leave live tensors first, then the next are snapshotted; snapshots leave
+    in the order in which they were made. So a deadline group's direct part comes before its snapshotted part, and the
+    same flow always gives the same chunks. A flow that keeps the link, its deadlines and its order (a snapshot leaves
+    only after the step that made it) gives chunks that do: at the start of a step everything due before it has moved,
+    so the next unit of the string may still be read live.
+    """
+    ordered = [
+        (group.first_write, name, size) for group in timeline.groups for name, size in sorted(group.members) if size
+    ]
+    ends = list(accumulate(size for _, _, size in ordered))
+    deadline = {name: len(timeline.steps) if first is None else first - 1 for first, name, _ in ordered}
+    chunks: list[Chunk] = []
+    for move in _moves(flow):
+        position = move.begin * problem.unit_bytes
+        stop = min(move.end * problem.unit_bytes, timeline.state_bytes)  # the last unit may be partly empty
+        while position < stop:
+            index = bisect_right(ends, position)
+            _, name, size = ordered[index]
+            length = min(stop, ends[index], position + chunk_bytes) - position
+            offset = position - (ends[index] - size)
+            chunks.append(Chunk(name, offset, length, move.offload_step, move.snapshot_step))
+            position += length
+    chunks.sort(key=lambda chunk: (chunk.offload_step, deadline[chunk.tensor], chunk.tensor, chunk.offset_bytes))
+    return tuple(chunks)
+
+
+def _moves(flow: Flow) -> Iterator[_Move]:
+    """The flow's units in their places on the string."""
+    position = 0
+    stock: deque[tuple[int, int, int]] = deque()  # begin, end and step of each snapshot that has not left
+    for step, (direct, made, drained) in enumerate(zip(flow.direct, flow.made, flow.drained, strict=True)):
+        wanted = drained
+        while wanted:
+            begin, end, snapshot_step = stock.popleft()
+            cut = min(end, begin + wanted)
+            yield _Move(begin, cut, step, snapshot_step)
+            wanted -= cut - begin
+            if cut < end:
+                stock.appendleft((cut, end, snapshot_step))
+        if direct:
+            yield _Move(position, position + direct, step, None)
+            position += direct
+        if made:
+            stock.append((position, position + made, step))
+            position += made

@@ -1,0 +1,223 @@
+"""The aggregate ILP: it counts units, not chunks, since bytes with the same deadline are interchangeable (DESIGN 4b).
+
+It stands beside the Checkflow paper's ILP (one binary per tensor, action and step): the same rules, summed over
+tensors. Its variables are running sums over the steps, so that each rule is one short row:
+
+    D_t (X_t)   units that have left live tensors when step t ends (snapshot policy: from a copy made one step before)
+    Y_t         units that have left longer-lived snapshots when step t ends
+    Z_u         units snapshotted at the deadlines up to that of first write u; a group's part is at most the group
+    extra       what the peak exceeds training's own by, in units (not a whole number: memory is not counted in units)
+
+Steps in which nothing can leave have no variables of their own. Everything here is a plain function of a
+:class:`~checkflow.planner.problem.Problem`; it knows nothing of the rules in :mod:`checkflow.planner.greedy`, and tests
+hold the two against each other.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, TypeAlias
+
+from checkflow.errors import SolverError
+from checkflow.plan import Policy
+from checkflow.planner.problem import Flow, Problem
+
+if TYPE_CHECKING:
+    import pulp
+
+    Sum: TypeAlias = pulp.LpVariable | int
+
+_WHOLE = 1e-4  # how far a solver's whole number may be from one
+_SLACK = 1e-4  # how far, in units, a solver's bound may be above the truth
+
+
+@dataclass(frozen=True)
+class Model:
+    """The built ILP. Each list has the running sum after each step, a number where it cannot have changed."""
+
+    problem: Problem
+    policy: Policy
+    lp: pulp.LpProblem
+    through: list[Sum]  # D_t, or X_t under the snapshot policy
+    drained: list[Sum]  # Y_t
+    made: list[Sum]  # Z at each step
+
+
+def build(problem: Problem, policy: Policy, most_snapshots: int | None = None) -> Model:
+    """The ILP of one iteration; its objective is ``extra``.
+
+    Args:
+        most_snapshots: a limit on all units snapshotted, where stalls are limited.
+    """
+    import pulp
+
+    lp = pulp.LpProblem("checkflow", pulp.LpMinimize)
+    extra = pulp.LpVariable("extra", 0)
+    lp += extra
+    model = Model(
+        problem,
+        policy,
+        lp,
+        _running_sum("X" if policy == "snapshot" else "D", problem, first=1 if policy == "snapshot" else 0),
+        _running_sum("Y", problem, first=1),
+        _snapshot_sum(problem),
+    )
+    _link(model)
+    _deadlines(model)
+    _everything_leaves(model)
+    _memory(model, extra)
+    if most_snapshots is not None:
+        total = model.made[-1] + (model.through[-1] if policy == "snapshot" else 0)
+        _row(lp, total <= most_snapshots)
+    return model
+
+
+def extract(model: Model) -> Flow:
+    """The solved model's schedule.
+
+    Raises:
+        SolverError: a value is no whole number, or a running sum falls.
+    """
+    through, drained, made = (_steps(sums) for sums in (model.through, model.drained, model.made))
+    if model.policy == "direct":
+        return Flow(through, made, drained)
+    # what leaves through a short-lived copy was copied one step before
+    ahead = (*through[1:], 0)
+    return Flow(
+        (0,) * model.problem.steps,
+        tuple(a + b for a, b in zip(made, ahead, strict=True)),
+        tuple(a + b for a, b in zip(drained, through, strict=True)),
+    )
+
+
+def peak_bound_bytes(problem: Problem, bound_units: float) -> int:
+    """The least peak that a solver's bound on ``extra`` leaves possible, in bytes.
+
+    A peak is the live memory of some step plus whole units: the bound is lifted to the next such number, which makes up
+    for the solver's tolerance.
+    """
+    if not math.isfinite(bound_units):
+        return problem.training_peak_bytes
+    least = problem.training_peak_bytes + (bound_units - _SLACK) * problem.unit_bytes
+    if least <= problem.training_peak_bytes:
+        return problem.training_peak_bytes
+    return min(
+        live + problem.unit_bytes * max(0, math.ceil((least - live) / problem.unit_bytes))
+        for live in set(problem.live_bytes)
+    )
+
+
+def _running_sum(name: str, problem: Problem, first: int) -> list[Sum]:
+    """One variable for each step in which the link can carry something."""
+    import pulp
+
+    sums: list[Sum] = []
+    for step, capacity in enumerate(problem.capacity):
+        if step >= first and capacity:
+            sums.append(pulp.LpVariable(f"{name}_{step}", 0, problem.total, pulp.LpInteger))
+        else:
+            sums.append(sums[-1] if sums else 0)
+    return sums
+
+
+def _snapshot_sum(problem: Problem) -> list[Sum]:
+    """One variable for each deadline."""
+    import pulp
+
+    sums: list[Sum] = []
+    for step, (before, due) in enumerate(pairwise((0, *problem.due))):
+        if due > before:
+            sums.append(pulp.LpVariable(f"Z_{step + 1}", 0, due, pulp.LpInteger))
+        else:
+            sums.append(sums[-1] if sums else 0)
+    return sums
+
+
+def _row(lp: pulp.LpProblem, row: pulp.LpConstraint | bool, otherwise: str = "a rule without variables fails") -> None:
+    """Add a row; one that has no variables left is true, or makes the model infeasible."""
+    import pulp
+
+    if row is False:
+        lp += pulp.lpSum(lp.objective) <= -1, otherwise
+    elif row is not True:
+        lp += row
+
+
+def _link(model: Model) -> None:
+    """Nothing returns, and in each step the link carries at most its capacity: d_t + y_t <= c_t."""
+    for step, capacity in enumerate(model.problem.capacity):
+        d, y = _difference(model.through, step), _difference(model.drained, step)
+        for amount in (d, y):
+            _row(model.lp, amount >= 0)
+        _row(model.lp, d + y <= capacity)
+
+
+def _deadlines(model: Model) -> None:
+    """Before its first write a unit has left or lies in a snapshot; earliest deadline first is feasible iff:
+    D_{u-1} + sum of z up to u >= sum of N up to u, for every u (snapshot policy: X_u in place of D_{u-1})."""
+    ahead = 1 if model.policy == "snapshot" else 0
+    for step, (before, due) in enumerate(pairwise((0, *model.problem.due))):
+        z = _difference(model.made, step)
+        _row(model.lp, z >= 0)
+        _row(model.lp, z <= due - before)
+        if due > before:
+            _row(model.lp, _at(model.through, step + ahead) + model.made[step] >= due)
+
+
+def _everything_leaves(model: Model) -> None:
+    """D_H + sum of z = sum of N; Y_H = sum of z; a snapshot leaves only after the step that made it: Y_t <= Z_{t-1}."""
+    _row(model.lp, model.through[-1] + model.made[-1] == model.problem.total)
+    _row(model.lp, model.drained[-1] - model.made[-1] == 0)
+    for step in range(1, model.problem.steps):
+        if model.drained[step] is not model.drained[step - 1]:
+            _row(model.lp, model.drained[step] - model.made[step - 1] <= 0)
+
+
+def _memory(model: Model, extra: pulp.LpVariable) -> None:
+    """M_t + Z_t - Y_{t-1} <= peak (snapshot policy: + x_t + x_{t+1}). Of steps that hold the same,
+    the largest counts."""
+    problem = model.problem
+    largest: dict[tuple[int, ...], tuple[int, int]] = {}
+    for step, live in enumerate(problem.live_bytes):
+        sums: tuple[Sum, ...] = (model.made[step], _at(model.drained, step - 1))
+        if model.policy == "snapshot":
+            sums += (_at(model.through, step + 1), _at(model.through, step - 1))
+        key = tuple(id(part) for part in sums)
+        if key not in largest or live > largest[key][0]:
+            largest[key] = (live, step)
+    for live, step in largest.values():
+        room = (problem.training_peak_bytes - live) / problem.unit_bytes
+        if room >= problem.total:
+            continue  # all state at once would fit
+        held = model.made[step] - _at(model.drained, step - 1)
+        if model.policy == "snapshot":
+            held = held + _at(model.through, step + 1) - _at(model.through, step - 1)
+        _row(model.lp, held - extra <= room)
+
+
+def _at(sums: list[Sum], step: int) -> Sum:
+    """A running sum after a step: nothing before the first, no more after the last."""
+    return 0 if step < 0 else sums[min(step, len(sums) - 1)]
+
+
+def _difference(sums: list[Sum], step: int) -> pulp.LpAffineExpression | int:
+    """What a step adds to a running sum."""
+    now, before = sums[step], _at(sums, step - 1)
+    return 0 if now is before else now - before
+
+
+def _steps(sums: list[Sum]) -> tuple[int, ...]:
+    values = [0, *(part if isinstance(part, int) else _whole(part) for part in sums)]
+    amounts = tuple(now - before for before, now in pairwise(values))
+    if min(amounts, default=0) < 0:
+        raise SolverError("the solver's answer breaks its own rules: something that has left returns")
+    return amounts
+
+
+def _whole(variable: pulp.LpVariable) -> int:
+    value: float | None = variable.varValue
+    if value is None or abs(value - round(value)) > _WHOLE:
+        raise SolverError(f"the solver's answer is no schedule: {variable.name} is {value}, not a whole number")
+    return round(value)

@@ -1,0 +1,149 @@
+"""The exact rules: the best schedule by one pass over the timeline, and bounds that nothing can beat.
+
+**Direct policy.** In every step the link takes, in this order, what is due when the step ends; snapshots; other bytes
+in the order of their deadlines. At each deadline whatever is missing is snapshotted.
+
+*Feasible* iff the link's total capacity is the state's size: in every step each byte that has not left can leave, from
+its live tensor or, once its deadline has passed, from its snapshot; so the link idles only when all has left.
+
+*Least peak.* Let C_t be the link's capacity up to and including step t, and U_t the units due by the end of step t. The
+snapshots held during step t are those units due by then that are not gone: at least U_{t-1} - C_{t-1}, since what was
+due before t can only have left before t to be out of memory, and at least U_t - C_t, since what falls due in t itself
+can also leave directly within t. The rule attains the larger of the two in every step at once, whatever the memory:
+by moving earliest deadlines first without idling it has moved min(U_k, C_t) of the first U_k units after step t, for
+every k > t (within step t, units due at its end go before snapshots: both belong to every prefix k > t, so the swap
+costs nothing later, and saves a snapshot now). Hence no schedule has a lower peak on any memory profile.
+
+*Fewest snapshots at that peak.* Sending a snapshot instead of a direct unit that is due later lowers what is held until
+that deadline and leaves it equal afterwards, but can cost one more snapshot in all. With Y_t snapshots gone after step
+t, at least max_s(U_s - C_s + Y_s) are made. So a limit Z on the total allows Y_t <= Z - max_{s >= t}(U_s - C_s). The
+rule under this limit sends snapshots as early as it allows; by the same exchange it holds the least in every step among
+all schedules with at most Z snapshots. The peak therefore falls with Z, and the least Z that reaches the least peak is
+found by bisection. The result is the best in the order: peak, snapshot bytes (stall), bytes x time held, early finish.
+
+**Snapshot policy.** Let V_t units be snapshotted and W_t have left after step t. For a peak P with room R_t = P - M_t:
+W_t - W_{t-1} <= c_t, W_t <= V_{t-1}, V_t >= U_t, V_t - W_{t-1} <= R_t. Snapshots made as late as possible need least:
+V_t = max(U_t, W_{t+1}). What remains bounds W from above by its own past (c_t; W_{t+1} <= W_{t-1} + R_t) and from below
+by constants (W_{t-1} >= U_t - R_t), so sending all that is allowed, step by step, gives the largest W everywhere, and P
+is feasible iff that W passes. Room grows with P: bisection finds the least P. Among the schedules of that peak this one
+finishes first; every byte is snapshotted, so the stall is the same in all of them.
+
+All of it is counted in whole units; one bisection aside, time grows linearly with the number of steps.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from checkflow.plan import Policy
+from checkflow.planner.problem import Flow, Problem
+
+
+def best_flow(problem: Problem, policy: Policy, most_snapshots: int | None = None) -> Flow | None:
+    """The best schedule under a policy, or None where there is none.
+
+    Args:
+        most_snapshots: units that may be snapshotted in all (None: any number).
+    """
+    if policy == "direct":
+        return _best_direct(problem, problem.total if most_snapshots is None else most_snapshots)
+    if most_snapshots is not None and most_snapshots < problem.total:
+        return None
+    peak = _least_snapshot_peak(problem)
+    return None if peak is None else snapshot_flow(problem, peak)
+
+
+def least_peak_bytes(problem: Problem, policy: Policy) -> int | None:
+    """The peak that no schedule of a policy can beat, or None where there is none. Computed without a schedule."""
+    if policy == "snapshot":
+        return _least_snapshot_peak(problem)
+    if problem.reached[-1] < problem.total:
+        return None
+    peak, overdue = 0, 0
+    for live, due, reached in zip(problem.live_bytes, problem.due, problem.reached, strict=True):
+        late = max(0, due - reached)
+        peak = max(peak, live + problem.unit_bytes * max(overdue, late))
+        overdue = late
+    return peak
+
+
+def fewest_snapshots(problem: Problem) -> int:
+    """Units that every schedule of the direct policy must snapshot: max over t of U_t - C_t."""
+    return max(0, *(due - reached for due, reached in zip(problem.due, problem.reached, strict=True)))
+
+
+def direct_flow(problem: Problem, most_snapshots: int) -> Flow | None:
+    """The rule of the direct policy with a limit on all snapshots; None if the link or the limit is too small."""
+    if problem.reached[-1] < problem.total or fewest_snapshots(problem) > most_snapshots:
+        return None
+    # allowed[t]: snapshots that may have left after step t, lest more than most_snapshots be made later
+    deficits = [due - reached for due, reached in zip(problem.due, problem.reached, strict=True)]
+    allowed = [most_snapshots - worst for worst in accumulate(reversed(deficits), max)][::-1]
+    direct, made, drained = [0] * problem.steps, [0] * problem.steps, [0] * problem.steps
+    moved = held = gone = 0  # units taken from live tensors; snapshots held; snapshots gone
+    for step, (room, due) in enumerate(zip(problem.capacity, problem.due, strict=True)):
+        live = problem.total - moved
+        urgent = min(room, max(0, due - moved))
+        # beyond what the limit allows, snapshots leave only where no live unit could use the link
+        drain = min(held, room - urgent, max(allowed[step] - gone, room - live))
+        direct[step] = urgent + min(room - urgent - drain, live - urgent)
+        drained[step] = drain
+        moved += direct[step]
+        made[step] = max(0, due - moved)
+        moved += made[step]
+        held += made[step] - drain
+        gone += drain
+    return Flow(tuple(direct), tuple(made), tuple(drained))
+
+
+def snapshot_flow(problem: Problem, peak_bytes: int) -> Flow | None:
+    """The rule of the snapshot policy at a given peak; None where that peak is too small or the link does not do."""
+    room = [(peak_bytes - live) // problem.unit_bytes for live in problem.live_bytes]
+    if min(room) < 0:
+        return None
+    left = [0] * problem.steps  # W_t; nothing can leave in the first step
+    before = 0
+    for step in range(problem.steps):
+        last = left[step - 1] if step else 0
+        if problem.due[step] - last > room[step]:
+            return None
+        if step:
+            most = min(last + min(problem.capacity[step], room[step]), before + room[step - 1], problem.total)
+            left[step] = most
+        before = last
+    if left[-1] < problem.total:
+        return None
+    taken = [max(due, following) for due, following in zip(problem.due, [*left[1:], problem.total], strict=True)]
+    drained = tuple(now - last for now, last in zip(left, [0, *left], strict=False))
+    made = tuple(now - last for now, last in zip(taken, [0, *taken], strict=False))
+    return Flow((0,) * problem.steps, made, drained)
+
+
+def _best_direct(problem: Problem, limit: int) -> Flow | None:
+    loosest = direct_flow(problem, min(limit, problem.total))
+    if loosest is None:
+        return None
+    peak, low, high = loosest.peak_bytes(problem), fewest_snapshots(problem), loosest.snapshots
+    best, middle = loosest, low  # the least number often reaches the peak already: try it first
+    while low < high:
+        flow = direct_flow(problem, middle)
+        if flow is not None and flow.peak_bytes(problem) <= peak:
+            best, high = flow, middle
+        else:
+            low = middle + 1
+        middle = (low + high) // 2
+    return best
+
+
+def _least_snapshot_peak(problem: Problem) -> int | None:
+    low = problem.training_peak_bytes
+    high = low + problem.unit_bytes * problem.total
+    if snapshot_flow(problem, high) is None:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        if snapshot_flow(problem, middle) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return low
