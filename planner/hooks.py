@@ -83,7 +83,8 @@ class Whereabouts:
     def note_forward(self) -> None:
         """Remember which module the operator that ran just now belongs to, for its backward."""
         if self._running and torch.is_grad_enabled():
-            self._by_sequence[torch._C._autograd._get_sequence_nr() - 1] = self._running[-1]
+            # The newest number is that of this operator's node, unless it made none: then the node's own came first.
+            self._by_sequence.setdefault(torch._C._autograd._get_sequence_nr() - 1, self._running[-1])
 
     def _fire(self, kind: AnchorKind, name: str) -> None:
         occurrence = self._counts.get((kind, name), 0)
