@@ -110,7 +110,10 @@ def micro_batches(optimizer: MakeOptimizer = sgd) -> TrainingStep:
 
 def adversarial() -> TrainingStep:
     """A generator and a critic, each with its own optimizer, clipping, and an averaged copy of the generator."""
-    generator, critic = nn.Linear(3, 6), nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+    generator, critic = (
+        nn.Linear(3, 6),
+        nn.Sequential(nn.Linear(6, 4, bias=False), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)),
+    )
     average = nn.Linear(3, 6).requires_grad_(False)
     update_generator = torch.optim.Adam(generator.parameters(), lr=1e-3)
     update_critic = torch.optim.SGD(critic.parameters(), lr=0.1, momentum=0.9)
