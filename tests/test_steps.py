@@ -1,0 +1,213 @@
+"""Timelines of random graphs against their definition, operator by operator, and the choice among anchors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkflow.errors import PlanError
+from checkflow.graph import BOUNDARY, Anchor, AnchorKey, AnchorKind, Operator, StateEntry, Storage, TrainingGraph
+from checkflow.planner.steps import make_timeline
+from checkflow.planner.trace import trace
+from checkflow.timeline import Granularity, Timeline
+from tests import training_steps as steps
+
+GRANULARITIES: tuple[Granularity, ...] = ("segment", "operator")
+
+
+def operator(index: int) -> Operator:
+    return Operator(f"op{index}", "aten.op", "forward", "", "float32", 0, 0, 0, (), ())
+
+
+def graph_of(
+    operators: int, storages: list[Storage], state: list[StateEntry], anchors: list[tuple[AnchorKind, int]]
+) -> TrainingGraph:
+    counts: dict[AnchorKind, int] = {}
+    placed = [Anchor(BOUNDARY, 0)]
+    for kind, position in sorted(anchors, key=lambda item: item[1]):
+        placed.append(Anchor(AnchorKey(kind, "x", counts.get(kind, 0)), position))
+        counts[kind] = counts.get(kind, 0) + 1
+    return TrainingGraph(
+        model="m",
+        batch=(),
+        micro_batches=1,
+        optimizers=(),
+        autocast="",
+        operators=tuple(operator(i) for i in range(operators)),
+        storages=tuple(storages),
+        state=tuple(state),
+        anchors=tuple(placed),
+    )
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> tuple[TrainingGraph, list[float]]:
+    n = draw(st.integers(0, 12))
+    kinds = st.sampled_from([kind for kind in AnchorKind if kind is not AnchorKind.BOUNDARY])
+    anchors = draw(st.lists(st.tuples(kinds, st.integers(0, n)), max_size=8))
+    storages = []
+    for i in range(draw(st.integers(0, 6))):
+        created = draw(st.integers(-1, n))
+        end = draw(st.integers(max(created, -1), n))
+        storages.append(
+            Storage(f"s{i}", "activation", draw(st.integers(0, 100)), created, draw(st.integers(created, end)), end)
+        )
+    forward = sum(kind is AnchorKind.FORWARD for kind, _ in anchors)
+    state = []
+    for i in range(draw(st.integers(0, 6))):
+        first = draw(st.none() | st.integers(0, n - 1)) if n else None
+        barrier = None
+        if first is None and forward and draw(st.booleans()):
+            barrier = AnchorKey(AnchorKind.FORWARD, "x", draw(st.integers(0, forward - 1)))
+        placement = draw(st.sampled_from(["device", "host"]))
+        size = draw(st.integers(0, 50))
+        state.append(StateEntry(f"e{i}", "buffer", (size,), "uint8", size, placement, None, first, barrier))
+    durations = draw(st.lists(st.floats(0, 1), min_size=n, max_size=n))
+    return graph_of(n, storages, state, anchors), durations
+
+
+def operators_of(timeline: Timeline) -> list[range]:
+    """The operators of each step, read off the labels."""
+    found, reached = [], 0
+    for step in timeline.steps:
+        last = reached
+        if step.kind != "anchor":
+            first_name, last_name = step.label.split(" … ")[0], step.label.split(" … ")[-1]
+            assert first_name == f"op{reached}"
+            last = int(last_name.removeprefix("op")) + 1
+        found.append(range(reached, last))
+        reached = last
+    return found
+
+
+@given(graphs(), st.sampled_from(GRANULARITIES))
+def test_steps_cover_the_operators_once_in_order(
+    drawn: tuple[TrainingGraph, list[float]], granularity: Granularity
+) -> None:
+    graph, durations = drawn
+    timeline = make_timeline(graph, durations, granularity)
+    covered = operators_of(timeline)
+    assert list(itertools.chain(*covered)) == list(range(len(graph.operators)))
+    assert timeline.steps[0].anchor == BOUNDARY
+    assert math.isclose(timeline.iteration_seconds, sum(durations), abs_tol=1e-12)
+    for step, operators in zip(timeline.steps, covered, strict=True):
+        assert (step.kind == "anchor") == (len(operators) == 0)
+        assert step.kind in ("anchor", granularity)
+        assert math.isclose(step.duration_seconds, sum(durations[i] for i in operators), abs_tol=1e-12)
+    if granularity == "segment":
+        kinds = [step.kind for step in timeline.steps]
+        assert not any(one == other for one, other in itertools.pairwise(kinds))
+        assert all(step.anchor is not None for step in timeline.steps if step.kind == "anchor")
+        positions = {anchor.position for anchor in graph.anchors}
+        at = [operators.start for step, operators in zip(timeline.steps, covered, strict=True) if step.kind == "anchor"]
+        assert at == sorted(positions)
+
+
+@given(graphs(), st.sampled_from(GRANULARITIES))
+def test_live_bytes_are_those_of_the_storages_definition(
+    drawn: tuple[TrainingGraph, list[float]], granularity: Granularity
+) -> None:
+    graph, durations = drawn
+    timeline = make_timeline(graph, durations, granularity)
+    for step, operators in zip(timeline.steps, operators_of(timeline), strict=True):
+        if step.kind == "anchor":
+            position = operators.start
+            expected = sum(s.size_bytes for s in graph.storages if s.created < position <= s.eager_end)
+        else:
+            expected = max(
+                sum(s.size_bytes for s in graph.storages if s.created <= i <= s.eager_end) for i in operators
+            )
+        assert step.live_bytes == expected
+
+
+@given(graphs(), st.sampled_from(GRANULARITIES))
+def test_deadlines_come_right_before_the_first_write(
+    drawn: tuple[TrainingGraph, list[float]], granularity: Granularity
+) -> None:
+    graph, durations = drawn
+    timeline = make_timeline(graph, durations, granularity)
+    covered = operators_of(timeline)
+    position = {anchor.key: anchor.position for anchor in graph.anchors}
+    step_of = {name: group.first_write for group in timeline.groups for name, _ in group.members}
+    assert set(step_of) == {entry.name for entry in graph.state if entry.placement == "device"}
+    for entry in graph.state:
+        if entry.placement == "host":
+            continue
+        step = step_of[entry.name]
+        if entry.first_write is None and (entry.barrier is None or not graph.operators):
+            assert step is None
+            continue
+        assert step is not None
+        assert timeline.steps[step - 1].kind == "anchor"  # where its snapshot is made
+        if entry.first_write is not None:
+            assert entry.first_write in covered[step]
+        else:
+            assert entry.barrier is not None
+            # The copy is complete before the barrier's module runs, and no earlier than needed.
+            due = min(position[entry.barrier], len(graph.operators) - 1)
+            assert due in covered[step]
+            assert covered[step].start <= position[entry.barrier]
+    writes = [group.first_write for group in timeline.groups]
+    assert writes == sorted(writes, key=lambda step: (step is None, step or 0))
+    assert len(set(writes)) == len(writes)
+    assert all(group.members == tuple(sorted(group.members)) for group in timeline.groups)
+    assert timeline.state_bytes == sum(e.size_bytes for e in graph.state if e.placement == "device")
+
+
+@pytest.mark.parametrize(
+    ("fired", "chosen"),
+    [
+        ([AnchorKind.FORWARD, AnchorKind.FORWARD], (AnchorKind.FORWARD, 1)),  # the innermost module
+        ([AnchorKind.GRADIENT, AnchorKind.OPTIMIZER_PRE], (AnchorKind.OPTIMIZER_PRE, 0)),
+        ([AnchorKind.OPTIMIZER_PRE, AnchorKind.OPTIMIZER_POST], (AnchorKind.OPTIMIZER_PRE, 0)),
+        ([AnchorKind.OPTIMIZER_POST, AnchorKind.FORWARD], (AnchorKind.FORWARD, 0)),
+        ([AnchorKind.FORWARD, AnchorKind.GRADIENT], (AnchorKind.FORWARD, 0)),
+        ([AnchorKind.GRADIENT, AnchorKind.GRADIENT], (AnchorKind.GRADIENT, 1)),
+    ],
+)
+def test_one_anchor_stands_for_all_at_a_position(fired: list[AnchorKind], chosen: tuple[AnchorKind, int]) -> None:
+    graph = graph_of(2, [], [], [(kind, 1) for kind in fired])
+    timeline = make_timeline(graph, [1.0, 2.0], "segment")
+    keys = [step.anchor for step in timeline.steps if step.kind == "anchor"]
+    assert keys == [BOUNDARY, AnchorKey(chosen[0], "x", chosen[1])]
+
+
+def test_the_boundary_stands_for_what_fires_with_it() -> None:
+    graph = graph_of(1, [], [], [(AnchorKind.FORWARD, 0), (AnchorKind.OPTIMIZER_PRE, 0)])
+    steps_of_it = make_timeline(graph, [1.0], "segment").steps
+    assert [step.anchor for step in steps_of_it] == [BOUNDARY, None]
+
+
+def test_state_written_in_the_first_segment_is_due_at_the_boundary() -> None:
+    entry = StateEntry("model/w", "parameter", (4,), "float32", 16, "device", None, 1)
+    graph = graph_of(3, [], [entry], [(AnchorKind.FORWARD, 2)])
+    (group,) = make_timeline(graph, [1.0] * 3, "segment").groups
+    assert (group.first_write, group.members) == (1, (("model/w", 16),))
+
+
+def test_durations_must_match_the_operators() -> None:
+    with pytest.raises(PlanError, match="2 durations for 3 operators"):
+        make_timeline(graph_of(3, [], [], []), [1.0, 1.0], "segment")
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_the_timeline_of_a_traced_step(granularity: Granularity) -> None:
+    with torch.device("meta"):
+        step = steps.batch_norm(torch.optim.Adam)
+    graph = trace(step, name="n")
+    timeline = make_timeline(graph, [1e-5] * len(graph.operators), granularity)
+    assert timeline.training_peak_bytes == max(max(part) for part in graph.live_bytes(eager=True))
+    hosts = sum(entry.size_bytes for entry in graph.state if entry.placement == "host")
+    assert timeline.state_bytes == graph.state_bytes - hosts
+    deadline = {name: timeline.steps[group.first_write - 1] for group in timeline.groups for name, _ in group.members}
+    if granularity == "segment":
+        forward = AnchorKey(AnchorKind.FORWARD, "model/bn")
+        assert deadline["model/bn.running_mean"].anchor == forward  # batch norm writes it in its forward
+        assert deadline["model/conv.weight"].anchor == AnchorKey(AnchorKind.OPTIMIZER_PRE, "optimizer")
+    else:
+        assert deadline["model/bn.running_mean"].label == "before native_batch_norm"
