@@ -96,6 +96,8 @@ class Plan:
     certificate: Certificate
     format: Literal["checkflow-plan"] = "checkflow-plan"
     version: Literal[1] = 1
+    # of the device's memory: a snapshot's stall is 2 x bytes / this; 0 where a plan prices no snapshots
+    memory_bandwidth_bytes_per_second: float = 0.0
     digest: str = ""
 
     @property

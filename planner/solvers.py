@@ -30,6 +30,11 @@ SolverName = Literal["gurobi", "highs", "cbc"]
 SolverChoice = Literal["auto", "gurobi", "highs", "cbc"]
 SolveStatus = Literal["optimal", "feasible", "infeasible"]
 
+
+class NothingFoundError(SolverError):
+    """The time ran out before any solution was found."""
+
+
 _GUROBI_TOO_LARGE = 10010  # the restricted licence ends at 2,000 variables or constraints
 _GRACE_SECONDS = 10.0  # CBC looks at the clock only now and then
 _logger = logging.getLogger("checkflow")
@@ -68,7 +73,8 @@ def solve(problem: pulp.LpProblem, solver: SolverChoice = "auto", time_limit_sec
         time_limit_seconds: for the search; what was found until then is returned as "feasible".
 
     Raises:
-        SolverError: the solver is missing, failed, was killed, or found nothing within the time.
+        SolverError: the solver is missing, failed or was killed.
+        NothingFoundError: it found nothing within the time.
     """
     import pulp
 
@@ -257,8 +263,10 @@ def _infeasible(name: SolverName, version: str) -> Solve:
     return Solve(name, version, "infeasible", None, None, 0.0, 0, 0)
 
 
-def _nothing_found(name: str, seconds: float, status: str) -> SolverError:
-    return SolverError(f"{name} found no schedule within {seconds:g} s ({status}); give it more with --time-limit")
+def _nothing_found(name: str, seconds: float, status: str) -> NothingFoundError:
+    return NothingFoundError(
+        f"{name} found no schedule within {seconds:g} s ({status}); give it more with --time-limit"
+    )
 
 
 def _forget_solver(problem: pulp.LpProblem) -> None:
