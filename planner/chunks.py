@@ -38,9 +38,10 @@ def make_chunks(timeline: Timeline, problem: Problem, flow: Flow, chunk_bytes: i
     ends = list(accumulate(size for _, _, size in ordered))
     deadline = {name: len(timeline.steps) if first is None else first - 1 for first, name, _ in ordered}
     chunks: list[Chunk] = []
+    padding = problem.total * problem.unit_bytes - timeline.state_bytes  # the empty part of the first unit
     for move in _moves(flow):
-        position = move.begin * problem.unit_bytes
-        stop = min(move.end * problem.unit_bytes, timeline.state_bytes)  # the last unit may be partly empty
+        position = max(0, move.begin * problem.unit_bytes - padding)
+        stop = move.end * problem.unit_bytes - padding
         while position < stop:
             index = bisect_right(ends, position)
             _, name, size = ordered[index]

@@ -13,6 +13,7 @@ from checkflow.planner.problem import Problem, make_problem
 from checkflow.timeline import Timeline
 
 _FASTEST_BYTES_PER_SECOND = 1e24  # no clock resolves the steps that would need more
+_LAST = "the next boundary"
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,10 @@ def _reason(timeline: Timeline, bandwidth: float, problem: Problem, limits: Limi
         if needed == given:
             needed, given = f"{math.ceil(tight.bytes_per_second)} B/s", f"{bandwidth:.0f} B/s"
         uses = f", of which training itself uses {format_size(tight.own_bytes)}" if tight.own_bytes else ""
+        held = "" if tight.end == _LAST else f", and {_scarce(limits)} leaves no room for more snapshots"
         return (
             f"from the boundary to {tight.end} {format_size(tight.leave_bytes)} must leave in"
-            f" {format_seconds(tight.seconds)}: {needed}; the link gives {given}{uses}"
+            f" {format_seconds(tight.seconds)}: {needed}; the link gives {given}{uses}{held}"
         )
     if tight is not None and not timeline.iteration_seconds:
         return f"{format_size(timeline.state_bytes)} must leave in an iteration that takes no time"
@@ -174,7 +176,7 @@ def _moment(timeline: Timeline, step: int) -> str:
     """The end of a step, in words."""
     steps = timeline.steps
     if step == len(steps) - 1:
-        return "the next boundary"
+        return _LAST
     if step == 0:
         return "the end of the boundary"
     if steps[step].duration_seconds == 0:

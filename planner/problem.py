@@ -3,7 +3,8 @@
 All state is one string of bytes, in the order in which it is first written (then by name): the bytes that must be safe
 first come first, and whatever moves next is the next piece of the string. It is cut into units, so that solvers see
 small whole numbers; a unit is due with its first byte. Both roundings act on running sums (of state and of link
-capacity), so that all of them together lose less than one unit of state and one of link (DESIGN 4b).
+capacity), so that all of them together lose less than one unit of state and one of link (DESIGN 4b). The unit that may
+be partly filled is the first: it leaves first, so it is counted whole in a peak only if the peak comes before that.
 """
 
 from __future__ import annotations
@@ -98,12 +99,14 @@ def make_problem(timeline: Timeline, bandwidth_bytes_per_second: float, unit_byt
     for group in timeline.groups:
         if group.first_write is not None:
             fresh[group.first_write - 1] += group.size_bytes
+    total = -(-timeline.state_bytes // unit)
+    padding = total * unit - timeline.state_bytes
     return Problem(
         unit_bytes=unit,
-        total=-(-timeline.state_bytes // unit),
+        total=total,
         live_bytes=tuple(step.live_bytes for step in timeline.steps),
         capacity=tuple(timeline.capacities_bytes(bandwidth_bytes_per_second, unit)),
-        due=tuple(-(-due_bytes // unit) for due_bytes in accumulate(fresh)),
+        due=tuple(-(-(due_bytes + padding) // unit) if due_bytes else 0 for due_bytes in accumulate(fresh)),
     )
 
 
