@@ -1,0 +1,340 @@
+"""The command line: ``checkflow plan | check | show | compare | demo``.
+
+Commands read options, call the planner or the demo, and print what :mod:`checkflow.report` makes of the answer. Errors
+become one line and an exit code in :func:`main`, and nowhere else. What is heavy is imported when it is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from checkflow import options
+from checkflow.console import complain, output, working
+from checkflow.errors import CheckflowError, InfeasibleError
+from checkflow.options import (
+    Formulation,
+    GranularityName,
+    Optimizer,
+    PolicyName,
+    SolverName,
+)
+
+if TYPE_CHECKING:
+    from checkflow.demo import Result
+    from checkflow.hardware import Device
+    from checkflow.planner.pipeline import Planned, Subject
+    from checkflow.planner.schedule import Request
+
+FOUND, FAILED, USAGE, INFEASIBLE, INTERRUPTED = 0, 1, 2, 3, 130
+# Whatever typer's argument parser raises; the class itself is not part of typer's public names.
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(
+    name="checkflow",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Plan and prove checkpoints of every training iteration.",
+)
+
+
+def entry() -> None:
+    """The console script."""
+    sys.exit(main())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code.
+
+    0: done, or a plan that satisfies everything asked. 1: an error, one line on standard error. 2: wrong usage.
+    3: no plan satisfies what was asked; the explanation is on standard error, and in the JSON.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    if debug:
+        arguments = [argument for argument in arguments if argument != "--debug"]
+    try:
+        code = typer.main.get_command(app).main(args=arguments, prog_name="checkflow", standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our output has gone; Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (KeyboardInterrupt, typer.Abort):
+        complain("interrupted")
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - the one place where errors become exit codes
+        if debug:
+            traceback.print_exc()
+        return _report(error, debug)
+    return code if isinstance(code, int) else FOUND
+
+
+def _report(error: Exception, debug: bool) -> int:
+    """One line on standard error, and the exit code of an error."""
+    if isinstance(error, USAGE_ERROR):
+        complain(_usage_text(error))
+        return USAGE
+    if isinstance(error, CheckflowError):
+        complain(str(error))
+        return INFEASIBLE if isinstance(error, InfeasibleError) else FAILED
+    hint = "" if debug else " (--debug shows where)"
+    complain(f"internal error: {type(error).__name__}: {' '.join(str(error).split())}{hint}")
+    return FAILED
+
+
+def _usage_text(error: Any) -> str:
+    text = " ".join(error.format_message().split())
+    context = getattr(error, "ctx", None)
+    return f"{text}; see: {context.command_path if context else 'checkflow'} --help"
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="show the traceback of an error; may stand anywhere")] = False,
+    version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
+) -> None:
+    import checkflow
+
+    if version:
+        typer.echo(f"checkflow {checkflow.__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(USAGE)
+
+
+@app.command()
+def plan(
+    model: options.Model,
+    batch_size: options.BatchSize = None,
+    settings: options.Settings = None,
+    optimizer: options.OptimizerOption = None,
+    device: options.DeviceOption = "RTX 3090",
+    bandwidth: options.Bandwidth = None,
+    memory_limit: options.MemoryLimit = None,
+    extra_memory: options.ExtraMemory = None,
+    relax_memory: options.RelaxMemory = False,
+    formulation: options.FormulationOption = Formulation.AUTO,
+    policy: options.PolicyOption = PolicyName.DIRECT,
+    granularity: options.GranularityOption = GranularityName.SEGMENT,
+    chunk_size: options.ChunkSize = options.CHUNK_BYTES,
+    solver: options.SolverOption = SolverName.AUTO,
+    time_limit: options.TimeLimit = 60.0,
+    overhead: options.Overhead = 0.035,
+    file: options.Output = None,
+    as_json: options.Json = False,
+) -> int:
+    """Trace a training step and schedule its checkpoint."""
+    from checkflow import plan as plans
+    from checkflow import report
+
+    chosen = options.choose_device(device)
+    request = _request(
+        chosen,
+        bandwidth,
+        memory_limit,
+        extra_memory_bytes=extra_memory,
+        relax_memory=relax_memory,
+        policy=policy.value,
+        formulation=formulation.value,
+        solver=solver.value,
+        time_limit_seconds=time_limit,
+        chunk_bytes=chunk_size,
+        overhead=overhead,
+    )
+    planned = _plan(_subject(model, batch_size, settings, optimizer), chosen, request, granularity)
+    made = planned.outcome.plan
+    if made is not None and file is not None:
+        plans.save(made, file)
+    if as_json:
+        _print_json(report.plan_json(planned))
+    else:
+        output().print(report.plan_table(planned))
+    if made is None:
+        complain(planned.outcome.explanation)
+        return INFEASIBLE
+    if not as_json:
+        typer.echo(f"plan written to {file}" if file is not None else "-o FILE writes the plan that a job runs by")
+    return FOUND
+
+
+@app.command()
+def check(
+    plan_file: options.PlanFile,
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="trace it anew and compare")] = None,
+    batch_size: options.BatchSize = None,
+    settings: options.Settings = None,
+    optimizer: options.OptimizerOption = None,
+    as_json: options.Json = False,
+) -> int:
+    """Replay a plan; with MODEL, see whether it is still the plan of that model."""
+    from checkflow import plan as plans
+    from checkflow import report
+    from checkflow.planner.replay import check_plan
+
+    read = plans.load(plan_file)
+    replay = check_plan(read)
+    if model is not None:
+        from checkflow.planner.pipeline import check_model
+
+        with working(f"tracing {model}"):
+            check_model(read, _subject(model, batch_size, settings, optimizer))
+    if as_json:
+        _print_json(report.check_json(read, replay))
+    else:
+        typer.echo(report.check_line(read, replay))
+    return FOUND
+
+
+@app.command()
+def show(
+    plan_file: options.PlanFile,
+    dot: Annotated[
+        bool, typer.Option("--dot", help="print the schedule as a graph for graphviz")
+    ] = False,
+) -> int:
+    """Show a plan on one screen: the link and the memory over time, the peak, and what binds."""
+    from checkflow import plan as plans
+    from checkflow import report
+    from checkflow.planner.pipeline import binding_interval
+    from checkflow.planner.replay import check_plan
+
+    read = plans.load(plan_file)
+    replay = check_plan(read)
+    if dot:
+        typer.echo(report.dot(read), nl=False)
+        return FOUND
+    console = output()
+    for line in report.show_lines(read, replay, *binding_interval(read)):
+        console.print(line)
+    return FOUND
+
+
+@app.command()
+def compare(
+    subjects: Annotated[list[str], typer.Argument(metavar="MODEL|PLAN...", help="models, or plan files (.json)")],
+    batch_size: options.BatchSize = None,
+    settings: options.Settings = None,
+    optimizer: options.OptimizerOption = None,
+    device: options.DeviceOption = "RTX 3090",
+    bandwidth: options.Bandwidth = None,
+    memory_limit: options.MemoryLimit = None,
+    policy: options.PolicyOption = PolicyName.DIRECT,
+    granularity: options.GranularityOption = GranularityName.SEGMENT,
+    overhead: options.Overhead = 0.035,
+    as_json: options.Json = False,
+) -> int:
+    """Compare synchronous checkpoints, CheckFreq's modes and checkflow. A plan file brings its own device and link."""
+    from checkflow import plan as plans
+    from checkflow import report
+    from checkflow.planner.pipeline import compare_model, compare_plan
+
+    chosen = options.choose_device(device)
+    request = _request(chosen, bandwidth, memory_limit, policy=policy.value, overhead=overhead)
+    rows = []
+    for subject in subjects:
+        if subject.endswith(".json"):
+            rows.append(compare_plan(subject, plans.load(subject)))
+        else:
+            asked = _subject(subject, batch_size, settings, optimizer)
+            rows.append(compare_model(_plan(asked, chosen, request, granularity)))
+    if as_json:
+        _print_json(report.comparison_json(rows))
+    else:
+        output().print(report.comparison_table(rows))
+    missing = [row for row in rows if row.checkflow_peak_bytes is None]
+    for row in missing:
+        complain(f"{row.source}: {row.explanation}")
+    return INFEASIBLE if missing else FOUND
+
+
+@app.command()
+def demo(
+    epochs: Annotated[int, typer.Option("--epochs", min=3, help="of training on the digits")] = 5,
+    seed: Annotated[int, typer.Option("--seed", help="of the training, and of the moments of the kills")] = 0,
+    as_json: options.Json = False,
+) -> int:
+    """Plan ResNet-18; then train on the CPU, kill the training three times, and prove that nothing is lost."""
+    from checkflow import report
+    from checkflow.planner.pipeline import compare_model
+
+    console = output()
+    chosen = options.choose_device("RTX 3090")
+    planned = _plan(_subject("resnet18", 32, None, None), chosen, _request(chosen), GranularityName.SEGMENT)
+    if not as_json:
+        console.print(report.plan_table(planned))
+        console.print(report.comparison_table([compare_model(planned)]))
+    result = _train_and_kill(epochs, seed, quiet=as_json)
+    if as_json:
+        _print_json(report.demo_json(planned, result))
+    else:
+        for table in report.demo_tables(result):
+            console.print(table)
+    for check_ in result.checks:
+        if not check_.holds:
+            complain(f"this check fails: {check_.claim}: {check_.seen}")
+    return FOUND if result.passed and planned.outcome.plan is not None else FAILED
+
+
+def _train_and_kill(epochs: int, seed: int, *, quiet: bool) -> Result:
+    """The demo's training, in a folder that is gone afterwards."""
+    from checkflow import demo as demos
+    from checkflow import plan as plans
+    from checkflow.demo_training import BATCH_SIZE
+
+    with tempfile.TemporaryDirectory(prefix="checkflow-demo-") as folder:
+        cpu = options.choose_device("cpu")
+        planned = _plan(_subject("digits", BATCH_SIZE, None, None), cpu, _request(cpu), GranularityName.SEGMENT)
+        if planned.outcome.plan is None:
+            raise InfeasibleError(planned.outcome.explanation)
+        file = Path(folder) / "plan.json"
+        plans.save(planned.outcome.plan, file)
+        for news in demos.run(Path(folder), file, epochs=epochs, seed=seed):
+            if isinstance(news, demos.Result):
+                return news
+            if not quiet:
+                typer.echo(f"- {news}")
+    raise AssertionError("a demo ends with a result")
+
+
+def _subject(model: str, batch_size: int | None, settings: list[str] | None, optimizer: Optimizer | None) -> Subject:
+    from checkflow.planner.pipeline import Subject
+
+    return Subject(
+        model, batch_size, options.read_settings(settings or []), None if optimizer is None else optimizer.value
+    )
+
+
+def _request(device: Device, bandwidth: float | None = None, memory_limit: int | None = None, **others: Any) -> Request:
+    """What is asked of a plan; the device gives what the user does not."""
+    from checkflow.planner.pipeline import default_memory_limit_bytes
+    from checkflow.planner.schedule import Request
+
+    return Request(
+        bandwidth_bytes_per_second=device.link_bandwidth_bytes_per_second if bandwidth is None else bandwidth,
+        memory_bandwidth_bytes_per_second=device.memory_bandwidth_bytes_per_second,
+        memory_limit_bytes=default_memory_limit_bytes(device) if memory_limit is None else memory_limit,
+        **others,
+    )
+
+
+def _plan(subject: Subject, device: Device, request: Request, granularity: GranularityName) -> Planned:
+    from checkflow.planner.pipeline import plan_model
+
+    with working(f"planning {subject.target} for {device.name}"):
+        return plan_model(subject, device, request, granularity.value)
+
+
+def _print_json(data: object) -> None:
+    typer.echo(json.dumps(data, allow_nan=False, indent=2))

@@ -1,0 +1,328 @@
+"""What the command line prints: pure functions from what was found to tables for people and to JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from checkflow import chart
+from checkflow.hardware import format_seconds, format_size
+
+if TYPE_CHECKING:
+    from checkflow.demo import Result
+    from checkflow.plan import Plan
+    from checkflow.planner.certify import SolverReport
+    from checkflow.planner.explain import Interval
+    from checkflow.planner.pipeline import Comparison, Planned
+    from checkflow.planner.replay import Replay
+
+CHART_COLUMNS = 96
+LINK_ROWS, MEMORY_ROWS = 2, 5
+
+
+def rate(bytes_per_second: float) -> str:
+    """A bandwidth for people."""
+    return f"{format_size(bytes_per_second)}/s"
+
+
+def plan_json(planned: Planned) -> dict[str, Any]:
+    """The object that ``checkflow plan --json`` prints; units are in the names, null stands for what does not exist."""
+    outcome, graph, base = planned.outcome, planned.graph, planned.baselines
+    return {
+        "model": planned.fingerprint.model,
+        "status": outcome.status,
+        "formulation": outcome.formulation,
+        "policy": outcome.policy,
+        "granularity": planned.timeline.granularity,
+        "solver": dataclasses.asdict(outcome.solver),
+        "operators": len(graph.operators),
+        "steps": len(planned.timeline.steps),
+        "state_tensors": len(graph.state),
+        "state_bytes": graph.state_bytes,
+        "parameters": graph.parameters,
+        "flops": graph.flops,
+        "chunks": outcome.chunks,
+        "iteration_seconds": planned.timeline.iteration_seconds,
+        "bandwidth_bytes_per_second": planned.request.bandwidth_bytes_per_second,
+        "least_bandwidth_bytes_per_second": outcome.least_bandwidth_bytes_per_second,
+        "graph_peak_bytes": planned.graph_peak_bytes,
+        "training_peak_bytes": planned.timeline.training_peak_bytes,
+        "plan_peak_bytes": outcome.plan_peak_bytes,
+        "checkfreq_peak_bytes": base.checkfreq_peak_bytes,
+        "checkfreq_released_peak_bytes": base.checkfreq_released_peak_bytes,
+        "synchronous_stall_seconds": base.synchronous_stall_seconds,
+        "interval": outcome.interval,
+        "stall_seconds": outcome.stall_seconds,
+        "durable_bytes_per_second": outcome.durable_bytes_per_second,
+        "frontier": [dataclasses.asdict(row) for row in outcome.frontier],
+        "explanation": outcome.explanation,
+        "trace_seconds": planned.trace_seconds,
+        "plan_seconds": planned.plan_seconds,
+    }
+
+
+def plan_table(planned: Planned) -> Table:
+    """A plan, or what is known where there is none."""
+    outcome, timeline, graph, base = planned.outcome, planned.timeline, planned.graph, planned.baselines
+    training = timeline.training_peak_bytes
+    table = _facts(f"{planned.fingerprint.model} on {planned.device.name}, granularity: {timeline.granularity}")
+    seconds = timeline.iteration_seconds
+    table.add_row("status", outcome.status, f"{outcome.policy} policy, {certificate_line(outcome.solver)}")
+    table.add_row(
+        "iteration", format_seconds(seconds), f"{len(graph.operators)} operators in {len(timeline.steps)} steps"
+    )
+    table.add_row(
+        "state", format_size(graph.state_bytes), f"{len(graph.state)} tensors, {graph.parameters:,} parameters"
+    )
+    table.add_row("link", rate(planned.request.bandwidth_bytes_per_second), _least_bandwidth_text(planned))
+    table.add_section()
+    table.add_row("training peak", format_size(training), "eager PyTorch, without checkpoints")
+    if (peak := outcome.plan_peak_bytes) is not None:
+        row = ("plan peak", format_size(peak), f"{_added(peak, training)}, a checkpoint every iteration")
+        table.add_row(*row, style="bold")
+        table.add_row("plan stall", format_seconds(outcome.stall_seconds or 0.0), f"{outcome.chunks} chunks")
+    released = base.checkfreq_released_peak_bytes
+    table.add_row("CheckFreq peak", format_size(base.checkfreq_peak_bytes), _added(base.checkfreq_peak_bytes, training))
+    table.add_row(
+        "CheckFreq peak, released", format_size(released), f"{_added(released, training)}, freed as the bytes leave"
+    )
+    stall = base.synchronous_stall_seconds
+    table.add_row("synchronous stall", format_seconds(stall), f"{_share(stall, seconds)} of the iteration")
+    table.add_section()
+    table.add_row("durable rate", rate(outcome.durable_bytes_per_second), "storage must take, for every iteration")
+    if outcome.plan is not None and outcome.explanation:
+        table.add_row("note", "", outcome.explanation)
+    return table
+
+
+def certificate_line(solver: SolverReport) -> str:
+    """Who proved what: "HiGHS 1.15.1: bound 782 MB, gap 0 %"."""
+    who = "exact rule" if solver.name == "none" else f"{solver.name} {solver.version}"
+    if solver.objective_bytes is None or solver.bound_bytes is None:
+        return f"{who}: no schedule"
+    gap = f"{100 * (solver.gap or 0.0):.2g} %"
+    return f"{who}: bound {format_size(solver.bound_bytes)}, gap {gap}"
+
+
+def _least_bandwidth_text(planned: Planned) -> str:
+    least = planned.outcome.least_bandwidth_bytes_per_second
+    return "least bandwidth: none is enough" if least is None else f"least bandwidth: {rate(least)}"
+
+
+def _facts(title: str) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column("what", no_wrap=True)
+    table.add_column("how much", justify="right", no_wrap=True)
+    table.add_column("more", overflow="fold")
+    return table
+
+
+def _added(peak_bytes: int, training_bytes: int) -> str:
+    more = peak_bytes - training_bytes
+    return f"+{format_size(more)} ({100 * more / training_bytes:.3g} %)" if training_bytes and more else "nothing added"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.3g} %" if whole else "no time"
+
+
+def comparison_json(rows: Sequence[Comparison]) -> dict[str, Any]:
+    """The object that ``checkflow compare --json`` prints."""
+    return {"rows": [dataclasses.asdict(row) for row in rows]}
+
+
+def comparison_table(rows: Sequence[Comparison]) -> Table:
+    """Peak and stall of each way to make a checkpoint of every iteration, for each subject."""
+    table = Table(title="a checkpoint every iteration", title_justify="left")
+    table.add_column("model, batch, device", overflow="fold")
+    table.add_column("way", no_wrap=True)
+    table.add_column("peak", justify="right", no_wrap=True)
+    table.add_column("added to training", justify="right", no_wrap=True)
+    table.add_column("stall", justify="right", no_wrap=True)
+    table.add_column("of the iteration", justify="right", no_wrap=True)
+    for row in rows:
+        what = f"{row.model}, {row.batch}, {row.device}\n{rate(row.bandwidth_bytes_per_second)}, {row.granularity}"
+        for way, peak, stall in _ways(row):
+            style = "bold" if way.startswith("checkflow") else ""
+            if peak is None or stall is None:
+                table.add_row(what, way, "no plan", "", "", "", style=style)
+                continue
+            share = _share(stall, row.iteration_seconds)
+            added = _added(peak, row.training_peak_bytes)
+            table.add_row(what, way, format_size(peak), added, format_seconds(stall), share, style=style)
+            what = ""
+        table.add_section()
+    return table
+
+
+def _ways(row: Comparison) -> list[tuple[str, int | None, float | None]]:
+    training = row.training_peak_bytes
+    return [
+        ("synchronous", training, row.synchronous_stall_seconds),
+        ("CheckFreq, GPU snapshot", row.checkfreq_peak_bytes, row.checkfreq_gpu_stall_seconds),
+        ("CheckFreq, released", row.checkfreq_released_peak_bytes, row.checkfreq_gpu_stall_seconds),
+        ("CheckFreq, CPU snapshot", training, row.checkfreq_cpu_stall_seconds),
+        (f"checkflow, {row.status}", row.checkflow_peak_bytes, row.checkflow_stall_seconds),
+    ]
+
+
+def check_json(plan: Plan, replay: Replay) -> dict[str, Any]:
+    """The object that ``checkflow check --json`` prints for a plan that holds."""
+    return {
+        "holds": True,
+        "model": plan.fingerprint.model,
+        "device": plan.fingerprint.device,
+        "policy": plan.policy,
+        "granularity": plan.granularity,
+        "chunks": len(plan.chunks),
+        "training_peak_bytes": plan.timeline.training_peak_bytes,
+        "plan_peak_bytes": replay.peak_bytes,
+        "snapshot_bytes": replay.snapshot_bytes,
+        "stall_seconds": replay.stall_seconds,
+        "interval": plan.interval,
+    }
+
+
+def check_line(plan: Plan, replay: Replay) -> str:
+    """What replay found, in one line."""
+    return (
+        f"the plan holds: {len(plan.chunks)} chunks, peak {format_size(replay.peak_bytes)} "
+        f"({_added(replay.peak_bytes, plan.timeline.training_peak_bytes)}), "
+        f"stall {format_seconds(replay.stall_seconds)}, a checkpoint every {_iterations(plan.interval)}"
+    )
+
+
+def _iterations(interval: int) -> str:
+    return "iteration" if interval == 1 else f"{interval} iterations"
+
+
+def show_lines(plan: Plan, replay: Replay, least_bandwidth: int | None, interval: Interval | None) -> Iterable[Text]:
+    """A plan on one screen: the link and the memory over one iteration, the peak, and what binds."""
+    steps = plan.timeline.steps
+    profile = chart.Profile(
+        durations_seconds=[step.duration_seconds for step in steps],
+        capacities_bytes=replay.capacity_bytes,
+        sent_bytes=replay.link_bytes,
+        live_bytes=[step.live_bytes for step in steps],
+        snapshot_bytes=[memory - step.live_bytes for memory, step in zip(replay.memory_bytes, steps, strict=True)],
+    )
+    made_for = plan.fingerprint
+    yield Text(f"{made_for.model} on {made_for.device}, {plan.policy} policy, granularity: {plan.granularity}", "bold")
+    yield Text(certificate_text(plan))
+    columns = chart.columns(profile, CHART_COLUMNS)
+    yield Text(f"\nlink, of {rate(plan.bandwidth_bytes_per_second)}", "bold")
+    yield from _charted([column.link_share for column in columns], LINK_ROWS)
+    top = max(1, replay.peak_bytes)
+    yield Text(f"memory, of {format_size(top)}", "bold")
+    yield from _charted([column.total_bytes / top for column in columns], MEMORY_ROWS)
+    kept = [column.total_bytes - column.live_bytes for column in columns]
+    if any(kept):
+        yield Text(f"of it snapshots, of {format_size(max(kept))}", "bold")
+        yield from _charted([size / max(kept) for size in kept], LINK_ROWS)
+    yield Text(f"0{format_seconds(profile.seconds):>{CHART_COLUMNS - 1}}\n")
+    yield Text(
+        f"peak     {format_size(replay.peak_bytes)} in step {replay.peak_step} of {len(steps)}: "
+        f"{steps[replay.peak_step].label}; training alone {format_size(plan.timeline.training_peak_bytes)}"
+    )
+    yield Text(
+        f"moved    {format_size(plan.timeline.state_bytes)} in {len(plan.chunks)} chunks, "
+        f"{format_size(plan.snapshot_bytes)} through snapshots (stall {format_seconds(plan.stall_seconds)}); "
+        f"the last leaves in step {replay.finish_step}: {steps[replay.finish_step].label}"
+    )
+    yield Text("binding  " + binding_text(plan, least_bandwidth, interval))
+
+
+def _charted(shares: Sequence[float], rows: int) -> Iterable[Text]:
+    for line in chart.bars(shares, rows):
+        yield Text(line, no_wrap=True)
+
+
+def certificate_text(plan: Plan) -> str:
+    """The certificate of a plan file."""
+    proof = plan.certificate
+    solver = "" if proof.solver == "none" else f" by {proof.solver} {proof.solver_version}"
+    return (
+        f"{proof.status}{solver} ({proof.formulation}): peak {format_size(proof.objective_bytes)}, "
+        f"bound {format_size(proof.bound_bytes)}"
+    )
+
+
+def binding_text(plan: Plan, least_bandwidth: int | None, interval: Interval | None) -> str:
+    """What would break first on a slower link."""
+    if not least_bandwidth:
+        return "nothing: there is nothing to move"
+    end = f"this peak needs a link of {rate(least_bandwidth)}, and has {rate(plan.bandwidth_bytes_per_second)}"
+    if interval is None:
+        return f"the room for snapshots; {end}"
+    return (
+        f"from the boundary to {interval.end} {format_size(interval.leave_bytes)} must leave "
+        f"in {format_seconds(interval.seconds)}; {end}"
+    )
+
+
+def dot(plan: Plan) -> str:
+    """The schedule for graphviz: the steps in which something happens in order, and the state tensors around them.
+
+    A solid edge is an offload of that many bytes, a dashed one a snapshot; the tensor's deadline is in its label.
+    """
+    steps = plan.timeline.steps
+    moved: dict[tuple[str, int, str], int] = {}
+    for chunk in plan.chunks:
+        for step, style in ((chunk.offload_step, "solid"), (chunk.snapshot_step, "dashed")):
+            if step is not None:
+                key = (chunk.tensor, step, style)
+                moved[key] = moved.get(key, 0) + chunk.length_bytes
+    used = sorted({step for _, step, _ in moved})
+    lines = [f"digraph {json.dumps(plan.fingerprint.model)} {{", "  rankdir=LR;", "  node [shape=box];"]
+    lines += [f"  step{step} [label={json.dumps(steps[step].label)}, style=filled];" for step in used]
+    lines += [f"  step{one} -> step{other} [style=bold];" for one, other in itertools.pairwise(used)]
+    for tensor in sorted({name for name, _, _ in moved}):
+        last = plan.deadlines[tensor]
+        due = "no deadline" if last is None else f"deadline: {steps[last].label}"
+        lines.append(f"  {json.dumps(tensor)} [shape=ellipse, label={json.dumps(f'{tensor}, {due}')}];")
+    for (tensor, step, style), size in sorted(moved.items()):
+        lines.append(f'  {json.dumps(tensor)} -> step{step} [style={style}, label="{format_size(size)}"];')
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def demo_json(planned: Planned, result: Result) -> dict[str, Any]:
+    """The object that ``checkflow demo --json`` prints."""
+    return {
+        "passed": result.passed,
+        "plan": plan_json(planned),
+        **dataclasses.asdict(result),
+        "kills": [{**dataclasses.asdict(kill), "replayed": kill.replayed} for kill in result.kills],
+    }
+
+
+def demo_tables(result: Result) -> Iterable[Table]:
+    """What the kills cost, what checkpointing cost, and whether the checks hold."""
+    kills = Table(title="three times SIGKILL", title_justify="left")
+    for column in ("killed in", "iterations done", "resumed from", "replayed"):
+        kills.add_column(column, justify="left" if column == "killed in" else "right")
+    for kill in result.kills:
+        kills.add_row(kill.place, str(kill.iteration), str(kill.resumed_from), str(kill.replayed))
+    yield kills
+    cost = Table(title="time of an iteration (median)", title_justify="left")
+    for column in ("without checkpoints", "with a durable checkpoint every iteration", "size of a checkpoint"):
+        cost.add_column(column, justify="right")
+    more = 100 * (result.seconds_with / result.seconds_without - 1)
+    cost.add_row(
+        format_seconds(result.seconds_without),
+        f"{format_seconds(result.seconds_with)} ({more:+.0f} %)",
+        format_size(result.checkpoint_bytes),
+    )
+    yield cost
+    checks = Table(title="checks", title_justify="left")
+    for column in ("", "claim", "seen"):
+        checks.add_column(column, overflow="fold")
+    for check in result.checks:
+        mark = Text("holds", "green") if check.holds else Text("FAILS", "bold red")
+        checks.add_row(mark, check.claim, check.seen)
+    yield checks

@@ -1,0 +1,241 @@
+"""The whole way at once: from what a user names to a plan, and from a plan back to the model that it was made for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from checkflow.errors import MismatchError
+from checkflow.graph import TrainingGraph
+from checkflow.hardware import Device
+from checkflow.plan import Fingerprint, Plan, describe_mismatch
+from checkflow.planner.baselines import Baselines, baselines
+from checkflow.planner.cost import durations_seconds
+from checkflow.planner.explain import Interval, Limits, least_bandwidth, tight_interval
+from checkflow.planner.load import load_training_step
+from checkflow.planner.optimizers import Target
+from checkflow.planner.problem import make_problem
+from checkflow.planner.replay import snapshot_stall_seconds
+from checkflow.planner.schedule import Outcome, Request, fingerprint_of, make_plan
+from checkflow.planner.steps import make_timeline
+from checkflow.planner.trace import trace
+from checkflow.timeline import Granularity, Timeline
+
+RESERVED_SHARE = 0.05  # of a device's memory: what its driver and its allocator's gaps take
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A training step to be planned, as a user names it (:func:`checkflow.planner.load.load_training_step`)."""
+
+    target: str
+    batch_size: int | None
+    settings: Mapping[str, str]
+    optimizer: str | None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Everything that is known of a training step on a device once it has been planned."""
+
+    subject: Subject
+    device: Device
+    request: Request
+    graph: TrainingGraph
+    timeline: Timeline
+    fingerprint: Fingerprint
+    baselines: Baselines
+    outcome: Outcome
+    graph_peak_bytes: int
+    trace_seconds: float  # building the model and tracing it
+    plan_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One training step under each way of making a checkpoint of every iteration. Peaks in bytes, stalls in seconds."""
+
+    source: str  # what the user named: a model or a plan file
+    model: str
+    device: str
+    batch: str
+    granularity: str
+    policy: str
+    status: str
+    bandwidth_bytes_per_second: float
+    iteration_seconds: float
+    state_bytes: int
+    training_peak_bytes: int  # synchronous checkpoints add nothing to it
+    synchronous_stall_seconds: float
+    checkfreq_peak_bytes: int
+    checkfreq_released_peak_bytes: int
+    checkfreq_gpu_stall_seconds: float
+    checkfreq_cpu_stall_seconds: float
+    checkflow_peak_bytes: int | None  # None: no plan satisfies what was asked
+    checkflow_stall_seconds: float | None
+    explanation: str
+
+
+def default_memory_limit_bytes(device: Device) -> int:
+    """What a job may use of a device's memory."""
+    return int(device.memory_bytes * (1 - RESERVED_SHARE))
+
+
+def plan_model(subject: Subject, device: Device, request: Request, granularity: Granularity) -> Planned:
+    """Trace a training step and make the best plan for it.
+
+    Raises:
+        ModelError, TraceError: the step cannot be built or traced.
+        PlanError, SolverError: as :func:`checkflow.planner.schedule.make_plan`.
+    """
+    begun = time.perf_counter()
+    graph = _trace(subject, device.name)
+    timeline = make_timeline(graph, durations_seconds(graph, device), granularity)
+    traced = time.perf_counter()
+    fingerprint = fingerprint_of(graph, device)
+    graph_peak = max(max(part, default=0) for part in graph.live_bytes(eager=False))
+    outcome = make_plan(timeline, fingerprint, request, graph_peak_bytes=graph_peak)
+    return Planned(
+        subject=subject,
+        device=device,
+        request=request,
+        graph=graph,
+        timeline=timeline,
+        fingerprint=fingerprint,
+        baselines=baselines(timeline, request.bandwidth_bytes_per_second),
+        outcome=outcome,
+        graph_peak_bytes=graph_peak,
+        trace_seconds=traced - begun,
+        plan_seconds=time.perf_counter() - traced,
+    )
+
+
+def _trace(subject: Subject, device_name: str) -> TrainingGraph:
+    name, step = load_training_step(
+        subject.target, batch_size=subject.batch_size, settings=subject.settings, optimizer=subject.optimizer
+    )
+    target: Target = "cpu" if device_name.partition(" ")[0] == "cpu" else "cuda"
+    return trace(step, name=name, target=target)
+
+
+def compare_model(planned: Planned) -> Comparison:
+    """A training step under each way of making checkpoints."""
+    outcome, request = planned.outcome, planned.request
+    return _comparison(
+        planned.subject.target,
+        planned.fingerprint,
+        planned.timeline,
+        planned.baselines,
+        request.bandwidth_bytes_per_second,
+        request.memory_bandwidth_bytes_per_second,
+        (request.policy, outcome.status, outcome.plan_peak_bytes, outcome.stall_seconds, outcome.explanation),
+    )
+
+
+def compare_plan(source: str, plan: Plan) -> Comparison:
+    """The training step of a plan under each way of making checkpoints."""
+    bandwidth = plan.bandwidth_bytes_per_second
+    return _comparison(
+        source,
+        plan.fingerprint,
+        plan.timeline,
+        baselines(plan.timeline, bandwidth),
+        bandwidth,
+        plan.memory_bandwidth_bytes_per_second,
+        (plan.policy, plan.certificate.status, plan.plan_peak_bytes, plan.stall_seconds, ""),
+    )
+
+
+def _comparison(
+    source: str,
+    fingerprint: Fingerprint,
+    timeline: Timeline,
+    base: Baselines,
+    bandwidth: float,
+    memory_bandwidth: float,
+    found: tuple[str, str, int | None, float | None, str],
+) -> Comparison:
+    policy, status, peak, stall, explanation = found
+    return Comparison(
+        source=source,
+        model=fingerprint.model,
+        device=fingerprint.device,
+        batch=describe_batch(fingerprint),
+        granularity=timeline.granularity,
+        policy=policy,
+        status=status,
+        bandwidth_bytes_per_second=bandwidth,
+        iteration_seconds=timeline.iteration_seconds,
+        state_bytes=sum(spec.size_bytes for spec in fingerprint.state),
+        training_peak_bytes=timeline.training_peak_bytes,
+        synchronous_stall_seconds=base.synchronous_stall_seconds,
+        checkfreq_peak_bytes=base.checkfreq_peak_bytes,
+        checkfreq_released_peak_bytes=base.checkfreq_released_peak_bytes,
+        checkfreq_gpu_stall_seconds=snapshot_stall_seconds(timeline.state_bytes, memory_bandwidth),
+        checkfreq_cpu_stall_seconds=base.checkfreq_cpu_stall_seconds,
+        checkflow_peak_bytes=peak,
+        checkflow_stall_seconds=stall,
+        explanation=explanation,
+    )
+
+
+def describe_batch(fingerprint: Fingerprint) -> str:
+    """The first tensor of the batch, for people: "32x3x224x224"."""
+    return "x".join(str(size) for size in fingerprint.batch[0][0]) if fingerprint.batch else ""
+
+
+def check_model(plan: Plan, subject: Subject) -> None:
+    """Trace a training step anew and hold it against the plan.
+
+    Raises:
+        MismatchError: the plan was made for another training step; the message says what differs.
+        ModelError, TraceError: the step cannot be built or traced.
+    """
+    graph = _trace(subject, plan.fingerprint.device)
+    state = {entry.name: (entry.shape, entry.dtype) for entry in graph.state}
+    lines = describe_mismatch(plan, state, dict(graph.optimizers))
+    lines += _other_settings(plan.fingerprint, graph)
+    if not lines:
+        lines = _other_steps(plan.timeline, make_timeline(graph, [0.0] * len(graph.operators), plan.granularity))
+    if lines:
+        more = f" (and {len(lines) - 1} more differences)" if len(lines) > 1 else ""
+        raise MismatchError(f"the plan was made for another training step: {lines[0]}{more}")
+
+
+def _other_settings(planned: Fingerprint, graph: TrainingGraph) -> list[str]:
+    pairs = {
+        "batch": (planned.batch, graph.batch),
+        "micro-batches": (planned.micro_batches, graph.micro_batches),
+        "autocast": (planned.autocast, graph.autocast),
+        "optimizers": (planned.optimizers, graph.optimizers),
+        "tied tensors": (planned.ties, graph.ties),
+    }
+    return [
+        f"{name}: {have!r} in the model, {want!r} in the plan" for name, (want, have) in pairs.items() if have != want
+    ]
+
+
+def _other_steps(planned: Timeline, found: Timeline) -> list[str]:
+    """Where operators or memory differ although the state is the same; durations are the device's, and left out."""
+    if len(planned.steps) != len(found.steps):
+        return [f"{len(found.steps)} steps in the model, {len(planned.steps)} in the plan"]
+    return [
+        f"step {want.label!r} with {want.live_bytes} bytes live is {have.label!r} with {have.live_bytes} in the model"
+        for want, have in zip(planned.steps, found.steps, strict=True)
+        if (want.label, want.live_bytes, want.link_bytes) != (have.label, have.live_bytes, have.link_bytes)
+    ]
+
+
+def binding_interval(plan: Plan) -> tuple[int | None, Interval | None]:
+    """What would break first on a slower link, at the plan's peak.
+
+    Returns:
+        The least bandwidth (bytes per second) that keeps the plan's peak, and the interval that forbids any less;
+        None for either where no link, or no single interval, is what binds.
+    """
+    limits = Limits(plan.policy, plan.certificate.objective_bytes)
+    least = least_bandwidth(plan.timeline, limits, plan.unit_bytes)
+    if not least or least == 1:
+        return least, None
+    return least, tight_interval(plan.timeline, make_problem(plan.timeline, least - 1, plan.unit_bytes), limits)

@@ -1,0 +1,392 @@
+"""The command line: what it prints, its JSON, its exit codes, and one clear line for every bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from checkflow import plan as plans
+from checkflow.cli import FAILED, FOUND, INFEASIBLE, USAGE, main
+from checkflow.hardware import CATALOGUE, Device
+
+ROOT = Path(__file__).parent.parent
+KEYS = [
+    "model",
+    "status",
+    "formulation",
+    "policy",
+    "granularity",
+    "solver",
+    "operators",
+    "steps",
+    "state_tensors",
+    "state_bytes",
+    "parameters",
+    "flops",
+    "chunks",
+    "iteration_seconds",
+    "bandwidth_bytes_per_second",
+    "least_bandwidth_bytes_per_second",
+    "graph_peak_bytes",
+    "training_peak_bytes",
+    "plan_peak_bytes",
+    "checkfreq_peak_bytes",
+    "checkfreq_released_peak_bytes",
+    "synchronous_stall_seconds",
+    "interval",
+    "stall_seconds",
+    "durable_bytes_per_second",
+    "frontier",
+    "explanation",
+    "trace_seconds",
+    "plan_seconds",
+]
+SOLVER_KEYS = [
+    "name",
+    "version",
+    "status",
+    "objective_bytes",
+    "bound_bytes",
+    "gap",
+    "seconds",
+    "variables",
+    "constraints",
+]
+
+MODEL = """
+import torch
+import torch.nn.functional as F
+import checkflow
+
+def build(batch_size: int = 4, width: int = 64) -> checkflow.TrainingStep:
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, width), torch.nn.BatchNorm1d(width), torch.nn.ReLU(), torch.nn.Linear(width, 10)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(batch_size, 16), torch.randint(10, (batch_size,))
+    return checkflow.TrainingStep(model, optimizer, loss=lambda model, x, y: F.cross_entropy(model(x), y), batch=batch)
+"""
+# Numbers that make iterations long and the link easy to reason about.
+SLOW = dataclasses.replace(CATALOGUE["cpu"], name="slow", launch_seconds=1e-3)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What one command answered."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        data = json.loads(self.out)
+        assert isinstance(data, dict)
+        return data
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command in a folder that holds model.py and slow.json."""
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "slow.json").write_bytes(TypeAdapter(Device).dump_json(SLOW))
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> Said:
+        capsys.readouterr()
+        code = main(arguments)
+        captured = capsys.readouterr()
+        return Said(code, captured.out, captured.err)
+
+    return run
+
+
+def process(arguments: Sequence[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "checkflow", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+# Plans that exist
+
+
+@pytest.mark.parametrize("policy", ["direct", "snapshot"])
+@pytest.mark.parametrize("granularity", ["segment", "operator"])
+def test_json_has_exactly_the_documented_keys(call: Any, policy: str, granularity: str) -> None:
+    said = call("plan", "model.py", "--device", "slow.json", "--policy", policy, "--granularity", granularity, "--json")
+    assert (said.code, said.err) == (FOUND, "")
+    data = said.json
+    assert list(data) == KEYS
+    assert list(data["solver"]) == SOLVER_KEYS
+    assert all(set(row) == {"interval", "stall_seconds", "extra_bytes"} for row in data["frontier"])
+    assert data["status"] == "optimal"
+    assert (data["policy"], data["granularity"], data["interval"]) == (policy, granularity, 1)
+    assert data["solver"]["bound_bytes"] == data["solver"]["objective_bytes"] == data["plan_peak_bytes"]
+    # Two linear layers (with biases) and a batch norm of four tensors and a counter.
+    parameters = 16 * 64 + 64 + 2 * 64 + 64 * 10 + 10
+    assert data["parameters"] == parameters
+    assert data["state_bytes"] == 4 * parameters + 2 * 4 * 64 + 8
+    assert data["checkfreq_peak_bytes"] == data["training_peak_bytes"] + data["state_bytes"]
+    assert data["plan_peak_bytes"] <= data["checkfreq_released_peak_bytes"] <= data["checkfreq_peak_bytes"]
+
+
+def test_options_reach_the_plan(call: Any) -> None:
+    small = call("plan", "model.py", "--device", "slow.json", "--json").json
+    wide = call("plan", "model.py", "--device", "slow.json", "--set", "width=128", "--batch-size", "8", "--json").json
+    adam = call("plan", "model.py", "--device", "slow.json", "--optimizer", "adam", "--json").json
+    fast = call("plan", "model.py", "--device", "slow.json", "--bandwidth", "63GB/s", "--json").json
+    chunky = call("plan", "model.py", "--device", "slow.json", "--chunk-size", "512B", "--json").json
+    assert wide["parameters"] > small["parameters"]
+    assert wide["flops"] > 2 * small["flops"]
+    assert adam["state_bytes"] > 2.9 * small["state_bytes"]
+    assert fast["bandwidth_bytes_per_second"] == 63e9
+    assert small["bandwidth_bytes_per_second"] == SLOW.link_bandwidth_bytes_per_second
+    assert chunky["chunks"] > small["chunks"]
+
+
+def test_the_same_input_gives_the_same_bytes(call: Any, tmp_path: Path) -> None:
+    for number in (1, 2):
+        done = process(
+            ["plan", "model.py", "--device", "slow.json", "-o", f"{number}.json"], tmp_path, PYTHONHASHSEED=str(number)
+        )
+        assert done.returncode == FOUND, done.stderr
+        assert done.stderr == ""
+    assert (tmp_path / "1.json").read_bytes() == (tmp_path / "2.json").read_bytes()
+    assert call("plan", "model.py", "--device", "slow.json", "-o", "3.json").code == FOUND
+    assert (tmp_path / "3.json").read_bytes() == (tmp_path / "1.json").read_bytes()
+
+
+def test_the_table_names_what_counts(call: Any) -> None:
+    said = call("plan", "model.py", "--device", "slow.json")
+    assert (said.code, said.err) == (FOUND, "")
+    for word in ("segment", "optimal", "bound", "CheckFreq", "synchronous", "least bandwidth", "durable", "kB"):
+        assert word in said.out, word
+    assert "\x1b[" not in said.out
+
+
+# Plans that do not exist
+
+
+def test_infeasible_is_explained_and_least_bandwidth_is_tight(call: Any) -> None:
+    arguments = ["plan", "model.py", "--device", "slow.json", "--json"]
+    said = call(*arguments, "--bandwidth", "1kB/s")
+    assert said.code == INFEASIBLE
+    data = said.json
+    assert list(data) == KEYS
+    assert data["status"] == "infeasible"
+    assert data["plan_peak_bytes"] is None
+    assert data["explanation"]
+    assert said.err == f"checkflow: {data['explanation']}\n"
+    least = data["least_bandwidth_bytes_per_second"]
+    assert call(*arguments, "--bandwidth", f"{least * 1.01:.0f}B/s").code == FOUND
+    assert call(*arguments, "--bandwidth", f"{least * 0.97:.0f}B/s").code == INFEASIBLE
+
+
+def test_infeasible_writes_no_plan(call: Any, tmp_path: Path) -> None:
+    said = call("plan", "model.py", "--device", "slow.json", "--bandwidth", "1kB/s", "-o", "plan.json")
+    assert said.code == INFEASIBLE
+    assert not (tmp_path / "plan.json").exists()
+    assert len(said.err.splitlines()) == 1
+
+
+def test_memory_limit_is_hard_unless_relaxed(call: Any) -> None:
+    arguments = ["plan", "model.py", "--device", "slow.json", "--json", "--memory-limit", "1kB"]
+    assert call(*arguments).code == INFEASIBLE
+    relaxed = call(*arguments, "--relax-memory")
+    assert relaxed.code == FOUND
+    assert relaxed.json["plan_peak_bytes"] > 1000
+
+
+# Bad input
+
+BAD = [
+    # What the folder gets (a file's name and text), the arguments, the exit code, what the one line says.
+    pytest.param({}, ["plan", "missing.py"], FAILED, "missing.py: no such file", id="model missing"),
+    pytest.param({}, ["plan", "nosuchmodel"], FAILED, "no model 'nosuchmodel'", id="unknown model"),
+    pytest.param({"m.py": "raise KeyError('x')\n"}, ["plan", "m.py"], FAILED, "m.py", id="model file raises"),
+    pytest.param(
+        {"m.py": "def build():\n    return 1 / 0\n"}, ["plan", "m.py"], FAILED, "division by zero", id="build raises"
+    ),
+    pytest.param(
+        {"m.py": "def build():\n    return 3\n"}, ["plan", "m.py"], FAILED, "TrainingStep", id="build returns a number"
+    ),
+    pytest.param({"m.py": "def build(:\n"}, ["plan", "m.py"], FAILED, "m.py", id="syntax error"),
+    pytest.param({}, ["plan", "model.py", "--set", "depth=3"], FAILED, "depth", id="unknown setting"),
+    pytest.param({}, ["plan", "model.py", "--set", "width=x"], FAILED, "width", id="setting of the wrong type"),
+    pytest.param({}, ["plan", "model.py", "--set", "width"], USAGE, "key=value", id="setting without value"),
+    pytest.param({}, ["plan", "model.py", "--batch-size", "0"], USAGE, "batch-size", id="batch of none"),
+    pytest.param({}, ["plan", "model.py", "--device", "GTX 9999"], USAGE, "GTX 9999", id="unknown device"),
+    pytest.param({}, ["plan", "model.py", "--device", "no.json"], FAILED, "no.json", id="device file missing"),
+    pytest.param({"d.json": "{}"}, ["plan", "model.py", "--device", "d.json"], FAILED, "d.json", id="device damaged"),
+    pytest.param({}, ["plan", "model.py", "--bandwidth", "fast"], USAGE, "63GB/s", id="not a bandwidth"),
+    pytest.param({}, ["plan", "model.py", "--bandwidth", "0"], USAGE, "more than zero", id="no bandwidth"),
+    pytest.param({}, ["plan", "model.py", "--memory-limit", "many"], USAGE, "24GB", id="not a size"),
+    pytest.param({}, ["plan", "model.py", "--chunk-size", "0"], USAGE, "at least one byte", id="empty chunks"),
+    pytest.param({}, ["plan", "model.py", "--solver", "simplex"], USAGE, "simplex", id="unknown solver"),
+    pytest.param({}, ["plan", "model.py", "--fast"], USAGE, "--fast", id="unknown option"),
+    pytest.param({}, ["plan"], USAGE, "MODEL", id="no model"),
+    pytest.param({}, ["flan", "model.py"], USAGE, "flan", id="unknown command"),
+    pytest.param({}, ["plan", "model.py", "-o", "no/such/plan.json"], FAILED, "no/such/plan.json", id="no folder"),
+    pytest.param({}, ["check", "missing.json"], FAILED, "missing.json", id="plan missing"),
+    pytest.param({"p.json": "{"}, ["check", "p.json"], FAILED, "p.json: not a valid plan", id="plan damaged"),
+    pytest.param({"p.json": "[]"}, ["show", "p.json"], FAILED, "p.json: not a valid plan", id="plan of another kind"),
+    pytest.param({"p.json": ""}, ["compare", "p.json"], FAILED, "p.json: not a valid plan", id="plan empty"),
+    pytest.param({}, ["demo", "--epochs", "1"], USAGE, "epochs", id="too short a demo"),
+]
+
+
+@pytest.mark.parametrize(("files", "arguments", "code", "text"), BAD)
+def test_bad_input_is_one_line(
+    call: Any, tmp_path: Path, files: dict[str, str], arguments: list[str], code: int, text: str
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    said = call(*arguments)
+    assert said.code == code
+    assert said.out == "" or "-o" in arguments  # the plan was made, and shown, before it could not be written
+    assert len(said.err.splitlines()) == 1, said.err
+    assert said.err.startswith("checkflow: ")
+    assert text in said.err
+
+
+def test_a_file_without_build_gets_a_template_that_works(call: Any, tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text("x = 1\n")
+    said = call("plan", "m.py")
+    assert (said.code, said.out) == (FAILED, "")
+    line, _, template = said.err.partition("\n")
+    assert "m.py" in line
+    assert "build" in line
+    (tmp_path / "template.py").write_text(template[template.index("import torch") :])
+    assert call("plan", "template.py", "--device", "slow.json").code == FOUND
+
+
+def test_a_step_that_cannot_be_traced_names_operator_and_line(call: Any, tmp_path: Path) -> None:
+    bad = MODEL.replace("F.cross_entropy(model(x), y)", "untraceable(model(x), y)") + (
+        "\ndef untraceable(logits, labels):\n"
+        "    chosen = logits.detach().nonzero()  # the line at fault\n"
+        "    return logits[: int(chosen.shape[0])].sum()\n"
+    )
+    (tmp_path / "bad.py").write_text(bad)
+    number = next(n for n, line in enumerate(bad.splitlines(), 1) if "at fault" in line)
+    said = call("plan", "bad.py")
+    assert (said.code, said.out) == (FAILED, "")
+    assert len(said.err.splitlines()) == 1
+    assert "aten.nonzero" in said.err
+    assert f"bad.py:{number}" in said.err
+
+
+def test_debug_shows_the_traceback(call: Any) -> None:
+    quiet, loud = call("plan", "missing.py"), call("plan", "missing.py", "--debug")
+    assert "Traceback" not in quiet.err
+    assert "Traceback" in loud.err
+    assert loud.err.endswith(quiet.err)
+    assert quiet.code == loud.code == FAILED
+
+
+def test_a_fault_of_our_own_is_one_line_too(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(path: object) -> None:
+        raise RuntimeError("two\nlines")
+
+    monkeypatch.setattr(plans, "load", broken)
+    said = call("check", "plan.json")
+    assert (said.code, said.out) == (FAILED, "")
+    assert said.err == "checkflow: internal error: RuntimeError: two lines (--debug shows where)\n"
+    assert "in broken" in call("check", "plan.json", "--debug").err
+
+
+# check, show, compare
+
+
+@pytest.fixture
+def plan_file(call: Any, tmp_path: Path) -> Path:
+    assert call("plan", "model.py", "--device", "slow.json", "-o", "plan.json").code == FOUND
+    return tmp_path / "plan.json"
+
+
+def test_check_accepts_a_plan_and_its_model(call: Any, plan_file: Path) -> None:
+    for arguments in (["check", "plan.json"], ["check", "plan.json", "model.py"]):
+        said = call(*arguments)
+        assert (said.code, said.err) == (FOUND, "")
+        assert "plan holds" in said.out
+    data = call("check", "plan.json", "--json").json
+    assert data["holds"] is True
+    assert data["plan_peak_bytes"] == plans.load(plan_file).plan_peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (["--set", "width=128"], "128"),
+        (["--batch-size", "8"], "8"),
+        (["--optimizer", "adam"], "Adam"),
+    ],
+)
+def test_check_names_what_differs_from_the_model(call: Any, plan_file: Path, changes: list[str], text: str) -> None:
+    said = call("check", "plan.json", "model.py", *changes)
+    assert (said.code, said.out) == (FAILED, "")
+    assert len(said.err.splitlines()) == 1
+    assert text in said.err
+
+
+def test_check_refuses_a_changed_byte(call: Any, plan_file: Path) -> None:
+    data = plan_file.read_bytes()
+    plan_file.write_bytes(data.replace(b'"interval":1', b'"interval":2'))
+    said = call("check", "plan.json")
+    assert said.code == FAILED
+    assert "changed" in said.err
+
+
+def test_show_fits_a_screen_and_names_peak_and_limit(call: Any, plan_file: Path) -> None:
+    said = call("show", "plan.json")
+    assert (said.code, said.err) == (FOUND, "")
+    lines = said.out.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 120
+    assert "█" in said.out
+    assert "peak" in said.out
+    assert "binding" in said.out
+
+
+def test_show_draws_every_tensor_for_graphviz(call: Any, plan_file: Path) -> None:
+    said = call("show", "plan.json", "--dot")
+    assert (said.code, said.err) == (FOUND, "")
+    assert said.out.startswith("digraph ")
+    assert said.out.rstrip().endswith("}")
+    for chunk in plans.load(plan_file).chunks:
+        assert f'"{chunk.tensor}"' in said.out
+
+
+def test_compare_takes_models_and_plans(call: Any, plan_file: Path) -> None:
+    said = call("compare", "model.py", "plan.json", "--device", "slow.json", "--json")
+    assert (said.code, said.err) == (FOUND, "")
+    one, other = said.json["rows"]
+    assert {key: value for key, value in one.items() if key != "source"} == {
+        key: value for key, value in other.items() if key != "source"
+    }
+    table = call("compare", "model.py", "plan.json", "--device", "slow.json")
+    for word in ("synchronous", "CheckFreq", "checkflow", "model"):
+        assert word in table.out, word
+
+
+def test_compare_keeps_rows_that_have_no_plan(call: Any) -> None:
+    said = call("compare", "model.py", "--device", "slow.json", "--bandwidth", "1kB/s", "--json")
+    assert said.code == INFEASIBLE
+    (row,) = said.json["rows"]
+    assert row["checkflow_peak_bytes"] is None
+    assert row["synchronous_stall_seconds"] > 0
+    assert row["explanation"] in said.err
