@@ -42,6 +42,7 @@ from checkflow.runtime.live_state import (
     restore_generators,
 )
 from checkflow.runtime.loader import DataLoader
+from checkflow.runtime.opening import step_name
 from checkflow.runtime.persist import Writer
 from checkflow.runtime.reader import recover
 from checkflow.runtime.resume import restore
@@ -73,7 +74,7 @@ class Checkpointer:
         keep_latest: how many of the newest checkpoints stay on storage, at least 2.
         keep_epochs: whether the ones made at the ends of epochs stay too.
         resume: "auto" goes on from the newest valid checkpoint if there is one, "must" demands one, "never" demands an
-            empty directory.
+            empty directory; a number goes back to the checkpoint of that step and sets later ones aside.
         on_error: a checkpoint that fails is logged ("warn"), or raised at the next boundary ("raise").
         audit: hold staged bytes against the state at the boundary on the first three checkpoints, after every change
             of layout, and then on every ``audit``-th; 1: all, 0: none but those.
@@ -97,7 +98,7 @@ class Checkpointer:
         host_buffers: int = 3,
         keep_latest: int = 2,
         keep_epochs: bool = True,
-        resume: Literal["auto", "never", "must"] = "auto",
+        resume: Literal["auto", "never", "must"] | int = "auto",
         on_error: Literal["warn", "raise"] = "warn",
         audit: int = 100,
     ) -> None:
@@ -392,13 +393,17 @@ class Checkpointer:
 
     # Resume
 
-    def _resume(self, mode: str) -> None:
+    def _resume(self, mode: str | int) -> None:
         if mode == "never":
             if found := self._store.checkpoints():
                 raise StorageError(
                     f'resume="never", but {self._store.directory} holds {found[0].name}: choose another one'
                 )
             return
+        if isinstance(mode, int):
+            if step_name(mode) not in {path.name for path in self._store.checkpoints()}:
+                raise StorageError(f"resume={mode}, but {self._store.directory} holds no checkpoint of that step")
+            self._store.rewind(mode)
         checkpoint = recover(self._store)
         if checkpoint is None:
             if mode == "must":

@@ -28,6 +28,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+# What the training thread copies itself: waking another thread, and sharing the interpreter with it, costs more.
+SMALL_BYTES = 32 * 1024
+
 _PENDING, _QUEUED, _RUNNING, _DONE = range(4)
 
 
@@ -78,8 +81,9 @@ class CopyEngine(Protocol):
 class HostCopyEngine:
     """Copies between two places of host memory with one thread: for training on a CPU.
 
-    The thread copies in the order of ``offload``. A training thread that has to wait takes the chunks it waits for out
-    of the queue and copies them itself, so that a deadline costs at most one foreign chunk's time.
+    The thread copies in the order of ``offload``, small chunks excepted: those are copied at once. A training thread
+    that has to wait takes the chunks it waits for out of the queue and copies them itself, so that a deadline costs at
+    most one foreign chunk's time.
 
     Both sides copy with memmove, which releases the interpreter's lock for as long as it runs.
     """
@@ -126,13 +130,23 @@ class HostCopyEngine:
         self._snapshot_seconds += time.perf_counter() - begun
 
     def offload(self, chunks: Sequence[int], anchor: str) -> None:
+        small: list[int] = []
         with self._changed:
             for chunk in chunks:
-                if self._status[chunk] == _PENDING:
+                if self._status[chunk] != _PENDING:
+                    continue
+                length_bytes = self._transfers[chunk].length_bytes
+                self._log.append(CopyRecord(chunk, "offload", anchor, length_bytes))
+                if length_bytes <= SMALL_BYTES:
+                    self._status[chunk] = _RUNNING
+                    small.append(chunk)
+                else:
                     self._status[chunk] = _QUEUED
                     self._queue.append(chunk)
-                    self._log.append(CopyRecord(chunk, "offload", anchor, self._transfers[chunk].length_bytes))
-            self._changed.notify_all()
+            if self._queue:
+                self._changed.notify_all()
+        for chunk in small:
+            self._copy(chunk)
 
     def wait(self, chunks: Sequence[int]) -> None:
         begun = time.perf_counter()

@@ -34,8 +34,8 @@ def check_arguments(
         raise ValueError(f"every must be a whole number of iterations, at least 1, or None, not {every!r}")
     if not _is_count(host_buffers, 1):
         raise ValueError(f"host_buffers must be a whole number of at least 1, not {host_buffers!r}")
-    if resume not in ("auto", "never", "must"):
-        raise ValueError(f'resume must be "auto", "never" or "must", not {resume!r}')
+    if resume not in ("auto", "never", "must") and not _is_count(resume, 1):
+        raise ValueError(f'resume must be "auto", "never", "must" or a step, not {resume!r}')
     if on_error not in ("warn", "raise"):
         raise ValueError(f'on_error must be "warn" or "raise", not {on_error!r}')
     if not _is_count(audit, 0):

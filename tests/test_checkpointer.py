@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import assert_checkpoint_is, clone_state, random_plan
+from oracle import assert_checkpoint_is, clone_state, random_plan, same_bits
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -177,6 +177,26 @@ def test_what_follows_the_step_belongs_to_the_iteration(tmp_path: Path) -> None:
         with Checkpointer(fresh, other, directory=directory, plan=plan) as job:
             assert job.resumed_from == 5
             assert other.param_groups[0]["lr"] == 0.01 * 0.5**5
+
+
+def test_going_back_to_an_older_step(tmp_path: Path) -> None:
+    plan = make_plan()
+    model, optimizer, iterate = make()
+    truths: dict[int, Any] = {}
+    with Checkpointer(model, optimizer, directory=tmp_path, plan=plan, every=1, keep_latest=9) as checkpointer:
+        for _ in checkpointer.steps(5):
+            iterate()
+            truths[checkpointer.iteration + 1] = clone_state({"model": model}, {"optimizer": optimizer})
+    with pytest.raises(StorageError, match="no checkpoint of that step"):
+        Checkpointer(model, optimizer, directory=tmp_path, plan=plan, resume=7)
+    with Checkpointer(model, optimizer, directory=tmp_path, plan=plan, every=1, resume=2) as checkpointer:
+        assert checkpointer.iteration == 2
+        state = clone_state({"model": model}, {"optimizer": optimizer})
+        assert all(same_bits(state[name], tensor) for name, tensor in truths[2].items())
+        for _ in checkpointer.steps(3):
+            iterate()
+    assert steps(tmp_path) == [2, 3]  # the abandoned later ones are out of the way, not deleted
+    assert len(list(tmp_path.glob(".superseded-*"))) == 3
 
 
 def test_every_nth_iteration_and_retention(tmp_path: Path) -> None:

@@ -138,6 +138,7 @@ def test_a_deadline_ignored_is_caught(directory: Path, monkeypatch: pytest.Monke
         gate.wait()
         copy(self, chunk)
 
+    monkeypatch.setattr(copy_engine, "SMALL_BYTES", 0)
     monkeypatch.setattr(copy_engine.HostCopyEngine, "_copy", slow_copy)
     wait = copy_engine.HostCopyEngine.wait
     monkeypatch.setattr(copy_engine.HostCopyEngine, "wait", lambda self, chunks: None)
