@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +29,8 @@ from checkflow.options import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from checkflow.demo import Result
     from checkflow.hardware import Device
     from checkflow.planner.pipeline import Planned, Subject
@@ -160,7 +162,7 @@ def plan(
     if as_json:
         _print_json(report.plan_json(planned))
     else:
-        output().print(report.plan_table(planned))
+        _show([report.plan_table(planned)])
     if made is None:
         complain(planned.outcome.explanation)
         return INFEASIBLE
@@ -200,14 +202,12 @@ def check(
 @app.command()
 def show(
     plan_file: options.PlanFile,
-    dot: Annotated[
-        bool, typer.Option("--dot", help="print the schedule as a graph for graphviz")
-    ] = False,
+    dot: Annotated[bool, typer.Option("--dot", help="print the schedule as a graph for graphviz")] = False,
 ) -> int:
     """Show a plan on one screen: the link and the memory over time, the peak, and what binds."""
     from checkflow import plan as plans
     from checkflow import report
-    from checkflow.planner.pipeline import binding_interval
+    from checkflow.planner.compare import binding_interval
     from checkflow.planner.replay import check_plan
 
     read = plans.load(plan_file)
@@ -215,9 +215,7 @@ def show(
     if dot:
         typer.echo(report.dot(read), nl=False)
         return FOUND
-    console = output()
-    for line in report.show_lines(read, replay, *binding_interval(read)):
-        console.print(line)
+    _show(report.show_lines(read, replay, *binding_interval(read)))
     return FOUND
 
 
@@ -238,7 +236,7 @@ def compare(
     """Compare synchronous checkpoints, CheckFreq's modes and checkflow. A plan file brings its own device and link."""
     from checkflow import plan as plans
     from checkflow import report
-    from checkflow.planner.pipeline import compare_model, compare_plan
+    from checkflow.planner.compare import compare_plan
 
     chosen = options.choose_device(device)
     request = _request(chosen, bandwidth, memory_limit, policy=policy.value, overhead=overhead)
@@ -248,11 +246,13 @@ def compare(
             rows.append(compare_plan(subject, plans.load(subject)))
         else:
             asked = _subject(subject, batch_size, settings, optimizer)
+            from checkflow.planner.pipeline import compare_model
+
             rows.append(compare_model(_plan(asked, chosen, request, granularity)))
     if as_json:
         _print_json(report.comparison_json(rows))
     else:
-        output().print(report.comparison_table(rows))
+        _show(report.comparison_tables(rows))
     missing = [row for row in rows if row.checkflow_peak_bytes is None]
     for row in missing:
         complain(f"{row.source}: {row.explanation}")
@@ -269,18 +269,15 @@ def demo(
     from checkflow import report
     from checkflow.planner.pipeline import compare_model
 
-    console = output()
     chosen = options.choose_device("RTX 3090")
     planned = _plan(_subject("resnet18", 32, None, None), chosen, _request(chosen), GranularityName.SEGMENT)
     if not as_json:
-        console.print(report.plan_table(planned))
-        console.print(report.comparison_table([compare_model(planned)]))
+        _show([report.plan_table(planned), *report.comparison_tables([compare_model(planned)])])
     result = _train_and_kill(epochs, seed, quiet=as_json)
     if as_json:
         _print_json(report.demo_json(planned, result))
     else:
-        for table in report.demo_tables(result):
-            console.print(table)
+        _show(report.demo_tables(result))
     for check_ in result.checks:
         if not check_.holds:
             complain(f"this check fails: {check_.claim}: {check_.seen}")
@@ -334,6 +331,12 @@ def _plan(subject: Subject, device: Device, request: Request, granularity: Granu
 
     with working(f"planning {subject.target} for {device.name}"):
         return plan_model(subject, device, request, granularity.value)
+
+
+def _show(parts: Iterable[RenderableType]) -> None:
+    console = output()
+    for part in parts:
+        console.print(part)
 
 
 def _print_json(data: object) -> None:

@@ -301,7 +301,7 @@ def _check_weights(reference: Path, result: Path) -> Check:
     odd = sorted(set(want) ^ set(have)) or [name for name in want if not _same_bits(torch, want[name], have[name])]
     size = sum(tensor.nbytes for tensor in want.values())
     seen = f"{odd[0]} differs" if odd else f"{len(want)} tensors, {size} bytes"
-    return Check("the final state is bit-identical to the uninterrupted run's", not odd, seen)
+    return Check("final state bit-identical to the uninterrupted run's", not odd, seen)
 
 
 def _same_bits(torch: Any, one: Any, other: Any) -> bool:
@@ -321,7 +321,7 @@ def _check_samples(steps: list[dict[str, Any]], truth: list[dict[str, Any]]) -> 
     once = all(sorted(epoch) == list(range(size)) for epoch in samples.values())
     holds = once and order(steps) == order(truth)
     seen = f"{size} samples in each of {len(samples)} epochs" if holds else "a sample is missing, doubled or misplaced"
-    return Check("every sample was used exactly once an epoch, in the same order", holds, seen)
+    return Check("every sample exactly once an epoch, in the same order", holds, seen)
 
 
 def _check_kills(kills: list[Kill]) -> Check:
@@ -330,17 +330,16 @@ def _check_kills(kills: list[Kill]) -> Check:
     holds = len(kills) == 3 and inside == 1 and all(0 <= kill.replayed <= MOST_REPLAYED_ITERATIONS for kill in kills)
     resumed = all(kill.resumed_from > 0 for kill in kills)
     return Check(
-        "each of three kills, one inside validation, cost next to nothing",
+        "three kills, one inside validation, cost next to nothing",
         holds and resumed,
-        f"{len(kills)} kills, {inside} inside validation, at most {worst} iterations replayed",
+        f"{len(kills)} kills, {inside} inside validation, at most {worst} replayed",
     )
 
 
 def _check_report(report: dict[str, Any]) -> Check:
     failed, breaches = report["failed"], report["breaches"]
     return Check(
-        "no checkpoint failed, and no audit found a wrong byte",
+        "no checkpoint failed, no audit found a wrong byte",
         not failed and not breaches and report["committed"] > 0,
-        f"since the last start {report['committed']} committed, {failed} failed, {report['audited']} audited, "
-        f"{breaches} breaches",
+        f"after the last kill {report['committed']} committed, {failed} failed, {breaches} breaches",
     )

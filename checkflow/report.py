@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from checkflow.demo import Result
     from checkflow.plan import Plan
     from checkflow.planner.certify import SolverReport
+    from checkflow.planner.compare import Comparison
     from checkflow.planner.explain import Interval
-    from checkflow.planner.pipeline import Comparison, Planned
+    from checkflow.planner.pipeline import Planned
     from checkflow.planner.replay import Replay
 
 CHART_COLUMNS = 96
@@ -29,6 +30,11 @@ LINK_ROWS, MEMORY_ROWS = 2, 5
 def rate(bytes_per_second: float) -> str:
     """A bandwidth for people."""
     return f"{format_size(bytes_per_second)}/s"
+
+
+def stall(seconds: float) -> str:
+    """A stall for people."""
+    return format_seconds(seconds) if seconds else "none"
 
 
 def plan_json(planned: Planned) -> dict[str, Any]:
@@ -86,14 +92,14 @@ def plan_table(planned: Planned) -> Table:
     if (peak := outcome.plan_peak_bytes) is not None:
         row = ("plan peak", format_size(peak), f"{_added(peak, training)}, a checkpoint every iteration")
         table.add_row(*row, style="bold")
-        table.add_row("plan stall", format_seconds(outcome.stall_seconds or 0.0), f"{outcome.chunks} chunks")
+        table.add_row("plan stall", stall(outcome.stall_seconds or 0.0), f"{outcome.chunks} chunks")
     released = base.checkfreq_released_peak_bytes
     table.add_row("CheckFreq peak", format_size(base.checkfreq_peak_bytes), _added(base.checkfreq_peak_bytes, training))
     table.add_row(
         "CheckFreq peak, released", format_size(released), f"{_added(released, training)}, freed as the bytes leave"
     )
-    stall = base.synchronous_stall_seconds
-    table.add_row("synchronous stall", format_seconds(stall), f"{_share(stall, seconds)} of the iteration")
+    waits = base.synchronous_stall_seconds
+    table.add_row("synchronous stall", stall(waits), f"{_share(waits, seconds)} of the iteration")
     table.add_section()
     table.add_row("durable rate", rate(outcome.durable_bytes_per_second), "storage must take, for every iteration")
     if outcome.plan is not None and outcome.explanation:
@@ -137,28 +143,27 @@ def comparison_json(rows: Sequence[Comparison]) -> dict[str, Any]:
     return {"rows": [dataclasses.asdict(row) for row in rows]}
 
 
-def comparison_table(rows: Sequence[Comparison]) -> Table:
-    """Peak and stall of each way to make a checkpoint of every iteration, for each subject."""
-    table = Table(title="a checkpoint every iteration", title_justify="left")
-    table.add_column("model, batch, device", overflow="fold")
-    table.add_column("way", no_wrap=True)
-    table.add_column("peak", justify="right", no_wrap=True)
-    table.add_column("added to training", justify="right", no_wrap=True)
-    table.add_column("stall", justify="right", no_wrap=True)
-    table.add_column("of the iteration", justify="right", no_wrap=True)
+def comparison_tables(rows: Sequence[Comparison]) -> Iterable[Table]:
+    """Peak and stall of each way to make a checkpoint of every iteration: one table a subject."""
     for row in rows:
-        what = f"{row.model}, {row.batch}, {row.device}\n{rate(row.bandwidth_bytes_per_second)}, {row.granularity}"
-        for way, peak, stall in _ways(row):
+        table = Table(
+            title=f"{row.model}, batch {row.batch}, on {row.device} with a link of "
+            f"{rate(row.bandwidth_bytes_per_second)}, granularity: {row.granularity}",
+            title_justify="left",
+            caption="a checkpoint every iteration; CheckFreq's CPU snapshot waits for each tensor alone, at its best",
+            caption_justify="left",
+        )
+        table.add_column("way", no_wrap=True)
+        for column in ("peak", "added to training", "stall", "of the iteration"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for way, peak, seconds in _ways(row):
             style = "bold" if way.startswith("checkflow") else ""
-            if peak is None or stall is None:
-                table.add_row(what, way, "no plan", "", "", "", style=style)
+            if peak is None or seconds is None:
+                table.add_row(way, "no plan", style=style)
                 continue
-            share = _share(stall, row.iteration_seconds)
-            added = _added(peak, row.training_peak_bytes)
-            table.add_row(what, way, format_size(peak), added, format_seconds(stall), share, style=style)
-            what = ""
-        table.add_section()
-    return table
+            share, added = _share(seconds, row.iteration_seconds), _added(peak, row.training_peak_bytes)
+            table.add_row(way, format_size(peak), added, stall(seconds), share, style=style)
+        yield table
 
 
 def _ways(row: Comparison) -> list[tuple[str, int | None, float | None]]:
@@ -194,7 +199,7 @@ def check_line(plan: Plan, replay: Replay) -> str:
     return (
         f"the plan holds: {len(plan.chunks)} chunks, peak {format_size(replay.peak_bytes)} "
         f"({_added(replay.peak_bytes, plan.timeline.training_peak_bytes)}), "
-        f"stall {format_seconds(replay.stall_seconds)}, a checkpoint every {_iterations(plan.interval)}"
+        f"stall {stall(replay.stall_seconds)}, a checkpoint every {_iterations(plan.interval)}"
     )
 
 
@@ -227,14 +232,14 @@ def show_lines(plan: Plan, replay: Replay, least_bandwidth: int | None, interval
         yield from _charted([size / max(kept) for size in kept], LINK_ROWS)
     yield Text(f"0{format_seconds(profile.seconds):>{CHART_COLUMNS - 1}}\n")
     yield Text(
-        f"peak     {format_size(replay.peak_bytes)} in step {replay.peak_step} of {len(steps)}: "
-        f"{steps[replay.peak_step].label}; training alone {format_size(plan.timeline.training_peak_bytes)}"
+        f"peak     {format_size(replay.peak_bytes)}, training alone {format_size(plan.timeline.training_peak_bytes)}, "
+        f"in step {replay.peak_step} of {len(steps)}: {steps[replay.peak_step].label}"
     )
     yield Text(
         f"moved    {format_size(plan.timeline.state_bytes)} in {len(plan.chunks)} chunks, "
-        f"{format_size(plan.snapshot_bytes)} through snapshots (stall {format_seconds(plan.stall_seconds)}); "
-        f"the last leaves in step {replay.finish_step}: {steps[replay.finish_step].label}"
+        f"{format_size(plan.snapshot_bytes)} through snapshots (stall: {stall(plan.stall_seconds)})"
     )
+    yield Text(f"ends     in step {replay.finish_step}: {steps[replay.finish_step].label}")
     yield Text("binding  " + binding_text(plan, least_bandwidth, interval))
 
 
@@ -257,12 +262,12 @@ def binding_text(plan: Plan, least_bandwidth: int | None, interval: Interval | N
     """What would break first on a slower link."""
     if not least_bandwidth:
         return "nothing: there is nothing to move"
-    end = f"this peak needs a link of {rate(least_bandwidth)}, and has {rate(plan.bandwidth_bytes_per_second)}"
+    end = f"this peak needs {rate(least_bandwidth)} of the link's {rate(plan.bandwidth_bytes_per_second)}"
     if interval is None:
-        return f"the room for snapshots; {end}"
+        return f"room for snapshots; {end}"
     return (
-        f"from the boundary to {interval.end} {format_size(interval.leave_bytes)} must leave "
-        f"in {format_seconds(interval.seconds)}; {end}"
+        f"{format_size(interval.leave_bytes)} must leave in {format_seconds(interval.seconds)}, "
+        f"from the boundary to {interval.end}; {end}"
     )
 
 
@@ -303,7 +308,7 @@ def demo_json(planned: Planned, result: Result) -> dict[str, Any]:
 
 def demo_tables(result: Result) -> Iterable[Table]:
     """What the kills cost, what checkpointing cost, and whether the checks hold."""
-    kills = Table(title="three times SIGKILL", title_justify="left")
+    kills = Table(title="the kills", title_justify="left")
     for column in ("killed in", "iterations done", "resumed from", "replayed"):
         kills.add_column(column, justify="left" if column == "killed in" else "right")
     for kill in result.kills:

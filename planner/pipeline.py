@@ -11,12 +11,10 @@ from checkflow.graph import TrainingGraph
 from checkflow.hardware import Device
 from checkflow.plan import Fingerprint, Plan, describe_mismatch
 from checkflow.planner.baselines import Baselines, baselines
+from checkflow.planner.compare import Comparison, make_comparison
 from checkflow.planner.cost import durations_seconds
-from checkflow.planner.explain import Interval, Limits, least_bandwidth, tight_interval
 from checkflow.planner.load import load_training_step
 from checkflow.planner.optimizers import Target
-from checkflow.planner.problem import make_problem
-from checkflow.planner.replay import snapshot_stall_seconds
 from checkflow.planner.schedule import Outcome, Request, fingerprint_of, make_plan
 from checkflow.planner.steps import make_timeline
 from checkflow.planner.trace import trace
@@ -50,31 +48,6 @@ class Planned:
     graph_peak_bytes: int
     trace_seconds: float  # building the model and tracing it
     plan_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """One training step under each way of making a checkpoint of every iteration. Peaks in bytes, stalls in seconds."""
-
-    source: str  # what the user named: a model or a plan file
-    model: str
-    device: str
-    batch: str
-    granularity: str
-    policy: str
-    status: str
-    bandwidth_bytes_per_second: float
-    iteration_seconds: float
-    state_bytes: int
-    training_peak_bytes: int  # synchronous checkpoints add nothing to it
-    synchronous_stall_seconds: float
-    checkfreq_peak_bytes: int
-    checkfreq_released_peak_bytes: int
-    checkfreq_gpu_stall_seconds: float
-    checkfreq_cpu_stall_seconds: float
-    checkflow_peak_bytes: int | None  # None: no plan satisfies what was asked
-    checkflow_stall_seconds: float | None
-    explanation: str
 
 
 def default_memory_limit_bytes(device: Device) -> int:
@@ -122,67 +95,18 @@ def _trace(subject: Subject, device_name: str) -> TrainingGraph:
 def compare_model(planned: Planned) -> Comparison:
     """A training step under each way of making checkpoints."""
     outcome, request = planned.outcome, planned.request
-    return _comparison(
+    return make_comparison(
         planned.subject.target,
         planned.fingerprint,
         planned.timeline,
-        planned.baselines,
-        request.bandwidth_bytes_per_second,
-        request.memory_bandwidth_bytes_per_second,
-        (request.policy, outcome.status, outcome.plan_peak_bytes, outcome.stall_seconds, outcome.explanation),
+        bandwidth_bytes_per_second=request.bandwidth_bytes_per_second,
+        memory_bandwidth_bytes_per_second=request.memory_bandwidth_bytes_per_second,
+        policy=request.policy,
+        status=outcome.status,
+        peak_bytes=outcome.plan_peak_bytes,
+        stall_seconds=outcome.stall_seconds,
+        explanation=outcome.explanation,
     )
-
-
-def compare_plan(source: str, plan: Plan) -> Comparison:
-    """The training step of a plan under each way of making checkpoints."""
-    bandwidth = plan.bandwidth_bytes_per_second
-    return _comparison(
-        source,
-        plan.fingerprint,
-        plan.timeline,
-        baselines(plan.timeline, bandwidth),
-        bandwidth,
-        plan.memory_bandwidth_bytes_per_second,
-        (plan.policy, plan.certificate.status, plan.plan_peak_bytes, plan.stall_seconds, ""),
-    )
-
-
-def _comparison(
-    source: str,
-    fingerprint: Fingerprint,
-    timeline: Timeline,
-    base: Baselines,
-    bandwidth: float,
-    memory_bandwidth: float,
-    found: tuple[str, str, int | None, float | None, str],
-) -> Comparison:
-    policy, status, peak, stall, explanation = found
-    return Comparison(
-        source=source,
-        model=fingerprint.model,
-        device=fingerprint.device,
-        batch=describe_batch(fingerprint),
-        granularity=timeline.granularity,
-        policy=policy,
-        status=status,
-        bandwidth_bytes_per_second=bandwidth,
-        iteration_seconds=timeline.iteration_seconds,
-        state_bytes=sum(spec.size_bytes for spec in fingerprint.state),
-        training_peak_bytes=timeline.training_peak_bytes,
-        synchronous_stall_seconds=base.synchronous_stall_seconds,
-        checkfreq_peak_bytes=base.checkfreq_peak_bytes,
-        checkfreq_released_peak_bytes=base.checkfreq_released_peak_bytes,
-        checkfreq_gpu_stall_seconds=snapshot_stall_seconds(timeline.state_bytes, memory_bandwidth),
-        checkfreq_cpu_stall_seconds=base.checkfreq_cpu_stall_seconds,
-        checkflow_peak_bytes=peak,
-        checkflow_stall_seconds=stall,
-        explanation=explanation,
-    )
-
-
-def describe_batch(fingerprint: Fingerprint) -> str:
-    """The first tensor of the batch, for people: "32x3x224x224"."""
-    return "x".join(str(size) for size in fingerprint.batch[0][0]) if fingerprint.batch else ""
 
 
 def check_model(plan: Plan, subject: Subject) -> None:
@@ -225,17 +149,3 @@ def _other_steps(planned: Timeline, found: Timeline) -> list[str]:
         for want, have in zip(planned.steps, found.steps, strict=True)
         if (want.label, want.live_bytes, want.link_bytes) != (have.label, have.live_bytes, have.link_bytes)
     ]
-
-
-def binding_interval(plan: Plan) -> tuple[int | None, Interval | None]:
-    """What would break first on a slower link, at the plan's peak.
-
-    Returns:
-        The least bandwidth (bytes per second) that keeps the plan's peak, and the interval that forbids any less;
-        None for either where no link, or no single interval, is what binds.
-    """
-    limits = Limits(plan.policy, plan.certificate.objective_bytes)
-    least = least_bandwidth(plan.timeline, limits, plan.unit_bytes)
-    if not least or least == 1:
-        return least, None
-    return least, tight_interval(plan.timeline, make_problem(plan.timeline, least - 1, plan.unit_bytes), limits)

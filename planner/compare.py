@@ -1,0 +1,113 @@
+"""What a plan is worth: the same training step under each way of making checkpoints, and what limits the plan.
+
+Needs no torch: a plan file holds all that is asked here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from checkflow.plan import Fingerprint, Plan
+from checkflow.planner.baselines import baselines
+from checkflow.planner.explain import Interval, Limits, least_bandwidth, tight_interval
+from checkflow.planner.problem import make_problem
+from checkflow.planner.replay import snapshot_stall_seconds
+from checkflow.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One training step under each way of making a checkpoint of every iteration. Peaks in bytes, stalls in seconds."""
+
+    source: str  # what the user named: a model or a plan file
+    model: str
+    device: str
+    batch: str
+    granularity: str
+    policy: str
+    status: str
+    bandwidth_bytes_per_second: float
+    iteration_seconds: float
+    state_bytes: int
+    training_peak_bytes: int  # synchronous checkpoints add nothing to it
+    synchronous_stall_seconds: float
+    checkfreq_peak_bytes: int
+    checkfreq_released_peak_bytes: int
+    checkfreq_gpu_stall_seconds: float
+    checkfreq_cpu_stall_seconds: float
+    checkflow_peak_bytes: int | None  # None: no plan satisfies what was asked
+    checkflow_stall_seconds: float | None
+    explanation: str
+
+
+def compare_plan(source: str, plan: Plan) -> Comparison:
+    """The training step of a plan under each way of making checkpoints."""
+    return make_comparison(
+        source,
+        plan.fingerprint,
+        plan.timeline,
+        bandwidth_bytes_per_second=plan.bandwidth_bytes_per_second,
+        memory_bandwidth_bytes_per_second=plan.memory_bandwidth_bytes_per_second,
+        policy=plan.policy,
+        status=plan.certificate.status,
+        peak_bytes=plan.plan_peak_bytes,
+        stall_seconds=plan.stall_seconds,
+        explanation="",
+    )
+
+
+def make_comparison(
+    source: str,
+    fingerprint: Fingerprint,
+    timeline: Timeline,
+    *,
+    bandwidth_bytes_per_second: float,
+    memory_bandwidth_bytes_per_second: float,
+    policy: str,
+    status: str,
+    peak_bytes: int | None,
+    stall_seconds: float | None,
+    explanation: str,
+) -> Comparison:
+    """Add the baselines to what is known of a plan (peak and stall are None where there is none)."""
+    base = baselines(timeline, bandwidth_bytes_per_second)
+    return Comparison(
+        source=source,
+        model=fingerprint.model,
+        device=fingerprint.device,
+        batch=_batch_text(fingerprint),
+        granularity=timeline.granularity,
+        policy=policy,
+        status=status,
+        bandwidth_bytes_per_second=bandwidth_bytes_per_second,
+        iteration_seconds=timeline.iteration_seconds,
+        state_bytes=sum(spec.size_bytes for spec in fingerprint.state),
+        training_peak_bytes=timeline.training_peak_bytes,
+        synchronous_stall_seconds=base.synchronous_stall_seconds,
+        checkfreq_peak_bytes=base.checkfreq_peak_bytes,
+        checkfreq_released_peak_bytes=base.checkfreq_released_peak_bytes,
+        checkfreq_gpu_stall_seconds=snapshot_stall_seconds(timeline.state_bytes, memory_bandwidth_bytes_per_second),
+        checkfreq_cpu_stall_seconds=base.checkfreq_cpu_stall_seconds,
+        checkflow_peak_bytes=peak_bytes,
+        checkflow_stall_seconds=stall_seconds,
+        explanation=explanation,
+    )
+
+
+def _batch_text(fingerprint: Fingerprint) -> str:
+    """The first tensor of the batch, for people: "32x3x224x224"."""
+    return "x".join(str(size) for size in fingerprint.batch[0][0]) if fingerprint.batch else ""
+
+
+def binding_interval(plan: Plan) -> tuple[int | None, Interval | None]:
+    """What would break first on a slower link, at the plan's peak.
+
+    Returns:
+        The least bandwidth (bytes per second) that keeps the plan's peak, and the interval that forbids any less;
+        None for either where no link, or no single interval, is what binds.
+    """
+    limits = Limits(plan.policy, plan.certificate.objective_bytes)
+    least = least_bandwidth(plan.timeline, limits, plan.unit_bytes)
+    if not least or least == 1:
+        return least, None
+    return least, tight_interval(plan.timeline, make_problem(plan.timeline, least - 1, plan.unit_bytes), limits)
