@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
+from checkflow.errors import PlanError
 from checkflow.plan import Chunk
 from checkflow.planner.problem import Flow, Problem
 from checkflow.timeline import Timeline
@@ -31,7 +32,13 @@ def make_chunks(timeline: Timeline, problem: Problem, flow: Flow, chunk_bytes: i
     same flow always gives the same chunks. A flow that keeps the link, its deadlines and its order (a snapshot leaves
     only after the step that made it) gives chunks that do: at the start of a step everything due before it has moved,
     so the next unit of the string may still be read live.
+
+    Raises:
+        PlanError: the flow does not move every unit once, or moves one out of a snapshot that is not there.
     """
+    moved, left = sum(flow.direct) + sum(flow.made), sum(flow.direct) + sum(flow.drained)
+    if not moved == left == problem.total:
+        raise PlanError(f"the schedule moves {moved} and takes away {left} of {problem.total} units")
     ordered = [
         (group.first_write, name, size) for group in timeline.groups for name, size in sorted(group.members) if size
     ]
@@ -60,6 +67,8 @@ def _moves(flow: Flow) -> Iterator[_Move]:
     for step, (direct, made, drained) in enumerate(zip(flow.direct, flow.made, flow.drained, strict=True)):
         wanted = drained
         while wanted:
+            if not stock:
+                raise PlanError(f"the schedule lets a snapshot leave before it is made, at step {step}")
             begin, end, snapshot_step = stock.popleft()
             cut = min(end, begin + wanted)
             yield _Move(begin, cut, step, snapshot_step)

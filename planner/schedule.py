@@ -127,9 +127,10 @@ def fingerprint_of(graph: TrainingGraph, device: Device) -> Fingerprint:
 def make_plan(timeline: Timeline, fingerprint: Fingerprint, request: Request, *, graph_peak_bytes: int) -> Outcome:
     """The best plan that satisfies a request, or why there is none.
 
-    "Optimal" is said of the peak, among schedules that move whole units, and only with a bound that meets it. No
-    schedule of single bytes is better by a unit or more. A plan's true peak (``plan_peak_bytes``) is the certificate's
-    objective, less the empty part of the first unit (less than one unit) where that lies in a snapshot at the peak.
+    "Optimal" is said of the peak, among schedules that move whole units, and only with a bound that meets it; no
+    schedule of single bytes is better by two units (of state and of link, rounded once each) or more. A plan's true
+    peak (``plan_peak_bytes``) is the certificate's objective, less the empty part of the first unit where that lies in
+    a snapshot at the peak.
     Under the direct policy the plan is also the one with the fewest snapshot bytes at that peak, then the least
     bytes x time held, then the earliest end; under the snapshot policy the one that ends first. The same input gives
     the same plan, whichever solver certified it.

@@ -29,15 +29,13 @@ if TYPE_CHECKING:
 SolverName = Literal["gurobi", "highs", "cbc"]
 SolverChoice = Literal["auto", "gurobi", "highs", "cbc"]
 SolveStatus = Literal["optimal", "feasible", "infeasible"]
+_GUROBI_TOO_LARGE = 10010  # the restricted licence ends at 2,000 variables or constraints
+_GRACE_SECONDS = 10.0  # CBC looks at the clock only now and then
+_logger = logging.getLogger("checkflow")
 
 
 class NothingFoundError(SolverError):
     """The time ran out before any solution was found."""
-
-
-_GUROBI_TOO_LARGE = 10010  # the restricted licence ends at 2,000 variables or constraints
-_GRACE_SECONDS = 10.0  # CBC looks at the clock only now and then
-_logger = logging.getLogger("checkflow")
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ def solve(problem: pulp.LpProblem, solver: SolverChoice = "auto", time_limit_sec
         found,
         seconds=time.perf_counter() - started,
         variables=len(problem.variables()),
-        constraints=len(problem.constraints),
+        constraints=problem.numConstraints(),
     )
 
 
@@ -172,7 +170,7 @@ def _gurobi(problem: pulp.LpProblem, seconds: float) -> Solve | None:
             return _found("gurobi", version, model.Status == codes.OPTIMAL, model.ObjVal, model.ObjBound)
         finally:
             solver.close()
-            _forget_solver(problem)
+            problem.solverModel = None
 
 
 def _highs(problem: pulp.LpProblem, seconds: float) -> Solve:
@@ -199,7 +197,7 @@ def _highs(problem: pulp.LpProblem, seconds: float) -> Solve:
         bound = info.mip_dual_bound if integer else info.objective_function_value if optimal else -math.inf
         return _found("highs", version, optimal, info.objective_function_value, bound)
     finally:
-        _forget_solver(problem)
+        problem.solverModel = None  # it may be solved again, by another solver
 
 
 def _cbc(problem: pulp.LpProblem, seconds: float) -> Solve:
@@ -264,18 +262,7 @@ def _infeasible(name: SolverName, version: str) -> Solve:
 
 
 def _nothing_found(name: str, seconds: float, status: str) -> NothingFoundError:
-    return NothingFoundError(
-        f"{name} found no schedule within {seconds:g} s ({status}); give it more with --time-limit"
-    )
-
-
-def _forget_solver(problem: pulp.LpProblem) -> None:
-    """Drop PuLP's references into a solver's memory, so that the problem can be solved again, by another one."""
-    for item in [*problem.variables(), *problem.constraints.values()]:
-        for name in ("solverVar", "solverConstraint"):
-            if hasattr(item, name):
-                delattr(item, name)
-    problem.solverModel = None
+    return NothingFoundError(f"{name} found nothing within {seconds:g} s ({status}); give it more with --time-limit")
 
 
 def _threads() -> int:

@@ -1,0 +1,140 @@
+"""The exact rules against exhaustive search, and against each other."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate
+
+import pytest
+from hypothesis import given, settings, strategies
+
+from checkflow.planner import greedy
+from checkflow.planner.problem import Flow, Problem, make_problem, unit_for
+from tests.timelines import Best, make_timeline, random_timeline, search, timelines
+
+SEEDS = range(600)
+
+
+def problem_of(steps, groups, link_bytes=None) -> Problem:
+    return make_problem(make_timeline(steps, groups, link_bytes), 1.0, 1)
+
+
+def objectives(flow: Flow | None, problem: Problem) -> Best | None:
+    return None if flow is None else Best(flow.peak_bytes(problem), flow.snapshots, sum(flow.held()))
+
+
+def test_direct_policy_is_the_best_of_all_schedules() -> None:
+    infeasible = late = 0
+    for seed in SEEDS:
+        timeline = random_timeline(random.Random(seed))
+        problem = make_problem(timeline, 1.0, 1)
+        best = search(timeline, "direct")
+        assert objectives(greedy.best_flow(problem, "direct"), problem) == best, seed
+        assert greedy.least_peak_bytes(problem, "direct") == (best and best.peak_bytes), seed
+        infeasible += best is None
+        late += best is not None and best.snapshot_bytes > 0
+    assert infeasible > 50  # both kinds were seen
+    assert late > 100
+
+
+def test_snapshot_policy_has_the_least_peak_of_all_schedules() -> None:
+    above = 0
+    for seed in SEEDS:
+        timeline = random_timeline(random.Random(seed))
+        problem = make_problem(timeline, 1.0, 1)
+        best = search(timeline, "snapshot")
+        flow = greedy.best_flow(problem, "snapshot")
+        assert (flow and flow.peak_bytes(problem)) == (best and best.peak_bytes), seed
+        direct = greedy.least_peak_bytes(problem, "direct")
+        if flow is not None:
+            assert direct is not None
+            assert direct <= flow.peak_bytes(problem)
+            above += direct < flow.peak_bytes(problem)
+    assert above > 100  # copies in device memory do cost something
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_limit_on_snapshots_is_kept_at_the_least_peak(most: int) -> None:
+    for seed in SEEDS[:200]:
+        timeline = random_timeline(random.Random(seed))
+        problem = make_problem(timeline, 1.0, 1)
+        flow = greedy.best_flow(problem, "direct", most)
+        assert objectives(flow, problem) == search(timeline, "direct", most_snapshots=most), seed
+
+
+@given(timelines, strategies.integers(0, 6))
+@settings(max_examples=200, deadline=None)
+def test_more_snapshots_never_hold_more(timeline, most: int) -> None:
+    """The claim under the bisection: in every single step, not only at the peak."""
+    problem = make_problem(timeline, 1.0, 1)
+    fewer, more = greedy.direct_flow(problem, most), greedy.direct_flow(problem, most + 1)
+    if fewer is not None:
+        assert more is not None
+        assert fewer.snapshots <= most
+        assert all(a >= b for a, b in zip(fewer.held(), more.held(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("steps", "groups", "expected"),
+    [
+        ([(0, 5)], [], Best(5, 0, 0)),  # nothing to move
+        ([(0, 5), (1, 7)], [(1, [0])], Best(7, 0, 0)),  # a tensor of no bytes
+        ([(0, 5), (3, 5)], [(1, [3])], Best(8, 3, 6)),  # due at the boundary: all of it is snapshotted
+        ([(0, 5), (3, 5)], [(None, [3])], Best(5, 0, 0)),  # never written, exactly the link's capacity
+        ([(0, 5), (3, 5)], [(None, [4])], None),  # one byte over
+        ([(0, 5), (2, 5), (0, 5), (2, 1)], [(3, [2])], Best(5, 0, 0)),  # exactly full at the deadline
+        ([(0, 5), (2, 5), (0, 5), (2, 1)], [(3, [3])], Best(6, 1, 2)),  # one byte too late
+        ([(0, 5), (0, 6), (0, 7)], [(2, [1])], None),  # no step takes any time
+        ([(0, 0), (1, 0), (0, 0), (1, 0)], [(1, [1]), (3, [1])], Best(1, 1, 4)),  # see below
+    ],
+)
+def test_edges(steps, groups, expected) -> None:
+    # The last row: the snapshot could leave first, and make room for another. One snapshot, kept longer, stalls less.
+    problem = problem_of(steps, groups)
+    assert objectives(greedy.best_flow(problem, "direct"), problem) == expected
+    assert search(make_timeline(steps, groups), "direct") == expected
+
+
+def test_traffic_of_training_is_not_used() -> None:
+    steps, groups = [(0, 1), (3, 1)], [(None, [3])]
+    assert greedy.best_flow(problem_of(steps, groups), "direct") is not None
+    assert greedy.best_flow(problem_of(steps, groups, {1: 1}), "direct") is None
+
+
+def test_many_steps_keep_the_closed_form() -> None:
+    """Far beyond exhaustive search: the schedule reaches the bound that is computed without it."""
+    rng = random.Random(5)
+    steps = 20_000
+    fresh = [rng.choice([0, 0, 0, 400]) for _ in range(steps - 1)] + [0]
+    problem = Problem(
+        unit_bytes=512,
+        total=sum(fresh) + 1000,
+        live_bytes=tuple(rng.randrange(10**9) for _ in range(steps)),
+        capacity=tuple(rng.choice([0, rng.randrange(450)]) for _ in range(steps)),
+        due=tuple(accumulate(fresh)),
+    )
+    flow = greedy.best_flow(problem, "direct")
+    assert flow is not None
+    assert flow.snapshots > 0
+    assert flow.peak_bytes(problem) == greedy.least_peak_bytes(problem, "direct")
+    assert sum(flow.direct) + sum(flow.drained) == problem.total
+    assert all(d + y <= c for d, y, c in zip(flow.direct, flow.drained, problem.capacity, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("state_bytes", "unit"), [(0, 512), (2**33, 512), (2**33 + 1, 1024), (5 * 2**40, 2**19), (2**43 + 1, 2**20)]
+)
+def test_unit(state_bytes: int, unit: int) -> None:
+    assert unit_for(state_bytes) == unit
+
+
+@given(timelines, strategies.integers(1, 4))
+@settings(max_examples=100, deadline=None)
+def test_rounding_loses_less_than_a_unit(timeline, unit: int) -> None:
+    problem = make_problem(timeline, 1.0, unit)
+    assert 0 <= problem.total * unit - timeline.state_bytes < unit
+    exact = make_problem(timeline, 1.0, 1)
+    for due, due_bytes in zip(problem.due, exact.due, strict=True):
+        assert due_bytes <= due * unit < due_bytes + 2 * unit
+    for reached, reached_bytes in zip(problem.reached, exact.reached, strict=True):
+        assert 0 <= reached_bytes - reached * unit < unit
