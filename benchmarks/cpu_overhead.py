@@ -1,0 +1,164 @@
+"""What a checkpoint of every iteration costs a training job on this machine's CPU, as ratios within one run.
+
+``python benchmarks/cpu_overhead.py [--model digits] [--rounds 8] [--iterations 15]``
+
+Rounds of plain training, training with every boundary captured in host memory (storage takes the newest as fast as it
+goes), and training with every iteration committed durably, take turns in one process, so that a machine whose speed
+drifts drifts for all of them. Beside them the hardware's own limits: one copy of the whole state by memcpy, and one
+fsynced write of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import checkflow
+from checkflow.hardware import find_device, format_seconds, format_size
+from checkflow.planner.cost import durations_seconds
+from checkflow.planner.load import load_training_step
+from checkflow.planner.schedule import Request, fingerprint_of, make_plan
+from checkflow.planner.steps import make_timeline
+from checkflow.planner.trace import trace
+
+MODES = {"plain": None, "captured": {"every": None}, "durable": {"every": 1}}
+
+
+def real_step(model: str) -> checkflow.TrainingStep:
+    """A shipped model with real tensors (the planner's loader would build it without memory)."""
+    import importlib
+
+    step: checkflow.TrainingStep = importlib.import_module(f"checkflow.models.{model}").build(batch_size=32)
+    return step
+
+
+def plan_for(model: str) -> checkflow.Plan:
+    """The plan that ``checkflow plan MODEL --device cpu`` would make."""
+    device = find_device("cpu")
+    name, step = load_training_step(model, batch_size=32)
+    graph = trace(step, name=name, target="cpu")
+    timeline = make_timeline(graph, durations_seconds(graph, device), "segment")
+    request = Request(
+        bandwidth_bytes_per_second=device.link_bandwidth_bytes_per_second,
+        memory_bandwidth_bytes_per_second=device.memory_bandwidth_bytes_per_second,
+    )
+    outcome = make_plan(timeline, fingerprint_of(graph, device), request, graph_peak_bytes=0)
+    if outcome.plan is None:
+        raise SystemExit(f"{model} has no plan on the CPU: {outcome.explanation}")
+    return outcome.plan
+
+
+def timed(function: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    function()
+    return time.perf_counter() - begun
+
+
+def raw_copy_seconds(size_bytes: int) -> float:
+    """One memcpy of the state's size between two touched places of host memory; the median of five."""
+    source, target = ctypes.create_string_buffer(size_bytes), ctypes.create_string_buffer(size_bytes)
+    return statistics.median(timed(lambda: ctypes.memmove(target, source, size_bytes)) for _ in range(5))
+
+
+def raw_write_seconds(directory: Path, size_bytes: int) -> float:
+    """One write and fsync of the state's size into a new file; the median of five."""
+    content = os.urandom(size_bytes)
+
+    def write(path: Path) -> None:
+        with open(path, "wb", buffering=0) as file:
+            file.write(content)
+            os.fsync(file.fileno())
+
+    return statistics.median(timed(lambda n=n: write(directory / str(n))) for n in range(5))  # type: ignore[misc]
+
+
+def run_round(step: checkflow.TrainingStep, iterations: int, options: dict[str, Any] | None, plan: checkflow.Plan) -> Any:
+    """Seconds of each iteration (the first two left out), and the report where there was a Checkpointer."""
+    seconds: list[float] = []
+    if options is None:
+        for _ in range(iterations):
+            seconds.append(timed(lambda: step.run(step.batch)))
+        return seconds[2:], None
+    with tempfile.TemporaryDirectory() as directory:
+        checkpointer = checkflow.Checkpointer(
+            step.models, step.optimizers, directory=directory, plan=plan, audit=0, **options
+        )
+        with checkpointer:
+            last = time.perf_counter()
+            for _ in checkpointer.steps(iterations):
+                step.run(step.batch)
+                now = time.perf_counter()
+                seconds.append(now - last)
+                last = now
+    return seconds[2:], checkpointer.report()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="digits")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--iterations", type=int, default=15)
+    arguments = parser.parse_args()
+    plan = plan_for(arguments.model)
+    torch.manual_seed(0)
+    step = real_step(arguments.model)
+    for _ in range(3):
+        step.run(step.batch)
+    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+    reports: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
+    for _ in range(arguments.rounds):
+        for mode, options in MODES.items():
+            times, report = run_round(step, arguments.iterations, options, plan)
+            seconds[mode] += times
+            if report:
+                reports[mode].append(report)
+    state_bytes = sum(spec.size_bytes for spec in plan.fingerprint.state)
+    copy_seconds = raw_copy_seconds(state_bytes)
+    with tempfile.TemporaryDirectory() as directory:
+        write_seconds = raw_write_seconds(Path(directory), state_bytes)
+    base = statistics.median(seconds["plain"])
+    result: dict[str, Any] = {
+        "model": arguments.model,
+        "cores": os.cpu_count(),
+        "state_bytes": state_bytes,
+        "raw_copy_seconds": copy_seconds,
+        "raw_fsynced_write_seconds": write_seconds,
+        "plain_iteration_seconds": base,
+        "modes": {},
+    }
+    print(f"{arguments.model}: state {format_size(state_bytes)}, iteration {format_seconds(base)} without checkpoints")
+    print(f"limits: one memcpy of the state {format_seconds(copy_seconds)}, one fsynced write {format_seconds(write_seconds)}")
+    for mode in ("captured", "durable"):
+        median = statistics.median(seconds[mode])
+        captures = sum(report["captures"] for report in reports[mode])
+        held = sum(report["held_seconds"][phase] for report in reports[mode] for phase in ("boundary", "anchors"))
+        longest = statistics.median(report["longest_hold_seconds"] for report in reports[mode])
+        result["modes"][mode] = {
+            "iteration_ratio": median / base,
+            "held_seconds_per_iteration": held / captures,
+            "held_share_of_raw_copy": held / captures / copy_seconds,
+            "longest_hold_seconds_median_of_rounds": longest,
+            "waited_for_storage_seconds_per_iteration": sum(r["held_seconds"]["buffers"] for r in reports[mode]) / captures,
+            "committed": sum(report["committed"] for report in reports[mode]),
+            "captures": captures,
+        }
+        print(
+            f"{mode:9s} iteration x {median / base:.3f}, training thread held {format_seconds(held / captures)} an "
+            f"iteration ({held / captures / copy_seconds:.2f} of a memcpy), "
+            f"{result['modes'][mode]['committed']} of {captures} committed"
+        )
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
