@@ -121,7 +121,7 @@ def _plans_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_checkpoint_is_the_truth_of_its_boundary(model: str, optimizer: str, tmp_path: Path) -> None:
     step = make_step(model, optimizer)
     plan = plan_step(step)
-    assert plan.snapshot_bytes > 0
+    assert plan.snapshot_bytes > 0 or model == "tied"  # whose two tensors may just fit before the optimizer
     with checkpointer_for(step, tmp_path, plan) as checkpointer:
         truths = run_oracle(
             checkpointer, lambda _: step.run(step.batch), step.models, step.optimizers, iterations=ITERATIONS
