@@ -38,7 +38,8 @@ class StandIns(TorchFunctionMode):
         super().__init__()
         # Unbacked symbols for values that only data can tell, so that a mere .item() does not end the trace.
         self._symbols = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
-        self.mode = FakeTensorMode(shape_env=self._symbols)
+        # Without fallback: torch would run an operator that it cannot fake for real, on zeros of full size.
+        self.mode = FakeTensorMode(shape_env=self._symbols, allow_fallback_kernels=False)
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id; the original is kept alive with its id
         self._storages: dict[int, torch.Tensor] = {}  # storages of several tensors: one fake base of bytes for each
 
@@ -227,17 +228,12 @@ def _reached_from(function: Any) -> Iterator[Any]:
 
 
 def _replace_in_module(module: nn.Module, stand_ins: StandIns) -> None:
-    """Parameters and buffers, and tensors in plain attributes, such as the weights that nn.LSTM keeps in a list."""
+    """Parameters and buffers; what a module holds elsewhere (nn.LSTM its weights in a list) is replaced in use."""
     tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     for table in tables:
         for key, tensor in table.items():
             if tensor is not None:
                 table[key] = stand_ins.of(tensor)
-    for key, value in vars(module).items():
-        if isinstance(value, torch.Tensor):
-            vars(module)[key] = stand_ins.of(value)
-        elif isinstance(value, list) and any(isinstance(item, torch.Tensor) for item in value):
-            value[:] = stand_ins.replace(value)
 
 
 def _replace_in_optimizer(optimizer: torch.optim.Optimizer, stand_ins: StandIns) -> None:

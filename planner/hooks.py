@@ -66,10 +66,7 @@ class Whereabouts:
     @property
     def phase(self) -> Phase:
         """Backward is what autograd runs; what follows it (clipping, the step, averaging) counts as optimizer."""
-        if in_backward():
-            self._phase = "optimizer"
-            return "backward"
-        return self._phase
+        return "backward" if in_backward() else self._phase
 
     def module(self) -> str:
         """The module whose forward runs; in backward the one whose forward made the operator that is differentiated."""
@@ -107,6 +104,7 @@ class Whereabouts:
 
     def _accumulated(self, name: str) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
+            self._phase = "optimizer"
             self._on_gradient(name, parameter)
             self._fire(AnchorKind.GRADIENT, name)
 

@@ -34,6 +34,14 @@ NEEDS_DATA = (
 )
 
 
+FUSED_STEPS = (
+    torch.ops.aten._fused_sgd_,
+    torch.ops.aten._fused_adam_,
+    torch.ops.aten._fused_adamw_,
+    torch.ops.aten._fused_adagrad_,
+)
+
+
 class OptimizerSteps:
     """The steps of a trace's optimizers; finds out in the untraced iteration which of them are opaque."""
 
@@ -97,6 +105,19 @@ class OptimizerSteps:
                 group["params"] = parameters
 
 
+@contextlib.contextmanager
+def fused_kernels_faked() -> Iterator[None]:
+    """Fake kernels of the fused steps that torch has none for: they work in place, and so there is nothing to fake."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for packet in FUSED_STEPS:
+            for overload in packet.overloads():  # type: ignore[no-untyped-call]
+                func = getattr(packet, overload)
+                updates_in_place = func._schema.is_mutable and not func._schema.returns
+                if updates_in_place and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "Meta"):
+                    library.impl(func, lambda *_arguments, **_keywords: None, "Meta")
+        yield
+
+
 def _prefer_foreach(optimizer: torch.optim.Optimizer) -> None:
     """torch's own default on CUDA (``_default_to_fused_or_foreach``), which looks at devices that are fake here."""
     for group in optimizer.param_groups:
@@ -122,13 +143,17 @@ def _capturable(optimizer: torch.optim.Optimizer, target: Target) -> Iterator[No
 
 def _make_state(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> bool:
     """Have a step that breaks off create the state of every parameter, one by one; whether it did."""
+
+    def has_state(parameter: torch.Tensor) -> bool:
+        return any(isinstance(value, torch.Tensor) for value in optimizer.state.get(parameter, {}).values())
+
     groups = optimizer.param_groups
     lists = [group["params"] for group in groups]
     missing = [
         (group, parameter)
         for group, parameters in zip(groups, lists, strict=True)
         for parameter in parameters
-        if parameter.grad is not None and parameter not in optimizer.state
+        if parameter.grad is not None and not has_state(parameter)
     ]
     try:
         for group in groups:
@@ -141,4 +166,4 @@ def _make_state(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> b
     finally:
         for group, parameters in zip(groups, lists, strict=True):
             group["params"] = parameters
-    return all(parameter in optimizer.state for _, parameter in missing)
+    return all(has_state(parameter) for _, parameter in missing)

@@ -47,9 +47,8 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._read if isinstance(error, NEEDS_DATA) else None
 
     def begin(self, proxies: ProxyTorchDispatchMode) -> None:
-        """The traced run begins: every operator stays in the graph, used or not, since eager training runs it."""
+        """The traced run begins. What make_fx later removes from its graph as dead code is an operator all the same."""
         self._tracer = proxies.tracer
-        self._tracer.graph.eliminate_dead_code = lambda *_arguments, **_keywords: False
 
     def add_input(self, tensor: torch.Tensor, name: str) -> None:
         """Make a tensor an input of the graph, but no argument of the traced function, which would keep it alive."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
@@ -29,7 +30,7 @@ from checkflow.planner import operators as op
 from checkflow.planner.faking import CPU, StandIns, autocast_on_cpu, stand_in
 from checkflow.planner.hooks import Whereabouts
 from checkflow.planner.lifetimes import StorageLedger
-from checkflow.planner.optimizers import NEEDS_DATA, OptimizerSteps, Target
+from checkflow.planner.optimizers import NEEDS_DATA, OptimizerSteps, Target, fused_kernels_faked
 from checkflow.planner.recording import OperatorRecorder
 from checkflow.state import StateTensor, TrainingState, collect_state, optimizer_implementation
 from checkflow.training_step import TrainingStep
@@ -58,7 +59,7 @@ def trace(step: TrainingStep, *, name: str, target: Target = "cuda") -> Training
     with stand_in(step) as stand_ins:
         steps = OptimizerSteps(step.optimizers.values(), target)
         session = _Session(step, name, stand_ins, steps)
-        with _environment(stand_ins), steps.in_place():
+        with _environment(stand_ins), fused_kernels_faked(), steps.in_place():
             session.run()
         return session.graph(implementations)
 
@@ -256,6 +257,11 @@ def _explain(name: str, error: Exception, culprit: OpOverload | None) -> str:
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
     line = _user_line(error)
     place = f" at {line}" if line else ""
+    if isinstance(error, UnsupportedOperatorException):
+        return (
+            f"cannot trace {name}: {culprit or reason} has no fake implementation{place}: "
+            "register one with torch.library.register_fake"
+        )
     if isinstance(error, NEEDS_DATA):
         return (
             f"cannot trace {name}: {culprit or 'it'} needs the values of tensors{place}: move what depends on data "

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from checkflow.errors import TraceError
-from checkflow.graph import BOUNDARY, AnchorKey, AnchorKind, TrainingGraph
+from checkflow.graph import BOUNDARY, Anchor, AnchorKey, AnchorKind, TrainingGraph
 from checkflow.planner.trace import trace
 from checkflow.state import collect_state
 from checkflow.training_step import TrainingStep
@@ -50,47 +50,6 @@ def on_meta(build: Callable[[], TrainingStep]) -> TrainingStep:
         return build()
 
 
-def real_anchors(step: TrainingStep) -> list[AnchorKey]:
-    """What hooks in eager training see in the second iteration, by hooks of the tests' own."""
-    fired: list[AnchorKey] = []
-
-    def note(kind: AnchorKind, name: str) -> None:
-        times = sum(key.kind is kind and key.name == name for key in fired)
-        fired.append(AnchorKey(kind, name, times))
-
-    step.run(step.batch)
-    names = {id(optimizer): name for name, optimizer in step.optimizers.items()}
-    kinds = AnchorKind
-    handles = [
-        register_optimizer_step_pre_hook(lambda o, *_: note(kinds.OPTIMIZER_PRE, names[id(o)])),
-        register_optimizer_step_post_hook(lambda o, *_: note(kinds.OPTIMIZER_POST, names[id(o)])),
-    ]
-    for owner, model in step.models.items():
-        for path, module in model.named_modules():
-            module.register_forward_pre_hook(lambda *_, name=f"{owner}/{path}": note(kinds.FORWARD, name))
-        for path, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                name = f"{owner}/{path}"
-                parameter.register_post_accumulate_grad_hook(lambda _, name=name: note(kinds.GRADIENT, name))
-    try:
-        step.run(step.batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return fired
-
-
-@pytest.mark.parametrize("name", BUILDERS)
-def test_anchors_fire_in_the_order_of_real_training(name: str) -> None:
-    graph = trace(on_meta(BUILDERS[name]), name=name)
-    assert graph.anchors[0].key == BOUNDARY
-    assert graph.anchors[0].position == 0
-    assert [anchor.key for anchor in graph.anchors[1:]] == real_anchors(BUILDERS[name]())
-    positions = [anchor.position for anchor in graph.anchors]
-    assert positions == sorted(positions)
-    assert positions[-1] <= len(graph.operators)
-
-
 class _Real(TorchDispatchMode):
     """Every operator of a real run that makes new memory or writes to old, without the trace's own rules."""
 
@@ -107,6 +66,48 @@ class _Real(TorchDispatchMode):
         if (fresh or func._schema.is_mutable) and not func._schema.name.startswith(("aten::empty", "aten::new_empty")):
             self.targets.append(str(func))
         return result
+
+
+def real_anchors(step: TrainingStep) -> list[Anchor]:
+    """What hooks in eager training see in the second iteration, by hooks and a count of the tests' own."""
+    fired: list[Anchor] = []
+    real = _Real()
+
+    def note(kind: AnchorKind, name: str) -> None:
+        times = sum(anchor.key.kind is kind and anchor.key.name == name for anchor in fired)
+        fired.append(Anchor(AnchorKey(kind, name, times), len(real.targets)))
+
+    step.run(step.batch)
+    names = {id(optimizer): name for name, optimizer in step.optimizers.items()}
+    kinds = AnchorKind
+    handles = [
+        register_optimizer_step_pre_hook(lambda o, *_: note(kinds.OPTIMIZER_PRE, names[id(o)])),
+        register_optimizer_step_post_hook(lambda o, *_: note(kinds.OPTIMIZER_POST, names[id(o)])),
+    ]
+    for owner, model in step.models.items():
+        for path, module in model.named_modules():
+            module.register_forward_pre_hook(lambda *_, name=f"{owner}/{path}": note(kinds.FORWARD, name))
+        for path, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                name = f"{owner}/{path}"
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: note(kinds.GRADIENT, name))
+    try:
+        with real:
+            step.run(step.batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return fired
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_anchors_fire_where_they_do_in_real_training(name: str) -> None:
+    graph = trace(on_meta(BUILDERS[name]), name=name, target="cpu")
+    assert graph.anchors[0] == Anchor(BOUNDARY, 0)
+    expected = real_anchors(BUILDERS[name]())
+    assert [anchor.key for anchor in graph.anchors[1:]] == [anchor.key for anchor in expected]
+    if not any(entry.placement == "host" for entry in graph.state):  # what runs on host scalars is no operator
+        assert list(graph.anchors[1:]) == expected
 
 
 @pytest.mark.parametrize("name", ["batch_norm", "parallel", "tied", "transformer", "micro_batches"])
@@ -292,6 +293,26 @@ def test_an_optimizer_that_needs_data_is_one_operator(optimizer: Any) -> None:
     assert {e.first_write for e in graph.state if e.placement == "device"} == set(opaque)
     assert [a.key.kind for a in graph.anchors[-2:]] == [AnchorKind.OPTIMIZER_PRE, AnchorKind.OPTIMIZER_POST]
     assert [a.position for a in graph.anchors[-2:]] == [opaque[0], opaque[0] + 1]
+
+
+class LateState(torch.optim.Optimizer):
+    """Looks at the data before it makes its state."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad.sum().item() > 0:
+                    parameter.sub_(parameter.grad)
+                self.state[parameter]["seen"] = torch.ones_like(parameter)
+
+
+def test_an_optimizer_whose_state_only_data_can_tell_is_refused() -> None:
+    with pytest.raises(TraceError, match="cannot trace LateState: its state is not known before it has run"):
+        trace(on_meta(lambda: steps.parallel(LateState)), name="n")
 
 
 # Costs
@@ -531,6 +552,26 @@ def no_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return {}["nothing"]  # the line
 
 
+@torch.library.custom_op("checkflow_tests::opaque", mutates_args=())
+def opaque(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+bare = torch.library.Library("checkflow_tests", "FRAGMENT")
+bare.define("bare(Tensor x) -> Tensor")
+bare.impl("bare", lambda x: x.clone(), "CPU")
+
+
+def no_fake_kernel(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = model(opaque(x))  # the line
+    return out.sum()
+
+
+def no_kernel_but_the_cpus(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = model(torch.ops.checkflow_tests.bare(x))  # the line
+    return out.sum()
+
+
 @pytest.mark.parametrize(
     ("loss", "operator"),
     [
@@ -538,6 +579,8 @@ def no_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         (size_of_data, "needs the values"),
         (wrong_shape, "aten.addmm.default raised RuntimeError"),
         (no_loss, "the training step raised KeyError"),
+        (no_fake_kernel, "register_fake"),
+        (no_kernel_but_the_cpus, "checkflow_tests.bare.default has no fake implementation"),
     ],
 )
 def test_an_error_names_operator_and_source_line(
