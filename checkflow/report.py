@@ -147,10 +147,9 @@ def comparison_tables(rows: Sequence[Comparison]) -> Iterable[Table]:
     """Peak and stall of each way to make a checkpoint of every iteration: one table a subject."""
     for row in rows:
         table = Table(
-            title=f"{row.model}, batch {row.batch}, on {row.device} with a link of "
-            f"{rate(row.bandwidth_bytes_per_second)}, granularity: {row.granularity}",
+            title=f"{row.model}, {row.batch}, {row.device}, {rate(row.bandwidth_bytes_per_second)}, {row.granularity}",
             title_justify="left",
-            caption="a checkpoint every iteration; CheckFreq's CPU snapshot waits for each tensor alone, at its best",
+            caption="each makes a checkpoint every iteration",
             caption_justify="left",
         )
         table.add_column("way", no_wrap=True)
@@ -315,12 +314,13 @@ def demo_tables(result: Result) -> Iterable[Table]:
         kills.add_row(kill.place, str(kill.iteration), str(kill.resumed_from), str(kill.replayed))
     yield kills
     cost = Table(title="time of an iteration (median)", title_justify="left")
-    for column in ("without checkpoints", "with a durable checkpoint every iteration", "size of a checkpoint"):
+    for column in ("without checkpoints", "with one every iteration", "of it held by checkpointing", "checkpoint"):
         cost.add_column(column, justify="right")
     more = 100 * (result.seconds_with / result.seconds_without - 1)
     cost.add_row(
         format_seconds(result.seconds_without),
         f"{format_seconds(result.seconds_with)} ({more:+.0f} %)",
+        format_seconds(result.held_seconds),
         format_size(result.checkpoint_bytes),
     )
     yield cost

@@ -18,7 +18,14 @@ from checkflow import demo
 
 ROOT = Path(__file__).parent.parent
 Lines = list[dict[str, Any]]
-REPORT = {"failed": 0, "breaches": 0, "committed": 5, "audited": 3, "checkpoint_bytes": 100}
+REPORT = {
+    "failed": 0,
+    "breaches": 0,
+    "committed": 5,
+    "captures": 6,
+    "held_seconds": {"anchors": 0.3},
+    "checkpoint_bytes": 100,
+}
 
 
 def test_a_short_demo_passes_all_its_checks(tmp_path: Path) -> None:
@@ -83,12 +90,13 @@ KILLED: Lines = [
 
 def compare(folder: Path, lines: Lines, *, weights: torch.Tensor | None = None) -> demo.Result:
     runs = []
-    for name, journal, value in (("reference", REFERENCE, torch.ones(3)), ("killed", lines, weights)):
+    slower = [{**line, "seconds": 1.0} if line["event"] == "step" else line for line in REFERENCE]
+    for name, journal, value in (("before", REFERENCE, None), ("killed", lines, weights), ("after", slower, None)):
         run = demo.Run(folder, name, 2, 0, None)
         run.journal.write_text("".join(json.dumps(line) + "\n" for line in journal))
         save_file({"weights": torch.ones(3) if value is None else value}, run.result)
         runs.append(run)
-    return demo.compare(runs[0], runs[1], epochs=2, seconds_without=0.25)
+    return demo.compare(*runs, epochs=2)
 
 
 def held(result: demo.Result) -> list[bool]:
@@ -101,7 +109,8 @@ def test_what_is_right_passes(tmp_path: Path) -> None:
     assert result.passed
     assert [kill.replayed for kill in result.kills] == [1, 1, 1]
     assert [kill.place for kill in result.kills] == ["training", "validation", "training"]
-    assert (result.seconds_without, result.seconds_with, result.accuracy) == (0.25, 0.5, 0.9)
+    assert (result.seconds_without, result.seconds_with, result.accuracy) == (0.75, 0.5, 0.9)
+    assert result.held_seconds == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +130,8 @@ def test_a_sign_of_zero_is_seen(tmp_path: Path) -> None:
     other = tmp_path / "other.safetensors"
     save_file({"w": torch.zeros(2)}, zeros)
     save_file({"w": -torch.zeros(2)}, other)
-    assert demo._check_weights(zeros, zeros).holds
-    assert not demo._check_weights(zeros, other).holds
+    assert demo._check_weights([zeros], zeros).holds
+    assert not demo._check_weights([zeros, other], zeros).holds
 
 
 def lose(lines: Lines) -> None:
