@@ -67,11 +67,13 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'checkflow' has no attribute {name!r}")
-    module = importlib.import_module(_HOMES.get(name, "checkflow.errors"))
     if name == "Checkpointer":
         # The wings do not know each other: here the runtime is handed the planner's replay of plans.
-        module.check_plan = importlib.import_module("checkflow.planner.replay").check_plan
-    return getattr(module, name)
+        from checkflow.planner.replay import check_plan
+        from checkflow.runtime import checkpointer
+
+        checkpointer.check_plan = check_plan
+    return getattr(importlib.import_module(_HOMES.get(name, "checkflow.errors")), name)
 
 
 def __dir__() -> list[str]:
