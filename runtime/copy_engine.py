@@ -145,8 +145,8 @@ class HostCopyEngine:
                     self._queue.append(chunk)
             if self._queue:
                 self._changed.notify_all()
-        for chunk in small:
-            self._copy(chunk)
+        if small:
+            self._copy(small)
 
     def wait(self, chunks: Sequence[int]) -> None:
         begun = time.perf_counter()
@@ -156,7 +156,7 @@ class HostCopyEngine:
                 if mine:
                     self._status[chunk] = _RUNNING  # the thread skips what is no longer queued
             if mine:
-                self._copy(chunk)
+                self._copy((chunk,))
                 self._helped_bytes += self._transfers[chunk].length_bytes
             elif self._status[chunk] == _PENDING:
                 raise RuntimeError(f"chunk {chunk} is waited for before it was released")
@@ -223,19 +223,21 @@ class HostCopyEngine:
                 if self._status[chunk] != _QUEUED:
                     continue
                 self._status[chunk] = _RUNNING
-            self._copy(chunk)
+            self._copy((chunk,))
 
-    def _copy(self, chunk: int) -> None:
-        transfer = self._transfers[chunk]
-        snapshot = self._snapshots.get(chunk)
-        source = transfer.source if snapshot is None else ctypes.addressof(snapshot)
-        ctypes.memmove(transfer.target, source, transfer.length_bytes)
+    def _copy(self, chunks: Sequence[int]) -> None:
+        for chunk in chunks:
+            transfer = self._transfers[chunk]
+            snapshot = self._snapshots.get(chunk)
+            source = transfer.source if snapshot is None else ctypes.addressof(snapshot)
+            ctypes.memmove(transfer.target, source, transfer.length_bytes)
         with self._changed:
-            self._status[chunk] = _DONE
-            self._remaining -= 1
+            for chunk in chunks:
+                self._status[chunk] = _DONE
+                if chunk in self._freeable:
+                    self._give_back(chunk)
+            self._remaining -= len(chunks)
             callback = _nothing if self._remaining else self._on_complete
-            if chunk in self._freeable:
-                self._give_back(chunk)
             self._changed.notify_all()
         callback()
 

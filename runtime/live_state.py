@@ -6,6 +6,7 @@ gathered into one plain dictionary, which :mod:`checkflow.runtime.extra_state` e
 
 from __future__ import annotations
 
+import array
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -79,8 +80,12 @@ class StateWalk:
 
 
 def capture_generators() -> dict[str, Any]:
-    """The states of every generator that the main process may draw from."""
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.default_generator.get_state()}
+    """The states of every generator that the main process may draw from, as few objects: this runs at each boundary."""
+    version, words, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "python": {"version": version, "words": array.array("I", words).tobytes(), "gauss": gauss},
+        "torch": torch.default_generator.get_state(),
+    }
     if numpy := sys.modules.get("numpy"):
         states["numpy"] = numpy.random.get_state()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -90,7 +95,8 @@ def capture_generators() -> dict[str, Any]:
 
 def restore_generators(states: Mapping[str, Any]) -> None:
     """Put back what :func:`capture_generators` gave."""
-    random.setstate(states["python"])
+    python = states["python"]
+    random.setstate((python["version"], tuple(array.array("I", python["words"])), python["gauss"]))
     torch.default_generator.set_state(states["torch"])
     if "numpy" in states:
         import numpy

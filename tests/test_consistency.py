@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,9 +135,9 @@ def test_a_deadline_ignored_is_caught(directory: Path, monkeypatch: pytest.Monke
     gate = threading.Event()
     copy = copy_engine.HostCopyEngine._copy
 
-    def slow_copy(self: copy_engine.HostCopyEngine, chunk: int) -> None:
+    def slow_copy(self: copy_engine.HostCopyEngine, chunks: Sequence[int]) -> None:
         gate.wait()
-        copy(self, chunk)
+        copy(self, chunks)
 
     monkeypatch.setattr(copy_engine, "SMALL_BYTES", 0)
     monkeypatch.setattr(copy_engine.HostCopyEngine, "_copy", slow_copy)
