@@ -28,10 +28,10 @@ def make_chunks(timeline: Timeline, problem: Problem, flow: Flow, chunk_bytes: i
     """The flow as chunks of at most ``chunk_bytes``, sorted by (offload step, deadline, tensor, offset).
 
     In each step the next units of the string leave live tensors first, then the next are snapshotted; snapshots leave
-    in the order in which they were made. So a deadline group's direct part comes before its snapshotted part, and the
-    same flow always gives the same chunks. A flow that keeps the link, its deadlines and its order (a snapshot leaves
-    only after the step that made it) gives chunks that do: at the start of a step everything due before it has moved,
-    so the next unit of the string may still be read live.
+    in the order in which they were made. So what leaves in one step does so in the order of the string, a deadline
+    group's direct part comes before its snapshotted part, and the same flow always gives the same chunks. A flow that
+    keeps the link, the deadlines and the order of things (a snapshot leaves only after the step that made it) gives
+    chunks that do: at the start of a step everything due before it has moved, so the next unit may be read live.
 
     Raises:
         PlanError: the flow does not move every unit once, or moves one out of a snapshot that is not there.
@@ -39,29 +39,30 @@ def make_chunks(timeline: Timeline, problem: Problem, flow: Flow, chunk_bytes: i
     moved, left = sum(flow.direct) + sum(flow.made), sum(flow.direct) + sum(flow.drained)
     if not moved == left == problem.total:
         raise PlanError(f"the schedule moves {moved} and takes away {left} of {problem.total} units")
-    ordered = [
-        (group.first_write, name, size) for group in timeline.groups for name, size in sorted(group.members) if size
-    ]
+    last = len(timeline.steps)
+    ordered = sorted(
+        (last if group.first_write is None else group.first_write, name, size)
+        for group in timeline.groups
+        for name, size in group.members
+    )
     ends = list(accumulate(size for _, _, size in ordered))
-    deadline = {name: len(timeline.steps) if first is None else first - 1 for first, name, _ in ordered}
     chunks: list[Chunk] = []
     padding = problem.total * problem.unit_bytes - timeline.state_bytes  # the empty part of the first unit
     for move in _moves(flow):
         position = max(0, move.begin * problem.unit_bytes - padding)
         stop = move.end * problem.unit_bytes - padding
         while position < stop:
-            index = bisect_right(ends, position)
+            index = bisect_right(ends, position)  # tensors of no bytes are passed over
             _, name, size = ordered[index]
             length = min(stop, ends[index], position + chunk_bytes) - position
             offset = position - (ends[index] - size)
             chunks.append(Chunk(name, offset, length, move.offload_step, move.snapshot_step))
             position += length
-    chunks.sort(key=lambda chunk: (chunk.offload_step, deadline[chunk.tensor], chunk.tensor, chunk.offset_bytes))
     return tuple(chunks)
 
 
 def _moves(flow: Flow) -> Iterator[_Move]:
-    """The flow's units in their places on the string."""
+    """The flow's units in their places on the string: step by step, and in the order of the string within each."""
     position = 0
     stock: deque[tuple[int, int, int]] = deque()  # begin, end and step of each snapshot that has not left
     for step, (direct, made, drained) in enumerate(zip(flow.direct, flow.made, flow.drained, strict=True)):

@@ -17,7 +17,8 @@ costs nothing later, and saves a snapshot now). Hence no schedule has a lower pe
 *Fewest snapshots at that peak.* Sending a snapshot instead of a direct unit that is due later lowers what is held until
 that deadline and leaves it equal afterwards, but can cost one more snapshot in all. With Y_t snapshots gone after step
 t, at least max_s(U_s - C_s + Y_s) are made. So a limit Z on the total allows Y_t <= Z - max_{s >= t}(U_s - C_s). The
-rule under this limit sends snapshots as early as it allows; by the same exchange it holds the least in every step among
+rule under this limit sends snapshots as early as it allows (which leaves the link idle only when all has left: what is
+allowed is at least what live units leave over); by the same exchange it holds the least in every step among
 all schedules with at most Z snapshots. The peak therefore falls with Z, and the least Z that reaches the least peak is
 found by bisection. The result is the best in the order: peak, snapshot bytes (stall), bytes x time held, early finish.
 
@@ -82,11 +83,9 @@ def direct_flow(problem: Problem, most_snapshots: int) -> Flow | None:
     direct, made, drained = [0] * problem.steps, [0] * problem.steps, [0] * problem.steps
     moved = held = gone = 0  # units taken from live tensors; snapshots held; snapshots gone
     for step, (room, due) in enumerate(zip(problem.capacity, problem.due, strict=True)):
-        live = problem.total - moved
         urgent = min(room, max(0, due - moved))
-        # beyond what the limit allows, snapshots leave only where no live unit could use the link
-        drain = min(held, room - urgent, max(allowed[step] - gone, room - live))
-        direct[step] = urgent + min(room - urgent - drain, live - urgent)
+        drain = min(held, room - urgent, allowed[step] - gone)
+        direct[step] = urgent + min(room - urgent - drain, problem.total - moved - urgent)
         drained[step] = drain
         moved += direct[step]
         made[step] = max(0, due - moved)

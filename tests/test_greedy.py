@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given, settings, strategies
@@ -60,6 +60,16 @@ def test_limit_on_snapshots_is_kept_at_the_least_peak(most: int) -> None:
         problem = make_problem(timeline, 1.0, 1)
         flow = greedy.best_flow(problem, "direct", most)
         assert objectives(flow, problem) == search(timeline, "direct", most_snapshots=most), seed
+
+
+def test_every_step_holds_the_least() -> None:
+    """The claim under the least peak: no step holds more than what the link cannot have taken by then."""
+    for seed in SEEDS:
+        problem = make_problem(random_timeline(random.Random(seed)), 1.0, 1)
+        flow = greedy.direct_flow(problem, problem.total)
+        if flow is not None:
+            late = [max(0, due - reached) for due, reached in zip(problem.due, problem.reached, strict=True)]
+            assert flow.held() == [max(before, now) for before, now in pairwise([0, *late])], seed
 
 
 @given(timelines, strategies.integers(0, 6))
