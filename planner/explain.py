@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from checkflow.hardware import format_seconds, format_size
@@ -120,12 +120,15 @@ def explain(timeline: Timeline, bandwidth_bytes_per_second: float, problem: Prob
 
 def _reason(timeline: Timeline, bandwidth: float, problem: Problem, limits: Limits) -> str:
     tight = tight_interval(timeline, problem, limits)
+    for alone in (replace(limits, most_snapshots=None), replace(limits, peak_bytes=None)):
+        if tight is not None and tight_interval(timeline, problem, alone) == tight:
+            limits = alone  # the other limit does not matter here: leave it unsaid
     if tight is not None and tight.seconds > 0:
         needed, given = _rate(tight.bytes_per_second), _rate(bandwidth)
         if needed == given:
             needed, given = f"{math.ceil(tight.bytes_per_second)} B/s", f"{bandwidth:.0f} B/s"
         uses = f", of which training itself uses {format_size(tight.own_bytes)}" if tight.own_bytes else ""
-        held = "" if tight.end == _LAST else f", and {_scarce(limits)} leaves no room for more snapshots"
+        held = "" if tight.end == _LAST else f", and {_scarce(limits)} no room for more snapshots"
         return (
             f"from the boundary to {tight.end} {format_size(tight.leave_bytes)} must leave in"
             f" {format_seconds(tight.seconds)}: {needed}; the link gives {given}{uses}{held}"
@@ -135,14 +138,14 @@ def _reason(timeline: Timeline, bandwidth: float, problem: Problem, limits: Limi
     if tight is not None:
         return (
             f"{format_size(tight.leave_bytes)} would have to leave before {tight.end}, in no time:"
-            f" {_scarce(limits)} leaves too little room for snapshots"
+            f" {_scarce(limits)} too little room for snapshots"
         )
     if limits.policy == "snapshot" and limits.most_snapshots is not None and limits.most_snapshots < problem.total:
         return (
             f"the snapshot policy copies all {format_size(timeline.state_bytes)} inside device memory,"
             " which stalls training for longer than the overhead allows"
         )
-    return f"{_scarce(limits)} leaves too little room for snapshots to keep the link busy"
+    return f"{_scarce(limits)} too little room for snapshots to keep the link busy"
 
 
 def _more_memory(problem: Problem, limits: Limits) -> str:
@@ -192,7 +195,7 @@ def _scarce(limits: Limits) -> str:
         names.append(f"the memory limit of {format_size(limits.peak_bytes)}")
     if limits.most_snapshots is not None:
         names.append("the overhead allowed")
-    return " and ".join(names) or "device memory"
+    return f"{' and '.join(names) or 'device memory'} {'leave' if len(names) > 1 else 'leaves'}"
 
 
 def _rate(bytes_per_second: float) -> str:

@@ -125,6 +125,14 @@ def test_words_of_a_stall_that_is_too_long() -> None:
     )
 
 
+def test_only_the_limit_that_binds_is_named() -> None:
+    plenty = 10**12
+    assert "the overhead allowed leaves no room" in sentence(trained_model(), 63e9, Limits("direct", plenty, 10))
+    assert "and the memory limit of 1.00 GB leaves no room" in sentence(
+        trained_model(), 63e9, Limits("direct", 1_000_000_000, plenty)
+    )
+
+
 def test_words_of_an_iteration_without_time() -> None:
     timeline = make_timeline([(0, 9), (0, 9)], [(None, [700])])
     assert sentence(timeline, 1.0, Limits("direct")) == (
