@@ -1,0 +1,94 @@
+"""Every shipped model, batch 1 and 32, SGD and Adam, for an RTX 3090: planned, certified, replayed, reproducible."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from checkflow import plan as plans
+from checkflow.hardware import find_device, parse_bandwidth
+from checkflow.planner.pipeline import Planned, Subject, default_memory_limit_bytes, plan_model
+from checkflow.planner.replay import check_plan
+from checkflow.planner.schedule import Request
+
+MODELS = ("alexnet", "mnasnet", "resnet18", "vgg11", "vit", "resnet3d", "transformer", "bert")
+RTX_3090 = find_device("RTX 3090")
+
+
+def plan(model: str, batch_size: int, optimizer: str | None = None, bandwidth: str | None = None) -> Planned:
+    request = Request(
+        bandwidth_bytes_per_second=parse_bandwidth(bandwidth)
+        if bandwidth
+        else RTX_3090.link_bandwidth_bytes_per_second,
+        memory_bandwidth_bytes_per_second=RTX_3090.memory_bandwidth_bytes_per_second,
+        memory_limit_bytes=default_memory_limit_bytes(RTX_3090),
+    )
+    return plan_model(Subject(model, batch_size, {}, optimizer), RTX_3090, request, "segment")
+
+
+@pytest.mark.parametrize("optimizer", [None, "adam"])
+@pytest.mark.parametrize("batch_size", [1, 32])
+@pytest.mark.parametrize("model", MODELS)
+def test_planned_or_explained(model: str, batch_size: int, optimizer: str | None) -> None:
+    first, second = plan(model, batch_size, optimizer), plan(model, batch_size, optimizer)
+    outcome = first.outcome
+    least = outcome.least_bandwidth_bytes_per_second
+    assert least is not None
+    if outcome.plan is None:
+        assert outcome.status == "infeasible"
+        assert "the link gives 25.0 GB/s" in outcome.explanation
+        assert least > RTX_3090.link_bandwidth_bytes_per_second
+        assert second.outcome.explanation == outcome.explanation
+        return
+    assert outcome.status == "optimal"
+    assert least <= RTX_3090.link_bandwidth_bytes_per_second
+    replay = check_plan(outcome.plan)
+    assert replay.peak_bytes == outcome.plan.plan_peak_bytes
+    assert outcome.plan.certificate.bound_bytes == outcome.plan.certificate.objective_bytes
+    assert second.outcome.plan is not None
+    data = plans.dumps(outcome.plan)
+    assert plans.dumps(second.outcome.plan) == data
+    assert plans.loads(data) == outcome.plan.sealed()
+
+
+@pytest.mark.parametrize(
+    ("model", "batch_size", "bandwidth"),
+    [
+        ("alexnet", 32, "63GB/s"),
+        *((m, b, w) for m, b in (("alexnet", 1024), ("bert", 32)) for w in ("63GB/s", "40GB/s", "20GB/s")),
+    ],
+)
+def test_the_feasible_cells_of_the_papers_table(model: str, batch_size: int, bandwidth: str) -> None:
+    """The Checkflow paper, table I: these fit, and at batch 32 without raising the peak (its section IV-B)."""
+    planned = plan(model, batch_size, bandwidth=bandwidth)
+    assert planned.outcome.plan is not None
+    assert planned.outcome.status == "optimal"
+    if batch_size == 32:
+        assert planned.outcome.plan.plan_peak_bytes == planned.timeline.training_peak_bytes
+
+
+def test_another_process_with_another_hash_seed_writes_the_same_bytes(tmp_path: Path) -> None:
+    written = []
+    for seed in ("1", "2"):
+        path = tmp_path / f"{seed}.json"
+        command = [
+            sys.executable,
+            "-m",
+            "checkflow",
+            "plan",
+            "mnasnet",
+            "--optimizer",
+            "adam",
+            "--json",
+            "-o",
+            str(path),
+        ]
+        done = subprocess.run(command, env={"PYTHONHASHSEED": seed, "PATH": ""}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["status"] == "optimal"
+        written.append(path.read_bytes())
+    assert written[0] == written[1]
