@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from checkflow import plan as plans
 from checkflow.hardware import find_device, parse_bandwidth
@@ -92,3 +96,24 @@ def test_another_process_with_another_hash_seed_writes_the_same_bytes(tmp_path: 
         assert json.loads(done.stdout)["status"] == "optimal"
         written.append(path.read_bytes())
     assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_flops_and_state_are_what_torch_says(model: str) -> None:
+    """Against torch's own counter, and the sizes of the state dicts after a step, on the same model untraced."""
+    build = importlib.import_module(f"checkflow.models.{model}").build
+    # nn.Transformer's encoder deep-copies its parameters, which fake tensors do not survive; meta tensors do.
+    place = torch.device("meta") if model == "transformer" else FakeTensorMode(allow_non_fake_inputs=True)
+    with place:
+        step = build(batch_size=1)
+        module = step.models["model"]
+        step.optimizers["optimizer"] = torch.optim.Adam(module.parameters(), foreach=True)
+        with FlopCounterMode(display=False) as counter:
+            step.run(step.batch)
+        optimizer = step.optimizers["optimizer"]
+        sizes = [tensor.nbytes for tensor in module.state_dict().values()]
+        sizes += [value.nbytes for table in optimizer.state.values() for value in table.values()]
+    graph = plan(model, 1, "adam").graph
+    assert graph.flops == counter.get_total_flops()
+    assert graph.state_bytes == sum(sizes)
+    assert graph.parameters == sum(parameter.numel() for parameter in module.parameters())
