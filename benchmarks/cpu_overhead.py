@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib
 import json
 import os
 import statistics
@@ -25,19 +26,14 @@ import torch
 
 import checkflow
 from checkflow.hardware import find_device, format_seconds, format_size
-from checkflow.planner.cost import durations_seconds
-from checkflow.planner.load import load_training_step
-from checkflow.planner.schedule import Request, fingerprint_of, make_plan
-from checkflow.planner.steps import make_timeline
-from checkflow.planner.trace import trace
+from checkflow.planner.pipeline import Subject, plan_model
+from checkflow.planner.schedule import Request
 
 MODES = {"plain": None, "captured": {"every": None}, "durable": {"every": 1}}
 
 
 def real_step(model: str) -> checkflow.TrainingStep:
     """A shipped model with real tensors (the planner's loader would build it without memory)."""
-    import importlib
-
     step: checkflow.TrainingStep = importlib.import_module(f"checkflow.models.{model}").build(batch_size=32)
     return step
 
@@ -45,14 +41,11 @@ def real_step(model: str) -> checkflow.TrainingStep:
 def plan_for(model: str) -> checkflow.Plan:
     """The plan that ``checkflow plan MODEL --device cpu`` would make."""
     device = find_device("cpu")
-    name, step = load_training_step(model, batch_size=32)
-    graph = trace(step, name=name, target="cpu")
-    timeline = make_timeline(graph, durations_seconds(graph, device), "segment")
     request = Request(
         bandwidth_bytes_per_second=device.link_bandwidth_bytes_per_second,
         memory_bandwidth_bytes_per_second=device.memory_bandwidth_bytes_per_second,
     )
-    outcome = make_plan(timeline, fingerprint_of(graph, device), request, graph_peak_bytes=0)
+    outcome = plan_model(Subject(model, 32, {}, None), device, request, "segment").outcome
     if outcome.plan is None:
         raise SystemExit(f"{model} has no plan on the CPU: {outcome.explanation}")
     return outcome.plan
@@ -82,7 +75,9 @@ def raw_write_seconds(directory: Path, size_bytes: int) -> float:
     return statistics.median(timed(lambda n=n: write(directory / str(n))) for n in range(5))  # type: ignore[misc]
 
 
-def run_round(step: checkflow.TrainingStep, iterations: int, options: dict[str, Any] | None, plan: checkflow.Plan) -> Any:
+def run_round(
+    step: checkflow.TrainingStep, iterations: int, options: dict[str, Any] | None, plan: checkflow.Plan
+) -> tuple[list[float], dict[str, Any] | None]:
     """Seconds of each iteration (the first two left out), and the report where there was a Checkpointer."""
     seconds: list[float] = []
     if options is None:
@@ -134,30 +129,31 @@ def main() -> None:
         "raw_copy_seconds": copy_seconds,
         "raw_fsynced_write_seconds": write_seconds,
         "plain_iteration_seconds": base,
-        "modes": {},
+        "modes": {mode: summary(seconds[mode], reports[mode], base) for mode in ("captured", "durable")},
     }
-    print(f"{arguments.model}: state {format_size(state_bytes)}, iteration {format_seconds(base)} without checkpoints")
-    print(f"limits: one memcpy of the state {format_seconds(copy_seconds)}, one fsynced write {format_seconds(write_seconds)}")
-    for mode in ("captured", "durable"):
-        median = statistics.median(seconds[mode])
-        captures = sum(report["captures"] for report in reports[mode])
-        held = sum(report["held_seconds"][phase] for report in reports[mode] for phase in ("boundary", "anchors"))
-        longest = statistics.median(report["longest_hold_seconds"] for report in reports[mode])
-        result["modes"][mode] = {
-            "iteration_ratio": median / base,
-            "held_seconds_per_iteration": held / captures,
-            "held_share_of_raw_copy": held / captures / copy_seconds,
-            "longest_hold_seconds_median_of_rounds": longest,
-            "waited_for_storage_seconds_per_iteration": sum(r["held_seconds"]["buffers"] for r in reports[mode]) / captures,
-            "committed": sum(report["committed"] for report in reports[mode]),
-            "captures": captures,
-        }
+    print(f"{arguments.model}: state {format_size(state_bytes)}, plain iteration {format_seconds(base)}")
+    print(f"limits: memcpy of the state {format_seconds(copy_seconds)}, fsynced write {format_seconds(write_seconds)}")
+    for mode, row in result["modes"].items():
+        held = row["held_seconds_per_iteration"]
         print(
-            f"{mode:9s} iteration x {median / base:.3f}, training thread held {format_seconds(held / captures)} an "
-            f"iteration ({held / captures / copy_seconds:.2f} of a memcpy), "
-            f"{result['modes'][mode]['committed']} of {captures} committed"
+            f"{mode:9s} iteration x {row['iteration_ratio']:.3f}, training thread held {format_seconds(held)} "
+            f"an iteration ({held / copy_seconds:.2f} memcpys), {row['committed']} of {row['captures']} committed"
         )
     print(json.dumps(result))
+
+
+def summary(seconds: list[float], reports: list[dict[str, Any]], plain_seconds: float) -> dict[str, Any]:
+    """One mode's figures over all its rounds."""
+    captures = sum(report["captures"] for report in reports)
+    held = sum(report["held_seconds"][phase] for report in reports for phase in ("boundary", "anchors"))
+    return {
+        "iteration_ratio": statistics.median(seconds) / plain_seconds,
+        "held_seconds_per_iteration": held / captures,
+        "longest_hold_seconds": statistics.median(report["longest_hold_seconds"] for report in reports),
+        "waited_for_storage_seconds_per_iteration": sum(r["held_seconds"]["buffers"] for r in reports) / captures,
+        "committed": sum(report["committed"] for report in reports),
+        "captures": captures,
+    }
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def _model_tensors(owner: str, model: nn.Module) -> Iterator[StateTensor]:
 
 
 def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
-    """Maps ``id(parameter)`` to the name of its optimizer state: the model's key; "<model>.<key>" for several models."""
+    """Maps ``id(parameter)`` to the name of its optimizer state: the model's key, or "<model>.<key>" for several."""
     names: dict[int, str] = {}
     for owner, model in models.items():
         for found in _model_tensors(owner, model):
