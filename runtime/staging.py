@@ -81,7 +81,8 @@ def _allocate(index: int, size_bytes: int) -> StagingBuffer:
     except (OSError, ValueError, OverflowError) as error:
         raise StorageError(f"no host memory for a staging buffer of {format_size(size_bytes)}: {error}") from error
     # Loader workers are forked: were the buffers theirs too, every page that is staged later would be copied first.
-    memory.madvise(mmap.MADV_DONTFORK)
+    if hasattr(mmap, "MADV_DONTFORK"):  # Linux
+        memory.madvise(mmap.MADV_DONTFORK)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     # Touch every page now: a page fault in the middle of training costs more than the copy that meets it.
     ctypes.memset(address, 0, size_bytes)
