@@ -120,8 +120,8 @@ class Capturer:
             MismatchError: at the first capture: the job is not the one that the plan was made for.
             StorageError: no host memory for the staging buffers.
         """
-        state, changed = self._walk.current()
-        if changed or self._arrangement is None:
+        state = self._walk.current()
+        if self._arrangement is None or state is not self._arrangement.state:
             if self._arrangement is None:
                 fit.refuse_other_job(self._plan, state, optimizers)
             audit = True

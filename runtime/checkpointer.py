@@ -364,7 +364,7 @@ class Checkpointer:
             "position": self._position,
             "loader": loader,
             "generators": capture_generators(),
-            "job": capture_extra(self._models, self._optimizers, self._objects),
+            "job": capture_extra(self._walk, self._optimizers, self._objects),
         }
 
     def _commit(self, capture: Capture) -> Path:

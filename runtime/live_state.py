@@ -43,14 +43,16 @@ class StateWalk:
         self._containers: list[Any] = []
         self._sizes: list[int] = []
         self._addresses: list[int] = []
+        #: As of the last call of ``current``: by optimizer, ``id(parameter)`` to its name; and modules by name.
+        self.names: dict[str, dict[int, str]] = {}
+        self.modules_with_extra_state: dict[str, nn.Module] = {}
 
-    def current(self) -> tuple[TrainingState, bool]:
-        """The state, and whether it is another one than at the last call: other tensors, or at other addresses."""
-        if self._state is not None and self._unchanged():
-            return self._state, False
-        self._state = collect_state(self._models, self._optimizers)
-        self._remember()
-        return self._state, True
+    def current(self) -> TrainingState:
+        """The state; the same object as at the last call exactly if nothing changed, neither tensors nor addresses."""
+        if self._state is None or not self._unchanged():
+            self._state = collect_state(self._models, self._optimizers)
+            self._remember()
+        return self._state
 
     def _unchanged(self) -> bool:
         assert self._state is not None
@@ -77,6 +79,11 @@ class StateWalk:
                     self._slots += [(table, key, value) for key, value in table.items() if torch.is_tensor(value)]
         self._sizes = [len(container) for container in self._containers]
         self._addresses = [item.tensor.data_ptr() for item in self._state.tensors]
+        self.names = {
+            owner: {id(parameter): name for name, parameter in optimizer_parameters(self._models, optimizer)}
+            for owner, optimizer in self._optimizers.items()
+        }
+        self.modules_with_extra_state = dict(_modules_with_extra_state(self._models))
 
 
 def capture_generators() -> dict[str, Any]:
@@ -106,14 +113,15 @@ def restore_generators(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(states["cuda"])
 
 
-def capture_extra(models: Models, optimizers: Optimizers, objects: Mapping[str, Stateful]) -> dict[str, Any]:
+def capture_extra(walk: StateWalk, optimizers: Optimizers, objects: Mapping[str, Stateful]) -> dict[str, Any]:
     """Extra state of models, optimizers and the user's objects at this instant.
 
     The values may share memory with the job's: encode the result before the job goes on.
     """
+    walk.current()
     return {
-        "modules": {name: module.get_extra_state() for name, module in _modules_with_extra_state(models)},
-        "optimizers": {name: _capture_optimizer(models, optimizer) for name, optimizer in optimizers.items()},
+        "modules": {name: module.get_extra_state() for name, module in walk.modules_with_extra_state.items()},
+        "optimizers": {name: _capture_optimizer(optimizer, walk.names[name]) for name, optimizer in optimizers.items()},
         "objects": {name: value.state_dict() for name, value in objects.items()},
     }
 
@@ -159,9 +167,8 @@ def _modules_with_extra_state(models: Models) -> Iterator[tuple[str, nn.Module]]
             yield name, module
 
 
-def _capture_optimizer(models: Models, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """Groups with their parameters by name, and what the optimizer holds for a parameter that is no tensor."""
-    names = {id(parameter): name for name, parameter in optimizer_parameters(models, optimizer)}
     groups = [
         {**group, "params": [names[id(parameter)] for parameter in group["params"]]} for group in optimizer.param_groups
     ]
