@@ -95,7 +95,7 @@ def _report(error: Exception, debug: bool) -> int:
 
 
 def _usage_text(error: Any) -> str:
-    text = " ".join(error.format_message().split())
+    text = " ".join(error.format_message().split()).rstrip(".")
     context = getattr(error, "ctx", None)
     return f"{text}; see: {context.command_path if context else 'checkflow'} --help"
 
