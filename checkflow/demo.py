@@ -26,8 +26,8 @@ from checkflow.errors import CheckflowError
 
 RUN_LIMIT_SECONDS = 150.0  # a run that has not ended by then hangs
 POLL_SECONDS = 0.002
-# While an iteration runs, three buffers may hold what is not durable yet, and its own step may be in the journal.
-MOST_REPLAYED_ITERATIONS = 4
+# While an iteration runs, one checkpoint is gathered, one may be committed, and its own step may be in the journal.
+MOST_REPLAYED_ITERATIONS = 3
 
 
 @dataclass(frozen=True, slots=True)

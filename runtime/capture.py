@@ -20,13 +20,14 @@ from typing import Any
 import torch
 import xxhash
 
+from checkflow.errors import UnsupportedError
 from checkflow.graph import BOUNDARY, AnchorKey
 from checkflow.hardware import format_size
 from checkflow.plan import Plan
 from checkflow.runtime import fit
 from checkflow.runtime.barriers import AnchorWork, Program
 from checkflow.runtime.copy_engine import CopyEngine, CopyRecord, CopyStatistics, Transfer
-from checkflow.runtime.layout import Layout, TensorRecord, make_layout
+from checkflow.runtime.layout import STORED_TYPES, Layout, TensorRecord, make_layout
 from checkflow.runtime.live_state import StateWalk
 from checkflow.runtime.staging import StagingBuffer, StagingBuffers
 from checkflow.state import StateTensor, TrainingState, dtype_name, memory_order
@@ -81,6 +82,9 @@ class Capturer:
     Args:
         deliver: called with each complete capture, on any thread.
         buffers: how many staging buffers there are.
+
+    Raises:
+        StorageError: no host memory for the staging buffers.
     """
 
     def __init__(
@@ -94,7 +98,8 @@ class Capturer:
     ) -> None:
         self._plan, self._program, self._walk, self._engine = plan, program, walk, engine
         self._buffer_count, self._deliver = buffers, deliver
-        self._buffers: StagingBuffers | None = None
+        # Allocated before training, in the size that the plan foretells: touching so much memory takes long.
+        self._buffers: StagingBuffers | None = StagingBuffers(buffers, make_layout(planned_records(plan)).buffer_bytes)
         self._arrangement: _Arrangement | None = None
         self._prepared: dict[int, list[Transfer]] = {}  # by buffer: headers are in place, addresses computed
         self._capture: Capture | None = None
@@ -118,7 +123,7 @@ class Capturer:
 
         Raises:
             MismatchError: at the first capture: the job is not the one that the plan was made for.
-            StorageError: no host memory for the staging buffers.
+            StorageError: the state has grown, and there is no host memory for larger staging buffers.
         """
         state = self._walk.current()
         if self._arrangement is None or state is not self._arrangement.state:
@@ -288,6 +293,21 @@ class Capturer:
 
 def _digests(state: TrainingState) -> dict[str, int]:
     return {item.name: tensor_digest(item.tensor.data_ptr(), item.tensor.nbytes) for item in state.tensors}
+
+
+def planned_records(plan: Plan) -> list[TensorRecord]:
+    """The state tensors that a plan expects, row-major.
+
+    Raises:
+        UnsupportedError: a dtype that files cannot hold.
+    """
+    records = []
+    for spec in plan.fingerprint.state:
+        if spec.dtype not in STORED_TYPES:
+            raise UnsupportedError(f"the plan has {spec.name} of dtype {spec.dtype!r}, which checkpoints cannot hold")
+        item_bytes = STORED_TYPES[spec.dtype].element_bytes
+        records.append(TensorRecord(spec.name, spec.dtype, spec.shape, spec.size_bytes, item_bytes))
+    return records
 
 
 def tensor_record(item: StateTensor, deadline: int) -> TensorRecord:

@@ -130,23 +130,22 @@ class Checkpointer:
         self._longest_hold_seconds = 0.0
         self._closed = False
 
-        self._store = Store(directory, run_id=uuid.uuid4().hex[:16], keep_latest=keep_latest, keep_epochs=keep_epochs)
-        try:
-            self._resume(resume)
-            self._hooks = AnchorHooks(
-                self._models,
-                self._optimizers,
-                [work.key for work in program.works],
-                self._on_anchor,
-                self._on_forward if loader is None else None,
+        with contextlib.ExitStack() as undo:
+            self._store = Store(
+                directory, run_id=uuid.uuid4().hex[:16], keep_latest=keep_latest, keep_epochs=keep_epochs
             )
-        except BaseException:
-            self._store.close()
-            raise
-        self._engine = HostCopyEngine()
-        self._writer = Writer(self._commit, self._recycle, supersede=every is None)
-        self._capturer = Capturer(self._plan, program, self._walk, self._engine, host_buffers, self._writer.submit)
-        self._undated = fit.undated_parameters(self._plan, self._models, self._optimizers)
+            undo.callback(self._store.close)
+            self._resume(resume)
+            self._engine = HostCopyEngine()
+            undo.callback(self._engine.close)
+            self._writer = Writer(self._commit, self._recycle, supersede=every is None)
+            undo.callback(self._writer.close)
+            self._capturer = Capturer(self._plan, program, self._walk, self._engine, host_buffers, self._writer.submit)
+            self._undated = fit.undated_parameters(self._plan, self._models, self._optimizers)
+            keys = [work.key for work in program.works]
+            on_forward = self._on_forward if loader is None else None
+            self._hooks = AnchorHooks(self._models, self._optimizers, keys, self._on_anchor, on_forward)
+            undo.pop_all()
         if loader is not None:
             loader.listener = self
 
