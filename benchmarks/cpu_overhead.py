@@ -145,7 +145,7 @@ def main() -> None:
         held = row["held_seconds_per_iteration"]
         print(
             f"{mode:9s} iteration x {row['iteration_ratio']:.3f}, training thread held {format_seconds(held)} "
-            f"an iteration ({held / copy_seconds:.2f} memcpys), {row['committed']} of {row['captures']} committed"
+            f"an iteration ({held / copy_seconds:.2f} memcpys), {row['captures']} captures"
         )
     print(json.dumps(result))
 
@@ -153,7 +153,7 @@ def main() -> None:
 def growth(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """What was added to the counts and the seconds held between two reports."""
     held = {phase: after["held_seconds"][phase] - seconds for phase, seconds in before["held_seconds"].items()}
-    return {"held_seconds": held, **{key: after[key] - before[key] for key in ("captures", "committed")}}
+    return {"held_seconds": held, "captures": after["captures"] - before["captures"]}
 
 
 def summary(seconds: list[float], reports: list[dict[str, Any]], plain_seconds: float) -> dict[str, Any]:
@@ -164,7 +164,6 @@ def summary(seconds: list[float], reports: list[dict[str, Any]], plain_seconds: 
         "iteration_ratio": statistics.median(seconds) / plain_seconds,
         "held_seconds_per_iteration": held / captures,
         "waited_for_storage_seconds_per_iteration": sum(r["held_seconds"]["buffers"] for r in reports) / captures,
-        "committed": sum(report["committed"] for report in reports),
         "captures": captures,
     }
 
