@@ -8,7 +8,7 @@ An anchor's work, in the order in which it is done:
 4. *free*: give back the memory of snapshots that the plan says are gone by now.
 
 Anchors have a total order, the plan's. When an anchor fires, the work of every earlier one that has not been done is
-done first: an event may come early or late against the clock, never after the write that it guards (DESIGN 5).
+done first: an event may come early or late against the clock, never after the write that it guards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from checkflow.errors import PlanError
-from checkflow.graph import AnchorKey
+from checkflow.graph import AnchorKey, AnchorKind
 from checkflow.plan import Plan
 
 
@@ -37,8 +37,10 @@ class Program:
     """The work of every anchor that has any, in plan order, and what remains after the last one."""
 
     works: tuple[AnchorWork, ...]
-    position: Mapping[AnchorKey, int]  # index into ``works``
-    last: tuple[int, ...]  # chunks without a deadline: due when every optimizer has stepped
+    position: Mapping[AnchorKey, int]  # index into ``works``; every deadline has a work, be it empty
+    # Chunks that no operator up to an optimizer's step was seen to write: due when any optimizer has stepped, since
+    # what the loop does then (EMA, clamps) may write them, whichever optimizer it was.
+    after_step: tuple[int, ...]
 
 
 def compile_plan(plan: Plan) -> Program:
@@ -55,18 +57,22 @@ def compile_plan(plan: Plan) -> Program:
     tables: dict[int, dict[str, list[int]]] = {}
 
     def note(step: int, what: str, chunk: int) -> None:
-        tables.setdefault(step, {"snapshot": [], "release": [], "due": [], "free": []})[what].append(chunk)
+        tables.setdefault(step, _empty_table())[what].append(chunk)
 
-    last: list[int] = []
+    for due in plan.deadlines.values():
+        if due is not None:
+            if due not in anchors:
+                raise PlanError(f"a deadline (step {due}) is no anchor of eager training")
+            # Work that was planned earlier, at an anchor that did not fire, is caught up with here.
+            tables.setdefault(due, _empty_table())
+    after_step: list[int] = []
     for index, chunk in enumerate(plan.chunks):
         released = before[chunk.offload_step]
+        deadline = plan.deadlines[chunk.tensor]
+        if deadline is None or anchors[deadline].kind is AnchorKind.OPTIMIZER_POST:
+            after_step.append(index)
         if chunk.snapshot_step is None:
-            deadline = plan.deadlines[chunk.tensor]
-            if deadline is None:
-                last.append(index)
-            elif deadline not in anchors:
-                raise PlanError(f"the deadline of {chunk.tensor} (step {deadline}) is no anchor of eager training")
-            else:
+            if deadline is not None:
                 note(deadline, "due", index)
         else:
             if chunk.snapshot_step not in anchors:
@@ -80,7 +86,11 @@ def compile_plan(plan: Plan) -> Program:
         AnchorWork(anchors[step], *(tuple(table[what]) for what in ("snapshot", "release", "due", "free")))
         for step, table in sorted(tables.items())
     )
-    return Program(works, {work.key: position for position, work in enumerate(works)}, tuple(last))
+    return Program(works, {work.key: position for position, work in enumerate(works)}, tuple(after_step))
+
+
+def _empty_table() -> dict[str, list[int]]:
+    return {"snapshot": [], "release": [], "due": [], "free": []}
 
 
 def _last_at_or_before(anchors: Mapping[int, AnchorKey], steps: int) -> list[int]:

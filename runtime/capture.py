@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import xxhash
 
-from checkflow.errors import UnsupportedError
+from checkflow.errors import ConsistencyError, UnsupportedError
 from checkflow.graph import BOUNDARY, AnchorKey
 from checkflow.hardware import format_size
 from checkflow.plan import Plan
@@ -101,17 +101,17 @@ class Capturer:
         # Allocated before training, in the size that the plan foretells: touching so much memory takes long.
         self._buffers: StagingBuffers | None = StagingBuffers(buffers, make_layout(planned_records(plan)).buffer_bytes)
         self._arrangement: _Arrangement | None = None
+        self._fits = False  # the job was held against the plan once
+        self._distrusted = False  # an audit failed: everything is copied at the boundary
         self._prepared: dict[int, list[Transfer]] = {}  # by buffer: headers are in place, addresses computed
         self._capture: Capture | None = None
         self._next = 0  # index of the first work not yet done
+        # Tensors that only caution guards, and their version counters at the boundary.
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._versions: dict[str, int] = {}
         self._boundary_bytes = 0
         self.layout_changes = 0
         self.last_report: CaptureReport | None = None
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether a capture has begun and its work is not all done."""
-        return self._capture is not None
 
     def begin(
         self, step: int, extra: bytes, info: Mapping[str, Any], *, audit: bool, optimizers: Mapping[str, str]
@@ -127,8 +127,9 @@ class Capturer:
         """
         state = self._walk.current()
         if self._arrangement is None or state is not self._arrangement.state:
-            if self._arrangement is None:
+            if not self._fits:
                 fit.refuse_other_job(self._plan, state, optimizers)
+                self._fits = True
             audit = True
             self._arrange(state)
         arrangement = self._arrangement
@@ -148,6 +149,7 @@ class Capturer:
         ties, absent = arrangement.state.ties, arrangement.absent
         self._capture = capture = Capture(step, buffer, arrangement.layout, extra, info, ties, absent, digests)
         self._next = 0
+        self._versions = {name: tensor._version for name, tensor in self._tensors.items()}
         self._engine.begin(self._prepared[buffer.index], lambda: self._deliver(capture))
         self.reached(BOUNDARY)
         return waited_seconds
@@ -160,20 +162,32 @@ class Capturer:
         if position is not None:
             self._work_until(position + 1)
 
-    def require_undated(self, tensors: Sequence[str] | None = None) -> None:
-        """Chunks of tensors that no operator was seen to write must leave now: what follows might write them.
+    def require(self, chunks: Sequence[int]) -> None:
+        """These chunks must be safe now, whatever the plan says: what follows might write their tensors.
 
-        Args:
-            tensors: only these; None: all.
+        Raises:
+            ConsistencyError: one of them was written already, as its version counter tells.
         """
         if self._capture is None:
             return
-        chunks = [
-            chunk for chunk in self._program.last if tensors is None or self._plan.chunks[chunk].tensor in tensors
-        ]
-        if chunks:
-            self._engine.offload(chunks, "barrier")
-            self._engine.wait(chunks)
+        live = self._engine.live(chunks)
+        if not live:
+            return
+        self._refuse_written(live)
+        self._engine.offload(live, "barrier")
+        self._engine.wait(live)
+
+    def _refuse_written(self, chunks: Sequence[int]) -> None:
+        """Where only caution guards a tensor, its version counter may tell of a write that no anchor announced."""
+        for chunk in self._engine.live(chunks):
+            name = self._plan.chunks[chunk].tensor
+            if name in self._versions and self._tensors[name]._version != self._versions[name]:
+                raise ConsistencyError(f"{name} was written before its copy was made")
+
+    def distrust(self) -> None:
+        """The plan does not fit the job: from now on everything is copied at the boundary itself."""
+        self._distrusted = True
+        self._arrangement = None
 
     def release_all(self) -> None:
         """No anchor is left in this iteration: do all work that has not been done, wait for no snapshot."""
@@ -193,12 +207,13 @@ class Capturer:
         self._capture = None
         return time.perf_counter() - begun
 
-    def abort(self) -> None:
-        """Give up the capture in flight: it is void, unless it was delivered already."""
-        complete = self._engine.abort()
-        if self._capture is not None and self._buffers is not None and not complete:
+    def abort(self) -> bool:
+        """Give up the capture in flight; returns whether one was lost (it may have been delivered already)."""
+        lost = not self._engine.abort() and self._capture is not None
+        if lost and self._capture is not None and self._buffers is not None:
             self._buffers.give_back(self._capture.buffer)
         self._capture = None
+        return lost
 
     def recycle(self, capture: Capture) -> None:
         """The writer is done with a capture."""
@@ -212,12 +227,13 @@ class Capturer:
 
     def _work_until(self, end: int) -> None:
         while self._next < end:
-            work = self._program.works[self._next]
-            self._next += 1
-            self._do(work)
+            self._do(self._program.works[self._next])
+            self._next += 1  # only now: what an interrupt ends half-way is done again, and each part of it once
 
     def _do(self, work: AnchorWork) -> None:
         anchor = str(work.key)
+        if self._versions:
+            self._refuse_written([*work.snapshot, *work.release])
         if work.snapshot:
             self._engine.snapshot(work.snapshot, anchor)
         if work.release:
@@ -228,7 +244,8 @@ class Capturer:
             self._engine.free(work.free)
 
     def _arrange(self, state: TrainingState) -> None:
-        """Lay the files out for the state as it is now."""
+        """Lay the files out for the state as it is now, and make room for them."""
+        self._arrangement = None  # if what follows fails, the next capture tries again
         deadlines = self._plan.deadlines
         last = len(self._plan.timeline.steps)
         live = {item.name: item for item in state.tensors}
@@ -238,9 +255,11 @@ class Capturer:
         layout = make_layout(records)
         sizes = {name: size for group in self._plan.timeline.groups for name, size in group.members}
         planned = {name for name, size in sizes.items() if name in live and live[name].tensor.nbytes == size}
+        if self._distrusted:
+            planned = set()
         host = set(self._plan.host_tensors)
         unknown = [item for item in state.tensors if item.name not in planned and item.name not in host]
-        if unknown:
+        if unknown and not self._distrusted:
             size = sum(item.tensor.nbytes for item in unknown)
             logger.warning(
                 "%d state tensors (%s) are not in the plan, %s is the first: they are copied at each boundary, "
@@ -257,6 +276,16 @@ class Capturer:
             else (0, 0, 0)
             for chunk in self._plan.chunks
         )
+        after_step = {self._plan.chunks[chunk].tensor for chunk in self._program.after_step}
+        self._tensors = {name: live[name].tensor for name in sorted(after_step & planned)}
+        if self._buffers is None or self._buffers.size_bytes < layout.buffer_bytes:
+            if self._buffers is not None:
+                self._buffers.wait_all_free()
+                self._buffers.close()
+                self._buffers = None
+            self._buffers = StagingBuffers(self._buffer_count, layout.buffer_bytes)
+        self._prepared = {}
+        self.layout_changes += 1
         known = {spec.name for spec in self._plan.fingerprint.state}
         self._arrangement = _Arrangement(
             state,
@@ -266,13 +295,6 @@ class Capturer:
             tuple(item for item in state.tensors if item.name not in planned),
             chunks,
         )
-        self._prepared = {}
-        self.layout_changes += 1
-        if self._buffers is None or self._buffers.size_bytes < layout.buffer_bytes:
-            if self._buffers is not None:
-                self._buffers.wait_all_free()
-                self._buffers.close()
-            self._buffers = StagingBuffers(self._buffer_count, layout.buffer_bytes)
 
     def _prepare(self, buffer: StagingBuffer, arrangement: _Arrangement) -> None:
         """Write the files' headers into a buffer and compute its transfers."""

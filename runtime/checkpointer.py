@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from checkflow import plan as plans
-from checkflow.errors import StorageError, UnsupportedError
+from checkflow.errors import CheckflowError, ConsistencyError, StorageError, UnsupportedError
 from checkflow.graph import AnchorKey, AnchorKind
 from checkflow.plan import Plan
 from checkflow.runtime import extra_state, fit
@@ -44,7 +44,7 @@ from checkflow.runtime.live_state import (
 from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.opening import step_name
 from checkflow.runtime.persist import Writer
-from checkflow.runtime.reader import recover
+from checkflow.runtime.reader import Checkpoint, open_checkpoint, recover
 from checkflow.runtime.resume import restore
 from checkflow.runtime.store import Store
 from checkflow.state import as_models, as_optimizers, collect_state
@@ -121,11 +121,16 @@ class Checkpointer:
         self.resumed_from: int | None = None
         self._epoch = 0
         self._stepped: set[str] = set()
-        self._explicit = False
-        self._positions: list[int] = []  # loader positions of batches handed out and not yet counted (step() only)
+        self._explicit = self._in_steps = False
+        self._left_epochs = False  # with ``break``, after the epoch's last batch
+        # Loader epoch and position after each batch that was handed out and has not reached a step.
+        self._positions: list[tuple[int, int]] = []
+        self._loader_epoch = 0
         self._position = 0  # samples of this epoch that reached a step
         self._generators: Mapping[str, Any] | None = None  # to be restored when training goes on
         self._captures = self._aborted = 0
+        self._distrusted = False
+        self._said = ""
         self._held = {"boundary": 0.0, "anchors": 0.0, "buffers": 0.0}
         self._longest_hold_seconds = 0.0
         self._closed = False
@@ -141,10 +146,11 @@ class Checkpointer:
             self._writer = Writer(self._commit, self._recycle, supersede=every is None)
             undo.callback(self._writer.close)
             self._capturer = Capturer(self._plan, program, self._walk, self._engine, host_buffers, self._writer.submit)
-            self._undated = fit.undated_parameters(self._plan, self._models, self._optimizers)
-            keys = [work.key for work in program.works]
-            on_forward = self._on_forward if loader is None else None
-            self._hooks = AnchorHooks(self._models, self._optimizers, keys, self._on_anchor, on_forward)
+            self._guards = fit.make_guards(self._plan, self._models, self._optimizers)
+            self._after_step = program.after_step
+            self._keys = [*(work.key for work in program.works), *self._guards.at_forward]
+            self._hooks = self._hook()
+            self._hooked_state = self._walk.current()
             undo.pop_all()
         if loader is not None:
             loader.listener = self
@@ -170,33 +176,49 @@ class Checkpointer:
             loader.set_epoch(self._epoch, self._position)
             if self._position == 0 or loader.exhausted:  # no first batch will come, or code before it may draw numbers
                 self._restore_generators()
-            yield self._epoch
-            self._epoch += 1
-            self._position = 0
-            self._positions.clear()
-            if not self._explicit:
-                self._boundary(epoch_end=True)
+            try:
+                yield self._epoch
+            except GeneratorExit:  # the loop was left with ``break``
+                self._left_epochs = loader.exhausted
+                raise
+            self._end_epoch()
         self._restore_generators()  # a run that was finished already: what follows the loop sees them as it did then
+
+    def _end_epoch(self) -> None:
+        if self._explicit and self._positions:
+            logger.warning(
+                "%d batches of epoch %d were handed out and not counted by step(): after a resume they are used again; "
+                "pass their number to step()",
+                len(self._positions), self._epoch,
+            )  # fmt: skip
+        self._epoch += 1
+        self._position = 0
+        self._positions.clear()
+        if not self._explicit:
+            self._boundary(epoch_end=True)
 
     def steps(self, count: int) -> Iterator[int]:
         """Iterations from where the last run stopped up to ``count``, for loops without epochs."""
+        self._in_steps = True
         while self.iteration < count:
             self._restore_generators()
             yield self.iteration
             if not self._explicit:
                 self._count_batches()
                 self._boundary()
+        self._in_steps = False
         self._restore_generators()
 
-    def step(self) -> None:
+    def step(self, batches: int | None = None) -> None:
         """Mark the boundary here: for loops that fetch batches ahead of using them.
 
-        One call counts as many batches as the plan has micro-batches.
+        Args:
+            batches: how many batches reached this step; None: as many as the plan has micro-batches.
         """
         self._explicit = True
-        for _ in range(self._plan.fingerprint.micro_batches):
-            if self._positions:
-                self._position = self._positions.pop(0)
+        count = self._plan.fingerprint.micro_batches if batches is None else batches
+        for _ in range(min(count, len(self._positions))):
+            self._loader_epoch, self._position = self._positions.pop(0)
         self._boundary()
 
     def report(self) -> dict[str, Any]:
@@ -227,10 +249,15 @@ class Checkpointer:
         return self._capturer.last_report
 
     def close(self) -> None:
-        """Finish and commit what is in flight, then give everything back: hooks, threads, memory, the lock."""
+        """Finish and commit what is in flight, then give everything back: hooks, threads, memory, the lock.
+
+        If it is interrupted, call it again.
+        """
+        self._close(raising=True)
+
+    def _close(self, *, raising: bool) -> None:
         if self._closed:
             return
-        self._closed = True
         try:
             self._hooks.remove()
             if self._loader is not None and self._loader.listener is self:
@@ -239,12 +266,18 @@ class Checkpointer:
             # Whatever has not been copied yet has not been written either: the capture in flight can still be whole.
             with self._surviving():
                 self._capturer.finish()
+        except CheckflowError as error:
+            if raising:
+                raise
+            logger.warning("%s", error)
         finally:
             self._writer.close()
             self._engine.close()
             self._capturer.close()
             self._store.close()
-        self._raise_if_asked()
+            self._closed = True
+        if raising:
+            self._raise_if_asked()
 
     def __enter__(self) -> Self:
         return self
@@ -252,10 +285,15 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and not self._explicit and not self._closed:
-            self._count_batches()
-            self._boundary()
-        self.close()
+        try:
+            if kind is None and not self._explicit and not self._closed:
+                if self._left_epochs:
+                    self._end_epoch()
+                else:
+                    self._count_batches()
+                    self._boundary()
+        finally:
+            self._close(raising=kind is None)
 
     # What the loader and the hooks call
 
@@ -268,11 +306,11 @@ class Checkpointer:
     def on_batch_handed(self) -> None:
         """The loader is about to hand out a batch."""
         assert self._loader is not None
-        self._positions.append(self._loader.position)
+        self._positions.append((self._loader.epoch, self._loader.position))
         self._restore_generators()
 
     def _on_forward(self) -> None:
-        if not self._explicit and self._stepped.issuperset(self._optimizers):
+        if not self._explicit and not self._in_steps and self._stepped.issuperset(self._optimizers):
             self._boundary()
         self._restore_generators()
 
@@ -292,23 +330,59 @@ class Checkpointer:
         """
         try:
             yield
-        except Exception:
-            self._capturer.abort()
-            self._aborted += 1
+        except Exception as error:
+            lost = self._capturer.abort()
+            self._aborted += lost
+            if isinstance(error, ConsistencyError):
+                self._distrust()
             if self._on_error == "raise":
                 raise
-            logger.exception("the checkpoint of step %d is given up, training goes on", self.iteration)
+            reason = " ".join(str(error).split())
+            said = f"{type(error).__name__}: {reason}"
+            if said != self._said:  # the same reason at every boundary is said once
+                what = "is given up" if lost else "was complete before this"
+                trace = None if isinstance(error, CheckflowError) else error
+                logger.warning("the checkpoint of step %d %s: %s", self.iteration, what, said, exc_info=trace)
+            self._said = said
+
+    def _hook(self) -> AnchorHooks:
+        on_forward = self._on_forward if self._loader is None else None
+        return AnchorHooks(self._models, self._optimizers, self._keys, self._on_anchor, on_forward)
+
+    def _follow(self) -> None:
+        """Put hooks on modules that took the place of others; without them a deadline would pass unseen."""
+        state = self._walk.current()
+        if state is not self._hooked_state:
+            self._hooks.remove()
+            self._hooked_state = state
+            try:
+                self._hooks = self._hook()
+            except CheckflowError as error:
+                logger.warning("the job no longer has what the plan was made for: %s", error)
+                self._keys = []
+                self._hooks = self._hook()
+                self._distrust()
+
+    def _distrust(self) -> None:
+        if not self._distrusted:
+            self._distrusted = True
+            logger.error(
+                "the plan does not fit this job: from now on all state is copied at each boundary, which holds "
+                "training; make a new plan"
+            )
+            self._capturer.distrust()
 
     def _guard(self, key: AnchorKey) -> None:
         """Do what the plan, and caution beyond it, ask for before the job goes on from an anchor."""
         self._capturer.reached(key)
+        if key in self._guards.at_forward:
+            self._capturer.require(self._guards.at_forward[key])
         if key.kind is AnchorKind.OPTIMIZER_PRE:
-            due = [name for name, parameter in self._undated.get(key.name, ()) if parameter.grad is not None]
-            if due:
-                self._capturer.require_undated(due)
+            late = self._guards.at_step[key.name]
+            self._capturer.require([chunk for owner, chunk in late if owner is None or owner.grad is not None])
         elif key.kind is AnchorKind.OPTIMIZER_POST:
             # What follows (EMA, clamps, another optimizer) may write what no operator was seen to write.
-            self._capturer.require_undated()
+            self._capturer.require(self._after_step)
             if self._optimizers.keys() <= self._stepped | {key.name}:
                 self._capturer.release_all()
 
@@ -317,7 +391,7 @@ class Checkpointer:
     def _count_batches(self) -> None:
         """Every batch handed out so far has reached a step, if one was made."""
         if self._stepped and self._positions:
-            self._position = self._positions[-1]
+            self._loader_epoch, self._position = self._positions[-1]
             self._positions.clear()
 
     def _boundary(self, *, epoch_end: bool = False) -> None:
@@ -327,9 +401,12 @@ class Checkpointer:
         with self._surviving():
             self._capturer.finish()
         self._stepped.clear()
+        self._follow()
         self._hooks.reset()
         self.iteration += 1
         self._raise_if_asked()
+        if self._writer.breaches:
+            self._distrust()
         waited_seconds = 0.0
         if self.iteration % (self._every or self._plan.interval) == 0:
             # The first capture tells whether the job can be checkpointed at all; later ones must not end it.
@@ -354,9 +431,8 @@ class Checkpointer:
     def _extra(self) -> dict[str, Any]:
         loader = None
         if self._loader is not None:
-            loader = {**self._loader.state_dict(), "epoch": self._epoch, "position": self._position}
-            if not self._loader.epochs_counted_elsewhere:
-                loader["epoch"] = self._loader.epoch
+            epoch = self._epoch if self._loader.epochs_counted_elsewhere else self._loader_epoch
+            loader = {**self._loader.state_dict(), "epoch": epoch, "position": self._position}
         return {
             "iteration": self.iteration,
             "epoch": self._epoch,
@@ -399,11 +475,7 @@ class Checkpointer:
                     f'resume="never", but {self._store.directory} holds {found[0].name}: choose another one'
                 )
             return
-        if isinstance(mode, int):
-            if step_name(mode) not in {path.name for path in self._store.checkpoints()}:
-                raise StorageError(f"resume={mode}, but {self._store.directory} holds no checkpoint of that step")
-            self._store.rewind(mode)
-        checkpoint = recover(self._store)
+        checkpoint = self._open(mode) if isinstance(mode, int) else recover(self._store)
         if checkpoint is None:
             if mode == "must":
                 raise StorageError(f'resume="must", but {self._store.directory} holds no valid checkpoint')
@@ -412,12 +484,24 @@ class Checkpointer:
             resumed = restore(
                 checkpoint, self._models, self._optimizers, self._objects, host_tensors=self._plan.host_tensors
             )
+        if isinstance(mode, int):
+            self._store.rewind(mode)  # only now: what was refused must not have hidden anything
         extra = resumed.extra
         self.iteration = self.resumed_from = extra["iteration"]
         self._epoch, self._position, self._generators = extra["epoch"], extra["position"], extra["generators"]
+        self._loader_epoch = extra["loader"]["epoch"] if extra["loader"] is not None else 0
         if self._loader is not None and extra["loader"] is not None:
             self._loader.load_state_dict(extra["loader"])
         logger.info("resumed from step %d of %s", self.iteration, self._store.directory)
+
+    def _open(self, step: int) -> Checkpoint:
+        """Exactly this checkpoint, verified."""
+        for path in self._store.checkpoints():
+            if path.name == step_name(step):
+                checkpoint = open_checkpoint(path)
+                checkpoint.verify()
+                return checkpoint
+        raise StorageError(f"resume={step}, but {self._store.directory} holds no checkpoint of that step")
 
     def _restore_generators(self) -> None:
         if self._generators is not None:

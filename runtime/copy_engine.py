@@ -8,6 +8,7 @@ One capture at a time. The training thread calls; the engine copies beside it:
 ``offload``   these chunks may cross the link from now on, in this order;
 ``wait``      on return, later writes to these chunks' live tensors do no harm: they have crossed the link (on a GPU:
               the compute stream waits, the host does not);
+``live``      those of the chunks whose bytes still lie in their live tensors alone;
 ``free``      these snapshots may be given back as soon as they have crossed the link;
 ``finish``    on return everything has crossed the link and every snapshot is given back;
 ``abort``     forgets the capture: on return the engine reads and writes no memory of it. True if the capture was
@@ -31,7 +32,8 @@ from typing import Literal, Protocol
 # What the training thread copies itself: waking another thread, and sharing the interpreter with it, costs more.
 SMALL_BYTES = 32 * 1024
 
-_PENDING, _QUEUED, _RUNNING, _DONE = range(4)
+# _OWN: the training thread copies it now; if an interrupt ends that half-way, the next wait copies it again.
+_PENDING, _QUEUED, _RUNNING, _OWN, _DONE = range(5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class CopyEngine(Protocol):
     def snapshot(self, chunks: Sequence[int], anchor: str) -> None: ...
     def offload(self, chunks: Sequence[int], anchor: str) -> None: ...
     def wait(self, chunks: Sequence[int]) -> None: ...
+    def live(self, chunks: Sequence[int]) -> list[int]: ...
     def free(self, chunks: Sequence[int]) -> None: ...
     def finish(self) -> None: ...
     def abort(self) -> bool: ...
@@ -99,6 +102,7 @@ class HostCopyEngine:
         self._waited_seconds = self._snapshot_seconds = 0.0
         self._held_bytes = self._peak_bytes = self._helped_bytes = self._remaining = 0
         self._on_complete: Callable[[], None] = _nothing
+        self._delivering = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="checkflow-copy", daemon=True)
         self._thread.start()
@@ -119,6 +123,8 @@ class HostCopyEngine:
     def snapshot(self, chunks: Sequence[int], anchor: str) -> None:
         begun = time.perf_counter()
         for chunk in chunks:
+            if self._status[chunk] != _PENDING or chunk in self._snapshots:
+                continue  # it was forced to leave from its live tensor already, or an interrupt came after it
             transfer = self._transfers[chunk]
             copy = (ctypes.c_char * transfer.length_bytes)()
             ctypes.memmove(copy, transfer.source, transfer.length_bytes)
@@ -138,7 +144,7 @@ class HostCopyEngine:
                 length_bytes = self._transfers[chunk].length_bytes
                 self._log.append(CopyRecord(chunk, "offload", anchor, length_bytes))
                 if length_bytes <= SMALL_BYTES:
-                    self._status[chunk] = _RUNNING
+                    self._status[chunk] = _OWN
                     small.append(chunk)
                 else:
                     self._status[chunk] = _QUEUED
@@ -152,9 +158,9 @@ class HostCopyEngine:
         begun = time.perf_counter()
         for chunk in chunks:
             with self._changed:
-                mine = self._status[chunk] == _QUEUED
+                mine = self._status[chunk] in (_QUEUED, _OWN)
                 if mine:
-                    self._status[chunk] = _RUNNING  # the thread skips what is no longer queued
+                    self._status[chunk] = _OWN  # the thread skips what is no longer queued
             if mine:
                 self._copy((chunk,))
                 self._helped_bytes += self._transfers[chunk].length_bytes
@@ -164,6 +170,10 @@ class HostCopyEngine:
             while any(self._status[chunk] != _DONE for chunk in chunks):
                 self._changed.wait()
         self._waited_seconds += time.perf_counter() - begun
+
+    def live(self, chunks: Sequence[int]) -> list[int]:
+        with self._changed:
+            return [chunk for chunk in chunks if self._status[chunk] != _DONE and chunk not in self._snapshots]
 
     def free(self, chunks: Sequence[int]) -> None:
         with self._changed:
@@ -177,6 +187,8 @@ class HostCopyEngine:
             raise RuntimeError(f"chunk {self._status.index(_PENDING)} was never released")
         self.wait(range(len(self._transfers)))
         with self._changed:
+            while self._delivering:
+                self._changed.wait()
             for chunk in list(self._snapshots):
                 self._give_back(chunk)
             self._freeable.clear()
@@ -189,7 +201,7 @@ class HostCopyEngine:
                     self._status[chunk] = _PENDING
             self._queue.clear()
             self._on_complete = _nothing
-            while _RUNNING in self._status:
+            while _RUNNING in self._status or self._delivering:
                 self._changed.wait()
             self._snapshots.clear()
             self._freeable.clear()
@@ -237,9 +249,15 @@ class HostCopyEngine:
                 if chunk in self._freeable:
                     self._give_back(chunk)
             self._remaining -= len(chunks)
-            callback = _nothing if self._remaining else self._on_complete
+            complete = not self._remaining
+            callback = self._on_complete if complete else _nothing
+            self._delivering = complete
             self._changed.notify_all()
         callback()
+        if complete:
+            with self._changed:
+                self._delivering = False
+                self._changed.notify_all()
 
     def _give_back(self, chunk: int) -> None:
         if self._snapshots.pop(chunk, None) is not None:

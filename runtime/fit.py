@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from checkflow.errors import MismatchError, UnsupportedError
+from checkflow.graph import AnchorKey, AnchorKind
 from checkflow.plan import Plan, describe_mismatch
 from checkflow.runtime.loader import DataLoader
 from checkflow.state import TrainingState, collect_state, dtype_name, optimizer_implementation, optimizer_parameters
@@ -88,14 +90,45 @@ def refuse_other_job(plan: Plan, state: TrainingState, optimizers: Mapping[str, 
         raise MismatchError(f"the plan was made for another job: {lines[0]}{more}; make a new one: checkflow plan")
 
 
-def undated_parameters(
-    plan: Plan, models: Models, optimizers: Optimizers
-) -> dict[str, tuple[tuple[str, torch.Tensor], ...]]:
-    """By optimizer: parameters that it could write although the plan saw no write (they were frozen then)."""
-    undated = {name for name, deadline in plan.deadlines.items() if deadline is None}
-    tensors = [item for item in collect_state(models, {}).tensors if item.name in undated]
-    found = {}
+@dataclass(frozen=True)
+class Guards:
+    """What caution guards beyond the plan, as indices of its chunks.
+
+    A right plan leaves nothing to do here. A plan of another job, or a job that does what it did not do while it was
+    traced (unfreezes a parameter, takes another branch), meets these.
+    """
+
+    #: By optimizer, what it may write at its step although the plan says later or never: (parameter, chunk). A
+    #: parameter counts only if it has a gradient; None stands for the optimizer's own state.
+    at_step: Mapping[str, tuple[tuple[torch.Tensor | None, int], ...]]
+    #: By module, buffers of its own that no operator was seen to write.
+    at_forward: Mapping[AnchorKey, tuple[int, ...]]
+
+
+def make_guards(plan: Plan, models: Models, optimizers: Optimizers) -> Guards:
+    """Find out which tensors could be written earlier than the plan says."""
+    steps = {step.anchor: index for index, step in enumerate(plan.timeline.steps) if step.anchor is not None}
+    chunks: dict[str, list[int]] = {}
+    for index, chunk in enumerate(plan.chunks):
+        chunks.setdefault(chunk.tensor, []).append(index)
+    tensors = collect_state(models, {}).tensors
+    at_step: dict[str, tuple[tuple[torch.Tensor | None, int], ...]] = {}
     for owner, optimizer in optimizers.items():
         managed = {id(parameter) for _, parameter in optimizer_parameters(models, optimizer)}
-        found[owner] = tuple((item.name, item.tensor) for item in tensors if id(item.tensor) in managed)
-    return found
+        written: dict[str, torch.Tensor | None] = {
+            item.name: item.tensor for item in tensors if id(item.tensor) in managed
+        }
+        written |= {name: None for name in chunks if name.partition("/")[0] == owner}
+        here = steps.get(AnchorKey(AnchorKind.OPTIMIZER_PRE, owner), -1)
+        at_step[owner] = tuple(
+            (tensor, index)
+            for name, tensor in written.items()
+            if (deadline := plan.deadlines.get(name)) is None or deadline > here
+            for index in chunks.get(name, ())
+        )
+    at_forward: dict[AnchorKey, tuple[int, ...]] = {}
+    for item in tensors:
+        if item.kind == "buffer" and item.name in chunks and plan.deadlines[item.name] is None:
+            key = AnchorKey(AnchorKind.FORWARD, item.module)
+            at_forward[key] = (*at_forward.get(key, ()), *chunks[item.name])
+    return Guards(at_step, at_forward)

@@ -32,14 +32,18 @@ class Stateful(Protocol):
 class StateWalk:
     """All state tensors of a job as they are now; the walk over modules is repeated only when something changed.
 
-    What is checked at each call, all of it by identity: the containers' sizes, that each holds the tensor it held, and
-    each tensor's address (``.data`` may have been reassigned).
+    What is checked at each call, all of it by identity: that each optimizer has the containers it had
+    (``load_state_dict`` makes new ones), that each container holds what it held and no more, and each tensor's address
+    (``.data`` may have been reassigned).
     """
 
     def __init__(self, models: Models, optimizers: Optimizers) -> None:
         self._models, self._optimizers = models, optimizers
         self._state: TrainingState | None = None
-        self._slots: list[tuple[Mapping[Any, Any], Any, torch.Tensor]] = []
+        self._slots: list[tuple[Mapping[Any, Any], Any, Any]] = []
+        self._owners: list[tuple[Any, Any, Any]] = []
+        self._groups: list[list[torch.Tensor]] = []
+        self._members: list[int] = []
         self._containers: list[Any] = []
         self._sizes: list[int] = []
         self._addresses: list[int] = []
@@ -57,27 +61,32 @@ class StateWalk:
     def _unchanged(self) -> bool:
         assert self._state is not None
         return (
-            [len(container) for container in self._containers] == self._sizes
-            and all(container.get(key) is tensor for container, key, tensor in self._slots)
+            all(owner.state is state and owner.param_groups is groups for owner, state, groups in self._owners)
+            and [len(container) for container in self._containers] == self._sizes
+            and all(container.get(key) is value for container, key, value in self._slots)
+            and [id(parameter) for parameters in self._groups for parameter in parameters] == self._members
             and [item.tensor.data_ptr() for item in self._state.tensors] == self._addresses
         )
 
     def _remember(self) -> None:
         assert self._state is not None
-        self._containers, self._slots = [], []
+        self._containers, self._slots, self._groups = [], [], []
         for model in self._models.values():
             for module in model.modules():
-                self._containers += [module._modules, module._parameters, module._buffers]
-                for table in (module._parameters, module._buffers):
-                    self._slots += [(table, key, tensor) for key, tensor in table.items() if tensor is not None]
+                for table in (module._modules, module._parameters, module._buffers):
+                    self._containers.append(table)
+                    self._slots += [(table, key, value) for key, value in table.items() if value is not None]
+        self._owners = [(owner, owner.state, owner.param_groups) for owner in self._optimizers.values()]
         for optimizer in self._optimizers.values():
             self._containers += [optimizer.param_groups, optimizer.state]
-            self._containers += [group["params"] for group in optimizer.param_groups]
-            for table in optimizer.state.values():
+            self._groups += [group["params"] for group in optimizer.param_groups]
+            for parameter, table in optimizer.state.items():
+                self._slots.append((optimizer.state, parameter, table))
                 if isinstance(table, dict):
                     self._containers.append(table)
                     self._slots += [(table, key, value) for key, value in table.items() if torch.is_tensor(value)]
         self._sizes = [len(container) for container in self._containers]
+        self._members = [id(parameter) for parameters in self._groups for parameter in parameters]
         self._addresses = [item.tensor.data_ptr() for item in self._state.tensors]
         self.names = {
             owner: {id(parameter): name for name, parameter in optimizer_parameters(self._models, optimizer)}
@@ -177,7 +186,9 @@ def _capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str
         for parameter, table in optimizer.state.items()
         if isinstance(table, dict) and id(parameter) in names
     }
-    return {"groups": groups, "values": values}
+    # Some optimizers also keep values of their own beside those of parameters, under other keys.
+    others = {key: value for key, value in optimizer.state.items() if not torch.is_tensor(key)}
+    return {"groups": groups, "values": values, "others": others}
 
 
 def _restore_optimizer(models: Models, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
@@ -193,6 +204,7 @@ def _restore_optimizer(models: Models, optimizer: torch.optim.Optimizer, saved: 
     for name, values in saved["values"].items():
         if values:
             optimizer.state[parameters[name]].update(values)
+    optimizer.state.update(saved["others"])
 
 
 def make_lazy_state(

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import xxhash
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate, get_worker_info
 
 from checkflow.errors import MismatchError, UnsupportedError
 
@@ -65,20 +65,32 @@ def _generators_kept() -> Iterator[None]:
 class _SeededDataset(Dataset[Any]):
     """The user's data set, indexed by (epoch, index), with every generator seeded by them before each sample."""
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    def __init__(self, dataset: Any, seed: int, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset = dataset
         self.seed = seed
+        self.collate = collate
 
     def __getitem__(self, place: _Place) -> Any:
         epoch, index = place
         _seed_generators(derived_seed(self.seed, epoch, index))
         return self.dataset[index]
 
-    def __getitems__(self, places: Sequence[_Place]) -> list[Any]:
+    def __getitems__(self, places: Sequence[_Place]) -> Any:
         if get_worker_info() is not None:  # a worker's generators serve nothing but its samples
-            return [self[place] for place in places]
+            return self._batch(places)
         with _generators_kept():
-            return [self[place] for place in places]
+            return self._batch(places)
+
+    def _batch(self, places: Sequence[_Place]) -> Any:
+        """The samples, collated: mixing samples draws numbers too, and they must be the same after a resume."""
+        samples = [self[place] for place in places]
+        epoch, first = places[0]
+        _seed_generators(derived_seed(self.seed, epoch, first, -1))
+        return self.collate(samples)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 class _PlaceSampler(Sampler[list[_Place]]):
@@ -152,10 +164,10 @@ class DataLoader:
         self._fresh = True  # the epoch was set, and not iterated since
         self.epochs_counted_elsewhere = False  # by Checkpointer.epochs: iterating twice is then a mistake
         self._loader: TorchDataLoader[Any] = TorchDataLoader(
-            _SeededDataset(dataset, seed),
+            _SeededDataset(dataset, seed, default_collate if collate_fn is None else collate_fn),
             batch_sampler=self._sampler,
             num_workers=num_workers,
-            collate_fn=collate_fn,
+            collate_fn=_as_it_is,
             pin_memory=pin_memory,
             timeout=timeout,
             worker_init_fn=worker_init_fn,

@@ -58,6 +58,8 @@ class Writer:
         """Take a complete capture; returns at once."""
         dropped: list[Capture] = []
         with self._changed:
+            if self._closed:
+                raise RuntimeError("a capture was delivered after the writer was closed")
             if self._supersede:
                 dropped.extend(self._waiting)
                 self._waiting.clear()
@@ -119,7 +121,8 @@ class Writer:
             logger.warning("checkpoint of step %d failed, training goes on: %s", capture.step, reason)
         except Exception as reason:
             # A fault of ours must not end the training job either; the traceback goes to the log.
-            error = CheckflowError(f"checkpoint of step {capture.step}: {type(reason).__name__}: {reason}")
+            said = " ".join(str(reason).split())
+            error = CheckflowError(f"checkpoint of step {capture.step}: {type(reason).__name__}: {said}")
             logger.exception("checkpoint of step %d failed, training goes on", capture.step)
         return Persisted(
             capture.step, path, error, time.perf_counter() - begun, capture.layout.buffer_bytes,

@@ -140,14 +140,14 @@ def test_a_fault_after_the_last_copy_voids_nothing(tmp_path: Path, monkeypatch: 
     plan = make_plan()
     model, optimizer, iterate = make()
     with Checkpointer(model, optimizer, directory=tmp_path, plan=plan, every=1, audit=1, keep_latest=9) as checkpointer:
-        require = Capturer.require_undated
+        require = Capturer.require
 
-        def failing(self: Capturer, tensors: Any = None) -> None:
+        def failing(self: Capturer, chunks: Any) -> None:
             self.finish()
             raise RuntimeError("planted")
 
         for n in checkpointer.steps(6):
-            monkeypatch.setattr(Capturer, "require_undated", failing if n == 3 else require)
+            monkeypatch.setattr(Capturer, "require", failing if n == 3 else require)
             iterate()
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
     assert checkpointer.report()["committed"] == 6
