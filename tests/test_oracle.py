@@ -26,6 +26,7 @@ from checkflow.planner.schedule import Request, fingerprint_of, make_plan
 from checkflow.planner.steps import make_timeline
 from checkflow.planner.trace import trace
 from checkflow.runtime.checkpointer import Checkpointer
+from checkflow.runtime.fit import Guards
 from checkflow.runtime.reader import find
 from checkflow.training_step import TrainingStep
 
@@ -192,6 +193,8 @@ def test_an_event_moved_after_its_write_is_refused_and_if_forced_caught(
     timeline = dataclasses.replace(plan.timeline, groups=(*groups, undated))
     forced = dataclasses.replace(plan, timeline=timeline, chunks=moved).sealed()
     monkeypatch.setattr("checkflow.runtime.checkpointer.check_plan", lambda plan: None)
+    # The guards beyond the plan would save it: without them, the audit must tell.
+    monkeypatch.setattr("checkflow.runtime.fit.make_guards", lambda *_: Guards({"optimizer": ()}, {}))
     with (
         pytest.raises(ConsistencyError, match="running_mean"),
         checkpointer_for(step, tmp_path / "forced", forced) as checkpointer,
