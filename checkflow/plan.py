@@ -8,16 +8,32 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from checkflow.errors import PlanError
-from checkflow.graph import STRICT, AnchorKey
+from checkflow.graph import BOUNDARY, STRICT, AnchorKey, AnchorKind
 from checkflow.timeline import Granularity, Timeline
 
 Policy = Literal["direct", "snapshot"]
+
+# Bytes of one element, by dtype. A table, so that plans are read without torch.
+_ITEM_BYTES = {
+    dtype: size
+    for size, dtypes in (
+        (1, "bool uint8 int8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"),
+        (2, "uint16 int16 float16 bfloat16"),
+        (4, "uint32 int32 float32 complex32"),
+        (8, "uint64 int64 float64 complex64"),
+        (16, "complex128"),
+    )
+    for dtype in dtypes.split()
+}
+_MOST_BYTES = 2**63 - 1  # what memory and files can count
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +67,10 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a plan was made for. The runtime refuses a job whose state, optimizers or micro-batches differ."""
+    """What a plan was made for. The runtime refuses a job whose state or optimizers differ.
+
+    The rest it cannot see in a job, such as micro-batches: it is noted here, and ``checkflow check`` compares it.
+    """
 
     __pydantic_config__ = STRICT
     model: str
@@ -86,7 +105,7 @@ class Plan:
     fingerprint: Fingerprint
     policy: Policy
     bandwidth_bytes_per_second: float
-    unit_bytes: int  # the link's capacity was counted in these (DESIGN 4b)
+    unit_bytes: int  # the link's capacity was counted in these, and rounded on the running sum
     timeline: Timeline
     chunks: tuple[Chunk, ...]  # sorted by (offload_step, deadline, tensor, offset)
     graph_peak_bytes: int
@@ -146,9 +165,9 @@ def validate(plan: Plan) -> None:
     """
     steps = len(plan.timeline.steps)
     _validate_timeline(plan.timeline)
+    _validate_fingerprint(plan.fingerprint)
+    _validate_numbers(plan)
     specs = {spec.name: spec for spec in plan.fingerprint.state}
-    if len(specs) != len(plan.fingerprint.state):
-        raise PlanError("the plan names a state tensor twice")
     sizes = {name: size for group in plan.timeline.groups for name, size in group.members}
     device = {name for name, spec in specs.items() if not spec.host}
     if set(sizes) != device:
@@ -174,25 +193,101 @@ def validate(plan: Plan) -> None:
 
 def _validate_timeline(timeline: Timeline) -> None:
     steps = timeline.steps
-    if not steps or steps[0].duration_seconds != 0:
+    if not steps or steps[0].duration_seconds != 0 or steps[0].kind != "anchor" or steps[0].anchor != BOUNDARY:
         raise PlanError("the plan's timeline does not begin with the boundary")
     for step in steps:
-        if step.duration_seconds < 0 or step.live_bytes < 0 or step.link_bytes < 0:
-            raise PlanError(f"step {step.label!r} has a negative duration or size")
-    seen: set[AnchorKey] = set()
-    for step in steps:
-        if (step.anchor is not None) and (step.anchor in seen or step.kind != "anchor"):
-            raise PlanError(f"anchor {step.anchor} occurs twice, or is not an anchor step")
-        if step.anchor is not None:
-            seen.add(step.anchor)
+        if not 0 <= step.duration_seconds < math.inf or step.live_bytes < 0 or step.link_bytes < 0:
+            raise PlanError(f"step {step.label!r} has a negative or infinite duration, or a negative size")
+    if not math.isfinite(timeline.iteration_seconds):
+        raise PlanError("the plan's durations add up to more than a number can hold")
+    _validate_anchors(timeline)
     names: set[str] = set()
+    reached = 0
     for group in timeline.groups:
-        if group.first_write is not None and not 1 <= group.first_write < len(steps):
-            raise PlanError(f"first write at step {group.first_write}, outside of 1 … {len(steps) - 1}")
+        first = len(steps) if group.first_write is None else group.first_write
+        if group.first_write is not None and not 1 <= first < len(steps):
+            raise PlanError(f"first write at step {first}, outside of 1 … {len(steps) - 1}")
+        if first <= reached:
+            raise PlanError("the plan's groups of state are not sorted by deadline, each deadline once")
+        reached = first
+        if group.first_write is not None and timeline.granularity == "segment" and steps[first - 1].anchor is None:
+            raise PlanError(f"state is due at step {first - 1}, where eager training has no anchor")
         for name, size in group.members:
             if name in names or size < 0:
                 raise PlanError(f"state tensor {name} occurs twice or has a negative size")
             names.add(name)
+
+
+def _validate_anchors(timeline: Timeline) -> None:
+    """Every anchor once, with a time that can come; the boundary first, and nowhere else."""
+    seen: set[AnchorKey] = set()
+    for index, step in enumerate(timeline.steps):
+        key = step.anchor
+        if key is None:
+            continue
+        if key in seen or step.kind != "anchor":
+            raise PlanError(f"anchor {key} occurs twice, or is not an anchor step")
+        if index and key.kind is AnchorKind.BOUNDARY:
+            raise PlanError(f"the plan has a boundary within the iteration, at step {index}")
+        if key.occurrence < 0:
+            raise PlanError(f"anchor {key} is to fire for time {key.occurrence}; times count from 0")
+        seen.add(key)
+
+
+def _validate_fingerprint(fingerprint: Fingerprint) -> None:
+    names: set[str] = set()
+    for spec in fingerprint.state:
+        if spec.name in names:
+            raise PlanError("the plan names a state tensor twice")
+        names.add(spec.name)
+        if spec.dtype not in _ITEM_BYTES:
+            raise PlanError(f"the plan gives state tensor {spec.name} an unknown dtype: {spec.dtype}")
+        if min(spec.shape, default=0) < 0 or spec.size_bytes != math.prod(spec.shape) * _ITEM_BYTES[spec.dtype]:
+            raise PlanError(
+                f"the plan gives state tensor {spec.name} {spec.size_bytes} bytes, not those of"
+                f" {spec.dtype}{list(spec.shape)}"
+            )
+    if fingerprint.micro_batches < 1:
+        raise PlanError(f"the plan is for {fingerprint.micro_batches} micro-batches an iteration")
+    if fingerprint.ranks != 1:
+        raise PlanError(f"the plan is for {fingerprint.ranks} ranks; plans are for one process")
+
+
+def _validate_numbers(plan: Plan) -> None:
+    """The plan's own figures: each possible by itself, and none too large to count with."""
+    if max(_counts_bytes(plan)) > _MOST_BYTES:
+        raise PlanError("the plan counts more bytes than any memory has")
+    if plan.interval != 1:
+        raise PlanError(
+            f"the plan claims a checkpoint every {plan.interval} iterations; plans make one every iteration"
+        )
+    if plan.graph_peak_bytes < 0:
+        raise PlanError(f"the plan claims a peak of {plan.graph_peak_bytes} bytes for the graph")
+    if plan.unit_bytes < 1:
+        raise PlanError(f"the plan counts in units of {plan.unit_bytes} bytes")
+    if not 0 < plan.bandwidth_bytes_per_second < math.inf:
+        raise PlanError(f"the plan's link gives {plan.bandwidth_bytes_per_second} bytes per second")
+    if not 0 <= plan.memory_bandwidth_bytes_per_second < math.inf:
+        raise PlanError(f"the plan's device memory gives {plan.memory_bandwidth_bytes_per_second} bytes per second")
+    try:
+        plan.timeline.capacities_bytes(plan.bandwidth_bytes_per_second, plan.unit_bytes)
+    except OverflowError:
+        raise PlanError("the plan's link takes more bytes in an iteration than a number can hold") from None
+    certificate = plan.certificate
+    if certificate.bound_bytes < 0:
+        raise PlanError(f"the plan's certificate has a bound of {certificate.bound_bytes} bytes")
+    if certificate.bound_bytes > certificate.objective_bytes:
+        raise PlanError("the plan's certificate has a bound above its objective")
+
+
+def _counts_bytes(plan: Plan) -> Iterator[int]:
+    """All that is added up, or divided by a bandwidth."""
+    yield plan.unit_bytes
+    yield sum(spec.size_bytes for spec in plan.fingerprint.state)
+    yield sum(size for group in plan.timeline.groups for _, size in group.members)
+    for step in plan.timeline.steps:
+        yield step.live_bytes
+        yield step.link_bytes
 
 
 def _validate_chunk(plan: Plan, chunk: Chunk, sizes: dict[str, int], steps: int) -> None:
@@ -208,6 +303,11 @@ def _validate_chunk(plan: Plan, chunk: Chunk, sizes: dict[str, int], steps: int)
             raise PlanError(f"a chunk of {chunk.tensor} leaves the live tensor after its deadline (step {deadline})")
     elif not 0 <= chunk.snapshot_step < chunk.offload_step or (deadline is not None and chunk.snapshot_step > deadline):
         raise PlanError(f"a chunk of {chunk.tensor} has its snapshot too late: step {chunk.snapshot_step}")
+    elif plan.granularity == "segment" and plan.timeline.steps[chunk.snapshot_step].anchor is None:
+        raise PlanError(
+            f"a chunk of {chunk.tensor} has its snapshot at step {chunk.snapshot_step},"
+            " where eager training has no anchor"
+        )
 
 
 def dumps(plan: Plan) -> bytes:
@@ -229,9 +329,9 @@ def loads(data: bytes, name: str = "plan") -> Plan:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "file"
         raise PlanError(f"{name}: not a valid plan: {place}: {first['msg']}") from None
-    validate(plan)
     if plan.digest != _digest(plan) or _canonical(plan) != data:
         raise PlanError(f"{name}: the plan was changed after it was made (its digest does not fit); make it anew")
+    validate(plan)
     return plan
 
 
@@ -284,6 +384,10 @@ def describe_mismatch(
         elif have != want:
             lines.append(f"{name}: {have[1]}{list(have[0])} in the job, {want[1]}{list(want[0])} in the plan")
     for name, implementation in plan.fingerprint.optimizers:
-        if name in optimizers and optimizers[name] != implementation:
+        if name not in optimizers:
+            lines.append(f"optimizer {name}: planned as {implementation}, not in the job")
+        elif optimizers[name] != implementation:
             lines.append(f"optimizer {name}: {optimizers[name]} in the job, {implementation} in the plan")
+    for name in optimizers.keys() - dict(plan.fingerprint.optimizers).keys():
+        lines.append(f"optimizer {name}: {optimizers[name]} in the job, not in the plan")
     return sorted(lines)

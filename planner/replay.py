@@ -116,8 +116,6 @@ def _check_claims(plan: Plan, replay: Replay) -> None:
         )
     if plan.stall_seconds != replay.stall_seconds:
         raise PlanError(f"the plan claims a stall of {plan.stall_seconds} s, and has {replay.stall_seconds} s")
-    if plan.interval < 1:
-        raise PlanError(f"the plan claims a checkpoint every {plan.interval} iterations")
     certificate = plan.certificate
     rounding = certificate.objective_bytes - replay.peak_bytes
     if not 0 <= rounding < plan.unit_bytes:
@@ -125,7 +123,5 @@ def _check_claims(plan: Plan, replay: Replay) -> None:
             f"the plan's certificate is for a peak of {certificate.objective_bytes} bytes,"
             f" and the plan reaches {replay.peak_bytes}"
         )
-    if certificate.bound_bytes > certificate.objective_bytes:
-        raise PlanError("the plan's certificate has a bound above its objective")
     if certificate.status == "optimal" and certificate.bound_bytes < certificate.objective_bytes:
         raise PlanError("the plan's certificate says optimal, and its bound does not meet its objective")

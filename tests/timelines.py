@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies
 
+from checkflow.graph import BOUNDARY
 from checkflow.plan import Fingerprint, Policy, StateSpec
 from checkflow.timeline import StateGroup, Step, Timeline
 
@@ -15,11 +16,14 @@ from checkflow.timeline import StateGroup, Step, Timeline
 def make_timeline(
     steps: list[tuple[int, int]], groups: list[tuple[int | None, list[int]]], link_bytes: dict[int, int] | None = None
 ) -> Timeline:
-    """Steps as (seconds, live bytes), groups as (first write, sizes of its members)."""
+    """Steps as (seconds, live bytes), the boundary first; groups as (first write, sizes of its members)."""
     own = link_bytes or {}
     return Timeline(
         "operator",
-        tuple(Step("operator", f"op{i}", float(lasts), live, own.get(i, 0)) for i, (lasts, live) in enumerate(steps)),
+        tuple(
+            Step("operator" if i else "anchor", f"op{i}", float(lasts), live, own.get(i, 0), None if i else BOUNDARY)
+            for i, (lasts, live) in enumerate(steps)
+        ),
         tuple(
             StateGroup(first, tuple((f"model/t{first}.{i}", size) for i, size in enumerate(sizes)))
             for first, sizes in groups
