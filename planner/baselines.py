@@ -15,15 +15,19 @@ class Baselines:
     synchronous_stall_seconds: float  # training stands still while all state crosses the link; no memory
     checkfreq_peak_bytes: int  # GPU mode as its code does it: the snapshot of all state is kept
     checkfreq_released_peak_bytes: int  # GPU mode, each byte of the snapshot freed once it has left
+    checkfreq_gpu_link_stall_seconds: float  # GPU modes: the next snapshot waits until this one has left
     checkfreq_cpu_stall_seconds: float  # CPU mode: no snapshot; a write waits until what it changes has left
 
 
 def baselines(timeline: Timeline, bandwidth_bytes_per_second: float) -> Baselines:
     """The baselines of a timeline.
 
-    CheckFreq snapshots at the boundary. Its CPU mode is taken at its best here: it copies in the order of the
-    deadlines, and waits for each tensor's own first write only (its code waits for all state before the optimizer's
-    step, and leaves buffers that forward changes torn).
+    CheckFreq snapshots at the boundary. A snapshot every iteration must also leave within it: what the link cannot take
+    by its end, training waits for. (The time of the copy inside device memory is not counted here.)
+
+    Its CPU mode is taken at its best here: it copies in the order of the deadlines, and waits for each tensor's own
+    first write only (its code waits for all state before the optimizer's step, and leaves buffers that forward changes
+    torn).
 
     Args:
         bandwidth_bytes_per_second: of the link, from device to host.
@@ -44,5 +48,6 @@ def baselines(timeline: Timeline, bandwidth_bytes_per_second: float) -> Baseline
         synchronous_stall_seconds=state / bandwidth_bytes_per_second,
         checkfreq_peak_bytes=timeline.training_peak_bytes + state,
         checkfreq_released_peak_bytes=released,
+        checkfreq_gpu_link_stall_seconds=max(0, state - reached[-1]) / bandwidth_bytes_per_second,
         checkfreq_cpu_stall_seconds=late / bandwidth_bytes_per_second,
     )

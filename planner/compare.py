@@ -86,7 +86,10 @@ def make_comparison(
         synchronous_stall_seconds=base.synchronous_stall_seconds,
         checkfreq_peak_bytes=base.checkfreq_peak_bytes,
         checkfreq_released_peak_bytes=base.checkfreq_released_peak_bytes,
-        checkfreq_gpu_stall_seconds=snapshot_stall_seconds(timeline.state_bytes, memory_bandwidth_bytes_per_second),
+        checkfreq_gpu_stall_seconds=(
+            snapshot_stall_seconds(timeline.state_bytes, memory_bandwidth_bytes_per_second)
+            + base.checkfreq_gpu_link_stall_seconds
+        ),
         checkfreq_cpu_stall_seconds=base.checkfreq_cpu_stall_seconds,
         checkflow_peak_bytes=peak_bytes,
         checkflow_stall_seconds=stall_seconds,
