@@ -237,13 +237,16 @@ def compare(
     from checkflow import plan as plans
     from checkflow import report
     from checkflow.planner.compare import compare_plan
+    from checkflow.planner.replay import check_plan
 
     chosen = options.choose_device(device)
     request = _request(chosen, bandwidth, memory_limit, policy=policy.value, overhead=overhead)
     rows = []
     for subject in subjects:
         if subject.endswith(".json"):
-            rows.append(compare_plan(subject, plans.load(subject)))
+            read = plans.load(subject)
+            check_plan(read)  # its claims are printed beside ours
+            rows.append(compare_plan(subject, read))
         else:
             asked = _subject(subject, batch_size, settings, optimizer)
             from checkflow.planner.pipeline import compare_model

@@ -15,6 +15,7 @@ from checkflow.errors import CheckflowError
 from checkflow.graph import STRICT
 
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*([kKMGTP]?)(i?)B?\s*$")
+MOST_BYTES = 2**63  # sizes stay below: files and memory count no further
 _PREFIX = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
 
@@ -22,26 +23,29 @@ def parse_size(text: str) -> int:
     """Bytes of "24GB", "8MiB", "512", "1.5 GiB": B, kB, MB … count in thousands, KiB, MiB … in 1024s.
 
     Raises:
-        CheckflowError: the text is no size.
+        CheckflowError: the text is no size, or more than any memory has (2**63 bytes).
     """
     match = _SIZE.match(text)
     if not match:
         raise CheckflowError(f"not a size: {text!r} (write it like 24GB or 8MiB)")
     number, prefix, binary = match.groups()
     scale: int = (1024 if binary else 1000) ** _PREFIX[prefix]
-    return round(float(number) * scale)
+    size_bytes = float(number) * scale
+    if not size_bytes < MOST_BYTES:
+        raise CheckflowError(f"{text!r} is more than any memory or link has")
+    return round(size_bytes)
 
 
 def parse_bandwidth(text: str) -> float:
     """Bytes per second of "63GB/s" (the "/s" may be left out).
 
     Raises:
-        CheckflowError: the text is no bandwidth, or it is zero.
+        CheckflowError: the text is no bandwidth, it is zero, or it is more than any link has.
     """
-    try:
-        value = float(parse_size(text.strip().removesuffix("/s")))
-    except CheckflowError:
-        raise CheckflowError(f"not a bandwidth: {text!r} (write it like 63GB/s)") from None
+    size = text.strip().removesuffix("/s")
+    if not _SIZE.match(size):
+        raise CheckflowError(f"not a bandwidth: {text!r} (write it like 63GB/s)")
+    value = float(parse_size(size))
     if value <= 0:
         raise CheckflowError("a bandwidth must be more than zero")
     return value
@@ -246,7 +250,7 @@ CATALOGUE: Mapping[str, Device] = {
         replace(
             _H100,
             name="H200",
-            memory_bytes=141 * 2**30,
+            memory_bytes=141 * 10**9,
             memory_bandwidth_bytes_per_second=4800e9,
             source="NVIDIA H200 Tensor Core GPU datasheet (SXM, 141 GB; units as the H100's, dense); PCIe 5.0 x16",
         ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -85,11 +87,12 @@ def plan_model(subject: Subject, device: Device, request: Request, granularity: 
 
 
 def _trace(subject: Subject, device_name: str) -> TrainingGraph:
-    name, step = load_training_step(
-        subject.target, batch_size=subject.batch_size, settings=subject.settings, optimizer=subject.optimizer
-    )
     target: Target = "cpu" if device_name.partition(" ")[0] == "cpu" else "cuda"
-    return trace(step, name=name, target=target)
+    with contextlib.redirect_stdout(sys.stderr):  # what the model's own code prints is no answer of ours
+        name, step = load_training_step(
+            subject.target, batch_size=subject.batch_size, settings=subject.settings, optimizer=subject.optimizer
+        )
+        return trace(step, name=name, target=target)
 
 
 def compare_model(planned: Planned) -> Comparison:
@@ -141,11 +144,26 @@ def _other_settings(planned: Fingerprint, graph: TrainingGraph) -> list[str]:
 
 
 def _other_steps(planned: Timeline, found: Timeline) -> list[str]:
-    """Where operators or memory differ although the state is the same; durations are the device's, and left out."""
+    """Where operators, memory or deadlines differ although the state is the same; durations are the device's."""
     if len(planned.steps) != len(found.steps):
         return [f"{len(found.steps)} steps in the model, {len(planned.steps)} in the plan"]
-    return [
+    lines = [
         f"step {want.label!r} with {want.live_bytes} bytes live is {have.label!r} with {have.live_bytes} in the model"
         for want, have in zip(planned.steps, found.steps, strict=True)
         if (want.label, want.live_bytes, want.link_bytes) != (have.label, have.live_bytes, have.link_bytes)
     ]
+    due, now = _first_writes(planned), _first_writes(found)
+    return lines + [
+        f"{name} is first written in {_step_text(found, now.get(name))} in the model, in"
+        f" {_step_text(planned, step)} in the plan"
+        for name, step in due.items()
+        if name not in now or now[name] != step
+    ]
+
+
+def _first_writes(timeline: Timeline) -> dict[str, int | None]:
+    return {name: group.first_write for group in timeline.groups for name, _ in group.members}
+
+
+def _step_text(timeline: Timeline, step: int | None) -> str:
+    return "no step" if step is None else f"step {timeline.steps[step].label!r}"

@@ -236,6 +236,9 @@ BAD = [
     pytest.param({"d.json": "{}"}, ["plan", "model.py", "--device", "d.json"], FAILED, "d.json", id="device damaged"),
     pytest.param({}, ["plan", "model.py", "--bandwidth", "fast"], USAGE, "63GB/s", id="not a bandwidth"),
     pytest.param({}, ["plan", "model.py", "--bandwidth", "0"], USAGE, "more than zero", id="no bandwidth"),
+    pytest.param({}, ["plan", "model.py", "--bandwidth", "1e400"], USAGE, "more than any", id="no such link"),
+    pytest.param({}, ["plan", "model.py", "--memory-limit", "1e999GB"], USAGE, "more than any", id="no such memory"),
+    pytest.param({}, ["plan", "model.py", "--memory-limit", "1e19"], USAGE, "more than any", id="memory beyond counts"),
     pytest.param({}, ["plan", "model.py", "--memory-limit", "many"], USAGE, "24GB", id="not a size"),
     pytest.param({}, ["plan", "model.py", "--chunk-size", "0"], USAGE, "at least one byte", id="empty chunks"),
     pytest.param({}, ["plan", "model.py", "--solver", "simplex"], USAGE, "simplex", id="unknown solver"),
@@ -383,6 +386,65 @@ def test_compare_takes_models_and_plans(call: Any, plan_file: Path) -> None:
     table = call("compare", "model.py", "plan.json", "--device", "slow.json")
     for word in ("synchronous", "CheckFreq", "checkflow", "model"):
         assert word in table.out, word
+
+
+@pytest.mark.parametrize("arguments", [["check"], ["show"], ["show", "--dot"], ["compare", "model.py"]])
+def test_a_plan_that_lies_is_not_printed(call: Any, plan_file: Path, arguments: list[str]) -> None:
+    """Sealed, so that only the replay can tell."""
+    honest = plans.load(plan_file)
+    lie = dataclasses.replace(honest, plan_peak_bytes=honest.plan_peak_bytes - 1)
+    plan_file.write_bytes(plans.dumps(lie))
+    said = call(*arguments, "plan.json")
+    assert (said.code, said.out) == (FAILED, "")
+    assert "claims a peak" in said.err
+
+
+TWO_OPTIMIZERS = """
+import torch
+import checkflow
+
+def build(swapped: bool = False) -> checkflow.TrainingStep:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
+    one, two = reversed(model) if swapped else model
+    optimizers = {"one": torch.optim.SGD(one.parameters(), lr=0.1), "two": torch.optim.SGD(two.parameters(), lr=0.1)}
+
+    def step(x):
+        for optimizer in optimizers.values():
+            optimizer.zero_grad()
+        model(x).square().mean().backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+
+    return checkflow.TrainingStep(step=step, models={"model": model}, optimizers=optimizers, batch=torch.randn(4, 8))
+
+def swapped() -> checkflow.TrainingStep:
+    return build(swapped=True)
+"""
+
+
+def test_check_sees_two_optimizers_swapped(call: Any, tmp_path: Path) -> None:
+    """Steps, sizes and state are equal: only the deadlines differ."""
+    (tmp_path / "two.py").write_text(TWO_OPTIMIZERS)
+    assert call("plan", "two.py", "--device", "slow.json", "-o", "two.json").code == FOUND
+    assert call("check", "two.json", "two.py").code == FOUND
+    said = call("check", "two.json", "two.py:swapped")
+    assert (said.code, said.out) == (FAILED, "")
+    assert "model/0.weight is first written in step" in said.err
+
+
+def test_a_model_that_prints_does_not_spoil_the_answer(call: Any, plan_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "loud.py").write_text(
+        MODEL.replace("import torch\n", "import torch\nprint('loading')\n", 1)
+        .replace("    model =", "    print('building')\n    model =")
+        .replace("loss=lambda model, x, y: F", "loss=lambda model, x, y: print('running') or F")
+    )
+    for arguments in (["plan", "loud.py"], ["compare", "loud.py"], ["check", "plan.json", "loud.py"]):
+        device = [] if arguments[0] == "check" else ["--device", "slow.json"]
+        said = call(*arguments, *device, "--json")
+        assert said.code == FOUND, said.err
+        assert said.json
+        for word in ("loading", "building", "running"):
+            assert word in said.err
 
 
 def test_compare_keeps_rows_that_have_no_plan(call: Any) -> None:
