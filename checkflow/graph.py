@@ -26,7 +26,7 @@ StorageKind = Literal["parameter", "buffer", "optimizer", "input", "activation",
 
 
 class AnchorKind(enum.StrEnum):
-    """Places in eager training that surely run (DESIGN 1: anchor)."""
+    """Places in eager training that surely run: a checkpoint's work hangs on them."""
 
     BOUNDARY = "boundary"  # between two iterations; the first step of every timeline
     FORWARD = "forward"  # a module's forward-pre hook; name: "<model>/<module path>"
@@ -97,7 +97,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """One state tensor (DESIGN 1). ``name`` is ``<owner>/<key>``; see :mod:`checkflow.state`."""
+    """One tensor of what training must have to go on: parameter, buffer or optimizer state. ``name`` is ``<owner>/<key>``; see :mod:`checkflow.state`."""
 
     name: str
     kind: StateKind

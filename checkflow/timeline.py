@@ -1,4 +1,4 @@
-"""Timeline: what the planner's mathematics sees of one iteration (DESIGN 4). Pure data.
+"""Timeline: what the planner's mathematics sees of one iteration. Pure data.
 
 Steps are numbered from 0 in code; step ``i`` is the papers' ``t = i + 1``. At segment granularity the steps alternate
 anchor (no duration), segment, anchor, …; at operator granularity there is one step an operator, and a zero-length
@@ -75,7 +75,7 @@ class Timeline:
     def capacities_bytes(self, bandwidth_bytes_per_second: float, unit_bytes: int = 1) -> list[int]:
         """Whole bytes (or units of ``unit_bytes``) that each step's link can take, less training's own traffic.
 
-        Rounded on the running sum, so that short steps do not lose their share (DESIGN 4b). Traffic of training that
+        Rounded on the running sum, so that short steps do not lose their share. Traffic of training that
         does not fit its own step delays nothing else: what exceeds the step is dropped, never borrowed.
         """
         capacities, exact, given = [], 0.0, 0

@@ -1,4 +1,4 @@
-"""Why a plan does not fit, and what would make it fit: never a bare "infeasible" (DESIGN 4d)."""
+"""Why a plan does not fit, and what would make it fit: never a bare "infeasible"."""
 
 from __future__ import annotations
 

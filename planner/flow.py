@@ -1,4 +1,4 @@
-"""The aggregate ILP: it counts units, not chunks, since bytes with the same deadline are interchangeable (DESIGN 4b).
+"""The aggregate ILP: it counts units, not chunks, since bytes with the same deadline are interchangeable.
 
 It stands beside the Checkflow paper's ILP (one binary per tensor, action and step): the same rules, summed over
 tensors. Its variables are running sums over the steps, so that each rule is one short row:

@@ -3,7 +3,7 @@
 All state is one string of bytes, in the order in which it is first written (then by name): the bytes that must be safe
 first come first, and whatever moves next is the next piece of the string. It is cut into units, so that solvers see
 small whole numbers; a unit is due with its first byte. Both roundings act on running sums (of state and of link
-capacity), so that all of them together lose less than one unit of state and one of link (DESIGN 4b). The unit that may
+capacity), so that all of them together lose less than one unit of state and one of link. The unit that may
 be partly filled is the first: it leaves first, so it is counted whole in a peak only if the peak comes before that.
 """
 
