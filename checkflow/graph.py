@@ -97,7 +97,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """One tensor of what training must have to go on: parameter, buffer or optimizer state. ``name`` is ``<owner>/<key>``; see :mod:`checkflow.state`."""
+    """One tensor that training needs to go on. ``name`` is ``<owner>/<key>``; see :mod:`checkflow.state`."""
 
     name: str
     kind: StateKind
