@@ -101,7 +101,7 @@ class Guards:
     #: By optimizer, what it may write at its step although the plan says later or never: (parameter, chunk). A
     #: parameter counts only if it has a gradient; None stands for the optimizer's own state.
     at_step: Mapping[str, tuple[tuple[torch.Tensor | None, int], ...]]
-    #: By module, buffers of its own that no operator was seen to write.
+    #: By a module's first forward, buffers of its own that it may write there although the plan says later or never.
     at_forward: Mapping[AnchorKey, tuple[int, ...]]
 
 
@@ -128,7 +128,10 @@ def make_guards(plan: Plan, models: Models, optimizers: Optimizers) -> Guards:
         )
     at_forward: dict[AnchorKey, tuple[int, ...]] = {}
     for item in tensors:
-        if item.kind == "buffer" and item.name in chunks and plan.deadlines[item.name] is None:
-            key = AnchorKey(AnchorKind.FORWARD, item.module)
+        if item.kind != "buffer" or item.name not in chunks:
+            continue
+        key = AnchorKey(AnchorKind.FORWARD, item.module)
+        due = plan.deadlines[item.name]
+        if due is None or due > steps.get(key, -1):
             at_forward[key] = (*at_forward.get(key, ()), *chunks[item.name])
     return Guards(at_step, at_forward)

@@ -142,6 +142,36 @@ def test_what_no_operator_was_seen_to_write_is_guarded(part: str, snapshots: boo
     assert check(tmp_path, truths) == list(range(1, 7))
 
 
+def test_a_buffer_that_is_planned_too_late_is_guarded_by_its_module(tmp_path: Path) -> None:
+    """Hidden writes, double buffers, a module that the trace ran in evaluation first: the deadline comes too late."""
+    job, plan = Job(), warmed()
+    steps = plan.timeline.steps
+    place = next(i for i, s in enumerate(steps) if s.anchor and s.anchor.kind is AnchorKind.OPTIMIZER_PRE)
+    late = ("model/1.running_mean", "model/1.running_var", "model/1.num_batches_tracked")
+    members = {name: size for group in plan.timeline.groups for name, size in group.members}
+    groups: dict[int | None, dict[str, int]] = {}
+    for group in plan.timeline.groups:
+        for name, size in group.members:
+            groups.setdefault(place + 1 if name in late else group.first_write, {})[name] = size
+    ordered = sorted(groups.items(), key=lambda pair: (pair[0] is None, pair[0] or 0))
+    timeline = dataclasses.replace(
+        plan.timeline,
+        groups=tuple(
+            dataclasses.replace(plan.timeline.groups[0], first_write=first, members=tuple(sorted(found.items())))
+            for first, found in ordered
+        ),
+    )
+    chunks = tuple(
+        dataclasses.replace(chunk, offload_step=place, snapshot_step=None) if chunk.tensor in late else chunk
+        for chunk in plan.chunks
+    )
+    assert members.keys() >= set(late)
+    with open_job(job, tmp_path, dataclasses.replace(plan, timeline=timeline, chunks=chunks).sealed()) as checkpointer:
+        truths = train(job, checkpointer, 6)
+    assert checkpointer.report()["breaches"] == 0
+    assert check(tmp_path, truths) == list(range(1, 7))
+
+
 def test_an_average_is_safe_before_the_loop_updates_it(tmp_path: Path) -> None:
     job = Job()
     with open_job(job, tmp_path, undated(warmed(), "ema/")) as checkpointer:
