@@ -87,7 +87,10 @@ def refuse_other_job(plan: Plan, state: TrainingState, optimizers: Mapping[str, 
     lines = describe_mismatch(plan, {**live, **late}, dict(optimizers))
     if lines:
         more = f" (and {len(lines) - 1} more differences)" if len(lines) > 1 else ""
-        raise MismatchError(f"the plan was made for another job: {lines[0]}{more}; make a new one: checkflow plan")
+        raise MismatchError(
+            f"the plan was made for another job, on {plan.fingerprint.device}: {lines[0]}{more}; "
+            "make a new one: checkflow plan MODEL --device NAME (cpu, for a job on the CPU)"
+        )
 
 
 @dataclass(frozen=True)
