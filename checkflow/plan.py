@@ -34,6 +34,8 @@ _ITEM_BYTES = {
     for dtype in dtypes.split()
 }
 _MOST_BYTES = 2**63 - 1  # what memory and files can count
+MOST_STEPS = 2**24  # of a horizon: it is walked through step by step
+MOST_SECONDS = 1e9  # of a wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,8 @@ class Chunk:
 
     Its bytes cross the link within step ``offload_step``. Where ``snapshot_step`` is set, they are first copied inside
     device memory at that step and leave from the copy, which is kept up to and including ``offload_step``; otherwise
-    they leave straight from the live tensor. Steps are indices into ``Plan.timeline.steps``.
+    they leave straight from the live tensor. Steps are those of the horizon: step ``i`` of the timeline in iteration
+    ``j`` after the boundary (from 0) is ``j * len(timeline.steps) + i``.
     """
 
     __pydantic_config__ = STRICT
@@ -97,9 +100,22 @@ class Certificate:
     bound_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Training waits at an anchor, once a checkpoint, while the link goes on."""
+
+    __pydantic_config__ = STRICT
+    step: int  # of the horizon, as in a chunk
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Plan:
-    """The schedule of one iteration's checkpoint."""
+    """The schedule of one checkpoint, over the ``interval`` iterations from its boundary to the next one's.
+
+    State is first written in the first of these iterations; what has not left by then leaves from snapshots, or is
+    never written.
+    """
 
     __pydantic_config__ = STRICT
     fingerprint: Fingerprint
@@ -110,18 +126,29 @@ class Plan:
     chunks: tuple[Chunk, ...]  # sorted by (offload_step, deadline, tensor, offset)
     graph_peak_bytes: int
     plan_peak_bytes: int
-    stall_seconds: float
-    interval: int
+    stall_seconds: float  # of one checkpoint: the wait, and the copies inside device memory
+    interval: int  # iterations from one checkpoint to the next
     certificate: Certificate
     format: Literal["checkflow-plan"] = "checkflow-plan"
     version: Literal[1] = 1
     # of the device's memory: a snapshot's stall is 2 x bytes / this; 0 where a plan prices no snapshots
     memory_bandwidth_bytes_per_second: float = 0.0
+    wait: Wait | None = None
     digest: str = ""
 
     @property
     def granularity(self) -> Granularity:
         return self.timeline.granularity
+
+    @property
+    def horizon_steps(self) -> int:
+        """Steps from one checkpoint's boundary to the next one's."""
+        return self.interval * len(self.timeline.steps)
+
+    def capacities_bytes(self, unit_bytes: int = 1) -> list[int]:
+        """Bytes (or units) that the link takes in each step of the horizon."""
+        wait = None if self.wait is None else (self.wait.step, self.wait.seconds)
+        return self.timeline.capacities_bytes(self.bandwidth_bytes_per_second, unit_bytes, self.interval, wait)
 
     @functools.cached_property
     def deadlines(self) -> dict[str, int | None]:
@@ -163,10 +190,10 @@ def validate(plan: Plan) -> None:
     Raises:
         PlanError: with the reason, at the first rule that is broken.
     """
-    steps = len(plan.timeline.steps)
     _validate_timeline(plan.timeline)
     _validate_fingerprint(plan.fingerprint)
     _validate_numbers(plan)
+    _validate_horizon(plan)
     specs = {spec.name: spec for spec in plan.fingerprint.state}
     sizes = {name: size for group in plan.timeline.groups for name, size in group.members}
     device = {name for name, spec in specs.items() if not spec.host}
@@ -175,7 +202,7 @@ def validate(plan: Plan) -> None:
         raise PlanError(f"the plan's timeline and fingerprint disagree about state tensor {odd}")
     ranges: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}
     for chunk in plan.chunks:
-        _validate_chunk(plan, chunk, sizes, steps)
+        _validate_chunk(plan, chunk, sizes)
         ranges[chunk.tensor].append((chunk.offset_bytes, chunk.offset_bytes + chunk.length_bytes))
     for name, spans in ranges.items():
         if specs[name].size_bytes != sizes[name]:
@@ -257,10 +284,6 @@ def _validate_numbers(plan: Plan) -> None:
     """The plan's own figures: each possible by itself, and none too large to count with."""
     if max(_counts_bytes(plan)) > _MOST_BYTES:
         raise PlanError("the plan counts more bytes than any memory has")
-    if plan.interval != 1:
-        raise PlanError(
-            f"the plan claims a checkpoint every {plan.interval} iterations; plans make one every iteration"
-        )
     if plan.graph_peak_bytes < 0:
         raise PlanError(f"the plan claims a peak of {plan.graph_peak_bytes} bytes for the graph")
     if plan.unit_bytes < 1:
@@ -269,15 +292,30 @@ def _validate_numbers(plan: Plan) -> None:
         raise PlanError(f"the plan's link gives {plan.bandwidth_bytes_per_second} bytes per second")
     if not 0 <= plan.memory_bandwidth_bytes_per_second < math.inf:
         raise PlanError(f"the plan's device memory gives {plan.memory_bandwidth_bytes_per_second} bytes per second")
-    try:
-        plan.timeline.capacities_bytes(plan.bandwidth_bytes_per_second, plan.unit_bytes)
-    except OverflowError:
-        raise PlanError("the plan's link takes more bytes in an iteration than a number can hold") from None
+    if not math.isfinite(plan.timeline.available_bytes(plan.bandwidth_bytes_per_second)[-1]):
+        raise PlanError("the plan's link takes more bytes in an iteration than a number can hold")
     certificate = plan.certificate
     if certificate.bound_bytes < 0:
         raise PlanError(f"the plan's certificate has a bound of {certificate.bound_bytes} bytes")
     if certificate.bound_bytes > certificate.objective_bytes:
         raise PlanError("the plan's certificate has a bound above its objective")
+
+
+def _validate_horizon(plan: Plan) -> None:
+    """The interval is one that can be walked through, and training waits at an anchor within it."""
+    if plan.interval < 1:
+        raise PlanError(f"the plan claims a checkpoint every {plan.interval} iterations")
+    if plan.horizon_steps > MOST_STEPS:
+        raise PlanError(f"the plan spans {plan.interval} iterations of {len(plan.timeline.steps)} steps: too many")
+    if plan.wait is None:
+        return
+    if not 0 <= plan.wait.step < plan.horizon_steps:
+        raise PlanError(f"training waits at step {plan.wait.step}, outside of 0 … {plan.horizon_steps - 1}")
+    step = plan.timeline.steps[plan.wait.step % len(plan.timeline.steps)]
+    if step.kind != "anchor" or (plan.granularity == "segment" and step.anchor is None):
+        raise PlanError(f"training waits in step {step.label!r}, which is no anchor")
+    if not 0 < plan.wait.seconds <= MOST_SECONDS:
+        raise PlanError(f"the plan's wait lasts {plan.wait.seconds} s")
 
 
 def _counts_bytes(plan: Plan) -> Iterator[int]:
@@ -290,7 +328,8 @@ def _counts_bytes(plan: Plan) -> Iterator[int]:
         yield step.link_bytes
 
 
-def _validate_chunk(plan: Plan, chunk: Chunk, sizes: dict[str, int], steps: int) -> None:
+def _validate_chunk(plan: Plan, chunk: Chunk, sizes: dict[str, int]) -> None:
+    steps = plan.horizon_steps
     if chunk.tensor not in sizes:
         raise PlanError(f"the plan copies an unknown state tensor: {chunk.tensor}")
     if chunk.length_bytes < 1 or chunk.offset_bytes < 0:
@@ -303,11 +342,15 @@ def _validate_chunk(plan: Plan, chunk: Chunk, sizes: dict[str, int], steps: int)
             raise PlanError(f"a chunk of {chunk.tensor} leaves the live tensor after its deadline (step {deadline})")
     elif not 0 <= chunk.snapshot_step < chunk.offload_step or (deadline is not None and chunk.snapshot_step > deadline):
         raise PlanError(f"a chunk of {chunk.tensor} has its snapshot too late: step {chunk.snapshot_step}")
-    elif plan.granularity == "segment" and plan.timeline.steps[chunk.snapshot_step].anchor is None:
+    elif plan.granularity == "segment" and _anchor_of(plan, chunk.snapshot_step) is None:
         raise PlanError(
             f"a chunk of {chunk.tensor} has its snapshot at step {chunk.snapshot_step},"
             " where eager training has no anchor"
         )
+
+
+def _anchor_of(plan: Plan, step: int) -> AnchorKey | None:
+    return plan.timeline.steps[step % len(plan.timeline.steps)].anchor
 
 
 def dumps(plan: Plan) -> bytes:

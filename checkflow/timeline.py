@@ -8,6 +8,8 @@ step before each operator that first writes state. Step 0 is always the boundary
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +17,8 @@ from checkflow.graph import STRICT, AnchorKey
 
 StepKind = Literal["anchor", "segment", "operator"]
 Granularity = Literal["segment", "operator"]
+# Relative, and absolute in units: more than doubles lose over a timeline, and far less than a unit.
+_ROUNDING = 1e-10
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +76,58 @@ class Timeline:
         """Device bytes to move; host entries are not part of a timeline."""
         return sum(group.size_bytes for group in self.groups)
 
-    def capacities_bytes(self, bandwidth_bytes_per_second: float, unit_bytes: int = 1) -> list[int]:
-        """Whole bytes (or units of ``unit_bytes``) that each step's link can take, less training's own traffic.
+    def available_bytes(self, bandwidth_bytes_per_second: float) -> list[float]:
+        """Bytes that the link has left over for checkpoints by the end of each step, counted from the boundary.
 
-        Rounded on the running sum, so that short steps do not lose their share. Traffic of training that
-        does not fit its own step delays nothing else: what exceeds the step is dropped, never borrowed.
+        Training's own traffic goes first. What does not fit the step that issues it is carried over: into the next
+        steps, and from an iteration's end into the next iteration. This is the steady state of that queue (Lindley,
+        1952); where training alone asks for more than the link gives, nothing is left over.
         """
-        capacities, exact, given = [], 0.0, 0
-        for step in self.steps:
-            exact += max(0.0, step.duration_seconds * bandwidth_bytes_per_second - step.link_bytes) / unit_bytes
-            whole = int(exact + 1e-9)
-            capacities.append(whole - given)
-            given = whole
+        moved = [step.duration_seconds * bandwidth_bytes_per_second for step in self.steps]
+        own = [step.link_bytes for step in self.steps]
+        if not any(own):
+            return list(itertools.accumulate(moved))
+        if sum(own) >= math.fsum(moved):
+            return [0.0] * len(self.steps)
+        backlog = 0.0
+        for now, takes in zip(own, moved, strict=True):  # the first iteration: what it leaves behind stays the same
+            backlog = max(0.0, backlog + now - takes)
+        left, available = 0.0, []
+        for now, takes in zip(own, moved, strict=True):
+            left += max(0.0, takes - backlog - now)
+            backlog = max(0.0, backlog + now - takes)
+            available.append(left)
+        return available
+
+    def capacities_bytes(
+        self,
+        bandwidth_bytes_per_second: float,
+        unit_bytes: int = 1,
+        iterations: int = 1,
+        wait: tuple[int, float] | None = None,
+    ) -> list[int]:
+        """Whole bytes (or units of ``unit_bytes``) that the link takes in each step of some iterations.
+
+        Rounded on the running sum, so that short steps do not lose their share; less training's own traffic
+        (:meth:`available_bytes`).
+
+        Args:
+            wait: a step and the seconds for which training waits in it while the link goes on.
+        """
+        available = self.available_bytes(bandwidth_bytes_per_second)
+        first, extra = (iterations * len(self.steps), 0.0) if wait is None else wait
+        extra *= bandwidth_bytes_per_second
+        capacities, given = [], 0
+        for iteration in range(iterations):
+            before = iteration * available[-1] if available else 0.0
+            for step, part in enumerate(available, iteration * len(self.steps)):
+                whole = whole_units(before + part + (extra if step >= first else 0.0), unit_bytes)
+                capacities.append(whole - given)
+                given = whole
         return capacities
+
+
+def whole_units(amount_bytes: float, unit_bytes: int) -> int:
+    """Whole units in an amount that was added up in floating point: its rounding costs no unit."""
+    units = amount_bytes / unit_bytes
+    return int(units + units * _ROUNDING + _ROUNDING)

@@ -6,6 +6,7 @@ It needs the plan alone (no solver, no graph), so that a training job can check 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from checkflow.errors import PlanError
 from checkflow.hardware import format_size
@@ -14,7 +15,7 @@ from checkflow.plan import Chunk, Plan, validate
 
 @dataclass(frozen=True)
 class Replay:
-    """What a plan does, counted in whole bytes. Tuples have one entry a step."""
+    """What a plan does, counted in whole bytes. Tuples have one entry for each step of the horizon."""
 
     peak_bytes: int
     peak_step: int  # the first step that reaches the peak
@@ -22,7 +23,7 @@ class Replay:
     link_bytes: tuple[int, ...]  # what leaves in the step
     capacity_bytes: tuple[int, ...]  # what could
     snapshot_bytes: int
-    stall_seconds: float  # the device copies, during which training waits
+    stall_seconds: float  # of one checkpoint: the wait for the link, and the copies inside device memory
     finish_step: int  # the last step in which something leaves; 0 where there is nothing to move
 
 
@@ -40,30 +41,27 @@ def check_plan(plan: Plan) -> Replay:
     validate(plan)
     _check_order(plan)
     replay = simulate(plan)
-    for step, used, capacity in zip(plan.timeline.steps, replay.link_bytes, replay.capacity_bytes, strict=True):
+    for step, (used, capacity) in enumerate(zip(replay.link_bytes, replay.capacity_bytes, strict=True)):
         if used > capacity:
-            raise PlanError(f"the plan moves {used} bytes in step {step.label!r}, whose link takes {capacity}")
+            raise PlanError(f"the plan moves {used} bytes in {_where(plan, step)}, whose link takes {capacity}")
     _check_claims(plan, replay)
     return replay
 
 
 def simulate(plan: Plan) -> Replay:
     """Keep the books of a plan, without judging them."""
-    steps = plan.timeline.steps
     unit = plan.unit_bytes
     if unit < 1:
         raise PlanError(f"the plan counts in units of {unit} bytes")
-    units = plan.timeline.capacities_bytes(plan.bandwidth_bytes_per_second, unit)
-    link, change = [0] * len(steps), [0] * (len(steps) + 1)
+    units = plan.capacities_bytes(unit)
+    link, change = [0] * plan.horizon_steps, [0] * (plan.horizon_steps + 1)
     for chunk in plan.chunks:
         link[chunk.offload_step] += chunk.length_bytes
         if chunk.snapshot_step is not None:
             change[chunk.snapshot_step] += chunk.length_bytes
             change[chunk.offload_step + 1] -= chunk.length_bytes
-    memory, held = [], 0
-    for step, difference in zip(steps, change, strict=False):
-        held += difference
-        memory.append(step.live_bytes + held)
+    live = [step.live_bytes for step in plan.timeline.steps]
+    memory = [now + held for now, held in zip(live * plan.interval, accumulate(change), strict=False)]
     peak = max(memory)
     return Replay(
         peak_bytes=peak,
@@ -72,7 +70,8 @@ def simulate(plan: Plan) -> Replay:
         link_bytes=tuple(link),
         capacity_bytes=tuple(capacity * unit for capacity in units),
         snapshot_bytes=plan.snapshot_bytes,
-        stall_seconds=snapshot_stall_seconds(plan.snapshot_bytes, plan.memory_bandwidth_bytes_per_second),
+        stall_seconds=snapshot_stall_seconds(plan.snapshot_bytes, plan.memory_bandwidth_bytes_per_second)
+        + (0.0 if plan.wait is None else plan.wait.seconds),
         finish_step=max((chunk.offload_step for chunk in plan.chunks), default=0),
     )
 
@@ -97,7 +96,7 @@ def _check_order(plan: Plan) -> None:
         deadline = plan.deadlines[chunk.tensor]
         return (
             chunk.offload_step,
-            len(plan.timeline.steps) if deadline is None else deadline,
+            plan.horizon_steps if deadline is None else deadline,
             chunk.tensor,
             chunk.offset_bytes,
         )
@@ -112,7 +111,7 @@ def _check_claims(plan: Plan, replay: Replay) -> None:
     if plan.plan_peak_bytes != replay.peak_bytes:
         raise PlanError(
             f"the plan claims a peak of {plan.plan_peak_bytes} bytes ({format_size(plan.plan_peak_bytes)}),"
-            f" and reaches {replay.peak_bytes} in step {plan.timeline.steps[replay.peak_step].label!r}"
+            f" and reaches {replay.peak_bytes} in {_where(plan, replay.peak_step)}"
         )
     if plan.stall_seconds != replay.stall_seconds:
         raise PlanError(f"the plan claims a stall of {plan.stall_seconds} s, and has {replay.stall_seconds} s")
@@ -125,3 +124,10 @@ def _check_claims(plan: Plan, replay: Replay) -> None:
         )
     if certificate.status == "optimal" and certificate.bound_bytes < certificate.objective_bytes:
         raise PlanError("the plan's certificate says optimal, and its bound does not meet its objective")
+
+
+def _where(plan: Plan, step: int) -> str:
+    """A step of the horizon, in words."""
+    iteration, index = divmod(step, len(plan.timeline.steps))
+    later = f" of iteration {iteration + 1}" if iteration else ""
+    return f"step {plan.timeline.steps[index].label!r}{later}"
