@@ -115,15 +115,16 @@ class Timeline:
             wait: a step and the seconds for which training waits in it while the link goes on.
         """
         available = self.available_bytes(bandwidth_bytes_per_second)
-        first, extra = (iterations * len(self.steps), 0.0) if wait is None else wait
-        extra *= bandwidth_bytes_per_second
         capacities, given = [], 0
         for iteration in range(iterations):
             before = iteration * available[-1] if available else 0.0
-            for step, part in enumerate(available, iteration * len(self.steps)):
-                whole = whole_units(before + part + (extra if step >= first else 0.0), unit_bytes)
+            for part in available:
+                whole = whole_units(before + part, unit_bytes)
                 capacities.append(whole - given)
                 given = whole
+        if wait is not None:
+            step, seconds = wait
+            capacities[step] += whole_units(seconds * bandwidth_bytes_per_second, unit_bytes)
         return capacities
 
 

@@ -1,18 +1,23 @@
-"""The best schedule, and the proof that it is: by the exact rule where that is plain, else by the ILP."""
+"""The best schedule of an interval, and its proof: by the exact rules, and by the ILP as a second opinion."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from checkflow.errors import SolverError
-from checkflow.plan import Certificate, Policy
+from checkflow.plan import Certificate
 from checkflow.planner import flow as flows
-from checkflow.planner import greedy, solvers
-from checkflow.planner.problem import Flow, Problem
+from checkflow.planner import greedy, optimum, solvers
+from checkflow.planner.interval import Question
+from checkflow.planner.optimum import Terms
+from checkflow.planner.problem import Flow, Problem, make_problem
+from checkflow.planner.shrink import expand
 
 Formulation = Literal["auto", "flow", "greedy"]
+SECOND_OPINION_STEPS = 5_000  # up to this many "auto" asks a solver too; beyond, the exact rule's own proof must do
 _logger = logging.getLogger("checkflow")
 
 
@@ -33,15 +38,20 @@ class SolverReport:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The best schedule known, and the proof of it. ``flow`` is None iff there is none."""
+    """The best schedule known of one interval, and the proof of it. ``flow`` is None iff there is none."""
 
+    problem: Problem  # every step of the horizon, with the wait
     flow: Flow | None
+    wait_step: int
+    wait_units: int
     bound_bytes: int
     formulation: Literal["flow", "greedy"]  # what gave the bound
     report: SolverReport
 
-    def certificate(self, peak_bytes: int) -> Certificate:
-        """What a plan of this peak may claim. Times stay out: the same input gives the same plan."""
+    def certificate(self) -> Certificate:
+        """What a plan of this schedule may claim. Times stay out: the same input gives the same plan."""
+        assert self.flow is not None
+        peak_bytes = self.flow.peak_bytes(self.problem)
         status: Literal["optimal", "feasible"] = "optimal" if self.bound_bytes == peak_bytes else "feasible"
         return Certificate(
             status, self.formulation, self.report.name, self.report.version, peak_bytes, self.bound_bytes
@@ -49,70 +59,110 @@ class Schedule:
 
 
 def find_schedule(
-    problem: Problem,
-    policy: Policy,
-    most_snapshots: int | None,
-    formulation: Formulation,
-    solver: solvers.SolverChoice,
-    time_limit_seconds: float,
+    question: Question, interval: int, formulation: Formulation, solver: solvers.SolverChoice, time_limit_seconds: float
 ) -> Schedule:
-    """The exact rule's schedule, certified.
+    """The exact rules' schedule of an interval within the budget, whatever the memory limit; certified.
 
-    "auto" solves the ILP where the peak is above training's own, or where a solver is named; if that proves nothing in
-    time, the rule's own bound (:func:`checkflow.planner.greedy.least_peak_bytes`) is left. "flow" always solves it and
-    trusts its bound alone; "greedy" never does.
-
-    Args:
-        most_snapshots: units that may be snapshotted in all (None: any number).
+    "auto" also solves the ILP where the peak is above training's own and the model is not too large, or where a solver
+    is named; if that proves nothing in time, the rules' own proof is left. "flow" always solves it and trusts its
+    bound alone; "greedy" never does.
 
     Raises:
         SolverError: the solver that was asked for is missing or failed, or contradicts a schedule at hand.
     """
-    flow = greedy.best_flow(problem, policy, most_snapshots)
-    bound = problem.training_peak_bytes
-    plain = flow is None or flow.peak_bytes(problem) == bound
+    problem = question.problem(interval)
+    found = _by_rule(question, interval, problem)
+    peak = None if found.flow is None else found.flow.peak_bytes(found.problem)
+    plain = peak is None or peak == problem.training_peak_bytes or problem.steps > SECOND_OPINION_STEPS
     named = solver != "auto"
-    if formulation == "flow" or (formulation == "auto" and (named or not plain)):
-        try:
-            found = _certify(problem, policy, most_snapshots, flow, solver, time_limit_seconds)
-            if formulation == "flow" or found.report.status != "feasible":
-                return found
-            _logger.warning("%s proved nothing in %g s; the exact rule's bound is left", solver, time_limit_seconds)
-        except solvers.NothingFoundError as error:
-            _logger.warning("%s; the exact rule's schedule is left", error)
-        except SolverError as error:
-            if named or formulation == "flow":
+    if formulation == "greedy" or (formulation == "auto" and plain and not named):
+        return found
+    try:
+        certified = _by_solver(question, interval, problem, found, solver, time_limit_seconds)
+        if formulation == "flow" or certified.report.status != "feasible":
+            return certified
+        _logger.warning("%s proved nothing in %g s; the exact rule's proof is left", solver, time_limit_seconds)
+    except solvers.NothingFoundError as error:
+        if formulation == "flow":
+            if found.flow is None:
                 raise
-            _logger.warning("%s; the exact rule's bound is left", error)
-    if formulation != "flow":  # a proof without a solver
-        bound = max(bound, greedy.least_peak_bytes(problem, policy) or 0)
-    peak = None if flow is None else flow.peak_bytes(problem)
-    return Schedule(flow, bound, "greedy", _report(None, peak, bound))
+            _logger.warning("%s; the exact rule's schedule is left, without a bound", error)
+            bound = problem.training_peak_bytes
+            return _replaced(found, bound, _report(None, peak, bound))
+        _logger.warning("%s; the exact rule's proof is left", error)
+    except SolverError as error:
+        if named or formulation == "flow":
+            raise
+        _logger.warning("%s; the exact rule's proof is left", error)
+    return found
 
 
-def _certify(
+def _by_rule(question: Question, interval: int, problem: Problem) -> Schedule:
+    """The best schedule in the order: peak, stall, bytes x time held, early end. It is its own proof."""
+    full = make_problem(
+        question.timeline, question.bandwidth_bytes_per_second, question.unit_bytes, iterations=interval
+    )
+    peak = question.least_peak_bytes(interval)
+    if peak is None:
+        return Schedule(full, None, 0, 0, problem.training_peak_bytes, "greedy", _report(None, None, None))
+    report = _report(None, peak, peak)
+    if question.policy == "snapshot":
+        return Schedule(full, greedy.snapshot_flow(full, peak), 0, 0, peak, "greedy", report)
+    terms = question.least_stall(interval, peak)
+    assert terms is not None  # the least peak is the peak of a schedule
+    step = _wait_step(question, interval, problem, terms, peak)
+    full = full.waiting(terms.wait_units, step)
+    return Schedule(full, greedy.direct_flow(full, terms.snapshots), step, terms.wait_units, peak, "greedy", report)
+
+
+def _wait_step(question: Question, interval: int, problem: Problem, terms: Terms, peak_bytes: int) -> int:
+    """Where training waits: at the last deadline's anchor that serves, or at the boundary."""
+    if not terms.wait_units:
+        return 0
+    blocks = question.shrunk(interval)
+    steps = question.timeline.steps
+    deadlines = [
+        block
+        for block, (before, due) in enumerate(pairwise((0, *problem.due)))
+        if due > before and block and steps[blocks.ends[block]].kind == "anchor"
+    ]
+    block = optimum.latest_wait(problem, terms, peak_bytes, [0, *deadlines])
+    return blocks.ends[block] if block else 0
+
+
+def _by_solver(
+    question: Question,
+    interval: int,
     problem: Problem,
-    policy: Policy,
-    most_snapshots: int | None,
-    incumbent: Flow | None,
+    found: Schedule,
     solver: solvers.SolverChoice,
     time_limit_seconds: float,
 ) -> Schedule:
-    """Solve the ILP. The exact rule's schedule stays, unless the ILP's is better (then the rule would be wrong)."""
-    model = flows.build(problem, policy, most_snapshots)
+    """Solve the ILP. The exact rules' schedule stays, unless the ILP's is better (then the rules would be wrong)."""
+    model = flows.build(problem, question.policy, question.prices, question.budget(interval))
     solve = solvers.solve(model.lp, solver, time_limit_seconds)
     if solve.bound is None:  # infeasible
-        if incumbent is not None:
+        if found.flow is not None:
             raise SolverError(f"{solve.name} says that there is no schedule, and there is one: choose another solver")
-        return Schedule(None, problem.training_peak_bytes, "flow", _report(solve, None, None))
-    flow = flows.extract(model)
-    bound = flows.peak_bound_bytes(problem, solve.bound)
-    if incumbent is not None and incumbent.peak_bytes(problem) <= flow.peak_bytes(problem):
-        flow = incumbent
-    peak = flow.peak_bytes(problem)
+        return _replaced(found, found.bound_bytes, _report(solve, None, None))
+    flow, wait = flows.extract(model), flows.extract_wait(model)
+    peak, bound = flow.peak_bytes(problem), flows.peak_bound_bytes(problem, solve.bound)
+    if found.flow is not None and found.flow.peak_bytes(found.problem) <= peak:
+        peak = found.flow.peak_bytes(found.problem)
+    else:
+        full = make_problem(question.timeline, question.bandwidth_bytes_per_second, question.unit_bytes, interval)
+        full = full.waiting(wait)
+        if question.policy == "direct":
+            flow = expand(question.shrunk(interval), flow, full)
+        found = Schedule(full, flow, 0, wait, bound, "flow", found.report)
     if bound > peak:
         raise SolverError(f"{solve.name} claims a bound of {bound} bytes, and a schedule reaches {peak}")
-    return Schedule(flow, bound, "flow", _report(solve, peak, bound))
+    return _replaced(found, bound, _report(solve, peak, bound))
+
+
+def _replaced(found: Schedule, bound_bytes: int, report: SolverReport) -> Schedule:
+    """The same schedule, with what the ILP proves of it."""
+    return replace(found, bound_bytes=bound_bytes, formulation="flow", report=report)
 
 
 def _report(solve: solvers.Solve | None, peak_bytes: int | None, bound_bytes: int | None) -> SolverReport:

@@ -5,12 +5,13 @@ Needs no torch: a plan file holds all that is asked here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from checkflow.plan import Fingerprint, Plan
 from checkflow.planner.baselines import baselines
-from checkflow.planner.explain import Interval, Limits, least_bandwidth, tight_interval
-from checkflow.planner.problem import make_problem
+from checkflow.planner.explain import Interval, least_bandwidth, tight_interval
+from checkflow.planner.interval import Question
 from checkflow.planner.replay import snapshot_stall_seconds
 from checkflow.timeline import Timeline
 
@@ -103,14 +104,28 @@ def _batch_text(fingerprint: Fingerprint) -> str:
 
 
 def binding_interval(plan: Plan) -> tuple[int | None, Interval | None]:
-    """What would break first on a slower link, at the plan's peak.
+    """What would break first on a slower link, at the plan's interval, peak and stall.
 
     Returns:
-        The least bandwidth (bytes per second) that keeps the plan's peak, and the interval that forbids any less;
-        None for either where no link, or no single interval, is what binds.
+        The least bandwidth (bytes per second) that keeps them, and the interval that forbids any less; None for either
+        where no link, or no single interval, is what binds.
     """
-    limits = Limits(plan.policy, plan.certificate.objective_bytes)
-    least = least_bandwidth(plan.timeline, limits, plan.unit_bytes)
+    question = Question(
+        timeline=plan.timeline,
+        unit_bytes=plan.unit_bytes,
+        policy=plan.policy,
+        bandwidth_bytes_per_second=plan.bandwidth_bytes_per_second,
+        memory_bandwidth_bytes_per_second=plan.memory_bandwidth_bytes_per_second or math.inf,
+        overhead=None if plan.wait is None else _stall_share(plan),
+        peak_limit_bytes=plan.certificate.objective_bytes,
+    )
+    least = least_bandwidth(question, plan.interval)
     if not least or least == 1:
         return least, None
-    return least, tight_interval(plan.timeline, make_problem(plan.timeline, least - 1, plan.unit_bytes), limits)
+    return least, tight_interval(replace(question, bandwidth_bytes_per_second=least - 1), plan.interval)
+
+
+def _stall_share(plan: Plan) -> float:
+    """Of training's time, with the empty part of a unit that the plan's stall does not count."""
+    unit_seconds = 2 * plan.unit_bytes / plan.memory_bandwidth_bytes_per_second if plan.snapshot_bytes else 0.0
+    return (plan.stall_seconds + unit_seconds) / (plan.interval * plan.timeline.iteration_seconds)

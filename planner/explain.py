@@ -1,4 +1,4 @@
-"""Why a plan does not fit, and what would make it fit: never a bare "infeasible"."""
+"""Why a checkpoint does not fit an interval, and what would make it fit: never a bare "infeasible"."""
 
 from __future__ import annotations
 
@@ -7,22 +7,12 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from checkflow.hardware import format_seconds, format_size
-from checkflow.plan import Policy
 from checkflow.planner import greedy
-from checkflow.planner.problem import Problem, make_problem
+from checkflow.planner.interval import Question
+from checkflow.planner.problem import Problem
 from checkflow.timeline import Timeline
 
 _FASTEST_BYTES_PER_SECOND = 1e24  # no clock resolves the steps that would need more
-_LAST = "the next boundary"
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a schedule must keep, besides the link."""
-
-    policy: Policy
-    peak_bytes: int | None = None  # of device memory
-    most_snapshots: int | None = None  # units, where the stall is limited
 
 
 @dataclass(frozen=True)
@@ -33,40 +23,30 @@ class Interval:
     leave_bytes: int
     seconds: float
     own_bytes: int  # what training itself moves over the link in that time
+    short_bytes: int  # of ``leave_bytes``, what the link cannot take by then
 
     @property
     def bytes_per_second(self) -> float:
         return (self.leave_bytes + self.own_bytes) / self.seconds if self.seconds else math.inf
 
 
-def fits(problem: Problem, limits: Limits) -> bool:
-    """Whether any schedule keeps the limits; by the exact rules of :mod:`checkflow.planner.greedy`."""
-    most = problem.total if limits.most_snapshots is None else limits.most_snapshots
-    highest = problem.training_peak_bytes + problem.unit_bytes * problem.total
-    limit = highest if limits.peak_bytes is None else min(highest, limits.peak_bytes)
-    if limits.policy == "snapshot":
-        return most >= problem.total and greedy.snapshot_flow(problem, limit) is not None
-    if most >= problem.total:  # no schedule needed
-        peak = greedy.least_peak_bytes(problem, "direct")
-    else:
-        flow = greedy.direct_flow(problem, most)
-        peak = None if flow is None else flow.peak_bytes(problem)
-    return peak is not None and peak <= limit
-
-
-def least_bandwidth(timeline: Timeline, limits: Limits, unit_bytes: int) -> int | None:
-    """The least whole number of bytes per second at which a schedule keeps the limits; None if none does.
+def least_bandwidth(question: Question, interval: int = 1) -> int | None:
+    """The least whole number of bytes per second at which a schedule of an interval keeps the limits; None: none does.
 
     Found by bisection: a schedule exists at the answer and none at one byte per second less.
     """
+    timeline = question.timeline
     if not timeline.state_bytes or not timeline.iteration_seconds:
-        return 0 if fits(make_problem(timeline, 1.0, unit_bytes), limits) else None
-    low, high = 0, _fastest(timeline, unit_bytes)
-    if not fits(make_problem(timeline, high, unit_bytes), limits):
+        return 0 if replace(question, bandwidth_bytes_per_second=1.0).fits(interval) else None
+    low, high = 0, _fastest(timeline, question.unit_bytes)
+    if not replace(question, bandwidth_bytes_per_second=high).fits(interval):
         return None
+    given = math.ceil(question.bandwidth_bytes_per_second)
+    if given < high and replace(question, bandwidth_bytes_per_second=given).fits(interval):
+        high = given
     while high - low > 1:
         middle = (low + high) // 2
-        if fits(make_problem(timeline, middle, unit_bytes), limits):
+        if replace(question, bandwidth_bytes_per_second=middle).fits(interval):
             high = middle
         else:
             low = middle
@@ -76,124 +56,156 @@ def least_bandwidth(timeline: Timeline, limits: Limits, unit_bytes: int) -> int 
 def _fastest(timeline: Timeline, unit_bytes: int) -> int:
     """Bytes per second at which every step of any length carries everything: a faster link changes nothing."""
     shortest = min((step.duration_seconds for step in timeline.steps if step.duration_seconds > 0), default=math.inf)
-    most = timeline.state_bytes + unit_bytes + max(step.link_bytes for step in timeline.steps)
+    most = timeline.state_bytes + unit_bytes + sum(step.link_bytes for step in timeline.steps)
     return max(1, math.ceil(min(2 * most / shortest, _FASTEST_BYTES_PER_SECOND)))
 
 
-def tight_interval(timeline: Timeline, problem: Problem, limits: Limits) -> Interval | None:
+def tight_interval(question: Question, interval: int = 1) -> Interval | None:
     """Of the intervals in which the link cannot carry what must leave, the one that needs the fastest link.
 
-    None where there is none: then it is the memory that makes the link idle (snapshot policy), or several limits
-    together.
+    Without waiting for the link, and with as many snapshots as the budget allows. None where there is none: then it is
+    the memory that makes the link idle (snapshot policy), or several limits together.
     """
+    timeline, problem = question.timeline, question.problem(interval)
+    count = len(timeline.steps)
+    ends = question.shrunk(interval).ends if question.policy == "direct" else range(problem.steps)
     elapsed = list(accumulate(step.duration_seconds for step in timeline.steps))
     own = list(accumulate(step.link_bytes for step in timeline.steps))
     tight: Interval | None = None
-    for step, need in enumerate(_must_leave(problem, limits)):
-        if need <= problem.reached[step]:
+    for end, need, reached in zip(ends, _must_leave(question, problem, interval), problem.reached, strict=True):
+        if need <= reached:
             continue
-        leave = min(need * problem.unit_bytes, timeline.state_bytes)
-        interval = Interval(_moment(timeline, step), leave, elapsed[step], own[step])
-        if tight is None or interval.bytes_per_second > tight.bytes_per_second:
-            tight = interval
+        iteration, step = divmod(end, count)
+        found = Interval(
+            _moment(timeline, end, interval),
+            leave_bytes=min(need * problem.unit_bytes, timeline.state_bytes),
+            seconds=iteration * elapsed[-1] + elapsed[step],
+            own_bytes=iteration * own[-1] + own[step],
+            short_bytes=min((need - reached) * problem.unit_bytes, timeline.state_bytes),
+        )
+        if tight is None or found.bytes_per_second > tight.bytes_per_second:
+            tight = found
     return tight
 
 
-def explain(timeline: Timeline, bandwidth_bytes_per_second: float, problem: Problem, limits: Limits) -> str:
-    """One line: what makes it impossible, and what would make it possible."""
-    if limits.peak_bytes is not None and limits.peak_bytes < problem.training_peak_bytes:
+def explain(question: Question, interval: int = 1) -> str:
+    """One line: what makes a checkpoint every ``interval`` iterations impossible, and what would make it possible."""
+    problem = question.problem(interval)
+    limit = question.peak_limit_bytes
+    if limit is not None and limit < problem.training_peak_bytes:
         return (
-            f"training alone needs {_exactly(problem.training_peak_bytes, limits.peak_bytes)} of device memory;"
-            f" the limit is {_exactly(limits.peak_bytes, problem.training_peak_bytes)}"
+            f"training alone needs {_exactly(problem.training_peak_bytes, limit)} of device memory;"
+            f" the limit is {_exactly(limit, problem.training_peak_bytes)}"
         )
-    least = least_bandwidth(timeline, limits, problem.unit_bytes)
+    least = least_bandwidth(question, interval)
+    seen = question
     if least is None:  # then the link is not the reason: look at it as if it were fast
-        problem = make_problem(timeline, _fastest(timeline, problem.unit_bytes), problem.unit_bytes)
-    reason = _reason(timeline, bandwidth_bytes_per_second, problem, limits)
-    more = _more_memory(problem, limits)
-    if least is None:
-        rescue = f"no link is fast enough{f': it takes at least {more} more device memory' if more else ''}"
-    else:
-        rescue = f"it fits from {_rate(_up(least))} on{f', or in {more} more device memory' if more else ''}"
-    return f"{reason}; {rescue}"
+        seen = replace(question, bandwidth_bytes_per_second=_fastest(question.timeline, problem.unit_bytes))
+    rescues = [f"it takes {_rate(_up(least))}" if least is not None else "no link is fast enough"]
+    if more := _more_memory(seen, interval):
+        rescues.append(f"or {more} more device memory" if least is not None else f"it takes {more} more device memory")
+    if price := _price(question, problem, interval):
+        rescues.append(f"or {price}")
+    return f"{_reason(question, seen, interval)}; {', '.join(rescues)}"
 
 
-def _reason(timeline: Timeline, bandwidth: float, problem: Problem, limits: Limits) -> str:
-    tight = tight_interval(timeline, problem, limits)
-    for alone in (replace(limits, most_snapshots=None), replace(limits, peak_bytes=None)):
-        if tight is not None and tight_interval(timeline, problem, alone) == tight:
+def _reason(question: Question, seen: Question, interval: int) -> str:
+    timeline, budget = seen.timeline, question.budget(interval)
+    tight = tight_interval(seen, interval)
+    limits = seen
+    for alone in (replace(seen, overhead=None), replace(seen, peak_limit_bytes=None)):
+        if tight is not None and tight_interval(alone, interval) == tight:
             limits = alone  # the other limit does not matter here: leave it unsaid
-    if tight is not None and tight.seconds > 0:
-        needed, given = _rate(tight.bytes_per_second), _rate(bandwidth)
-        if needed == given:
-            needed, given = f"{math.ceil(tight.bytes_per_second)} B/s", f"{bandwidth:.0f} B/s"
-        uses = f", of which training itself uses {format_size(tight.own_bytes)}" if tight.own_bytes else ""
-        held = "" if tight.end == _LAST else f", and {_scarce(limits)} no room for more snapshots"
-        return (
-            f"from the boundary to {tight.end} {format_size(tight.leave_bytes)} must leave in"
-            f" {format_seconds(tight.seconds)}: {needed}; the link gives {given}{uses}{held}"
-        )
     if tight is not None and not timeline.iteration_seconds:
         return f"{format_size(timeline.state_bytes)} must leave in an iteration that takes no time"
+    if tight is not None and tight.seconds > 0:
+        needed, given = _rate(tight.bytes_per_second), _rate(question.bandwidth_bytes_per_second)
+        if needed == given:
+            needed = f"{math.ceil(tight.bytes_per_second)} B/s"
+            given = f"{question.bandwidth_bytes_per_second:.0f} B/s"
+        uses = f", of which training itself uses {format_size(tight.own_bytes)}" if tight.own_bytes else ""
+        held = "" if tight.end == _last(interval) else f", and {_scarce(limits)} no room for more snapshots"
+        waits = ""
+        if budget.may_wait and budget.seconds:
+            missing = tight.short_bytes / question.bandwidth_bytes_per_second
+            waits = (
+                f", and to wait for the rest takes {format_seconds(missing)},"
+                f" where the overhead allows {format_seconds(budget.seconds)}"
+            )
+        return (
+            f"from the boundary to {tight.end} {format_size(tight.leave_bytes)} must leave in"
+            f" {format_seconds(tight.seconds)}: {needed}; the link gives {given}{uses}{held}{waits}"
+        )
     if tight is not None:
         return (
             f"{format_size(tight.leave_bytes)} would have to leave before {tight.end}, in no time:"
             f" {_scarce(limits)} too little room for snapshots"
         )
-    if limits.policy == "snapshot" and limits.most_snapshots is not None and limits.most_snapshots < problem.total:
+    copied = timeline.state_bytes * 2 / question.memory_bandwidth_bytes_per_second
+    if question.policy == "snapshot" and not budget.admits(copied):
         return (
-            f"the snapshot policy copies all {format_size(timeline.state_bytes)} inside device memory,"
-            " which stalls training for longer than the overhead allows"
+            f"the snapshot policy copies all {format_size(timeline.state_bytes)} inside device memory, which stalls"
+            f" training for {format_seconds(copied)}, where the overhead allows {format_seconds(budget.seconds)}"
         )
     return f"{_scarce(limits)} too little room for snapshots to keep the link busy"
 
 
-def _more_memory(problem: Problem, limits: Limits) -> str:
+def _more_memory(question: Question, interval: int) -> str:
     """What the memory limit is short of, for the link as it is; "" if memory alone cannot help."""
-    best = greedy.best_flow(problem, limits.policy, limits.most_snapshots)
-    if limits.peak_bytes is None or best is None or best.peak_bytes(problem) <= limits.peak_bytes:
+    best = None if question.peak_limit_bytes is None else question.least_peak_bytes(interval)
+    if question.peak_limit_bytes is None or best is None or best <= question.peak_limit_bytes:
         return ""
-    more = best.peak_bytes(problem) - limits.peak_bytes
+    more = best - question.peak_limit_bytes
     return f"{format_size(more)} ({more} bytes)" if more >= 1000 else format_size(more)
 
 
-def _must_leave(problem: Problem, limits: Limits) -> list[int]:
-    """Units that must have left when each step ends, whatever the schedule.
-
-    Direct policy: what is due by a step, less the snapshots that may be held in it and, since they leave one step
-    later at the earliest, in the next. Snapshot policy: what is due by the next step, less the room in that.
-    """
-    most = problem.total if limits.most_snapshots is None else limits.most_snapshots
-    room = [most] * problem.steps
-    if limits.peak_bytes is not None:
-        room = [min(most, (limits.peak_bytes - live) // problem.unit_bytes) for live in problem.live_bytes]
-    last = problem.steps - 1
-    if limits.policy == "snapshot":
-        needs = [problem.due[step + 1] - room[step + 1] for step in range(last)]
-    else:
-        needs = [problem.due[step] - min(room[step], room[step + 1]) for step in range(last)]
-    return [*needs, problem.total]
+def _price(question: Question, problem: Problem, interval: int) -> str:
+    """For how long training would have to stand still, where the budget is what is short; "" if that cannot help."""
+    seconds = interval * question.timeline.iteration_seconds
+    waiting = replace(question, overhead=0.0 if question.overhead is None else question.overhead)
+    terms = waiting.least_stall(interval, question.peak_limit(problem))
+    if terms is None or not seconds:
+        return ""
+    stall = question.prices.stall_seconds(terms)
+    return f"an overhead of {_percent_up(stall / seconds)} ({format_seconds(stall)} a checkpoint)"
 
 
-def _moment(timeline: Timeline, step: int) -> str:
-    """The end of a step, in words."""
+def _must_leave(question: Question, problem: Problem, interval: int) -> list[int]:
+    """:func:`checkflow.planner.greedy.must_leave`, and no more snapshots than the budget has seconds for."""
+    budget, last = question.budget(interval), problem.steps - 1
+    needs = greedy.must_leave(problem, question.policy, question.peak_limit(problem))
+    most = budget.most(question.prices.snapshot_seconds)
+    if question.policy == "direct" and most < problem.total:
+        needs = [max(need, due - int(most)) for need, due in zip(needs, problem.due, strict=True)]
+        needs[last] = problem.total
+    return needs
+
+
+def _last(interval: int) -> str:
+    return "the next boundary" if interval == 1 else f"the boundary {interval} iterations later"
+
+
+def _moment(timeline: Timeline, end: int, interval: int) -> str:
+    """The end of a step of the horizon, in words."""
     steps = timeline.steps
-    if step == len(steps) - 1:
-        return _LAST
+    iteration, step = divmod(end, len(steps))
+    if end == interval * len(steps) - 1:
+        return _last(interval)
+    later = f" of iteration {iteration + 1}" if iteration else ""
     if step == 0:
-        return "the end of the boundary"
+        return f"the end of the boundary{later}"
     if steps[step].duration_seconds == 0:
-        return steps[step].label
-    if steps[step + 1].duration_seconds == 0:
-        return steps[step + 1].label
-    return f"the end of {steps[step].label}"
+        return steps[step].label + later
+    if step + 1 < len(steps) and steps[step + 1].duration_seconds == 0:
+        return steps[step + 1].label + later
+    return f"the end of {steps[step].label}{later}"
 
 
-def _scarce(limits: Limits) -> str:
+def _scarce(question: Question) -> str:
     names = []
-    if limits.peak_bytes is not None:
-        names.append(f"the memory limit of {format_size(limits.peak_bytes)}")
-    if limits.most_snapshots is not None:
+    if question.peak_limit_bytes is not None:
+        names.append(f"the memory limit of {format_size(question.peak_limit_bytes)}")
+    if question.overhead is not None:
         names.append("the overhead allowed")
     return f"{' and '.join(names) or 'device memory'} {'leave' if len(names) > 1 else 'leaves'}"
 
@@ -206,6 +218,13 @@ def _up(bytes_per_second: int) -> float:
     """Rounded up to the three digits that people are shown, so that what they read is enough."""
     step: int = 10 ** max(0, len(str(bytes_per_second)) - 3)
     return float(-(-bytes_per_second // step) * step)
+
+
+def _percent_up(share: float) -> str:
+    """A share in per cent, rounded up to three digits, so that what is read is enough."""
+    digits = 2 - math.floor(math.log10(share * 100)) if share > 0 else 0
+    scale = 10.0**digits
+    return f"{math.ceil(share * 100 * scale - 1e-9) / scale:g} %"
 
 
 def _exactly(size_bytes: int, other_bytes: int) -> str:

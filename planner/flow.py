@@ -6,6 +6,7 @@ tensors. Its variables are running sums over the steps, so that each rule is one
     D_t (X_t)   units that have left live tensors when step t ends (snapshot policy: from a copy made one step before)
     Y_t         units that have left longer-lived snapshots when step t ends
     Z_u         units snapshotted at the deadlines up to that of first write u; a group's part is at most the group
+    wait        units that leave while training waits at the boundary (a wait anywhere else serves no better)
     extra       what the peak exceeds training's own by, in units (not a whole number: memory is not counted in units)
 
 Steps in which nothing can leave have no variables of their own. Everything here is a plain function of a
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from checkflow.errors import SolverError
 from checkflow.plan import Policy
+from checkflow.planner.optimum import Budget, Prices
 from checkflow.planner.problem import Flow, Problem
 
 if TYPE_CHECKING:
@@ -40,27 +42,33 @@ class Model:
     problem: Problem
     policy: Policy
     lp: pulp.LpProblem
+    wait: Sum  # units that leave while training waits at the boundary
     through: list[Sum]  # D_t, or X_t under the snapshot policy
     drained: list[Sum]  # Y_t
     made: list[Sum]  # Z at each step
 
 
-def build(problem: Problem, policy: Policy, most_snapshots: int | None = None) -> Model:
-    """The ILP of one iteration; its objective is ``extra``.
+def build(problem: Problem, policy: Policy, prices: Prices | None = None, budget: Budget | None = None) -> Model:
+    """The ILP of a horizon; its objective is ``extra``.
 
     Args:
-        most_snapshots: a limit on all units snapshotted, where stalls are limited.
+        prices, budget: for how long training may stand still, and what for. None: for any number of snapshots, and
+            never for the link.
     """
     import pulp
 
     lp = pulp.LpProblem("checkflow", pulp.LpMinimize)
     extra = pulp.LpVariable("extra", 0)
     lp += extra
+    may_wait = budget is not None and budget.may_wait and problem.total > 0
     model = Model(
         problem,
         policy,
         lp,
-        _running_sum("X" if policy == "snapshot" else "D", problem, first=1 if policy == "snapshot" else 0),
+        pulp.LpVariable("wait", 0, problem.total, pulp.LpInteger) if may_wait else 0,
+        _running_sum(
+            "X" if policy == "snapshot" else "D", problem, first=1 if policy == "snapshot" else 0, also=may_wait
+        ),
         _running_sum("Y", problem, first=1),
         _snapshot_sum(problem),
     )
@@ -68,9 +76,8 @@ def build(problem: Problem, policy: Policy, most_snapshots: int | None = None) -
     _deadlines(model)
     _everything_leaves(model)
     _memory(model, extra)
-    if most_snapshots is not None:
-        total = model.made[-1] + (model.through[-1] if policy == "snapshot" else 0)
-        _row(lp, total <= most_snapshots)
+    if prices is not None and budget is not None:
+        _stall(model, prices, budget)
     return model
 
 
@@ -92,6 +99,15 @@ def extract(model: Model) -> Flow:
     )
 
 
+def extract_wait(model: Model) -> int:
+    """The solved model's units that leave while training waits at the boundary.
+
+    Raises:
+        SolverError: the value is no whole number.
+    """
+    return model.wait if isinstance(model.wait, int) else _whole(model.wait)
+
+
 def peak_bound_bytes(problem: Problem, bound_units: float) -> int:
     """The least peak that a solver's bound on ``extra`` leaves possible, in bytes.
 
@@ -109,13 +125,13 @@ def peak_bound_bytes(problem: Problem, bound_units: float) -> int:
     )
 
 
-def _running_sum(name: str, problem: Problem, first: int) -> list[Sum]:
-    """One variable for each step in which the link can carry something."""
+def _running_sum(name: str, problem: Problem, first: int, *, also: bool = False) -> list[Sum]:
+    """One variable for each step in which the link can carry something; ``also`` in the first, where training waits."""
     import pulp
 
     sums: list[Sum] = []
     for step, capacity in enumerate(problem.capacity):
-        if step >= first and capacity:
+        if step >= first and (capacity or (also and not step)):
             sums.append(pulp.LpVariable(f"{name}_{step}", 0, problem.total, pulp.LpInteger))
         else:
             sums.append(sums[-1] if sums else 0)
@@ -146,12 +162,13 @@ def _row(lp: pulp.LpProblem, row: pulp.LpConstraint | bool, otherwise: str = "a 
 
 
 def _link(model: Model) -> None:
-    """Nothing returns, and in each step the link carries at most its capacity: d_t + y_t <= c_t."""
+    """Nothing returns, and in each step the link carries at most its capacity: d_t + y_t <= c_t (at the boundary, and
+    what leaves while training waits there)."""
     for step, capacity in enumerate(model.problem.capacity):
         d, y = _difference(model.through, step), _difference(model.drained, step)
         for amount in (d, y):
             _row(model.lp, amount >= 0)
-        _row(model.lp, d + y <= capacity)
+        _row(model.lp, d + y <= (capacity if step else capacity + model.wait))
 
 
 def _deadlines(model: Model) -> None:
@@ -195,6 +212,14 @@ def _memory(model: Model, extra: pulp.LpVariable) -> None:
         if model.policy == "snapshot":
             held = held + _at(model.through, step + 1) - _at(model.through, step - 1)
         _row(model.lp, held - extra <= room)
+
+
+def _stall(model: Model, prices: Prices, budget: Budget) -> None:
+    """Waiting for the link and copying inside device memory take no longer than the budget; in units of snapshots."""
+    snapshots = model.made[-1] + (model.through[-1] if model.policy == "snapshot" else 0)
+    most = budget.most(prices.snapshot_seconds)
+    if math.isfinite(most):
+        _row(model.lp, snapshots + model.wait * (prices.wait_seconds / prices.snapshot_seconds) <= most)
 
 
 def _at(sums: list[Sum], step: int) -> Sum:

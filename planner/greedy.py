@@ -34,7 +34,7 @@ All of it is counted in whole units; one bisection aside, time grows linearly wi
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from checkflow.plan import Policy
 from checkflow.planner.problem import Flow, Problem
@@ -66,6 +66,31 @@ def least_peak_bytes(problem: Problem, policy: Policy) -> int | None:
         peak = max(peak, live + problem.unit_bytes * max(overdue, late))
         overdue = late
     return peak
+
+
+def must_leave(problem: Problem, policy: Policy, peak_bytes: int) -> list[int]:
+    """Units that must have left when each step ends, in every schedule of this peak.
+
+    Direct policy: what is due by a step, less the snapshots that may be held in it and, since they leave one step later
+    at the earliest, in the next. Snapshot policy: what is due by the next step, less the room in that. By the last step
+    everything.
+    """
+    unit = problem.unit_bytes
+    room = [(peak_bytes - live) // unit for live in problem.live_bytes]
+    if policy == "snapshot":
+        needs = [due - following for due, following in zip(problem.due[1:], room[1:], strict=True)]
+    else:
+        needs = [due - min(pair) for due, pair in zip(problem.due, pairwise(room), strict=False)]
+    return [*needs, problem.total]
+
+
+def least_wait(problem: Problem, peak_bytes: int) -> int:
+    """Units that must leave while training waits at the boundary, in every schedule of the direct policy of this peak.
+
+    At least training's own peak is needed; any number of snapshots may be made.
+    """
+    needs = must_leave(problem, "direct", peak_bytes)
+    return max(0, *(need - reached for need, reached in zip(needs, problem.reached, strict=True)))
 
 
 def fewest_snapshots(problem: Problem) -> int:

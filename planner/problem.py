@@ -10,7 +10,7 @@ be partly filled is the first: it leaves first, so it is counted whole in a peak
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -23,7 +23,7 @@ MOST_UNITS = 2**24  # whole numbers up to here survive every solver's text files
 
 @dataclass(frozen=True)
 class Problem:
-    """One iteration in units. Tuples have one entry a step."""
+    """One or more iterations in units. Tuples have one entry a step; all deadlines lie in the first iteration."""
 
     unit_bytes: int
     total: int  # units of state
@@ -43,6 +43,13 @@ class Problem:
     def reached(self) -> tuple[int, ...]:
         """Units that the link can have taken when each step ends."""
         return tuple(accumulate(self.capacity))
+
+    def waiting(self, units: int, step: int = 0) -> Problem:
+        """The same, if training waits in a step until the link has taken that many units more."""
+        if not units:
+            return self
+        capacity = self.capacity
+        return replace(self, capacity=(*capacity[:step], capacity[step] + units, *capacity[step + 1 :]))
 
 
 @dataclass(frozen=True)
@@ -82,8 +89,13 @@ def unit_for(state_bytes: int) -> int:
     return unit
 
 
-def make_problem(timeline: Timeline, bandwidth_bytes_per_second: float, unit_bytes: int | None = None) -> Problem:
-    """The timeline in units.
+def make_problem(
+    timeline: Timeline,
+    bandwidth_bytes_per_second: float,
+    unit_bytes: int | None = None,
+    iterations: int = 1,
+) -> Problem:
+    """The timeline in units, repeated for a number of iterations.
 
     Args:
         bandwidth_bytes_per_second: of the link, from device to host.
@@ -92,29 +104,48 @@ def make_problem(timeline: Timeline, bandwidth_bytes_per_second: float, unit_byt
     Raises:
         PlanError: a duration or a size is negative or no number, or a first write lies outside of the timeline.
     """
-    _check(timeline, bandwidth_bytes_per_second)
+    check_timeline(timeline)
+    check_bandwidth(bandwidth_bytes_per_second)
     unit = unit_for(timeline.state_bytes) if unit_bytes is None else unit_bytes
-    steps = len(timeline.steps)
-    fresh = [0] * steps
-    for group in timeline.groups:
-        if group.first_write is not None:
-            fresh[group.first_write - 1] += group.size_bytes
-    total = -(-timeline.state_bytes // unit)
-    padding = total * unit - timeline.state_bytes
+    due = due_units(timeline, unit)
+    live = tuple(step.live_bytes for step in timeline.steps)
     return Problem(
         unit_bytes=unit,
-        total=total,
-        live_bytes=tuple(step.live_bytes for step in timeline.steps),
-        capacity=tuple(timeline.capacities_bytes(bandwidth_bytes_per_second, unit)),
-        due=tuple(-(-(due_bytes + padding) // unit) if due_bytes else 0 for due_bytes in accumulate(fresh)),
+        total=-(-timeline.state_bytes // unit),
+        live_bytes=live * iterations,
+        capacity=tuple(timeline.capacities_bytes(bandwidth_bytes_per_second, unit, iterations)),
+        due=due + due[-1:] * (len(live) * (iterations - 1)),
     )
 
 
-def _check(timeline: Timeline, bandwidth_bytes_per_second: float) -> None:
+def due_units(timeline: Timeline, unit_bytes: int) -> tuple[int, ...]:
+    """For each step of one iteration the units that must have left, or lie in a snapshot, when it ends."""
+    fresh = [0] * len(timeline.steps)
+    for group in timeline.groups:
+        if group.first_write is not None:
+            fresh[group.first_write - 1] += group.size_bytes
+    padding = -timeline.state_bytes % unit_bytes
+    return tuple(-(-(due_bytes + padding) // unit_bytes) if due_bytes else 0 for due_bytes in accumulate(fresh))
+
+
+def check_bandwidth(bytes_per_second: float) -> None:
+    """Refuse what is no bandwidth.
+
+    Raises:
+        PlanError: it is not a number above zero.
+    """
+    if not (math.isfinite(bytes_per_second) and bytes_per_second > 0):
+        raise PlanError(f"not a bandwidth: {bytes_per_second} bytes per second")
+
+
+def check_timeline(timeline: Timeline) -> None:
+    """Refuse numbers that make no sense.
+
+    Raises:
+        PlanError: a duration or a size is negative or no number, or a first write lies outside of the timeline.
+    """
     if not timeline.steps:
         raise PlanError("the timeline has no steps")
-    if not (math.isfinite(bandwidth_bytes_per_second) and bandwidth_bytes_per_second > 0):
-        raise PlanError(f"not a bandwidth: {bandwidth_bytes_per_second} bytes per second")
     for step in timeline.steps:
         if not (math.isfinite(step.duration_seconds) and step.duration_seconds >= 0):
             raise PlanError(f"step {step.label!r} lasts {step.duration_seconds} seconds")

@@ -1,11 +1,12 @@
-"""From a timeline to a plan: the paper's Algorithm 1, as far as a checkpoint of every iteration goes.
+"""From a timeline to a plan: the paper's Algorithm 1, and beyond it the interval.
 
-1. the exact rule gives a schedule (:mod:`checkflow.planner.greedy`), or shows that there is none;
-2. if its peak is training's own, nothing can beat it; else the ILP certifies it (:mod:`checkflow.planner.certify`);
-3. the limits are held against it; one that fails is explained (:mod:`checkflow.planner.explain`), or relaxed if asked;
-4. the schedule becomes chunks, no larger than asked; what remains of the paper's loop over chunk sizes, since units are
+1. the smallest interval of which some schedule keeps the limits (:mod:`checkflow.planner.interval`); where none does,
+   that is explained (:mod:`checkflow.planner.explain`), or the memory limit is relaxed if asked;
+2. for that interval the schedule of the least peak, then the least stall (:mod:`checkflow.planner.optimum`), certified
+   by the ILP (:mod:`checkflow.planner.certify`);
+3. the schedule becomes chunks, no larger than asked; what remains of the paper's loop over chunk sizes, since units are
    small enough for every step;
-5. replay checks the plan (:mod:`checkflow.planner.replay`).
+4. replay checks the plan (:mod:`checkflow.planner.replay`).
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from typing import Literal
 from checkflow.errors import PlanError
 from checkflow.graph import TrainingGraph
 from checkflow.hardware import Device, format_size
-from checkflow.plan import Certificate, Fingerprint, Plan, Policy, StateSpec
-from checkflow.planner import greedy
-from checkflow.planner.certify import Formulation, SolverReport, find_schedule
+from checkflow.plan import Fingerprint, Plan, Policy, StateSpec, Wait
+from checkflow.planner.certify import Formulation, Schedule, SolverReport, find_schedule
 from checkflow.planner.chunks import make_chunks
-from checkflow.planner.explain import Limits, explain, least_bandwidth
-from checkflow.planner.problem import Flow, Problem, make_problem
+from checkflow.planner.explain import explain, least_bandwidth
+from checkflow.planner.interval import FrontierRow, Question, frontier, longest_interval, smallest_interval
+from checkflow.planner.problem import check_bandwidth, check_timeline, unit_for
 from checkflow.planner.replay import check_plan, simulate
 from checkflow.planner.solvers import SolverChoice, SolveStatus
 from checkflow.timeline import Timeline
@@ -47,7 +48,9 @@ class Request:
     solver: SolverChoice = "auto"
     time_limit_seconds: float = 60.0
     chunk_bytes: int = 8 * 1024**2
-    overhead: float | None = None  # stall allowed, as a share of the iteration; None: any
+    # stall allowed, as a share of training's time; None: as long as snapshots take, but no waiting for the link
+    overhead: float | None = None
+    max_interval: int | None = None  # iterations from one checkpoint to the next; None: some 1,000
     unit_bytes: int | None = None  # None: chosen by the size of the state
 
     def __post_init__(self) -> None:
@@ -55,23 +58,14 @@ class Request:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise PlanError(f"{name} must be a number above zero, not {value}")
-        for name in ("chunk_bytes", "unit_bytes"):
+        for name in ("chunk_bytes", "unit_bytes", "max_interval"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise PlanError(f"{name} must be at least one byte, not {value}")
+                raise PlanError(f"{name} must be at least 1, not {value}")
         for name in ("memory_limit_bytes", "extra_memory_bytes", "overhead"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise PlanError(f"{name} must not be negative, and is {value}")
-
-
-@dataclass(frozen=True)
-class FrontierRow:
-    """A trade-off that the link allows, limits aside: a checkpoint every ``interval`` iterations for this price."""
-
-    interval: int
-    stall_seconds: float
-    extra_bytes: int
 
 
 @dataclass(frozen=True)
@@ -83,9 +77,9 @@ class Outcome:
     formulation: Literal["flow", "greedy"]
     policy: Policy
     solver: SolverReport
-    least_bandwidth_bytes_per_second: int | None  # that keeps the same limits; None: no bandwidth does
-    explanation: str  # also says to what a limit was relaxed; "" where there is nothing to say
-    frontier: tuple[FrontierRow, ...]  # least extra memory first
+    least_bandwidth_bytes_per_second: int | None  # that keeps the limits at every iteration; None: no bandwidth does
+    explanation: str  # also why not every iteration, and to what a limit was relaxed; "": nothing to say
+    frontier: tuple[FrontierRow, ...]  # shortest interval first, then least extra memory
     training_peak_bytes: int
     durable_bytes_per_second: float  # that the storage must take for a checkpoint of every iteration
     plan_seconds: float
@@ -100,6 +94,7 @@ class Outcome:
 
     @property
     def stall_seconds(self) -> float | None:
+        """Of one checkpoint."""
         return None if self.plan is None else self.plan.stall_seconds
 
     @property
@@ -127,13 +122,15 @@ def fingerprint_of(graph: TrainingGraph, device: Device) -> Fingerprint:
 def make_plan(timeline: Timeline, fingerprint: Fingerprint, request: Request, *, graph_peak_bytes: int) -> Outcome:
     """The best plan that satisfies a request, or why there is none.
 
+    First the smallest interval of which any schedule keeps the limits on memory and stall; then the least peak; then
+    under the direct policy the shortest stall at that peak, the least bytes x time held, and the earliest end (under
+    the snapshot policy, where every byte is copied once, the earliest end alone). The same input gives the same plan,
+    whichever solver certified it.
+
     "Optimal" is said of the peak, among schedules that move whole units, and only with a bound that meets it; no
     schedule of single bytes is better by two units (of state and of link, rounded once each) or more. A plan's true
     peak (``plan_peak_bytes``) is the certificate's objective, less the empty part of the first unit where that lies in
     a snapshot at the peak.
-    Under the direct policy the plan is also the one with the fewest snapshot bytes at that peak, then the least
-    bytes x time held, then the earliest end; under the snapshot policy the one that ends first. The same input gives
-    the same plan, whichever solver certified it.
 
     Args:
         graph_peak_bytes: training's peak if everything were freed after its last use; reported in the plan.
@@ -143,100 +140,88 @@ def make_plan(timeline: Timeline, fingerprint: Fingerprint, request: Request, *,
         SolverError: the solver asked for is missing or failed.
     """
     started = time.perf_counter()
-    problem = make_problem(timeline, request.bandwidth_bytes_per_second, request.unit_bytes)
-    most_snapshots = _most_snapshots(timeline, problem, request)
-    schedule = find_schedule(
-        problem, request.policy, most_snapshots, request.formulation, request.solver, request.time_limit_seconds
-    )
-    limit = _peak_limit(problem, request)
-    fitting, plan, explanation = schedule.flow, None, ""
-    if fitting is not None and limit is not None and fitting.peak_bytes(problem) > limit:
-        if request.relax_memory:
-            explanation = _relaxed(fitting.peak_bytes(problem), limit)
-        else:
-            fitting = None
-    limits = Limits(request.policy, None if request.relax_memory else limit, most_snapshots)
-    if fitting is None:
-        explanation = explain(timeline, request.bandwidth_bytes_per_second, problem, limits)
+    check_timeline(timeline)
+    check_bandwidth(request.bandwidth_bytes_per_second)
+    question = _question(timeline, request)
+    longest = longest_interval(timeline, request.policy, request.max_interval)
+    interval, relaxed = smallest_interval(question, longest), ""
+    if interval is None and request.relax_memory:
+        question, relaxed = _relaxed(question, longest)
+        interval = smallest_interval(question, longest)
+    asked = longest if interval is None else interval
+    schedule = find_schedule(question, asked, request.formulation, request.solver, request.time_limit_seconds)
+    plan, explanations = None, [relaxed] if relaxed else []
+    if interval is None:
+        explanations.append(explain(question, longest))
     else:
-        proof = schedule.certificate(fitting.peak_bytes(problem))
-        plan = _draft(timeline, fingerprint, request, problem, fitting, proof)
+        plan = _draft(question, fingerprint, request, schedule, interval)
         plan = replace(plan, graph_peak_bytes=graph_peak_bytes)
         check_plan(plan)
         plan = plan.sealed()
-    seconds = timeline.iteration_seconds
+        if interval > 1:
+            explanations.append(f"a checkpoint every {interval} iterations; every iteration: {explain(question)}")
+    seconds = timeline.iteration_seconds * asked
     return Outcome(
         status="infeasible" if plan is None else plan.certificate.status,
         plan=plan,
         formulation=schedule.formulation,
         policy=request.policy,
         solver=schedule.report,
-        least_bandwidth_bytes_per_second=least_bandwidth(timeline, limits, problem.unit_bytes),
-        explanation=explanation,
-        frontier=_frontier(timeline, fingerprint, request, problem),
-        training_peak_bytes=problem.training_peak_bytes,
+        least_bandwidth_bytes_per_second=least_bandwidth(question),
+        explanation="; ".join(explanations),
+        frontier=frontier(question, longest),
+        training_peak_bytes=timeline.training_peak_bytes,
         durable_bytes_per_second=sum(spec.size_bytes for spec in fingerprint.state) / seconds if seconds else 0.0,
         plan_seconds=time.perf_counter() - started,
     )
 
 
-def _most_snapshots(timeline: Timeline, problem: Problem, request: Request) -> int | None:
-    """Units that may be snapshotted: each is read once and written once while training waits."""
-    if request.overhead is None:
-        return None
-    stall_bytes = request.overhead * timeline.iteration_seconds * request.memory_bandwidth_bytes_per_second / 2
-    return min(problem.total, int(stall_bytes / problem.unit_bytes))
-
-
-def _peak_limit(problem: Problem, request: Request) -> int | None:
+def _question(timeline: Timeline, request: Request) -> Question:
     limits = [] if request.memory_limit_bytes is None else [request.memory_limit_bytes]
     if request.extra_memory_bytes is not None:
-        limits.append(problem.training_peak_bytes + request.extra_memory_bytes)
-    return min(limits, default=None)
-
-
-def _relaxed(peak_bytes: int, limit_bytes: int) -> str:
-    more = peak_bytes - limit_bytes
-    return (
-        f"no schedule fits the memory limit of {format_size(limit_bytes)}:"
-        f" it was raised by {format_size(more)} ({more} bytes), as little as possible"
+        limits.append(timeline.training_peak_bytes + request.extra_memory_bytes)
+    return Question(
+        timeline=timeline,
+        unit_bytes=unit_for(timeline.state_bytes) if request.unit_bytes is None else request.unit_bytes,
+        policy=request.policy,
+        bandwidth_bytes_per_second=float(request.bandwidth_bytes_per_second),
+        memory_bandwidth_bytes_per_second=float(request.memory_bandwidth_bytes_per_second),
+        overhead=request.overhead,
+        peak_limit_bytes=min(limits, default=None),
     )
 
 
-def _draft(
-    timeline: Timeline, fingerprint: Fingerprint, request: Request, problem: Problem, flow: Flow, proof: Certificate
-) -> Plan:
-    """The plan of a flow, with the peak and the stall that its chunks have, in bytes."""
+def _relaxed(question: Question, longest: int) -> tuple[Question, str]:
+    """The question with the memory limit raised as little as any interval needs, and a line that says so."""
+    limit, peak = question.peak_limit_bytes, question.least_peak_bytes(longest)
+    if limit is None or peak is None:
+        return question, ""
+    return replace(question, peak_limit_bytes=peak), (
+        f"no schedule fits the memory limit of {format_size(limit)}:"
+        f" it was raised by {format_size(peak - limit)} ({peak - limit} bytes), as little as possible"
+    )
+
+
+def _draft(question: Question, fingerprint: Fingerprint, request: Request, schedule: Schedule, interval: int) -> Plan:
+    """The plan of a schedule, with the peak and the stall that its chunks have, in bytes."""
+    assert schedule.flow is not None
+    wait = None
+    if schedule.wait_units:
+        wait = Wait(schedule.wait_step, schedule.wait_units * question.prices.wait_seconds)
     plan = Plan(
         fingerprint=fingerprint,
         policy=request.policy,
-        bandwidth_bytes_per_second=float(request.bandwidth_bytes_per_second),
-        unit_bytes=problem.unit_bytes,
-        timeline=timeline,
-        chunks=make_chunks(timeline, problem, flow, request.chunk_bytes),
+        bandwidth_bytes_per_second=question.bandwidth_bytes_per_second,
+        unit_bytes=question.unit_bytes,
+        timeline=question.timeline,
+        chunks=make_chunks(question.timeline, schedule.problem, schedule.flow, request.chunk_bytes),
         graph_peak_bytes=0,
         plan_peak_bytes=0,
         stall_seconds=0.0,
-        interval=1,
-        certificate=proof,
-        memory_bandwidth_bytes_per_second=float(request.memory_bandwidth_bytes_per_second),
+        interval=interval,
+        certificate=schedule.certificate(),
+        memory_bandwidth_bytes_per_second=question.memory_bandwidth_bytes_per_second,
+        wait=wait,
     )
     replay = simulate(plan)
     return replace(plan, plan_peak_bytes=replay.peak_bytes, stall_seconds=replay.stall_seconds)
-
-
-def _frontier(
-    timeline: Timeline, fingerprint: Fingerprint, request: Request, problem: Problem
-) -> tuple[FrontierRow, ...]:
-    """Both ends of what a checkpoint of every iteration can cost: the least memory, and the shortest stall."""
-    ends = [greedy.best_flow(problem, request.policy)]
-    if request.policy == "direct":
-        ends.append(greedy.direct_flow(problem, greedy.fewest_snapshots(problem)))
-    rows = []
-    for flow in ends:
-        if flow is not None:
-            peak = flow.peak_bytes(problem)
-            proof = Certificate("feasible", "greedy", "none", "", peak, problem.training_peak_bytes)
-            plan = _draft(timeline, fingerprint, request, problem, flow, proof)
-            rows.append(FrontierRow(1, plan.stall_seconds, plan.plan_peak_bytes - problem.training_peak_bytes))
-    return tuple(dict.fromkeys(rows))

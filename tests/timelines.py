@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from hypothesis import strategies
@@ -67,15 +67,28 @@ class Best:
     held: int  # bytes x steps held
 
 
-def search(timeline: Timeline, policy: Policy, *, most_snapshots: int | None = None) -> Best | None:
+def search(
+    timeline: Timeline,
+    policy: Policy,
+    *,
+    most_snapshots: int | None = None,
+    iterations: int = 1,
+    waits: Mapping[int, int] | None = None,
+) -> Best | None:
     """Try every schedule of single bytes over a link of one byte per second; None if there is none.
 
     Written from the rules alone: a byte leaves in one step; directly not after its deadline; or from a snapshot made
     at an earlier step, itself not after the deadline; a step's link carries its capacity; what is held is held from
-    the step of the snapshot to the step in which it leaves, both included.
+    the step of the snapshot to the step in which it leaves, both included. Further iterations repeat the steps, and
+    have no deadlines.
+
+    Args:
+        waits: bytes that leave while training waits, by step.
     """
-    count = len(timeline.steps)
-    capacity = timeline.capacities_bytes(1.0)
+    count = iterations * len(timeline.steps)
+    capacity = timeline.capacities_bytes(1.0) * iterations  # whole bytes: nothing is rounded
+    for step, more in (waits or {}).items():
+        capacity[step] += more
     start = (0,) * count
     states = {(start, start, 0)}
     for group in timeline.groups:
@@ -93,7 +106,9 @@ def search(timeline: Timeline, policy: Policy, *, most_snapshots: int | None = N
                     reached.add((link, memory, made + (taken is not None)))
             states = reached
     found = [
-        Best(max(step.live_bytes + h for step, h in zip(timeline.steps, held, strict=True)), made, sum(held))
+        Best(
+            max(step.live_bytes + h for step, h in zip(timeline.steps * iterations, held, strict=True)), made, sum(held)
+        )
         for _, held, made in states
         if most_snapshots is None or made <= most_snapshots
     ]
