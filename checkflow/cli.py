@@ -133,6 +133,7 @@ def plan(
     chunk_size: options.ChunkSize = options.CHUNK_BYTES,
     solver: options.SolverOption = SolverName.AUTO,
     time_limit: options.TimeLimit = 60.0,
+    max_interval: options.MaxInterval = None,
     overhead: options.Overhead = 0.035,
     file: options.Output = None,
     as_json: options.Json = False,
@@ -153,6 +154,7 @@ def plan(
         solver=solver.value,
         time_limit_seconds=time_limit,
         chunk_bytes=chunk_size,
+        max_interval=max_interval,
         overhead=overhead,
     )
     planned = _plan(_subject(model, batch_size, settings, optimizer), chosen, request, granularity)
@@ -162,7 +164,7 @@ def plan(
     if as_json:
         _print_json(report.plan_json(planned))
     else:
-        _show([report.plan_table(planned)])
+        _show(report.plan_tables(planned))
     if made is None:
         complain(planned.outcome.explanation)
         return INFEASIBLE
@@ -230,6 +232,7 @@ def compare(
     memory_limit: options.MemoryLimit = None,
     policy: options.PolicyOption = PolicyName.DIRECT,
     granularity: options.GranularityOption = GranularityName.SEGMENT,
+    max_interval: options.MaxInterval = None,
     overhead: options.Overhead = 0.035,
     as_json: options.Json = False,
 ) -> int:
@@ -240,7 +243,9 @@ def compare(
     from checkflow.planner.replay import check_plan
 
     chosen = options.choose_device(device)
-    request = _request(chosen, bandwidth, memory_limit, policy=policy.value, overhead=overhead)
+    request = _request(
+        chosen, bandwidth, memory_limit, policy=policy.value, max_interval=max_interval, overhead=overhead
+    )
     rows = []
     for subject in subjects:
         if subject.endswith(".json"):
@@ -275,7 +280,7 @@ def demo(
     chosen = options.choose_device("RTX 3090")
     planned = _plan(_subject("resnet18", 32, None, None), chosen, _request(chosen), GranularityName.SEGMENT)
     if not as_json:
-        _show([report.plan_table(planned), *report.comparison_tables([compare_model(planned)])])
+        _show([*report.plan_tables(planned), *report.comparison_tables([compare_model(planned)])])
     result = _train_and_kill(epochs, seed, quiet=as_json)
     if as_json:
         _print_json(report.demo_json(planned, result))

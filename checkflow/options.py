@@ -143,8 +143,12 @@ ChunkSize = Annotated[
 ]
 SolverOption = Annotated[SolverName, typer.Option("--solver", help="auto: Gurobi with a licence of your own, or HiGHS")]
 TimeLimit = Annotated[float, typer.Option("--time-limit", metavar="SECONDS", min=0.001, help="for the solver")]
+MaxInterval = Annotated[
+    int | None,
+    typer.Option("--max-interval", metavar="K", min=1, help="at most so many iterations from checkpoint to checkpoint"),
+]
 Overhead = Annotated[
-    float, typer.Option("--overhead", min=0.0, max=1.0, help="the share of training's time that stalls may take")
+    float, typer.Option("--overhead", min=0.0, max=100.0, help="the share of training's time that stalls may take")
 ]
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="write the plan here")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON object on standard output, and nothing else")]

@@ -73,6 +73,22 @@ def plan_json(planned: Planned) -> dict[str, Any]:
     }
 
 
+def plan_tables(planned: Planned) -> Iterable[Table]:
+    """A plan, or what is known where there is none; and what else was to be had, where a checkpoint costs something."""
+    yield plan_table(planned)
+    rows = planned.outcome.frontier
+    if planned.outcome.interval != 1 or planned.outcome.stall_seconds:
+        table = Table(title="What checkpoints cost, limits aside", title_justify="left")
+        for column in ("every", "stall", "of the time", "extra memory"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for row in rows:
+            share = _share(row.stall_seconds, row.interval * planned.timeline.iteration_seconds)
+            extra = format_size(row.extra_bytes) if row.extra_bytes else "none"
+            table.add_row(_iterations(row.interval), stall(row.stall_seconds), share, extra)
+        if rows:
+            yield table
+
+
 def plan_table(planned: Planned) -> Table:
     """A plan, or what is known where there is none."""
     outcome, timeline, graph, base = planned.outcome, planned.timeline, planned.graph, planned.baselines
@@ -90,9 +106,9 @@ def plan_table(planned: Planned) -> Table:
     table.add_section()
     table.add_row("training peak", format_size(training), "eager PyTorch, without checkpoints")
     if (peak := outcome.plan_peak_bytes) is not None:
-        row = ("plan peak", format_size(peak), f"{_added(peak, training)}, a checkpoint every iteration")
-        table.add_row(*row, style="bold")
-        table.add_row("plan stall", stall(outcome.stall_seconds or 0.0), f"{outcome.chunks} chunks")
+        every = f"a checkpoint every {_iterations(outcome.interval or 1)}"
+        table.add_row("plan peak", format_size(peak), f"{_added(peak, training)}, {every}", style="bold")
+        table.add_row("plan stall", stall(outcome.stall_seconds or 0.0), _stall_text(planned))
     released = base.checkfreq_released_peak_bytes
     table.add_row("CheckFreq peak", format_size(base.checkfreq_peak_bytes), _added(base.checkfreq_peak_bytes, training))
     table.add_row(
@@ -101,10 +117,25 @@ def plan_table(planned: Planned) -> Table:
     waits = base.synchronous_stall_seconds
     table.add_row("synchronous stall", stall(waits), f"{_share(waits, seconds)} of the iteration")
     table.add_section()
-    table.add_row("durable rate", rate(outcome.durable_bytes_per_second), "storage must take, for every iteration")
+    durable, interval = outcome.durable_bytes_per_second, outcome.interval or 1
+    slower = f"; {rate(durable / interval)} for every {_iterations(interval)}" if interval > 1 else ""
+    table.add_row("durable rate", rate(durable), f"storage must take, for every iteration{slower}")
     if outcome.plan is not None and outcome.explanation:
         table.add_row("note", "", outcome.explanation)
     return table
+
+
+def _stall_text(planned: Planned) -> str:
+    """What training stands still for."""
+    outcome, plan = planned.outcome, planned.outcome.plan
+    parts = [f"{outcome.chunks} chunks"]
+    if plan is not None and plan.stall_seconds:
+        share = _share(plan.stall_seconds, plan.interval * planned.timeline.iteration_seconds)
+        parts.insert(0, f"a checkpoint, {share} of training's time")
+        if plan.wait is not None:
+            step = planned.timeline.steps[plan.wait.step % len(planned.timeline.steps)].label
+            parts.append(f"{stall(plan.wait.seconds)} of it waits for the link at {step}")
+    return ", ".join(parts)
 
 
 def certificate_line(solver: SolverReport) -> str:
@@ -144,35 +175,42 @@ def comparison_json(rows: Sequence[Comparison]) -> dict[str, Any]:
 
 
 def comparison_tables(rows: Sequence[Comparison]) -> Iterable[Table]:
-    """Peak and stall of each way to make a checkpoint of every iteration: one table a subject."""
+    """Peak and stall of each way to make checkpoints: one table a subject."""
     for row in rows:
         table = Table(
             title=f"{row.model}, {row.batch}, {row.device}, {rate(row.bandwidth_bytes_per_second)}, {row.granularity}",
             title_justify="left",
-            caption="each makes a checkpoint every iteration",
+            caption=f"checkflow: every {_iterations(row.checkflow_interval or 1)}; the others: every iteration",
             caption_justify="left",
         )
         table.add_column("way", no_wrap=True)
-        for column in ("peak", "added to training", "stall", "of the iteration"):
+        for column in ("peak", "added to training", "stall", "of the time"):
             table.add_column(column, justify="right", no_wrap=True)
-        for way, peak, seconds in _ways(row):
+        for way, peak, seconds, interval in _ways(row):
             style = "bold" if way.startswith("checkflow") else ""
             if peak is None or seconds is None:
                 table.add_row(way, "no plan", style=style)
                 continue
-            share, added = _share(seconds, row.iteration_seconds), _added(peak, row.training_peak_bytes)
+            share = _share(seconds, interval * row.iteration_seconds)
+            added = _added(peak, row.training_peak_bytes)
             table.add_row(way, format_size(peak), added, stall(seconds), share, style=style)
         yield table
 
 
-def _ways(row: Comparison) -> list[tuple[str, int | None, float | None]]:
+def _ways(row: Comparison) -> list[tuple[str, int | None, float | None, int]]:
+    """Name, peak, stall of a checkpoint, and iterations from one to the next."""
     training = row.training_peak_bytes
     return [
-        ("synchronous", training, row.synchronous_stall_seconds),
-        ("CheckFreq, GPU snapshot", row.checkfreq_peak_bytes, row.checkfreq_gpu_stall_seconds),
-        ("CheckFreq, released", row.checkfreq_released_peak_bytes, row.checkfreq_gpu_stall_seconds),
-        ("CheckFreq, CPU snapshot", training, row.checkfreq_cpu_stall_seconds),
-        (f"checkflow, {row.status}", row.checkflow_peak_bytes, row.checkflow_stall_seconds),
+        ("synchronous", training, row.synchronous_stall_seconds, 1),
+        ("CheckFreq, GPU snapshot", row.checkfreq_peak_bytes, row.checkfreq_gpu_stall_seconds, 1),
+        ("CheckFreq, released", row.checkfreq_released_peak_bytes, row.checkfreq_gpu_stall_seconds, 1),
+        ("CheckFreq, CPU snapshot", training, row.checkfreq_cpu_stall_seconds, 1),
+        (
+            f"checkflow, {row.status}",
+            row.checkflow_peak_bytes,
+            row.checkflow_stall_seconds,
+            row.checkflow_interval or 1,
+        ),
     ]
 
 
@@ -190,6 +228,7 @@ def check_json(plan: Plan, replay: Replay) -> dict[str, Any]:
         "snapshot_bytes": replay.snapshot_bytes,
         "stall_seconds": replay.stall_seconds,
         "interval": plan.interval,
+        "wait_seconds": 0.0 if plan.wait is None else plan.wait.seconds,
     }
 
 
@@ -207,10 +246,13 @@ def _iterations(interval: int) -> str:
 
 
 def show_lines(plan: Plan, replay: Replay, least_bandwidth: int | None, interval: Interval | None) -> Iterable[Text]:
-    """A plan on one screen: the link and the memory over one iteration, the peak, and what binds."""
-    steps = plan.timeline.steps
+    """A plan on one screen: the link and the memory from checkpoint to checkpoint, the peak, and what binds."""
+    steps = plan.timeline.steps * plan.interval
+    durations_seconds = [step.duration_seconds for step in steps]
+    if plan.wait is not None:
+        durations_seconds[plan.wait.step] += plan.wait.seconds
     profile = chart.Profile(
-        durations_seconds=[step.duration_seconds for step in steps],
+        durations_seconds=durations_seconds,
         capacities_bytes=replay.capacity_bytes,
         sent_bytes=replay.link_bytes,
         live_bytes=[step.live_bytes for step in steps],
@@ -230,6 +272,10 @@ def show_lines(plan: Plan, replay: Replay, least_bandwidth: int | None, interval
         yield Text(f"of it snapshots, of {format_size(max(kept))}", "bold")
         yield from _charted([size / max(kept) for size in kept], LINK_ROWS)
     yield Text(f"0{format_seconds(profile.seconds):>{CHART_COLUMNS - 1}}\n")
+    yield Text(
+        f"every    {_iterations(plan.interval)}"
+        + (f", waiting {stall(plan.wait.seconds)} at {steps[plan.wait.step].label}" if plan.wait else "")
+    )
     yield Text(
         f"peak     {format_size(replay.peak_bytes)}, training alone {format_size(plan.timeline.training_peak_bytes)}, "
         f"in step {replay.peak_step} of {len(steps)}: {steps[replay.peak_step].label}"
@@ -275,7 +321,7 @@ def dot(plan: Plan) -> str:
 
     A solid edge is an offload of that many bytes, a dashed one a snapshot; the tensor's deadline is in its label.
     """
-    steps = plan.timeline.steps
+    steps = plan.timeline.steps * plan.interval
     moved: dict[tuple[str, int, str], int] = {}
     for chunk in plan.chunks:
         for step, style in ((chunk.offload_step, "solid"), (chunk.snapshot_step, "dashed")):

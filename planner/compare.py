@@ -18,7 +18,10 @@ from checkflow.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One training step under each way of making a checkpoint of every iteration. Peaks in bytes, stalls in seconds."""
+    """One training step under each way of making checkpoints: the others' of every iteration, checkflow's as planned.
+
+    Peaks in bytes, stalls in seconds.
+    """
 
     source: str  # what the user named: a model or a plan file
     model: str
@@ -37,7 +40,8 @@ class Comparison:
     checkfreq_gpu_stall_seconds: float
     checkfreq_cpu_stall_seconds: float
     checkflow_peak_bytes: int | None  # None: no plan satisfies what was asked
-    checkflow_stall_seconds: float | None
+    checkflow_stall_seconds: float | None  # of one checkpoint
+    checkflow_interval: int | None  # iterations from one checkpoint to the next
     explanation: str
 
 
@@ -53,6 +57,7 @@ def compare_plan(source: str, plan: Plan) -> Comparison:
         status=plan.certificate.status,
         peak_bytes=plan.plan_peak_bytes,
         stall_seconds=plan.stall_seconds,
+        interval=plan.interval,
         explanation="",
     )
 
@@ -68,9 +73,10 @@ def make_comparison(
     status: str,
     peak_bytes: int | None,
     stall_seconds: float | None,
+    interval: int | None,
     explanation: str,
 ) -> Comparison:
-    """Add the baselines to what is known of a plan (peak and stall are None where there is none)."""
+    """Add the baselines to what is known of a plan (peak, stall and interval are None where there is none)."""
     base = baselines(timeline, bandwidth_bytes_per_second)
     return Comparison(
         source=source,
@@ -94,6 +100,7 @@ def make_comparison(
         checkfreq_cpu_stall_seconds=base.checkfreq_cpu_stall_seconds,
         checkflow_peak_bytes=peak_bytes,
         checkflow_stall_seconds=stall_seconds,
+        checkflow_interval=interval,
         explanation=explanation,
     )
 

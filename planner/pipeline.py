@@ -108,6 +108,7 @@ def compare_model(planned: Planned) -> Comparison:
         status=outcome.status,
         peak_bytes=outcome.plan_peak_bytes,
         stall_seconds=outcome.stall_seconds,
+        interval=outcome.interval,
         explanation=outcome.explanation,
     )
 

@@ -160,7 +160,7 @@ def make_plan(timeline: Timeline, fingerprint: Fingerprint, request: Request, *,
         plan = plan.sealed()
         if interval > 1:
             explanations.append(f"a checkpoint every {interval} iterations; every iteration: {explain(question)}")
-    seconds = timeline.iteration_seconds * asked
+    seconds = timeline.iteration_seconds
     return Outcome(
         status="infeasible" if plan is None else plan.certificate.status,
         plan=plan,
