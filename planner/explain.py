@@ -38,7 +38,7 @@ def least_bandwidth(question: Question, interval: int = 1) -> int | None:
     timeline = question.timeline
     if not timeline.state_bytes or not timeline.iteration_seconds:
         return 0 if replace(question, bandwidth_bytes_per_second=1.0).fits(interval) else None
-    low, high = 0, _fastest(timeline, question.unit_bytes)
+    low, high = 0, _fastest(question, interval)
     if not replace(question, bandwidth_bytes_per_second=high).fits(interval):
         return None
     given = math.ceil(question.bandwidth_bytes_per_second)
@@ -53,11 +53,17 @@ def least_bandwidth(question: Question, interval: int = 1) -> int | None:
     return high
 
 
-def _fastest(timeline: Timeline, unit_bytes: int) -> int:
-    """Bytes per second at which every step of any length carries everything: a faster link changes nothing."""
-    shortest = min((step.duration_seconds for step in timeline.steps if step.duration_seconds > 0), default=math.inf)
-    most = timeline.state_bytes + unit_bytes + sum(step.link_bytes for step in timeline.steps)
-    return max(1, math.ceil(min(2 * most / shortest, _FASTEST_BYTES_PER_SECOND)))
+def _fastest(question: Question, interval: int) -> int:
+    """Bytes per second at which every step of any length, and any wait, carries everything: a faster link is no better.
+
+    A step that lasts 1e-24 s or so carries nothing: no clock resolves it.
+    """
+    timeline, budget = question.timeline, question.budget(interval)
+    lasting = [step.duration_seconds for step in timeline.steps if step.duration_seconds > 0]
+    if budget.may_wait and budget.seconds > 0:
+        lasting.append(budget.seconds)
+    most = timeline.state_bytes + question.unit_bytes + sum(step.link_bytes for step in timeline.steps)
+    return max(1, math.ceil(min(2 * most / min(lasting, default=math.inf), _FASTEST_BYTES_PER_SECOND)))
 
 
 def tight_interval(question: Question, interval: int = 1) -> Interval | None:
@@ -100,7 +106,7 @@ def explain(question: Question, interval: int = 1) -> str:
     least = least_bandwidth(question, interval)
     seen = question
     if least is None:  # then the link is not the reason: look at it as if it were fast
-        seen = replace(question, bandwidth_bytes_per_second=_fastest(question.timeline, problem.unit_bytes))
+        seen = replace(question, bandwidth_bytes_per_second=_fastest(question, interval))
     rescues = [f"it takes {_rate(_up(least))}" if least is not None else "no link is fast enough"]
     if more := _more_memory(seen, interval):
         rescues.append(f"or {more} more device memory" if least is not None else f"it takes {more} more device memory")

@@ -60,14 +60,14 @@ def build(problem: Problem, policy: Policy, prices: Prices | None = None, budget
     lp = pulp.LpProblem("checkflow", pulp.LpMinimize)
     extra = pulp.LpVariable("extra", 0)
     lp += extra
-    may_wait = budget is not None and budget.may_wait and problem.total > 0
+    most_waiting = _most_waiting(problem, prices, budget)
     model = Model(
         problem,
         policy,
         lp,
-        pulp.LpVariable("wait", 0, problem.total, pulp.LpInteger) if may_wait else 0,
+        pulp.LpVariable("wait", 0, most_waiting, pulp.LpInteger) if most_waiting else 0,
         _running_sum(
-            "X" if policy == "snapshot" else "D", problem, first=1 if policy == "snapshot" else 0, also=may_wait
+            "X" if policy == "snapshot" else "D", problem, first=1 if policy == "snapshot" else 0, also=most_waiting > 0
         ),
         _running_sum("Y", problem, first=1),
         _snapshot_sum(problem),
@@ -123,6 +123,14 @@ def peak_bound_bytes(problem: Problem, bound_units: float) -> int:
         live + problem.unit_bytes * max(0, math.ceil((least - live) / problem.unit_bytes))
         for live in set(problem.live_bytes)
     )
+
+
+def _most_waiting(problem: Problem, prices: Prices | None, budget: Budget | None) -> int:
+    """Units that may leave while training waits, if the whole budget goes into that."""
+    if prices is None or budget is None or not budget.may_wait:
+        return 0
+    most = budget.most(prices.wait_seconds)
+    return problem.total if most >= problem.total else int(most)
 
 
 def _running_sum(name: str, problem: Problem, first: int, *, also: bool = False) -> list[Sum]:

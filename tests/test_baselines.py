@@ -46,6 +46,7 @@ def test_checkfreq_s_snapshots_wait_for_the_link_too(bandwidth: float, stall: fl
     row = make_comparison(
         "m", make_fingerprint(timeline), timeline, bandwidth_bytes_per_second=bandwidth,
         memory_bandwidth_bytes_per_second=8.0, policy="direct", status="infeasible", peak_bytes=None,
-        stall_seconds=None, explanation="",
+        stall_seconds=None,
+        interval=None, explanation="",
     )  # fmt: skip
     assert row.checkfreq_gpu_stall_seconds == stall

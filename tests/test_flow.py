@@ -10,15 +10,19 @@ import pytest
 from checkflow.errors import SolverError
 from checkflow.plan import Policy
 from checkflow.planner import flow, greedy, solvers
+from checkflow.planner.optimum import Budget, Prices
 from checkflow.planner.problem import Flow, Problem, make_problem
 from tests.timelines import make_timeline, random_timeline, search
+
+PRICES = Prices(wait_seconds=1.0, snapshot_seconds=1.0)
 
 
 def solve(
     problem: Problem, policy: Policy, most: int | None = None, solver: solvers.SolverChoice = "highs"
 ) -> tuple[Flow, int] | None:
-    """The ILP's schedule and the bound on its peak."""
-    model = flow.build(problem, policy, most)
+    """The ILP's schedule and the bound on its peak, with at most so many snapshots (None: any number)."""
+    budget = Budget(math.inf if most is None else float(most), may_wait=False)
+    model = flow.build(problem, policy, PRICES, budget)
     found = solvers.solve(model.lp, solver)
     if found.bound is None:
         assert found.status == "infeasible"
