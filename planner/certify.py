@@ -17,7 +17,7 @@ from checkflow.planner.problem import Flow, Problem, make_problem
 from checkflow.planner.shrink import expand
 
 Formulation = Literal["auto", "flow", "greedy"]
-SECOND_OPINION_STEPS = 5_000  # up to this many "auto" asks a solver too; beyond, the exact rule's own proof must do
+SECOND_OPINION_STEPS = 2_000  # up to this many "auto" asks a solver too; beyond, the exact rules' own proof must do
 _logger = logging.getLogger("checkflow")
 
 
@@ -98,7 +98,7 @@ def find_schedule(
 
 
 def _by_rule(question: Question, interval: int, problem: Problem) -> Schedule:
-    """The best schedule in the order: peak, stall, bytes x time held, early end. It is its own proof."""
+    """The best schedule in the order: peak, stall; its snapshots leave as early as these allow. It is its own proof."""
     full = make_problem(
         question.timeline, question.bandwidth_bytes_per_second, question.unit_bytes, iterations=interval
     )
@@ -111,8 +111,10 @@ def _by_rule(question: Question, interval: int, problem: Problem) -> Schedule:
     terms = question.least_stall(interval, peak)
     assert terms is not None  # the least peak is the peak of a schedule
     step = _wait_step(question, interval, problem, terms, peak)
-    full = full.waiting(terms.wait_units, step)
-    return Schedule(full, greedy.direct_flow(full, terms.snapshots), step, terms.wait_units, peak, "greedy", report)
+    shrunk, full = question.shrunk(interval), full.waiting(terms.wait_units, step)
+    waiting = problem.waiting(terms.wait_units, shrunk.block_of(step))
+    flow = expand(shrunk, optimum.cheapest_flow(waiting, terms, peak), full)
+    return Schedule(full, flow, step, terms.wait_units, peak, "greedy", report)
 
 
 def _wait_step(question: Question, interval: int, problem: Problem, terms: Terms, peak_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""The exact rules: the best schedule by one pass over the timeline, and bounds that nothing can beat.
+"""The exact rules: the least peak of either policy by one pass over the timeline, and bounds that nothing can beat.
 
 **Direct policy.** In every step the link takes, in this order, what is due when the step ends; snapshots; other bytes
 in the order of their deadlines. At each deadline whatever is missing is snapshotted.
@@ -14,13 +14,9 @@ by moving earliest deadlines first without idling it has moved min(U_k, C_t) of 
 every k > t (within step t, units due at its end go before snapshots: both belong to every prefix k > t, so the swap
 costs nothing later, and saves a snapshot now). Hence no schedule has a lower peak on any memory profile.
 
-*Fewest snapshots at that peak.* Sending a snapshot instead of a direct unit that is due later lowers what is held until
-that deadline and leaves it equal afterwards, but can cost one more snapshot in all. With Y_t snapshots gone after step
-t, at least max_s(U_s - C_s + Y_s) are made. So a limit Z on the total allows Y_t <= Z - max_{s >= t}(U_s - C_s). The
-rule under this limit sends snapshots as early as it allows (which leaves the link idle only when all has left: what is
-allowed is at least what live units leave over); by the same exchange it holds the least in every step among
-all schedules with at most Z snapshots. The peak therefore falls with Z, and the least Z that reaches the least peak is
-found by bisection. The result is the best in the order: peak, snapshot bytes (stall), bytes x time held, early finish.
+*Fewer snapshots.* The rule does not make the fewest: a snapshot that leaves early takes the link from a unit that then
+needs a snapshot too. Where that matters (each is paid for with a stall), :mod:`checkflow.planner.bounds` says how many
+snapshots a peak demands and how early they may leave for that; the rule then sends none earlier.
 
 **Snapshot policy.** Let V_t units be snapshotted and W_t have left after step t. For a peak P with room R_t = P - M_t:
 W_t - W_{t-1} <= c_t, W_t <= V_{t-1}, V_t >= U_t, V_t - W_{t-1} <= R_t. Snapshots made as late as possible need least:
@@ -34,22 +30,17 @@ All of it is counted in whole units; one bisection aside, time grows linearly wi
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
+from itertools import pairwise
 
 from checkflow.plan import Policy
 from checkflow.planner.problem import Flow, Problem
 
 
-def best_flow(problem: Problem, policy: Policy, most_snapshots: int | None = None) -> Flow | None:
-    """The best schedule under a policy, or None where there is none.
-
-    Args:
-        most_snapshots: units that may be snapshotted in all (None: any number).
-    """
+def best_flow(problem: Problem, policy: Policy) -> Flow | None:
+    """A schedule of the least peak under a policy, with any number of snapshots; None where there is none."""
     if policy == "direct":
-        return _best_direct(problem, problem.total if most_snapshots is None else most_snapshots)
-    if most_snapshots is not None and most_snapshots < problem.total:
-        return None
+        return direct_flow(problem)
     peak = _least_snapshot_peak(problem)
     return None if peak is None else snapshot_flow(problem, peak)
 
@@ -84,32 +75,25 @@ def must_leave(problem: Problem, policy: Policy, peak_bytes: int) -> list[int]:
     return [*needs, problem.total]
 
 
-def least_wait(problem: Problem, peak_bytes: int) -> int:
-    """Units that must leave while training waits at the boundary, in every schedule of the direct policy of this peak.
+def direct_flow(problem: Problem, allowed: Sequence[int] | None = None) -> Flow | None:
+    """The rule of the direct policy; None if the link is too small.
 
-    At least training's own peak is needed; any number of snapshots may be made.
+    Args:
+        allowed: how many snapshots may have left when each step ends (None: all). Given as
+            :func:`checkflow.planner.bounds.most_gone` says, the schedule keeps that peak and number of snapshots. For
+            let s be the last step that determined V, the snapshots made, and t > s: what is gone by t - 1 is either
+            all that is allowed, which leaves no more than there is room for; or all that was made; or all that the link
+            carries from s on, urgent units aside, which move s.
     """
-    needs = must_leave(problem, "direct", peak_bytes)
-    return max(0, *(need - reached for need, reached in zip(needs, problem.reached, strict=True)))
-
-
-def fewest_snapshots(problem: Problem) -> int:
-    """Units that every schedule of the direct policy must snapshot: max over t of U_t - C_t."""
-    return max(0, *(due - reached for due, reached in zip(problem.due, problem.reached, strict=True)))
-
-
-def direct_flow(problem: Problem, most_snapshots: int) -> Flow | None:
-    """The rule of the direct policy with a limit on all snapshots; None if the link or the limit is too small."""
-    if problem.reached[-1] < problem.total or fewest_snapshots(problem) > most_snapshots:
+    if problem.reached[-1] < problem.total:
         return None
-    # allowed[t]: snapshots that may have left after step t, lest more than most_snapshots be made later
-    deficits = [due - reached for due, reached in zip(problem.due, problem.reached, strict=True)]
-    allowed = [most_snapshots - worst for worst in accumulate(reversed(deficits), max)][::-1]
     direct, made, drained = [0] * problem.steps, [0] * problem.steps, [0] * problem.steps
     moved = held = gone = 0  # units taken from live tensors; snapshots held; snapshots gone
     for step, (room, due) in enumerate(zip(problem.capacity, problem.due, strict=True)):
         urgent = min(room, max(0, due - moved))
-        drain = min(held, room - urgent, allowed[step] - gone)
+        drain = min(held, room - urgent)
+        if allowed is not None:
+            drain = max(0, min(drain, allowed[step] - gone))
         direct[step] = urgent + min(room - urgent - drain, problem.total - moved - urgent)
         drained[step] = drain
         moved += direct[step]
@@ -141,22 +125,6 @@ def snapshot_flow(problem: Problem, peak_bytes: int) -> Flow | None:
     drained = tuple(now - last for now, last in zip(left, [0, *left], strict=False))
     made = tuple(now - last for now, last in zip(taken, [0, *taken], strict=False))
     return Flow((0,) * problem.steps, made, drained)
-
-
-def _best_direct(problem: Problem, limit: int) -> Flow | None:
-    loosest = direct_flow(problem, min(limit, problem.total))
-    if loosest is None:
-        return None
-    peak, low, high = loosest.peak_bytes(problem), fewest_snapshots(problem), loosest.snapshots
-    best, middle = loosest, low  # the least number often reaches the peak already: try it first
-    while low < high:
-        flow = direct_flow(problem, middle)
-        if flow is not None and flow.peak_bytes(problem) <= peak:
-            best, high = flow, middle
-        else:
-            low = middle + 1
-        middle = (low + high) // 2
-    return best
 
 
 def _least_snapshot_peak(problem: Problem) -> int | None:

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from checkflow.plan import MOST_STEPS, Policy
-from checkflow.planner import greedy, optimum
+from checkflow.planner import optimum
 from checkflow.planner.optimum import Budget, Prices, Terms
 from checkflow.planner.problem import Problem, make_problem
 from checkflow.planner.shrink import Shrunk, shrink
@@ -184,12 +184,13 @@ def _trade_off(question: Question, interval: int, problem: Problem, peak_bytes: 
     terms = optimum.least_stall(problem, question.policy, peak_bytes, question.prices, may_wait=may_wait)
     if terms is None:
         return None
+    stall = question.prices.stall_seconds(terms)
     if question.policy == "direct":
-        flow = greedy.direct_flow(problem.waiting(terms.wait_units), terms.snapshots)
-        assert flow is not None  # least_stall saw it
-        peak_bytes = flow.peak_bytes(problem)
-    extra = peak_bytes - problem.training_peak_bytes
-    return FrontierRow(interval, question.prices.stall_seconds(terms), extra)
+        budget = Budget(stall, may_wait)
+        least = optimum.least_peak_bytes(problem, "direct", question.prices, budget, most_bytes=peak_bytes)
+        assert least is not None  # least_stall saw a schedule
+        peak_bytes = least
+    return FrontierRow(interval, stall, peak_bytes - problem.training_peak_bytes)
 
 
 def _everything(problem: Problem) -> int:

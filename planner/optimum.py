@@ -8,14 +8,15 @@ C_t, from its step on; moved to the boundary, it adds as much to every C_t that 
 bounds of the direct policy (:mod:`checkflow.planner.greedy`) fall as C_t grows. (For the same price the plan waits as
 late as that serves: :func:`latest_wait`. A link that is faster than planned then shortens it.)
 
-*Which W and Z.* At a peak P, W is at least what :func:`checkflow.planner.greedy.least_wait` says. For each such W let
-f(W) be the fewest snapshots that reach P. A schedule is a flow of units through a network: from the live state, whose
-stock must fall to N - U_t by the end of step t, along the link's arc of a step (capacity c_t, and at the boundary a
-second arc, of W), or first through a snapshot into the store, whose arc along step t holds what P leaves free. So W and
-Z are the costs of a minimum cost flow: whole numbers are optimal, and f is convex. The cheapest W is therefore the
-first at which one unit more of waiting no longer saves its price in snapshots. No unit saves more snapshots than there
-are deadlines, since a cycle of the residual network passes each deadline once; where that many cost less than one unit
-of waiting, the least W is the cheapest, and nothing need be searched.
+*Which W and Z.* At a peak P, W is at least what :func:`checkflow.planner.bounds.least_wait` says. For each such W let
+f(W) be the fewest snapshots that reach P (:func:`checkflow.planner.bounds.fewest_snapshots`). A schedule is a flow of
+units through a network: from the live state, whose stock must fall to N - U_t by the end of step t, along the link's
+arc of a step (capacity c_t, and at the boundary a second arc, of W), or first through a snapshot into the store, whose
+arc along step t holds what P leaves free. So W and Z are the costs of a minimum cost flow: whole numbers are optimal,
+and f is convex. The cheapest W is therefore the first at which one unit more of waiting no longer saves its price in
+snapshots. No unit saves more snapshots than there are deadlines, since a cycle of the residual network passes each
+deadline once; where that many cost less than one unit of waiting, the least W is the cheapest, and nothing need be
+searched.
 
 Under the snapshot policy, every unit is copied once and training never waits for the link: the price is fixed.
 """
@@ -30,8 +31,8 @@ from functools import cache
 from itertools import pairwise
 
 from checkflow.plan import Policy
-from checkflow.planner import greedy
-from checkflow.planner.problem import Problem
+from checkflow.planner import bounds, greedy
+from checkflow.planner.problem import Flow, Problem
 
 _ROUNDING = 1e-12  # of a budget: the product of a share and a time is allowed its last digits
 
@@ -85,10 +86,10 @@ def least_stall(
         return None
     if policy == "snapshot":
         return None if greedy.snapshot_flow(problem, peak_bytes) is None else Terms(0, problem.total)
-    fewest = cache(lambda wait: _fewest_snapshots(problem, peak_bytes, wait))
-    wait = greedy.least_wait(problem, peak_bytes)
+    wait = bounds.least_wait(problem, peak_bytes)
     if wait and not may_wait:
         return None
+    fewest = cache(lambda wait: _fewest(problem, peak_bytes, wait))
     if may_wait and not _waiting_never_pays(problem, prices):
         wait = _cheapest_wait(problem, prices, wait, fewest)
     return Terms(wait, fewest(wait))
@@ -120,19 +121,32 @@ def fits(problem: Problem, policy: Policy, peak_bytes: int, prices: Prices, budg
     if policy == "snapshot":
         paid = budget.admits(problem.total * prices.snapshot_seconds)
         return paid and greedy.snapshot_flow(problem, peak_bytes) is not None
-    wait = greedy.least_wait(problem, peak_bytes)
+    wait = bounds.least_wait(problem, peak_bytes)
     if wait and not (budget.may_wait and budget.admits(wait * prices.wait_seconds)):
         return False
     most = budget.most(prices.snapshot_seconds, wait * prices.wait_seconds)
-    if math.isinf(most):
-        return True  # the least wait is enough for as many snapshots as there is room for
-    flow = greedy.direct_flow(problem.waiting(wait), min(problem.total, int(most)))
-    if flow is not None and flow.peak_bytes(problem) <= peak_bytes:
+    if most >= problem.total or _fewest(problem, peak_bytes, wait) <= most:
         return True
     if not budget.may_wait or _waiting_never_pays(problem, prices):
         return False
     terms = least_stall(problem, policy, peak_bytes, prices)
     return terms is not None and budget.admits(prices.stall_seconds(terms))
+
+
+def cheapest_flow(problem: Problem, terms: Terms, peak_bytes: int) -> Flow:
+    """A schedule of the direct policy with this peak on these terms; its snapshots leave as early as they may.
+
+    Args:
+        problem: with the wait.
+
+    Raises:
+        ValueError: there is none.
+    """
+    allowed = bounds.most_gone(problem, peak_bytes, terms.snapshots)
+    flow = None if allowed is None else greedy.direct_flow(problem, allowed)
+    if flow is None:
+        raise ValueError(f"no schedule has a peak of {peak_bytes} bytes on {terms}")
+    return flow
 
 
 def latest_wait(problem: Problem, terms: Terms, peak_bytes: int, anchors: list[int]) -> int:
@@ -143,8 +157,8 @@ def latest_wait(problem: Problem, terms: Terms, peak_bytes: int, anchors: list[i
     """
 
     def too_late(step: int) -> bool:
-        flow = greedy.direct_flow(problem.waiting(terms.wait_units, step), terms.snapshots)
-        return flow is None or flow.peak_bytes(problem) > peak_bytes
+        fewest = bounds.fewest_snapshots(problem.waiting(terms.wait_units, step), peak_bytes, 0)
+        return fewest is None or fewest > terms.snapshots
 
     return anchors[bisect_left(anchors, True, lo=1, key=too_late) - 1]
 
@@ -173,21 +187,8 @@ def _cheapest_wait(problem: Problem, prices: Prices, low: int, fewest: Callable[
     return high
 
 
-def _fewest_snapshots(problem: Problem, peak_bytes: int, wait: int) -> int:
-    """The fewest snapshots at a peak that some schedule with this wait has."""
-    waited = problem.waiting(wait)
-    low, high = greedy.fewest_snapshots(waited), waited.total
-
-    def reaches(most: int) -> bool:
-        flow = greedy.direct_flow(waited, most)
-        return flow is not None and flow.peak_bytes(waited) <= peak_bytes
-
-    if reaches(low):
-        return low
-    while high - low > 1:
-        middle = (low + high) // 2
-        if reaches(middle):
-            high = middle
-        else:
-            low = middle
-    return high
+def _fewest(problem: Problem, peak_bytes: int, wait: int) -> int:
+    fewest = bounds.fewest_snapshots(problem, peak_bytes, wait)
+    if fewest is None:
+        raise ValueError(f"no schedule has a peak of {peak_bytes} bytes with {wait} units of waiting")
+    return fewest

@@ -123,8 +123,8 @@ def make_plan(timeline: Timeline, fingerprint: Fingerprint, request: Request, *,
     """The best plan that satisfies a request, or why there is none.
 
     First the smallest interval of which any schedule keeps the limits on memory and stall; then the least peak; then
-    under the direct policy the shortest stall at that peak, the least bytes x time held, and the earliest end (under
-    the snapshot policy, where every byte is copied once, the earliest end alone). The same input gives the same plan,
+    under the direct policy the shortest stall at that peak, and snapshots that leave as early as these allow (under the
+    snapshot policy, where every byte is copied once, the earliest end alone). The same input gives the same schedule,
     whichever solver certified it.
 
     "Optimal" is said of the peak, among schedules that move whole units, and only with a bound that meets it; no

@@ -19,8 +19,8 @@ the last block takes in all further iterations, and a horizon of a thousand iter
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
 from checkflow.planner.problem import Flow, Problem, check_bandwidth, check_timeline, due_units, unit_for
@@ -55,10 +55,9 @@ class Shrunk:
         capacity = tuple(now - before for before, now in pairwise((0, *reached)))
         return Problem(self.unit_bytes, self.total, self.live_bytes, capacity, self.due)
 
-    @cached_property
-    def block_of_step(self) -> dict[int, int]:
-        """The block that ends with a step."""
-        return {end: block for block, end in enumerate(self.ends)}
+    def block_of(self, step: int) -> int:
+        """The block that a step of the horizon lies in."""
+        return bisect_left(self.ends, step)
 
 
 def shrink(timeline: Timeline, unit_bytes: int | None = None, interval: int = 1) -> Shrunk:

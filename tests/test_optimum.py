@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings, strategies
 
 from checkflow.plan import Policy
-from checkflow.planner import flow, greedy, optimum, solvers
+from checkflow.planner import flow, optimum, solvers
 from checkflow.planner.optimum import Budget, Prices, Terms
 from checkflow.planner.problem import Problem, make_problem
 from checkflow.planner.shrink import shrink
+from tests.test_flow import assert_is_schedule
 from tests.timelines import make_timeline, random_timeline, search, timelines
 
 INFINITE = 10**6
@@ -111,9 +112,15 @@ def test_the_wait_comes_as_late_as_it_serves(timeline, more: int, interval: int)
     steps = list(range(problem.steps))
     chosen = optimum.latest_wait(problem, terms, peak, steps)
     for step in steps:
-        schedule = greedy.direct_flow(problem.waiting(terms.wait_units, step), terms.snapshots)
-        serves = schedule is not None and schedule.peak_bytes(problem) <= peak
-        assert serves == (step <= chosen)
+        waiting = problem.waiting(terms.wait_units, step)
+        if step <= chosen:
+            schedule = optimum.cheapest_flow(waiting, terms, peak)
+            assert_is_schedule(schedule, waiting, "direct")
+            assert schedule.peak_bytes(problem) <= peak
+            assert schedule.snapshots <= terms.snapshots
+        else:
+            with pytest.raises(ValueError, match="no schedule"):
+                optimum.cheapest_flow(waiting, terms, peak)
 
 
 def test_waiting_pays_where_a_unit_saves_several_snapshots() -> None:

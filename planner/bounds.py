@@ -1,0 +1,124 @@
+"""What a peak demands of the direct policy: the least wait, the fewest snapshots, and how early they may leave.
+
+Let U_t units be due by the end of step t, and C_t what the link can have taken (with the wait at the boundary). At a
+peak, step t has room for R_t units of snapshots. Of a schedule, let V_t units be snapshotted and G_t of them gone by
+the end of step t; snapshots are made where something falls due, so V is constant from one deadline to the next. All
+that a schedule must keep are bounds of one of these numbers by another and a constant:
+
+    what leaves live state, A_t, and what leaves snapshots share the link: A_t <= C_t - G_t
+    what is due has left or is snapshotted: V_t >= U_t - A_t             hence V_t     >= G_t + U_t - C_t
+    there is room for what is held:                                            G_{t-1} >= V_t - R_t
+    the link carries no more in a step than it can:                            G_{t-1} >= G_t - c_t
+    a snapshot leaves after the step that made it:                             V_{t-1} >= G_t
+    neither number falls; at the end G = V                                     (all snapshots leave)
+
+Conversely V and G that keep them make a schedule: A fills what G leaves of the link. Such difference constraints have a
+least solution, which has the fewest snapshots, and for a given number of snapshots a greatest one, in which they leave
+as early as possible. Both are found as longest paths are (Bellman, 1958; Ford, 1956): by sweeps forward and backward
+until nothing moves. A further sweep is needed only where a snapshot that must leave early costs another one later,
+which must leave early too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from checkflow.planner.problem import Problem
+
+Counts = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """U, C, R, and the stretch from deadline to deadline that each step lies in; one entry a step."""
+
+    due: Counts
+    reached: Counts
+    room: Counts
+    starts: Counts  # the first step of each stretch; one that nothing is due before has no snapshots
+    stretch: Counts
+
+    @property
+    def late(self) -> Counts:
+        """What cannot have left live state, at the least."""
+        return self.due - self.reached
+
+
+def least_wait(problem: Problem, peak_bytes: int) -> int:
+    """Units that must leave while training waits at the boundary, in every schedule of this peak.
+
+    At least training's own peak is needed. With as much waiting some schedule has the peak, if it may make any number
+    of snapshots: no step of the direct rule (:mod:`checkflow.planner.greedy`) holds more than these bounds leave over.
+    """
+    numbers = _numbers(problem, peak_bytes, 0)
+    short = numbers.late[:-1] - np.minimum(numbers.room[:-1], numbers.room[1:])
+    return max(0, problem.total - int(numbers.reached[-1]), int(short.max(initial=0)))
+
+
+def fewest_snapshots(problem: Problem, peak_bytes: int, wait: int) -> int | None:
+    """The fewest snapshots of any schedule with this peak and this wait at the boundary; None if there is none."""
+    numbers = _numbers(problem, peak_bytes, wait)
+    if numbers.reached[-1] < problem.total or numbers.room.min() < 0:
+        return None
+    late, reached, room = numbers.late, numbers.reached, numbers.room
+    made, gone = np.zeros_like(late), np.zeros_like(late)
+    while True:
+        made = np.maximum(made, gone + late)
+        made = np.maximum.accumulate(np.maximum.reduceat(made, numbers.starts))[numbers.stretch]
+        if made[-1] > problem.total or made[0] > room[0] or (not numbers.due[0] and made[0] > 0):
+            return None
+        must = np.maximum(gone, np.append(made[1:] - room[1:], made[-1]))
+        must = np.maximum.accumulate((must - reached)[::-1])[::-1] + reached
+        must = np.maximum.accumulate(np.maximum(must, 0))
+        if must[0] > 0:
+            return None
+        if np.array_equal(must, gone):
+            return int(made[-1])
+        gone = must
+        made[:-1] = np.maximum(made[:-1], gone[1:])
+
+
+def most_gone(problem: Problem, peak_bytes: int, snapshots: int) -> list[int] | None:
+    """How many of at most so many snapshots may have left when each step ends, in any schedule with this peak.
+
+    A schedule that sends snapshots as early as that keeps the peak and the number. None: there is no schedule.
+    """
+    numbers = _numbers(problem, peak_bytes, 0)
+    if numbers.reached[-1] < problem.total or numbers.room.min() < 0:
+        return None
+    late, reached, room = numbers.late, numbers.reached, numbers.room
+    made, gone = np.full_like(late, snapshots), np.full_like(late, snapshots)
+    gone[0] = 0
+    while True:
+        made[0] = min(made[0], room[0])
+        made[1:] = np.minimum(made[1:], gone[:-1] + room[1:])
+        made = np.minimum.reduceat(made, numbers.starts)
+        if not numbers.due[0]:
+            made[0] = 0
+        made = np.minimum.accumulate(made[::-1])[::-1][numbers.stretch]
+        may = np.minimum(gone, made - late)
+        may[1:] = np.minimum(may[1:], made[:-1])
+        may = np.minimum.accumulate(may - reached) + reached
+        may = np.minimum.accumulate(may[::-1])[::-1]
+        if may[0] < 0:
+            return None
+        if np.array_equal(may, gone):
+            return [int(number) for number in gone]
+        gone = may
+
+
+def _numbers(problem: Problem, peak_bytes: int, wait: int) -> _Numbers:
+    due = np.array(problem.due, dtype=np.int64)
+    falls_due = np.flatnonzero(np.diff(due, prepend=0))
+    starts = np.union1d(falls_due, [0])
+    stretch = np.zeros_like(due)
+    stretch[starts[1:]] = 1
+    return _Numbers(
+        due=due,
+        reached=np.array(problem.reached, dtype=np.int64) + wait,
+        room=(peak_bytes - np.array(problem.live_bytes, dtype=np.int64)) // problem.unit_bytes,
+        starts=starts,
+        stretch=np.cumsum(stretch),
+    )
