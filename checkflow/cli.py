@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from checkflow import options
-from checkflow.console import complain, output, working
+from checkflow.console import StoppedError, complain, output, stoppable, warnings_shown, working
 from checkflow.errors import CheckflowError, InfeasibleError
 from checkflow.options import (
     Formulation,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from checkflow.planner.pipeline import Planned, Subject
     from checkflow.planner.schedule import Request
 
-FOUND, FAILED, USAGE, INFEASIBLE, INTERRUPTED = 0, 1, 2, 3, 130
+FOUND, FAILED, USAGE, INFEASIBLE, STOPPED = 0, 1, 2, 3, 128
 # Whatever typer's argument parser raises; the class itself is not part of typer's public names.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -58,22 +59,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code.
 
     0: done, or a plan that satisfies everything asked. 1: an error, one line on standard error. 2: wrong usage.
-    3: no plan satisfies what was asked; the explanation is on standard error, and in the JSON.
+    3: no plan satisfies what was asked; the explanation is on standard error, and in the JSON. 130: interrupted by
+    Ctrl-C; 143 and 129: ended by SIGTERM and SIGHUP.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     if debug:
         arguments = [argument for argument in arguments if argument != "--debug"]
     try:
-        code = typer.main.get_command(app).main(args=arguments, prog_name="checkflow", standalone_mode=False)
-        sys.stdout.flush()
+        with stoppable(), warnings_shown():
+            code = typer.main.get_command(app).main(args=arguments, prog_name="checkflow", standalone_mode=False)
+            sys.stdout.flush()
     except BrokenPipeError:
         # The reader of our output has gone; Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except (KeyboardInterrupt, typer.Abort):
+    except StoppedError as stopped:
+        complain("interrupted" if stopped.number == signal.SIGINT else "terminated")
+        return STOPPED + stopped.number
+    except (KeyboardInterrupt, typer.Abort):  # before or after our handlers, or from a library
         complain("interrupted")
-        return INTERRUPTED
+        return STOPPED + signal.SIGINT
     except Exception as error:  # noqa: BLE001 - the one place where errors become exit codes
         if debug:
             traceback.print_exc()

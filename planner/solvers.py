@@ -18,6 +18,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -39,6 +40,7 @@ SolveStatus = Literal["optimal", "feasible", "infeasible"]
 # (the restricted one ends at 2,000 variables or constraints), or a server or a cloud that does not let us in.
 _GUROBI_LICENCE = frozenset({10009, 10010, 10022, 10023, 10028, 10030})
 _GRACE_SECONDS = 10.0  # CBC looks at the clock only now and then
+_POLL_SECONDS = 0.05
 _CANCEL_SECONDS = 5.0  # HiGHS and Gurobi look for a cancellation between two steps of their search
 # Model files keep 12 digits after the first, and HiGHS takes no number of 1e15: beyond this, solvers solve another
 # problem than the one that was asked.
@@ -235,6 +237,8 @@ def _gurobi(problem: pulp.LpProblem, environment: Any, seconds: float) -> Solve:
             solver.findSolutionValues(problem)
         except gurobipy.GurobiError as error:
             raise _gurobi_error("Gurobi failed", error) from error
+        if model.Status == codes.INTERRUPTED:  # by Ctrl-C before the handler was back
+            raise KeyboardInterrupt
         version = ".".join(str(part) for part in gurobipy.gurobi.version())
         if model.Status == codes.INFEASIBLE:
             return _infeasible("gurobi", version)
@@ -307,13 +311,21 @@ def _in_thread(search: Callable[[], object], cancel: Callable[[], object]) -> No
 
     threading.Thread(target=work, name="checkflow-solver", daemon=True).start()
     try:
-        done.wait()
+        while not done.wait(_POLL_SECONDS):
+            _keep_interrupts()
     except BaseException:
         cancel()
         done.wait(_CANCEL_SECONDS)
         raise
     if failures:
         raise failures[0]
+
+
+def _keep_interrupts() -> None:
+    """Put Python's handler of Ctrl-C back: Gurobi's search replaces it by one that writes to standard output."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, handler)
 
 
 def _cbc(problem: pulp.LpProblem, seconds: float) -> Solve:
