@@ -116,6 +116,7 @@ def fingerprint_of(graph: TrainingGraph, device: Device) -> Fingerprint:
         autocast=graph.autocast,
         optimizers=graph.optimizers,
         device=device.name,
+        device_kind=device.kind,
     )
 
 
