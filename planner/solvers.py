@@ -42,9 +42,7 @@ _GUROBI_LICENCE = frozenset({10009, 10010, 10022, 10023, 10028, 10030})
 _GRACE_SECONDS = 10.0  # CBC looks at the clock only now and then
 _POLL_SECONDS = 0.05
 _CANCEL_SECONDS = 5.0  # HiGHS and Gurobi look for a cancellation between two steps of their search
-# Model files keep 12 digits after the first, and HiGHS takes no number of 1e15: beyond this, solvers solve another
-# problem than the one that was asked.
-_LARGEST = 1e12
+_LARGEST = 1e15  # HiGHS takes no larger coefficients, and beside such numbers a whole one is lost in rounding
 _logger = logging.getLogger("checkflow")
 
 
@@ -116,14 +114,14 @@ def check_numbers(problem: pulp.LpProblem) -> None:
     """Refuse what solvers answer wrongly, or each in its own way.
 
     Raises:
-        SolverError: a coefficient, a bound or a right-hand side is not finite, or larger than 1e12; a variable's bounds
+        SolverError: a coefficient, a bound or a right-hand side is not finite, or larger than 1e15; a variable's bounds
             cross (model files cannot say so); the objective is missing, or has a constant (not all of them count it).
     """
     if problem.objective is None or problem.objective.constant:
         raise SolverError("the model cannot be solved: its objective is missing, or has a constant")
     for where, value in _numbers(problem):
         if not abs(value) <= _LARGEST:  # no number compares with NaN
-            raise SolverError(f"the model cannot be solved: {where} is {value:g}; solvers carry numbers up to 1e12")
+            raise SolverError(f"the model cannot be solved: {where} is {value:g}; solvers carry numbers up to 1e15")
     for variable in problem.variables():
         if None not in (variable.lowBound, variable.upBound) and variable.lowBound > variable.upBound:
             raise SolverError(f"the model cannot be solved: the bounds of {variable.name} cross")

@@ -31,10 +31,10 @@ def _settings() -> list[_Setting]:
         backends,
         backends.cudnn,
         backends.cudnn.conv,  # type: ignore[attr-defined]
-        backends.cudnn.rnn,  # type: ignore[attr-defined]
+        backends.cudnn.rnn,
         backends.cuda.matmul,
         backends.mkldnn,
-        backends.mkldnn.matmul,
+        backends.mkldnn.matmul,  # type: ignore[attr-defined]
         backends.mkldnn.conv,  # type: ignore[attr-defined]
     ]
     return [

@@ -149,13 +149,13 @@ def with_number(place: str, value: float) -> pulp.LpProblem:
 PLACES = ["objective", "coefficient", "right-hand side", "lower bound", "upper bound"]
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e18, -1e18, 1.1e12])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e18, -1e18, 1.1e15])
 @pytest.mark.parametrize("place", PLACES)
 def test_numbers_that_solvers_cannot_carry_are_refused(
     place: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(solvers, "_dispatch", lambda *_: pytest.fail("a solver was started"))
-    with pytest.raises(SolverError, match=r"^the model cannot be solved: .* solvers carry numbers up to 1e12$"):
+    with pytest.raises(SolverError, match=r"^the model cannot be solved: .* solvers carry numbers up to 1e15$"):
         solve(with_number(place, value))
 
 
