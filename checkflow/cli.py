@@ -148,6 +148,7 @@ def plan(
     from checkflow import plan as plans
     from checkflow import report
 
+    options.check_solver_asked(formulation, solver)
     chosen = options.choose_device(device)
     request = _request(
         chosen,
@@ -173,6 +174,8 @@ def plan(
         _show(report.plan_tables(planned))
     if made is None:
         complain(planned.outcome.explanation)
+        if file is not None and file.exists():
+            complain(f"{file} was not written; what it holds was there before")
         return INFEASIBLE
     if not as_json:
         typer.echo(f"plan written to {file}" if file is not None else "-o FILE writes the plan that a job runs by")
@@ -211,6 +214,7 @@ def check(
 def show(
     plan_file: options.PlanFile,
     dot: Annotated[bool, typer.Option("--dot", help="print the schedule as a graph for graphviz")] = False,
+    as_json: options.Json = False,
 ) -> int:
     """Show a plan on one screen: the link and the memory over time, the peak, and what binds."""
     from checkflow import plan as plans
@@ -218,8 +222,13 @@ def show(
     from checkflow.planner.compare import binding_interval
     from checkflow.planner.replay import check_plan
 
+    if dot and as_json:
+        raise typer.BadParameter("--dot and --json are two forms of one answer: choose one")
     read = plans.load(plan_file)
     replay = check_plan(read)
+    if as_json:
+        _print_json(report.show_json(read, replay, *binding_interval(read)))
+        return FOUND
     if dot:
         typer.echo(report.dot(read), nl=False)
         return FOUND
@@ -229,6 +238,7 @@ def show(
 
 @app.command()
 def compare(
+    context: typer.Context,
     subjects: Annotated[list[str], typer.Argument(metavar="MODEL|PLAN...", help="models, or plan files (.json)")],
     batch_size: options.BatchSize = None,
     settings: options.Settings = None,
@@ -248,6 +258,8 @@ def compare(
     from checkflow.planner.compare import compare_plan
     from checkflow.planner.replay import check_plan
 
+    if all(subject.endswith(".json") for subject in subjects):
+        options.refuse_given(context, besides=("subjects", "as_json"), why="plan files bring their own")
     chosen = options.choose_device(device)
     request = _request(
         chosen, bandwidth, memory_limit, policy=policy.value, max_interval=max_interval, overhead=overhead

@@ -24,6 +24,19 @@ def _set_deterministic(mode: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
 
 
+def _products() -> str | None:
+    """The oldest of three interfaces for TF32. It refuses to answer (None) where another of them was used."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def _set_products(precision: str | None) -> None:
+    if precision is not None:
+        torch.set_float32_matmul_precision(precision)
+
+
 def _settings() -> list[_Setting]:
     """What is read before and written back after, the general before the special."""
     backends = torch.backends
@@ -45,8 +58,8 @@ def _settings() -> list[_Setting]:
         (backends.cuda.flash_sdp_enabled, backends.cuda.enable_flash_sdp),
         (backends.cuda.mem_efficient_sdp_enabled, backends.cuda.enable_mem_efficient_sdp),
         (backends.cuda.math_sdp_enabled, backends.cuda.enable_math_sdp),
-        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
         *(_attribute(owner, "fp32_precision") for owner in precisions),
+        (_products, _set_products),
     ]
 
 
@@ -57,6 +70,6 @@ def torch_settings_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        for read, write, value in before:
+        for read, write, value in before * 2:  # one that is written back may change another again
             if read() != value:
                 write(value)
