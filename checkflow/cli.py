@@ -6,6 +6,7 @@ become one line and an exit code in :func:`main`, and nowhere else. What is heav
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -52,7 +53,15 @@ app = typer.Typer(
 
 def entry() -> None:
     """The console script."""
-    sys.exit(main())
+    code = main()
+    if code > STOPPED:
+        # A solver's thread that could not be cancelled at once may still run, and C++ aborts where such a one is
+        # destroyed. Whatever was to be undone has been.
+        with contextlib.suppress(OSError):  # the reader may have been stopped too
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

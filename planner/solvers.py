@@ -41,7 +41,9 @@ SolveStatus = Literal["optimal", "feasible", "infeasible"]
 _GUROBI_LICENCE = frozenset({10009, 10010, 10022, 10023, 10028, 10030})
 _GRACE_SECONDS = 10.0  # CBC looks at the clock only now and then
 _POLL_SECONDS = 0.05
-_CANCEL_SECONDS = 5.0  # HiGHS and Gurobi look for a cancellation between two steps of their search
+# HiGHS and Gurobi look for a cancellation between two steps of their search. Some steps are long (presolve); then the
+# thread is left to itself, and ends later, or with the process.
+_CANCEL_SECONDS = 1.0
 _LARGEST = 1e15  # HiGHS takes no larger coefficients, and beside such numbers a whole one is lost in rounding
 _logger = logging.getLogger("checkflow")
 

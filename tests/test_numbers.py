@@ -6,14 +6,14 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
-from hypothesis import given, settings
-from pydantic import TypeAdapter
+from hypothesis import given, settings, strategies
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 
-from checkflow.errors import CheckflowError, PlanError
-from checkflow.hardware import CATALOGUE, Device, read_device
+from checkflow.errors import CheckflowError, PlanError, first_fault
+from checkflow.hardware import CATALOGUE, Device, format_size, parse_size, read_device, round_up
 from checkflow.planner.certify import Formulation
 from checkflow.planner.schedule import Outcome, Request, make_plan
 from checkflow.timeline import StateGroup, Timeline
@@ -119,3 +119,24 @@ def test_huge_state_is_planned_exactly() -> None:
     assert plan is not None
     for size, name in zip(sizes, ["model/t2.0", "model/t2.1"], strict=True):
         assert sum(chunk.length_bytes for chunk in plan.chunks if chunk.tensor == name) == size
+
+
+@given(number=strategies.integers(0, 2**62))
+def test_what_is_rounded_up_is_enough_as_it_is_printed(number: int) -> None:
+    shown = round_up(number)
+    assert shown >= number
+    assert shown <= number * 1.01 + 1
+    assert parse_size(format_size(shown)) >= number
+
+
+def test_reasons_are_without_the_checker_s_own_words(tmp_path: Path) -> None:
+    def refuse(value: int) -> int:
+        raise ValueError("no number\nof mine")
+
+    with pytest.raises(ValidationError) as caught:
+        TypeAdapter(dict[str, Annotated[int, AfterValidator(refuse)]]).validate_python({"size": 3})
+    assert "Value error" in str(caught.value)
+    assert first_fault(caught.value) == "size: no number of mine"
+    with pytest.raises(ValidationError) as caught:
+        TypeAdapter(int).validate_json("{")
+    assert first_fault(caught.value).startswith("file: Invalid JSON")

@@ -47,6 +47,27 @@ cli._request = lambda device, *given, **others: others
 cli._plan = plan
 cli.entry()
 """
+STUBBORN = f"""
+import highspy
+highspy.Highs.cancelSolve = lambda self: None
+{SHORT}"""
+# The demo's training, of which only the waiting matters here.
+DEMO = """
+import sys
+from pathlib import Path
+from checkflow import cli, demo
+
+def plan(subject, device, request, granularity):
+    training = demo.Run(Path("."), "run", 3, 0, None)
+    training._command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    Path("asked").touch()
+    training.finish()
+
+cli._subject = lambda *given: None
+cli._request = lambda device, *given, **others: others
+cli._plan = plan
+cli.entry()
+"""
 MODEL = """
 import torch
 import checkflow
@@ -78,7 +99,7 @@ def planning(folder: Path, command: str, solver: str) -> Iterator[subprocess.Pop
     try:
         wait_for((folder / "asked").exists)
         if solver == "cbc":
-            wait_for(lambda: bool(solvers_of(process)))
+            wait_for(lambda: bool(children_of(process)))
         time.sleep(0.5)  # into the search
         assert process.poll() is None
         yield process
@@ -95,8 +116,8 @@ def wait_for(happened: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def solvers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return [child for child in psutil.Process(process.pid).children(recursive=True) if "cbc" in child.name()]
+def children_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
 
 
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
@@ -112,7 +133,9 @@ INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
         pytest.param(SHORT, "cbc", "parent", TERM, id="CBC, SIGTERM"),
         pytest.param(SHORT, "cbc", "group", TERM, id="CBC, SIGTERM to all"),
         pytest.param(SHORT, "cbc", "group", HUP, id="CBC, the terminal is closed"),
+        pytest.param(DEMO, "cbc", "parent", INT, id="the demo's training, SIGINT"),
         pytest.param(SHORT, "highs", "parent", TERM, id="HiGHS, SIGTERM"),
+        pytest.param(STUBBORN, "highs", "parent", TERM, id="HiGHS in a long step, SIGTERM"),
         pytest.param(SHORT, "gurobi", "group", INT, id="Gurobi, Ctrl-C"),
         pytest.param(SHORT, "gurobi", "parent", TERM, id="Gurobi, SIGTERM"),
     ],
@@ -122,7 +145,7 @@ def test_a_signal_ends_the_command_and_its_solver(
 ) -> None:
     word = "interrupted" if number == INT else "terminated"
     with planning(tmp_path, command, solver) as process:
-        children = psutil.Process(process.pid).children(recursive=True)
+        children = children_of(process)
         assert bool(children) == (solver == "cbc")
         (os.killpg if whom == "group" else os.kill)(process.pid, number)
         out, err = process.communicate(timeout=PATIENCE_SECONDS)
@@ -137,4 +160,4 @@ def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
         os.kill(process.pid, HUP)
         time.sleep(0.5)
         assert process.poll() is None
-        assert solvers_of(process)
+        assert children_of(process)
