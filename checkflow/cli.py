@@ -6,8 +6,10 @@ become one line and an exit code in :func:`main`, and nowhere else. What is heav
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from checkflow import options
-from checkflow.console import complain, output, working
+from checkflow.console import StoppedError, complain, output, stoppable, warnings_shown, working
 from checkflow.errors import CheckflowError, InfeasibleError
 from checkflow.options import (
     Formulation,
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from checkflow.planner.pipeline import Planned, Subject
     from checkflow.planner.schedule import Request
 
-FOUND, FAILED, USAGE, INFEASIBLE, INTERRUPTED = 0, 1, 2, 3, 130
+FOUND, FAILED, USAGE, INFEASIBLE, STOPPED = 0, 1, 2, 3, 128
 # Whatever typer's argument parser raises; the class itself is not part of typer's public names.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -51,29 +53,42 @@ app = typer.Typer(
 
 def entry() -> None:
     """The console script."""
-    sys.exit(main())
+    code = main()
+    if code > STOPPED:
+        # A solver's thread that could not be cancelled at once may still run, and C++ aborts where such a one is
+        # destroyed. Whatever was to be undone has been.
+        with contextlib.suppress(OSError):  # the reader may have been stopped too
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code.
 
     0: done, or a plan that satisfies everything asked. 1: an error, one line on standard error. 2: wrong usage.
-    3: no plan satisfies what was asked; the explanation is on standard error, and in the JSON.
+    3: no plan satisfies what was asked; the explanation is on standard error, and in the JSON. 130: interrupted by
+    Ctrl-C; 143 and 129: ended by SIGTERM and SIGHUP.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     if debug:
         arguments = [argument for argument in arguments if argument != "--debug"]
     try:
-        code = typer.main.get_command(app).main(args=arguments, prog_name="checkflow", standalone_mode=False)
-        sys.stdout.flush()
+        with stoppable(), warnings_shown():
+            code = typer.main.get_command(app).main(args=arguments, prog_name="checkflow", standalone_mode=False)
+            sys.stdout.flush()
     except BrokenPipeError:
         # The reader of our output has gone; Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except (KeyboardInterrupt, typer.Abort):
+    except StoppedError as stopped:
+        complain("interrupted" if stopped.number == signal.SIGINT else "terminated")
+        return STOPPED + stopped.number
+    except (KeyboardInterrupt, typer.Abort):  # before or after our handlers, or from a library
         complain("interrupted")
-        return INTERRUPTED
+        return STOPPED + signal.SIGINT
     except Exception as error:  # noqa: BLE001 - the one place where errors become exit codes
         if debug:
             traceback.print_exc()
@@ -142,6 +157,7 @@ def plan(
     from checkflow import plan as plans
     from checkflow import report
 
+    options.check_solver_asked(formulation, solver)
     chosen = options.choose_device(device)
     request = _request(
         chosen,
@@ -167,6 +183,8 @@ def plan(
         _show(report.plan_tables(planned))
     if made is None:
         complain(planned.outcome.explanation)
+        if file is not None and file.exists():
+            complain(f"{file} was not written; what it holds was there before")
         return INFEASIBLE
     if not as_json:
         typer.echo(f"plan written to {file}" if file is not None else "-o FILE writes the plan that a job runs by")
@@ -205,6 +223,7 @@ def check(
 def show(
     plan_file: options.PlanFile,
     dot: Annotated[bool, typer.Option("--dot", help="print the schedule as a graph for graphviz")] = False,
+    as_json: options.Json = False,
 ) -> int:
     """Show a plan on one screen: the link and the memory over time, the peak, and what binds."""
     from checkflow import plan as plans
@@ -212,8 +231,13 @@ def show(
     from checkflow.planner.compare import binding_interval
     from checkflow.planner.replay import check_plan
 
+    if dot and as_json:
+        raise typer.BadParameter("--dot and --json are two forms of one answer: choose one")
     read = plans.load(plan_file)
     replay = check_plan(read)
+    if as_json:
+        _print_json(report.show_json(read, replay, *binding_interval(read)))
+        return FOUND
     if dot:
         typer.echo(report.dot(read), nl=False)
         return FOUND
@@ -223,6 +247,7 @@ def show(
 
 @app.command()
 def compare(
+    context: typer.Context,
     subjects: Annotated[list[str], typer.Argument(metavar="MODEL|PLAN...", help="models, or plan files (.json)")],
     batch_size: options.BatchSize = None,
     settings: options.Settings = None,
@@ -242,6 +267,8 @@ def compare(
     from checkflow.planner.compare import compare_plan
     from checkflow.planner.replay import check_plan
 
+    if all(subject.endswith(".json") for subject in subjects):
+        options.refuse_given(context, besides=("subjects", "as_json"), why="plan files bring their own")
     chosen = options.choose_device(device)
     request = _request(
         chosen, bandwidth, memory_limit, policy=policy.value, max_interval=max_interval, overhead=overhead

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import signal
 import sys
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 PATIENCE_SECONDS = 1.0  # work that takes less shows no progress
 PIPE_WIDTH = 120  # columns where there is no terminal to ask
+
+
+class StoppedError(BaseException):
+    """A signal asks this command to end.
+
+    No Exception, nor one of the two that Python itself would raise: models and libraries catch those.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def output() -> Console:
@@ -25,6 +39,53 @@ def output() -> Console:
 def complain(message: str) -> None:
     """One error, on standard error."""
     print(f"checkflow: {message}", file=sys.stderr)  # noqa: T201 - this is the command line's voice
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Within this, SIGINT, SIGTERM and SIGHUP raise StoppedError, so that whatever was begun is undone: a solver's
+    process ended, a file removed. A signal that is ignored already (nohup, a shell's background) stays so."""
+    if threading.current_thread() is not threading.main_thread():  # it alone may set handlers
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise StoppedError(number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    ours = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
+    try:
+        for number in ours:
+            signal.signal(number, stop)
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, before[number])
+
+
+class _Voice(logging.Handler):
+    """What the package warns of, each line once: a plan may ask its solver several times."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if text not in self.said:
+            self.said.add(text)
+            complain(text)
+
+
+@contextlib.contextmanager
+def warnings_shown() -> Iterator[None]:
+    """Within this, the package's own warnings are lines on standard error."""
+    logger, voice = logging.getLogger("checkflow"), _Voice()
+    logger.addHandler(voice)
+    try:
+        yield
+    finally:
+        logger.removeHandler(voice)
 
 
 @contextlib.contextmanager

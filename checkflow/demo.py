@@ -136,8 +136,9 @@ class Run:
             try:
                 code = process.wait(max(0.0, self._deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                process.kill()
                 raise CheckflowError(f"the training did not end within {RUN_LIMIT_SECONDS:.0f} s") from None
+            finally:
+                process.kill()  # nothing, if it has ended
             if code:
                 raise self._failed(code)
 

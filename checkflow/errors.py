@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
 
 class CheckflowError(Exception):
     """The root: ``except CheckflowError`` catches everything that checkflow reports on purpose."""
@@ -49,3 +54,11 @@ class CorruptCheckpointError(StorageError):
 
 class ConsistencyError(CheckflowError):
     """An audit found staged bytes that differ from the state at the boundary; the message names the tensor."""
+
+
+def first_fault(error: ValidationError) -> str:
+    """The first thing that is wrong with a file: "place: reason", without the prefixes that pydantic puts there."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    place = ".".join(str(part) for part in first["loc"]) or "file"
+    reason = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    return f"{place}: {' '.join(reason.split())}"

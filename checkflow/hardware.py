@@ -5,17 +5,21 @@ Numbers are the makers' own; efficiency factors turn them into what training see
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Literal
 
-from checkflow.errors import CheckflowError
+from checkflow.errors import CheckflowError, first_fault
 from checkflow.graph import STRICT
 
+DeviceKind = Literal["cuda", "cpu"]
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*([kKMGTP]?)(i?)B?\s*$")
 MOST_BYTES = 2**63  # sizes stay below: files and memory count no further
+_MOST = 1e18  # of bytes, bytes per second, or operations per second: an exabyte; no device comes near
 _PREFIX = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
 
@@ -49,6 +53,12 @@ def parse_bandwidth(text: str) -> float:
     if value <= 0:
         raise CheckflowError("a bandwidth must be more than zero")
     return value
+
+
+def round_up(number: int) -> int:
+    """To the next number of three digits and zeros: where a size is needed, what people are shown is enough."""
+    step: int = 10 ** max(0, len(str(number)) - 3)
+    return -(-number // step) * step
 
 
 def format_size(size_bytes: float) -> str:
@@ -92,6 +102,7 @@ class Device:
     launch_seconds: float  # the least time between two operators
     source: str  # where the numbers come from
     matrix_efficiency: float | None = None  # the same for matrix units, which are harder to keep busy; None: equal
+    kind: DeviceKind = "cuda"  # what torch chooses its optimizers' implementations for
 
     def __post_init__(self) -> None:
         numbers: dict[str, float | None] = {
@@ -101,8 +112,10 @@ class Device:
             numbers |= {f"{units}.{dtype}": peak for dtype, peak in getattr(self, units).items()}
         numbers.setdefault("plain_flops_per_second.float32", None)
         for name, number in numbers.items():
-            if number is None or number <= 0:
+            if number is None or not 0 < number < math.inf:
                 raise CheckflowError(f"device {self.name}: {name} must be a number above zero")
+            if number >= _MOST:
+                raise CheckflowError(f"device {self.name}: {name} is {number:g}, more than any device has")
             if name.endswith("efficiency") and number > 1:
                 raise CheckflowError(f"device {self.name}: {name} is a share of the peak, at most 1, not {number}")
 
@@ -125,9 +138,10 @@ _STREAMING = 0.8
 # Kernels that are launched back to back follow each other within 2 to 4 µs where the host keeps up (NVIDIA, "Getting
 # started with CUDA graphs", 2019, measured 3.8 µs for kernels of 2.9 µs); eager PyTorch's own calls keep it near 4.
 _LAUNCH_SECONDS = 4e-6
-# What one direction of a link gives to large pinned copies, by bandwidthTest and nvbandwidth of NVIDIA: some 80 % of
-# the headline for each generation of PCI Express x16 (15.75, 31.5 and 63 GB/s).
-_PCIE3, _PCIE4, _PCIE5 = 12.5e9, 25e9, 55e9
+# What the direction from device to host gives to large pinned copies, by bandwidthTest and nvbandwidth of NVIDIA, where
+# one PCI Express x16 is made for 15.75, 31.5 and 63 GB/s: some 80 % of that up to generation 4 (A100: 25.1 GB/s,
+# NVIDIA/nvbandwidth issue 42), 84 % in generation 5 (H100: 52.8 GB/s on each of eight, issue 24).
+_PCIE3, _PCIE4, _PCIE5 = 12.5e9, 25e9, 52.8e9
 _T = 1e12  # the makers' tables count in teraflops
 
 _GTX_1080_TI = Device(
@@ -229,6 +243,7 @@ _CPU = Device(
     memory_efficiency=_STREAMING,
     launch_seconds=5e-6,
     source="Intel Xeon Platinum 8380 product specifications (two of its 40 cores, one of its 8 channels, 16 GB)",
+    kind="cpu",
 )
 
 CATALOGUE: Mapping[str, Device] = {
@@ -293,9 +308,7 @@ def read_device(path: str | os.PathLike[str]) -> Device:
     try:
         device: Device = TypeAdapter(Device).validate_json(data)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "file"
-        raise CheckflowError(f"{path}: not a device: {place}: {first['msg']}") from None
+        raise CheckflowError(f"{path}: not a device: {first_fault(error)}") from None
     except CheckflowError as error:
         raise CheckflowError(f"{path}: {error}") from None
     return device

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 
 CHUNK_BYTES = 8 * 2**20
+LEAST_CHUNK_BYTES = 64 * 2**10  # 2.6 µs at 25 GB/s; a copy takes some 4 µs to start
+LEAST_BARE_BYTES = 10**6  # a smaller number without a unit is one of gigabytes, or a slip
+LEAST_SECONDS = 0.001
 
 
 class Optimizer(enum.StrEnum):
@@ -51,22 +54,75 @@ class SolverName(enum.StrEnum):
 def _size(text: str) -> int:
     from checkflow.hardware import parse_size
 
+    _want_unit(text, "GB")
     try:
         return parse_size(text)
     except CheckflowError as error:
         raise typer.BadParameter(str(error)) from None
 
 
+def _want_unit(text: str, unit: str) -> None:
+    """Refuse a number too small to be one of bytes: 63 is meant to be 63 GB/s."""
+    try:
+        number = float(text)
+    except ValueError:
+        return  # it has a unit, or is no number
+    if 0 < number < LEAST_BARE_BYTES:
+        bare = unit.replace("GB", "B")
+        raise typer.BadParameter(f"{text} would be {text} {bare}: write {text}{unit} (or {text}{bare}, if so)")
+
+
 def _chunk_size(text: str | int) -> int:
-    size_bytes = _size(str(text))  # the default comes here too, as a number
-    if size_bytes < 1:
-        raise typer.BadParameter("a chunk has at least one byte")
+    if isinstance(text, int):  # the default
+        return text
+    size_bytes = _size(text)
+    if size_bytes < LEAST_CHUNK_BYTES:
+        raise typer.BadParameter(
+            f"a chunk of {size_bytes} bytes crosses the link in less time than its copy takes to start,"
+            f" and plans name every chunk: at least {LEAST_CHUNK_BYTES // 1024}KiB"
+        )
     return size_bytes
+
+
+def _time_limit(text: str | float) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise typer.BadParameter(f"not a number of seconds: {text!r}") from None
+    if not seconds >= LEAST_SECONDS:  # NaN neither
+        raise typer.BadParameter(f"the time limit is at least {LEAST_SECONDS} s, or inf for none, not {text}")
+    return seconds
+
+
+def check_solver_asked(formulation: Formulation, solver: SolverName) -> None:
+    """Refuse a solver where none is asked.
+
+    Raises:
+        typer.BadParameter: a solver is named beside the formulation that needs none.
+    """
+    if formulation is Formulation.GREEDY and solver is not SolverName.AUTO:
+        raise typer.BadParameter(
+            f"--formulation greedy asks no solver: leave --solver {solver.value} out, or choose --formulation flow"
+        )
+
+
+def refuse_given(context: typer.Context, *, besides: Sequence[str], why: str) -> None:
+    """Refuse options that would do nothing.
+
+    Raises:
+        typer.BadParameter: an option besides these was given on the command line; the message names it.
+    """
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if name not in besides and source is not None and source.name != "DEFAULT":
+            raise typer.BadParameter(f"{parameter.opts[0]} does nothing here: {why}")
 
 
 def _bandwidth(text: str) -> float:
     from checkflow.hardware import parse_bandwidth
 
+    _want_unit(text.removesuffix("/s"), "GB/s")
     try:
         return parse_bandwidth(text)
     except CheckflowError as error:
@@ -142,7 +198,10 @@ ChunkSize = Annotated[
     typer.Option("--chunk-size", metavar="SIZE", parser=_chunk_size, show_default="8MiB", help="the largest chunk"),
 ]
 SolverOption = Annotated[SolverName, typer.Option("--solver", help="auto: Gurobi with a licence of your own, or HiGHS")]
-TimeLimit = Annotated[float, typer.Option("--time-limit", metavar="SECONDS", min=0.001, help="for the solver")]
+TimeLimit = Annotated[
+    float,
+    typer.Option("--time-limit", metavar="SECONDS", parser=_time_limit, help="for each run of the solver; inf: none"),
+]
 MaxInterval = Annotated[
     int | None,
     typer.Option("--max-interval", metavar="K", min=1, help="at most so many iterations from checkpoint to checkpoint"),
@@ -150,5 +209,8 @@ MaxInterval = Annotated[
 Overhead = Annotated[
     float, typer.Option("--overhead", min=0.0, max=100.0, help="the share of training's time that stalls may take")
 ]
-Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="write the plan here")]
+Output = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="FILE", help="write the plan here; if there is none, FILE stays as it is"),
+]
 Json = Annotated[bool, typer.Option("--json", help="one JSON object on standard output, and nothing else")]

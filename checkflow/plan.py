@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from checkflow.errors import PlanError
+from checkflow.errors import PlanError, first_fault
 from checkflow.graph import BOUNDARY, STRICT, AnchorKey, AnchorKind
+from checkflow.hardware import DeviceKind
 from checkflow.timeline import Granularity, Timeline
 
 Policy = Literal["direct", "snapshot"]
@@ -85,6 +86,7 @@ class Fingerprint:
     optimizers: tuple[tuple[str, str], ...]
     device: str
     ranks: int = 1
+    device_kind: DeviceKind = "cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,9 +371,9 @@ def loads(data: bytes, name: str = "plan") -> Plan:
     try:
         plan: Plan = TypeAdapter(Plan).validate_json(data)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "file"
-        raise PlanError(f"{name}: not a valid plan: {place}: {first['msg']}") from None
+        raise PlanError(
+            f"{name}: not a valid plan: {first_fault(error)}; make it anew (checkflow plan MODEL -o FILE)"
+        ) from None
     if plan.digest != _digest(plan) or _canonical(plan) != data:
         raise PlanError(f"{name}: the plan was changed after it was made (its digest does not fit); make it anew")
     validate(plan)

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from checkflow import chart
-from checkflow.hardware import format_seconds, format_size
+from checkflow.hardware import format_seconds, format_size, round_up
 
 if TYPE_CHECKING:
     from checkflow.demo import Result
@@ -149,7 +149,7 @@ def certificate_line(solver: SolverReport) -> str:
 
 def _least_bandwidth_text(planned: Planned) -> str:
     least = planned.outcome.least_bandwidth_bytes_per_second
-    return "least bandwidth: none is enough" if least is None else f"least bandwidth: {rate(least)}"
+    return "least bandwidth: none is enough" if least is None else f"least bandwidth: {rate(round_up(least))}"
 
 
 def _facts(title: str) -> Table:
@@ -245,6 +245,50 @@ def _iterations(interval: int) -> str:
     return "iteration" if interval == 1 else f"{interval} iterations"
 
 
+def show_json(plan: Plan, replay: Replay, least_bandwidth: int | None, interval: Interval | None) -> dict[str, Any]:
+    """The object that ``checkflow show --json`` prints: what the screen shows, step by step."""
+    steps = plan.timeline.steps * plan.interval
+
+    def named(step: int) -> dict[str, Any]:
+        return {"step": step, "label": steps[step].label}
+
+    wait = plan.wait
+    return {
+        "model": plan.fingerprint.model,
+        "device": plan.fingerprint.device,
+        "policy": plan.policy,
+        "granularity": plan.granularity,
+        "certificate": dataclasses.asdict(plan.certificate),
+        "interval": plan.interval,
+        "wait": None if wait is None else {**named(wait.step), "seconds": wait.seconds},
+        "iteration_seconds": plan.timeline.iteration_seconds,
+        "bandwidth_bytes_per_second": plan.bandwidth_bytes_per_second,
+        "least_bandwidth_bytes_per_second": least_bandwidth,
+        "binding": None if interval is None else dataclasses.asdict(interval),
+        "training_peak_bytes": plan.timeline.training_peak_bytes,
+        "plan_peak_bytes": replay.peak_bytes,
+        "peak_at": named(replay.peak_step),
+        "state_bytes": plan.timeline.state_bytes,
+        "chunks": len(plan.chunks),
+        "snapshot_bytes": replay.snapshot_bytes,
+        "stall_seconds": replay.stall_seconds,
+        "ends_at": named(replay.finish_step),
+        "steps": [
+            {
+                "label": step.label,
+                "duration_seconds": step.duration_seconds,
+                "capacity_bytes": capacity,
+                "sent_bytes": sent,
+                "live_bytes": step.live_bytes,
+                "snapshot_bytes": memory - step.live_bytes,
+            }
+            for step, capacity, sent, memory in zip(
+                steps, replay.capacity_bytes, replay.link_bytes, replay.memory_bytes, strict=True
+            )
+        ],
+    }
+
+
 def show_lines(plan: Plan, replay: Replay, least_bandwidth: int | None, interval: Interval | None) -> Iterable[Text]:
     """A plan on one screen: the link and the memory from checkpoint to checkpoint, the peak, and what binds."""
     steps = plan.timeline.steps * plan.interval
@@ -307,7 +351,7 @@ def binding_text(plan: Plan, least_bandwidth: int | None, interval: Interval | N
     """What would break first on a slower link."""
     if not least_bandwidth:
         return "nothing: there is nothing to move"
-    end = f"this peak needs {rate(least_bandwidth)} of the link's {rate(plan.bandwidth_bytes_per_second)}"
+    end = f"this peak needs {rate(round_up(least_bandwidth))} of the link's {rate(plan.bandwidth_bytes_per_second)}"
     if interval is None:
         return f"room for snapshots; {end}"
     return (

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from checkflow.hardware import format_seconds, format_size
+from checkflow.hardware import format_seconds, format_size, round_up
 from checkflow.planner import greedy
 from checkflow.planner.interval import Question
 from checkflow.planner.problem import Problem
@@ -107,7 +107,7 @@ def explain(question: Question, interval: int = 1) -> str:
     seen = question
     if least is None:  # then the link is not the reason: look at it as if it were fast
         seen = replace(question, bandwidth_bytes_per_second=_fastest(question, interval))
-    rescues = [f"it takes {_rate(_up(least))}" if least is not None else "no link is fast enough"]
+    rescues = [f"it takes {_rate(round_up(least))}" if least is not None else "no link is fast enough"]
     if more := _more_memory(seen, interval):
         rescues.append(f"or {more} more device memory" if least is not None else f"it takes {more} more device memory")
     if price := _price(question, problem, interval):
@@ -218,12 +218,6 @@ def _scarce(question: Question) -> str:
 
 def _rate(bytes_per_second: float) -> str:
     return f"{format_size(bytes_per_second)}/s"
-
-
-def _up(bytes_per_second: int) -> float:
-    """Rounded up to the three digits that people are shown, so that what they read is enough."""
-    step: int = 10 ** max(0, len(str(bytes_per_second)) - 3)
-    return float(-(-bytes_per_second // step) * step)
 
 
 def _percent_up(share: float) -> str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -116,7 +117,8 @@ def peak_bound_bytes(problem: Problem, bound_units: float) -> int:
     """
     if not math.isfinite(bound_units):
         return problem.training_peak_bytes
-    least = problem.training_peak_bytes + (bound_units - _SLACK) * problem.unit_bytes
+    # Exact: a float holds no odd number of bytes above 2**53.
+    least = problem.training_peak_bytes + Fraction(bound_units - _SLACK) * problem.unit_bytes
     if least <= problem.training_peak_bytes:
         return problem.training_peak_bytes
     return min(
@@ -176,7 +178,8 @@ def _link(model: Model) -> None:
         d, y = _difference(model.through, step), _difference(model.drained, step)
         for amount in (d, y):
             _row(model.lp, amount >= 0)
-        _row(model.lp, d + y <= (capacity if step else capacity + model.wait))
+        most = min(capacity, model.problem.total)  # solvers are shown no number larger than they need
+        _row(model.lp, d + y <= (most if step else most + model.wait))
 
 
 def _deadlines(model: Model) -> None:
@@ -226,8 +229,9 @@ def _stall(model: Model, prices: Prices, budget: Budget) -> None:
     """Waiting for the link and copying inside device memory take no longer than the budget; in units of snapshots."""
     snapshots = model.made[-1] + (model.through[-1] if model.policy == "snapshot" else 0)
     most = budget.most(prices.snapshot_seconds)
-    if math.isfinite(most):
-        _row(model.lp, snapshots + model.wait * (prices.wait_seconds / prices.snapshot_seconds) <= most)
+    ratio = prices.wait_seconds / prices.snapshot_seconds if prices.snapshot_seconds else 0.0
+    if most < model.problem.total * (1 + ratio):  # else it allows all of both
+        _row(model.lp, snapshots + model.wait * ratio <= most)
 
 
 def _at(sums: list[Sum], step: int) -> Sum:

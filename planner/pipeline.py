@@ -19,6 +19,7 @@ from checkflow.planner.load import load_training_step
 from checkflow.planner.optimizers import Target
 from checkflow.planner.schedule import Outcome, Request, fingerprint_of, make_plan
 from checkflow.planner.steps import make_timeline
+from checkflow.planner.torch_settings import torch_settings_kept
 from checkflow.planner.trace import trace
 from checkflow.timeline import Granularity, Timeline
 
@@ -65,8 +66,10 @@ def plan_model(subject: Subject, device: Device, request: Request, granularity: 
         PlanError, SolverError: as :func:`checkflow.planner.schedule.make_plan`.
     """
     begun = time.perf_counter()
-    graph = _trace(subject, device.name)
-    timeline = make_timeline(graph, durations_seconds(graph, device), granularity)
+    with torch_settings_kept():
+        graph = _trace(subject, device.kind)
+        durations = durations_seconds(graph, device)  # while the precision is what the model's file set
+    timeline = make_timeline(graph, durations, granularity)
     traced = time.perf_counter()
     fingerprint = fingerprint_of(graph, device)
     graph_peak = max(max(part, default=0) for part in graph.live_bytes(eager=False))
@@ -86,8 +89,7 @@ def plan_model(subject: Subject, device: Device, request: Request, granularity: 
     )
 
 
-def _trace(subject: Subject, device_name: str) -> TrainingGraph:
-    target: Target = "cpu" if device_name.partition(" ")[0] == "cpu" else "cuda"
+def _trace(subject: Subject, target: Target) -> TrainingGraph:
     with contextlib.redirect_stdout(sys.stderr):  # what the model's own code prints is no answer of ours
         name, step = load_training_step(
             subject.target, batch_size=subject.batch_size, settings=subject.settings, optimizer=subject.optimizer
@@ -120,7 +122,8 @@ def check_model(plan: Plan, subject: Subject) -> None:
         MismatchError: the plan was made for another training step; the message says what differs.
         ModelError, TraceError: the step cannot be built or traced.
     """
-    graph = _trace(subject, plan.fingerprint.device)
+    with torch_settings_kept():
+        graph = _trace(subject, plan.fingerprint.device_kind)
     state = {entry.name: (entry.shape, entry.dtype) for entry in graph.state}
     lines = describe_mismatch(plan, state, dict(graph.optimizers))
     lines += _other_settings(plan.fingerprint, graph)

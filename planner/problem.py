@@ -15,6 +15,8 @@ from functools import cached_property
 from itertools import accumulate
 
 from checkflow.errors import PlanError
+from checkflow.hardware import MOST_BYTES
+from checkflow.plan import MOST_SECONDS
 from checkflow.timeline import Timeline
 
 SMALLEST_UNIT_BYTES = 512  # what CUDA allocators hand out
@@ -132,9 +134,9 @@ def check_bandwidth(bytes_per_second: float) -> None:
     """Refuse what is no bandwidth.
 
     Raises:
-        PlanError: it is not a number above zero.
+        PlanError: it is not a number above zero, or more than 2**63 bytes per second.
     """
-    if not (math.isfinite(bytes_per_second) and bytes_per_second > 0):
+    if not 0 < bytes_per_second < MOST_BYTES:  # NaN neither
         raise PlanError(f"not a bandwidth: {bytes_per_second} bytes per second")
 
 
@@ -142,17 +144,30 @@ def check_timeline(timeline: Timeline) -> None:
     """Refuse numbers that make no sense.
 
     Raises:
-        PlanError: a duration or a size is negative or no number, or a first write lies outside of the timeline.
+        PlanError: a duration is negative, no number, or beyond any training; a size is negative, no whole number, or
+            beyond what memory counts; or a first write lies outside of the timeline.
     """
     if not timeline.steps:
         raise PlanError("the timeline has no steps")
     for step in timeline.steps:
         if not (math.isfinite(step.duration_seconds) and step.duration_seconds >= 0):
             raise PlanError(f"step {step.label!r} lasts {step.duration_seconds} seconds")
-        if step.live_bytes < 0 or step.link_bytes < 0:
-            raise PlanError(f"step {step.label!r} has a negative size")
+        _check_bytes(f"step {step.label!r} has live memory", step.live_bytes)
+        _check_bytes(f"step {step.label!r} has link traffic", step.link_bytes)
+    if timeline.iteration_seconds > MOST_SECONDS:
+        raise PlanError(
+            f"an iteration lasts {timeline.iteration_seconds:g} seconds; at most {MOST_SECONDS:g} are planned"
+        )
     for group in timeline.groups:
         if group.first_write is not None and not 1 <= group.first_write < len(timeline.steps):
             raise PlanError(f"state is first written at step {group.first_write} of {len(timeline.steps)}")
-        if any(size < 0 for _, size in group.members):
-            raise PlanError(f"state first written at step {group.first_write} has a negative size")
+        for name, size in group.members:
+            _check_bytes(f"state tensor {name} has a size", size)
+    if timeline.training_peak_bytes + timeline.state_bytes >= MOST_BYTES:
+        raise PlanError("training's peak and a copy of its state are more bytes than any memory has")
+
+
+def _check_bytes(what: str, size_bytes: int) -> None:
+    # a float would pass for a number of bytes here, and hold no odd one above 2**53
+    if not isinstance(size_bytes, int) or not 0 <= size_bytes < MOST_BYTES:
+        raise PlanError(f"{what} of {size_bytes} bytes: not a whole number from 0 to 2**63 - 1")

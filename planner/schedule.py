@@ -18,7 +18,7 @@ from typing import Literal
 
 from checkflow.errors import PlanError
 from checkflow.graph import TrainingGraph
-from checkflow.hardware import Device, format_size
+from checkflow.hardware import MOST_BYTES, Device, format_size
 from checkflow.plan import Fingerprint, Plan, Policy, StateSpec, Wait
 from checkflow.planner.certify import Formulation, Schedule, SolverReport, find_schedule
 from checkflow.planner.chunks import make_chunks
@@ -54,14 +54,16 @@ class Request:
     unit_bytes: int | None = None  # None: chosen by the size of the state
 
     def __post_init__(self) -> None:
-        for name in ("bandwidth_bytes_per_second", "memory_bandwidth_bytes_per_second", "time_limit_seconds"):
+        for name in ("bandwidth_bytes_per_second", "memory_bandwidth_bytes_per_second"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise PlanError(f"{name} must be a number above zero, not {value}")
+            if not 0 < value < MOST_BYTES:  # NaN neither
+                raise PlanError(f"{name} must be a number above zero and below 2**63, not {value}")
+        if not self.time_limit_seconds > 0:  # infinite: none
+            raise PlanError(f"time_limit_seconds must be a number above zero, not {self.time_limit_seconds}")
         for name in ("chunk_bytes", "unit_bytes", "max_interval"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise PlanError(f"{name} must be at least 1, not {value}")
+            if value is not None and not (isinstance(value, int) and value >= 1):
+                raise PlanError(f"{name} must be a whole number, at least 1, not {value}")
         for name in ("memory_limit_bytes", "extra_memory_bytes", "overhead"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
@@ -116,6 +118,7 @@ def fingerprint_of(graph: TrainingGraph, device: Device) -> Fingerprint:
         autocast=graph.autocast,
         optimizers=graph.optimizers,
         device=device.name,
+        device_kind=device.kind,
     )
 
 

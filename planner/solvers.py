@@ -3,20 +3,27 @@
 What a solver calls itself, and what PuLP makes of it, is not trusted: "optimal" is said only of a proof, a schedule
 found when time ran out is "feasible" (PuLP reports CBC's and HiGHS's as status 1 with sol_status 2), and the caller
 checks the values themselves. Nothing is written to standard output.
+
+Whatever stops the main thread (Ctrl-C, or another signal whose handler raises) ends the search too: CBC is a process of
+its own and is killed; HiGHS and Gurobi run in a thread, since no handler of Python's runs while the main thread is in
+their code, and are told to stop.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,8 +36,15 @@ if TYPE_CHECKING:
 SolverName = Literal["gurobi", "highs", "cbc"]
 SolverChoice = Literal["auto", "gurobi", "highs", "cbc"]
 SolveStatus = Literal["optimal", "feasible", "infeasible"]
-_GUROBI_TOO_LARGE = 10010  # the restricted licence ends at 2,000 variables or constraints
+# Gurobi's errors of a licence: none that counts (expired, another machine's, no token server), too small for the model
+# (the restricted one ends at 2,000 variables or constraints), or a server or a cloud that does not let us in.
+_GUROBI_LICENCE = frozenset({10009, 10010, 10022, 10023, 10028, 10030})
 _GRACE_SECONDS = 10.0  # CBC looks at the clock only now and then
+_POLL_SECONDS = 0.05
+# HiGHS and Gurobi look for a cancellation between two steps of their search. Some steps are long (presolve); then the
+# thread is left to itself, and ends later, or with the process.
+_CANCEL_SECONDS = 1.0
+_LARGEST = 1e15  # HiGHS takes no larger coefficients, and beside such numbers a whole one is lost in rounding
 _logger = logging.getLogger("checkflow")
 
 
@@ -67,22 +81,29 @@ def solve(problem: pulp.LpProblem, solver: SolverChoice = "auto", time_limit_sec
 
     Args:
         solver: "auto": Gurobi if it has a licence of the user's own, else HiGHS, else CBC. An explicit "gurobi" takes
-            the restricted licence that comes with pip's gurobipy too, and HiGHS where that one is too small.
-        time_limit_seconds: for the search; what was found until then is returned as "feasible".
+            the restricted licence that comes with pip's gurobipy too. Where Gurobi's licence does not admit the model,
+            HiGHS (or CBC) solves it, and one warning says so.
+        time_limit_seconds: for the search; what was found until then is returned as "feasible". Infinite: no limit.
 
     Raises:
-        SolverError: the solver is missing, failed or was killed.
+        SolverError: the solver is missing, failed or was killed; or the problem holds a number that is not finite, or
+            one that solvers cannot carry.
         NothingFoundError: it found nothing within the time.
     """
     import pulp
 
     if not time_limit_seconds > 0:
         raise SolverError(f"the time limit must be more than zero, not {time_limit_seconds} s")
+    check_numbers(problem)
     started = time.perf_counter()
     try:
         found = _dispatch(problem, solver, time_limit_seconds)
     except pulp.PulpSolverError as error:
         raise SolverError(f"the solver failed: {_one_line(error)}") from error
+    if found.status != "infeasible":
+        for variable in problem.variables():
+            if variable.varValue is None or not math.isfinite(variable.varValue):
+                raise SolverError(f"{found.name} failed: it gives {variable.name} the value {variable.varValue}")
     return replace(
         found,
         seconds=time.perf_counter() - started,
@@ -91,34 +112,76 @@ def solve(problem: pulp.LpProblem, solver: SolverChoice = "auto", time_limit_sec
     )
 
 
+def check_numbers(problem: pulp.LpProblem) -> None:
+    """Refuse what solvers answer wrongly, or each in its own way.
+
+    Raises:
+        SolverError: a coefficient, a bound or a right-hand side is not finite, or larger than 1e15; a variable's bounds
+            cross (model files cannot say so); the objective is missing, or has a constant (not all of them count it).
+    """
+    if problem.objective is None or problem.objective.constant:
+        raise SolverError("the model cannot be solved: its objective is missing, or has a constant")
+    for where, value in _numbers(problem):
+        if not abs(value) <= _LARGEST:  # no number compares with NaN
+            raise SolverError(f"the model cannot be solved: {where} is {value:g}; solvers carry numbers up to 1e15")
+    for variable in problem.variables():
+        if None not in (variable.lowBound, variable.upBound) and variable.lowBound > variable.upBound:
+            raise SolverError(f"the model cannot be solved: the bounds of {variable.name} cross")
+
+
+def _numbers(problem: pulp.LpProblem) -> Iterator[tuple[str, float]]:
+    for variable in problem.variables():
+        for bound in (variable.lowBound, variable.upBound):
+            if bound is not None:
+                yield f"a bound of {variable.name}", bound
+    for variable, coefficient in problem.objective.items():
+        yield f"the objective's coefficient of {variable.name}", coefficient
+    for row in problem.constraints():
+        yield f"the right-hand side of row {row.name}", row.constant
+        for variable, coefficient in row.items():
+            yield f"the coefficient of {variable.name} in row {row.name}", coefficient
+
+
 def _dispatch(problem: pulp.LpProblem, solver: SolverChoice, seconds: float) -> Solve:
-    if solver == "highs":
-        return _highs(problem, seconds)
     if solver == "cbc":
         return _cbc(problem, seconds)
-    if solver == "gurobi" or own_gurobi_licence():
-        found = _gurobi(problem, seconds)
+    if solver != "highs":
+        found = _licensed_gurobi(problem, solver, seconds)
         if found is not None:
             return found
-        _logger.warning(
-            "the model is too large for gurobipy's restricted licence (2,000 variables or constraints):"
-            " solving it with HiGHS"
-        )
-        return _highs(problem, seconds)
-    try:
-        import highspy  # noqa: F401
-    except ImportError:
+    if solver != "highs" and not _installed("highspy"):
         return _cbc(problem, seconds)
     return _highs(problem, seconds)
 
 
-def own_gurobi_licence() -> bool:
-    """Whether Gurobi starts with another licence than the restricted one that comes with pip's gurobipy."""
+def _installed(module: str) -> bool:
     try:
-        with _gurobi_environment() as (_, restricted):
-            return not restricted
-    except SolverError:
+        importlib.import_module(module)
+    except ImportError:
         return False
+    return True
+
+
+class _LicenceError(SolverError):
+    """There is no valid licence of Gurobi, or it does not admit the model."""
+
+
+def _licensed_gurobi(problem: pulp.LpProblem, solver: SolverChoice, seconds: float) -> Solve | None:
+    """None: another solver has to do it. That is told where Gurobi was asked for, or a licence of one's own fails."""
+    if solver == "auto" and not _installed("gurobipy"):
+        return None
+    try:
+        with _gurobi_environment() as (environment, restricted):
+            if not restricted:
+                return _gurobi(problem, environment, seconds)
+            if solver == "auto":
+                return None
+            found = _gurobi(problem, environment, seconds)
+            _logger.warning("Gurobi ran with its restricted licence, which is for non-production use only")
+            return found
+    except _LicenceError as error:
+        _logger.warning("%s; solving with %s instead", error, "HiGHS" if _installed("highspy") else "CBC")
+        return None
 
 
 @contextlib.contextmanager
@@ -128,49 +191,72 @@ def _gurobi_environment() -> Iterator[tuple[Any, bool]]:
         import gurobipy
     except ImportError:
         raise SolverError("Gurobi is not installed: pip install gurobipy, or choose --solver highs") from None
-    with tempfile.TemporaryDirectory(prefix="checkflow-") as folder, contextlib.ExitStack() as stack:
-        log = Path(folder) / "gurobi.log"
+    with _files() as folder, contextlib.ExitStack() as stack:
+        log = folder / "gurobi.log"
         try:
             environment = stack.enter_context(gurobipy.Env(empty=True))
             environment.setParam("LogToConsole", 0)
             environment.setParam("LogFile", str(log))
             environment.start()
         except gurobipy.GurobiError as error:
-            raise SolverError(f"Gurobi does not start: {_one_line(error)}") from error
-        restricted = "restricted license" in log.read_text(errors="replace").lower()
+            raise _gurobi_error("Gurobi does not start", error) from error
+        restricted = _is_restricted(log.read_text(errors="replace"))
         environment.setParam("OutputFlag", 0)
         yield environment, restricted
 
 
-def _gurobi(problem: pulp.LpProblem, seconds: float) -> Solve | None:
-    """None: the licence is too small for this model."""
+@contextlib.contextmanager
+def _files() -> Iterator[Path]:
+    """A folder for a solver's files, gone afterwards."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="checkflow-") as folder:
+            yield Path(folder)
+    except OSError as error:
+        raise SolverError(f"the solver's files cannot be written: {error.strerror or error}") from error
+
+
+def _is_restricted(log: str) -> bool:
+    return "restricted license" in log.lower()
+
+
+def _gurobi(problem: pulp.LpProblem, environment: Any, seconds: float) -> Solve:
+    import gurobipy
     import pulp
 
-    with _gurobi_environment() as (environment, restricted):
-        import gurobipy
-
-        if restricted:
-            _logger.warning("Gurobi runs with its restricted licence, which is for non-production use only")
-        options = {"MIPGap": 0.0, "MIPGapAbs": 0.0, "Threads": _threads(), "Seed": 0}
-        solver = pulp.GUROBI(msg=False, env=environment, timeLimit=seconds, **options)
+    codes = gurobipy.GRB
+    options = {"MIPGap": 0.0, "MIPGapAbs": 0.0, "Threads": _threads(), "Seed": 0}
+    solver = pulp.GUROBI(msg=False, env=environment, timeLimit=seconds, **options)
+    try:
         try:
-            try:
-                problem.solve(solver)
-            except gurobipy.GurobiError as error:
-                if error.errno == _GUROBI_TOO_LARGE:
-                    return None
-                raise SolverError(f"Gurobi failed: {_one_line(error)}") from error
+            solver.buildSolverModel(problem)
             model = problem.solverModel
-            codes = gurobipy.GRB
-            version = ".".join(str(part) for part in gurobipy.gurobi.version())
-            if model.Status in (codes.INFEASIBLE, codes.INF_OR_UNBD):
-                return _infeasible("gurobi", version)
-            if model.SolCount == 0:
-                raise _nothing_found("Gurobi", seconds, f"status {model.Status}")
-            return _found("gurobi", version, model.Status == codes.OPTIMAL, model.ObjVal, model.ObjBound)
-        finally:
-            solver.close()
-            problem.solverModel = None
+            _in_thread(model.optimize, model.terminate)
+            if model.Status == codes.INF_OR_UNBD:  # which of the two is known only without these reductions
+                model.setParam("DualReductions", 0)
+                _in_thread(model.optimize, model.terminate)
+            solver.findSolutionValues(problem)
+        except gurobipy.GurobiError as error:
+            raise _gurobi_error("Gurobi failed", error) from error
+        if model.Status == codes.INTERRUPTED:  # by Ctrl-C before the handler was back
+            raise KeyboardInterrupt
+        version = ".".join(str(part) for part in gurobipy.gurobi.version())
+        if model.Status == codes.INFEASIBLE:
+            return _infeasible("gurobi", version)
+        if model.Status not in (codes.OPTIMAL, codes.TIME_LIMIT):
+            raise SolverError(f"Gurobi failed: status {model.Status}")
+        if model.SolCount == 0:
+            raise _nothing_found("Gurobi", seconds)
+        return _found("gurobi", version, model.Status == codes.OPTIMAL, model.ObjVal, model.ObjBound)
+    finally:
+        solver.close()
+        problem.solverModel = None
+        for variable in problem.variables():  # what PuLP keeps of a closed model would be taken for the next one's
+            vars(variable).pop("solverVar", None)
+
+
+def _gurobi_error(what: str, error: Any) -> SolverError:
+    kind = _LicenceError if error.errno in _GUROBI_LICENCE else SolverError
+    return kind(f"{what}: {_one_line(error)}")
 
 
 def _highs(problem: pulp.LpProblem, seconds: float) -> Solve:
@@ -183,14 +269,20 @@ def _highs(problem: pulp.LpProblem, seconds: float) -> Solve:
     solver = pulp.HiGHS(
         msg=False, timeLimit=seconds, gapRel=0.0, gapAbs=0.0, threads=_threads(), random_seed=0, log_to_console=False
     )
-    problem.solve(solver)
+    solver.createAndConfigureSolver(problem)
+    solver.buildSolverModel(problem)
     model = problem.solverModel
+    model.HandleUserInterrupt = True  # else it cannot be cancelled
     try:
+        _in_thread(model.run, model.cancelSolve)
         status, info, version = model.getModelStatus(), model.getInfo(), str(model.version())
-        if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+        if status == highspy.HighsModelStatus.kInfeasible:
             return _infeasible("highs", version)
+        if status not in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit):
+            raise SolverError(f"HiGHS failed: {model.modelStatusToString(status).lower()}")
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-            raise _nothing_found("HiGHS", seconds, model.modelStatusToString(status))
+            raise _nothing_found("HiGHS", seconds)
+        solver.findSolutionValues(problem)
         optimal = status == highspy.HighsModelStatus.kOptimal
         integer = any(variable.cat == pulp.LpInteger for variable in problem.variables())
         # HiGHS keeps a dual bound for integer models only; a linear one is proved or it is not.
@@ -198,6 +290,42 @@ def _highs(problem: pulp.LpProblem, seconds: float) -> Solve:
         return _found("highs", version, optimal, info.objective_function_value, bound)
     finally:
         problem.solverModel = None  # it may be solved again, by another solver
+
+
+def _in_thread(search: Callable[[], object], cancel: Callable[[], object]) -> None:
+    """Run a search to its end, or, if an exception is raised here meanwhile, cancel it.
+
+    A signal is handled by Python's code only, so the main thread must not be in a solver's. Not ``Thread.join``:
+    interrupted once, it takes the thread for finished (CPython 3.11).
+    """
+    failures: list[BaseException] = []
+    done = threading.Event()
+
+    def work() -> None:
+        try:
+            search()
+        except BaseException as error:  # noqa: BLE001 - it is raised below, where the caller is
+            failures.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=work, name="checkflow-solver", daemon=True).start()
+    try:
+        while not done.wait(_POLL_SECONDS):
+            _keep_interrupts()
+    except BaseException:
+        cancel()
+        done.wait(_CANCEL_SECONDS)
+        raise
+    if failures:
+        raise failures[0]
+
+
+def _keep_interrupts() -> None:
+    """Put Python's handler of Ctrl-C back: Gurobi's search replaces it by one that writes to standard output."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, handler)
 
 
 def _cbc(problem: pulp.LpProblem, seconds: float) -> Solve:
@@ -208,25 +336,30 @@ def _cbc(problem: pulp.LpProblem, seconds: float) -> Solve:
     if program is None:
         raise SolverError("CBC is not installed: apt install coinor-cbc, or choose --solver highs")
     reader = pulp.COIN_CMD(path=program, msg=False)
-    with tempfile.TemporaryDirectory(prefix="checkflow-") as folder:
-        model, solution, log = (Path(folder) / name for name in ("model.mps", "model.sol", "cbc.log"))
+    with _files() as folder:
+        model, solution, log = (folder / name for name in ("model.mps", "model.sol", "cbc.log"))
         variables, names, rows, _ = problem.writeMPS(str(model), rename=1)
+        limit = [] if math.isinf(seconds) else ["-sec", str(seconds)]
         command = [
-            str(program), str(model), "-sec", str(seconds), "-timeMode", "elapsed", "-ratio", "0", "-allow", "0",
+            program, str(model), *limit, "-timeMode", "elapsed", "-ratio", "0", "-allow", "0",
             "-threads", "0", "-solve", "-printingOptions", "all", "-solution", str(solution),
         ]  # fmt: skip
         _run_cbc(command, log, seconds)
         text = log.read_text(errors="replace")
-        if not solution.exists():
-            raise SolverError("CBC failed: it wrote no solution")
-        status, values, _, _, _, solution_status = reader.readsol_MPS(str(solution), problem, variables, names, rows)
+        _check_whole(solution, lines=1 + problem.numConstraints() + len(variables))
+        try:
+            status, values, *_, solution_status = reader.readsol_MPS(str(solution), problem, variables, names, rows)
+        except (ValueError, IndexError):
+            raise SolverError("CBC failed: its solution file is damaged") from None
     problem.assignVarsVals(values)
     problem.assignStatus(status, solution_status)
     version = (re.search(r"^Version:\s*(\S+)", text, re.MULTILINE) or ["", "unknown"])[1]
     if solution_status == pulp.LpSolutionInfeasible:
         return _infeasible("cbc", version)
+    if solution_status == pulp.LpSolutionNoSolutionFound:
+        raise _nothing_found("CBC", seconds)
     if solution_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
-        raise _nothing_found("CBC", seconds, pulp.LpSolution[solution_status])
+        raise SolverError(f"CBC failed: {pulp.LpSolution[solution_status].lower()}")
     objective = float(pulp.value(problem.objective))
     lower = re.search(r"^Lower bound:\s*(\S+)", text, re.MULTILINE)
     optimal = solution_status == pulp.LpSolutionOptimal
@@ -239,9 +372,9 @@ def _run_cbc(command: list[str], log: Path, seconds: float) -> None:
         try:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         except OSError as error:
-            raise SolverError(f"CBC does not start: {error.strerror or error}") from error
+            raise SolverError(f"CBC does not start: {command[0]}: {error.strerror or error}") from error
         try:
-            code = process.wait(timeout=2 * seconds + _GRACE_SECONDS)
+            code = process.wait(timeout=None if math.isinf(seconds) else 2 * seconds + _GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             raise SolverError(f"CBC did not stop at its time limit of {seconds:g} s") from None
         finally:
@@ -250,7 +383,24 @@ def _run_cbc(command: list[str], log: Path, seconds: float) -> None:
                 process.wait()
     if code:
         reason = f"it was killed by signal {-code}" if code < 0 else f"exit status {code}"
-        raise SolverError(f"CBC failed: {reason}")
+        last = log.read_text(errors="replace").split("\n")[-2:-1]
+        raise SolverError(": ".join((f"CBC failed: {reason}", *(line.strip() for line in last if code > 0))))
+
+
+def _check_whole(solution: Path, lines: int) -> None:
+    """A row that is missing would be read as zeros.
+
+    Args:
+        lines: that a whole file has: the status, and each row and column of the model.
+    """
+    try:
+        text = solution.read_text()
+    except FileNotFoundError:
+        raise SolverError("CBC failed: it wrote no solution") from None
+    except UnicodeDecodeError:
+        raise SolverError("CBC failed: its solution file is damaged") from None
+    if len(text.splitlines()) != lines or not text.endswith("\n"):
+        raise SolverError("CBC failed: its solution file is cut short")
 
 
 def _found(name: SolverName, version: str, optimal: bool, objective: float, bound: float) -> Solve:
@@ -261,8 +411,8 @@ def _infeasible(name: SolverName, version: str) -> Solve:
     return Solve(name, version, "infeasible", None, None, 0.0, 0, 0)
 
 
-def _nothing_found(name: str, seconds: float, status: str) -> NothingFoundError:
-    return NothingFoundError(f"{name} found nothing within {seconds:g} s ({status}); give it more with --time-limit")
+def _nothing_found(name: str, seconds: float) -> NothingFoundError:
+    return NothingFoundError(f"{name} found nothing within {seconds:g} s; give it more with --time-limit")
 
 
 def _threads() -> int:

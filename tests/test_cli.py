@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pydantic import TypeAdapter
 from checkflow import plan as plans
 from checkflow.cli import FAILED, FOUND, INFEASIBLE, USAGE, main
 from checkflow.hardware import CATALOGUE, Device
+from checkflow.planner import solvers
 
 ROOT = Path(__file__).parent.parent
 KEYS = [
@@ -150,14 +152,17 @@ def test_options_reach_the_plan(call: Any) -> None:
     wide = call("plan", "model.py", "--device", "slow.json", "--set", "width=128", "--batch-size", "8", "--json").json
     adam = call("plan", "model.py", "--device", "slow.json", "--optimizer", "adam", "--json").json
     fast = call("plan", "model.py", "--device", "slow.json", "--bandwidth", "63GB/s", "--json").json
-    chunky = call("plan", "model.py", "--device", "slow.json", "--chunk-size", "512B", "--json").json
+    huge = call("plan", "model.py", "--device", "slow.json", "--set", "width=4096", "--json").json
+    chunky = call(
+        "plan", "model.py", "--device", "slow.json", "--set", "width=4096", "--chunk-size", "64KiB", "--json"
+    ).json
     assert wide["parameters"] > small["parameters"]
     assert wide["flops"] > 2 * small["flops"]
     # Two moments for each parameter, and a step counter for each of six parameter tensors.
     assert adam["state_bytes"] == small["state_bytes"] + 2 * 4 * small["parameters"] + 6 * 4
     assert fast["bandwidth_bytes_per_second"] == 63e9
     assert small["bandwidth_bytes_per_second"] == SLOW.link_bandwidth_bytes_per_second
-    assert chunky["chunks"] > small["chunks"]
+    assert chunky["chunks"] > huge["chunks"]
 
 
 def test_the_same_input_gives_the_same_bytes(call: Any, tmp_path: Path) -> None:
@@ -205,6 +210,37 @@ def test_infeasible_writes_no_plan(call: Any, tmp_path: Path) -> None:
     assert len(said.err.splitlines()) == 1
 
 
+def test_infeasible_says_what_an_older_plan_is(call: Any, tmp_path: Path) -> None:
+    plan = ["plan", "model.py", "--device", "slow.json", "-o", "plan.json"]
+    assert call(*plan).code == FOUND
+    before = (tmp_path / "plan.json").read_bytes()
+    said = call(*plan, "--bandwidth", "1kB/s", "--max-interval", "1")
+    assert said.code == INFEASIBLE
+    assert (tmp_path / "plan.json").read_bytes() == before
+    assert said.err.splitlines()[1:] == ["checkflow: plan.json was not written; what it holds was there before"]
+
+
+def test_no_time_limit(call: Any) -> None:
+    said = call("plan", "model.py", "--device", "slow.json", "--time-limit", "inf", "--solver", "cbc", "--json")
+    assert (said.code, said.json["solver"]["name"]) == (FOUND, "cbc")
+
+
+def test_a_warning_is_one_line_and_not_in_the_answer(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A licence that fails (here: none where one is said to be) is told once, however often a solver is asked."""
+
+    def warn_twice(*given: Any, **named: Any) -> Any:
+        for _ in range(2):
+            logging.getLogger("checkflow").warning("Gurobi does not start: no licence; solving with HiGHS instead")
+        return asked(*given, **named)
+
+    asked = solvers.solve
+    monkeypatch.setattr(solvers, "solve", warn_twice)
+    said = call("plan", "model.py", "--device", "slow.json", "--formulation", "flow", "--json")
+    assert said.code == FOUND
+    assert said.json["solver"]["name"] == "highs"
+    assert said.err == "checkflow: Gurobi does not start: no licence; solving with HiGHS instead\n"
+
+
 def test_memory_limit_is_hard_unless_relaxed(call: Any) -> None:
     arguments = ["plan", "model.py", "--device", "slow.json", "--json", "--memory-limit", "1kB"]
     assert call(*arguments).code == INFEASIBLE
@@ -240,7 +276,29 @@ BAD = [
     pytest.param({}, ["plan", "model.py", "--memory-limit", "1e999GB"], USAGE, "more than any", id="no such memory"),
     pytest.param({}, ["plan", "model.py", "--memory-limit", "1e19"], USAGE, "more than any", id="memory beyond counts"),
     pytest.param({}, ["plan", "model.py", "--memory-limit", "many"], USAGE, "24GB", id="not a size"),
-    pytest.param({}, ["plan", "model.py", "--chunk-size", "0"], USAGE, "at least one byte", id="empty chunks"),
+    pytest.param({}, ["plan", "model.py", "--bandwidth", "63"], USAGE, "write 63GB/s", id="bandwidth without unit"),
+    pytest.param({}, ["plan", "model.py", "--bandwidth", "25.6/s"], USAGE, "25.6GB/s", id="half a unit"),
+    pytest.param({}, ["plan", "model.py", "--memory-limit", "24"], USAGE, "write 24GB", id="memory without unit"),
+    pytest.param({}, ["plan", "model.py", "--extra-memory", "1.5"], USAGE, "write 1.5GB", id="extra without unit"),
+    pytest.param({}, ["plan", "model.py", "--chunk-size", "0"], USAGE, "at least 64KiB", id="empty chunks"),
+    pytest.param({}, ["plan", "model.py", "--chunk-size", "1B"], USAGE, "at least 64KiB", id="chunks of a byte"),
+    pytest.param({}, ["plan", "model.py", "--chunk-size", "65535B"], USAGE, "at least 64KiB", id="one byte less"),
+    pytest.param({}, ["plan", "model.py", "--time-limit", "nan"], USAGE, "time limit", id="no time limit"),
+    pytest.param({}, ["plan", "model.py", "--time-limit", "0"], USAGE, "time limit", id="no time"),
+    pytest.param({}, ["plan", "model.py", "--time-limit", "-inf"], USAGE, "time limit", id="less than no time"),
+    pytest.param({}, ["plan", "model.py", "--time-limit", "soon"], USAGE, "seconds", id="not a time"),
+    pytest.param(
+        {},
+        ["plan", "model.py", "--formulation", "greedy", "--solver", "cbc"],
+        USAGE,
+        "asks no solver",
+        id="a solver that is not asked",
+    ),
+    pytest.param({}, ["compare", "p.json", "--bandwidth", "20GB/s"], USAGE, "--bandwidth does nothing", id="its link"),
+    pytest.param({}, ["compare", "p.json", "--overhead", "0.1"], USAGE, "--overhead does nothing", id="its stalls"),
+    pytest.param({}, ["show", "p.json", "--dot", "--json"], USAGE, "choose one", id="two forms"),
+    pytest.param({"p.json": "{"}, ["check", "p.json"], FAILED, "make it anew", id="plan cut short"),
+    pytest.param({"p.json": ""}, ["check", "p.json"], FAILED, "make it anew", id="plan emptied"),
     pytest.param({}, ["plan", "model.py", "--solver", "simplex"], USAGE, "simplex", id="unknown solver"),
     pytest.param({}, ["plan", "model.py", "--fast"], USAGE, "--fast", id="unknown option"),
     pytest.param({}, ["plan"], USAGE, "MODEL", id="no model"),
@@ -374,6 +432,27 @@ def test_show_draws_every_tensor_for_graphviz(call: Any, plan_file: Path) -> Non
     assert said.out.rstrip().endswith("}")
     for chunk in plans.load(plan_file).chunks:
         assert f'"{chunk.tensor}"' in said.out
+
+
+def test_show_as_json_has_what_the_screen_shows(call: Any, plan_file: Path) -> None:
+    said = call("show", "plan.json", "--json")
+    assert (said.code, said.err) == (FOUND, "")
+    plan, data = plans.load(plan_file), said.json
+    assert data["plan_peak_bytes"] == plan.plan_peak_bytes
+    assert data["certificate"] == dataclasses.asdict(plan.certificate)
+    assert data["interval"] == plan.interval
+    steps = data["steps"]
+    assert len(steps) == plan.interval * len(plan.timeline.steps)
+    assert sum(step["sent_bytes"] for step in steps) == plan.timeline.state_bytes == data["state_bytes"]
+    assert max(step["live_bytes"] + step["snapshot_bytes"] for step in steps) == data["plan_peak_bytes"]
+    peak = steps[data["peak_at"]["step"]]
+    assert peak["live_bytes"] + peak["snapshot_bytes"] == data["plan_peak_bytes"]
+    assert peak["label"] == data["peak_at"]["label"]
+    assert steps[data["ends_at"]["step"]]["sent_bytes"] > 0
+    assert all(step["sent_bytes"] <= step["capacity_bytes"] for step in steps)
+    screen = call("show", "plan.json").out
+    for fact in (data["peak_at"]["label"], data["ends_at"]["label"], data["device"], data["binding"]["end"]):
+        assert fact in screen
 
 
 def test_compare_takes_models_and_plans(call: Any, plan_file: Path) -> None:

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import random
+import subprocess
 import sys
 import threading
 import time
@@ -17,7 +18,9 @@ import pytest
 
 from checkflow.errors import SolverError
 from checkflow.planner import solvers
-from checkflow.planner.solvers import NothingFoundError, Solve, SolverName, solve
+from checkflow.planner.solvers import NothingFoundError, Solve, SolverChoice, SolverName, solve
+
+ROOT = Path(__file__).parent.parent
 
 NAMES: list[SolverName] = ["gurobi", "highs", "cbc"]
 
@@ -52,6 +55,15 @@ def hard() -> pulp.LpProblem:
     for plus, minus in zip(over, under, strict=True):
         weights = [rng.randrange(100) for _ in choice]
         problem += pulp.lpSum(w * x for w, x in zip(weights, choice, strict=True)) + plus - minus == sum(weights) // 2
+    return problem
+
+
+def split() -> pulp.LpProblem:
+    """The same, of which only exact splits are solutions: none is found for a long time, nor that there is none."""
+    problem = hard()
+    for variable in problem.variables():
+        if variable.name.startswith(("over", "under")):
+            variable.upBound = 0
     return problem
 
 
@@ -100,16 +112,83 @@ def test_time_out_is_never_called_optimal(name: SolverName) -> None:
     assert problem.valid(1e-6)  # the values are a solution
 
 
-@pytest.mark.parametrize("name", ["highs", "cbc"])
+@pytest.mark.parametrize("name", NAMES)
 def test_time_out_before_anything_is_found(name: SolverName) -> None:
-    with pytest.raises(NothingFoundError, match=r"found nothing within 1e-05 s .* --time-limit"):
-        solve(hard(), name, time_limit_seconds=1e-5)
+    with pytest.raises(NothingFoundError, match=r"found nothing within 0.2 s; .* --time-limit"):
+        solve(split(), name, time_limit_seconds=0.2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_time_limit(name: SolverName) -> None:
+    assert solve(small(), name, time_limit_seconds=math.inf).status == "optimal"
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan])
 def test_time_limit_must_be_positive(seconds: float) -> None:
     with pytest.raises(SolverError, match="time limit"):
         solve(small(), "highs", time_limit_seconds=seconds)
+
+
+def with_number(place: str, value: float) -> pulp.LpProblem:
+    """The small problem with one number changed after it was built: PuLP refuses some of them itself, and some not."""
+    problem = small()
+    x = problem.variablesDict()["x"]
+    if place == "objective":
+        problem.objective[x] = value
+    elif place == "coefficient":
+        problem.constraints()[0].expr[x] = value
+    elif place == "right-hand side":
+        problem.constraints()[0].constant = -value
+    elif place == "lower bound":
+        x.lowBound = value
+    elif place == "upper bound":
+        x.upBound = value
+    return problem
+
+
+PLACES = ["objective", "coefficient", "right-hand side", "lower bound", "upper bound"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e18, -1e18, 1.1e15])
+@pytest.mark.parametrize("place", PLACES)
+def test_numbers_that_solvers_cannot_carry_are_refused(
+    place: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(solvers, "_dispatch", lambda *_: pytest.fail("a solver was started"))
+    with pytest.raises(SolverError, match=r"^the model cannot be solved: .* solvers carry numbers up to 1e15$"):
+        solve(with_number(place, value))
+
+
+@pytest.mark.parametrize(
+    ("place", "optimum"), [("objective", -12), ("coefficient", -13), ("right-hand side", None), ("lower bound", -13)]
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_negative_numbers_are_solved(name: SolverName, place: str, optimum: float | None) -> None:
+    found = solve(with_number(place, -2.0), name)
+    assert found.status == ("infeasible" if optimum is None else "optimal")
+    assert found.objective == (None if optimum is None else pytest.approx(optimum))
+
+
+def test_models_that_solvers_read_in_different_ways_are_refused() -> None:
+    """A negative upper bound above no lower one means something else in a model file; constants are not reported."""
+    with pytest.raises(SolverError, match="bounds of x cross"):
+        solve(with_number("upper bound", -2.0))
+    problem = small()
+    problem.objective.constant = 1.0
+    with pytest.raises(SolverError, match="objective is missing, or has a constant"):
+        solve(problem)
+    with pytest.raises(SolverError, match="objective is missing, or has a constant"):
+        solve(pulp.LpProblem("empty", pulp.LpMinimize))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_unbounded_is_not_called_infeasible(name: SolverName) -> None:
+    problem = pulp.LpProblem("unbounded", pulp.LpMinimize)
+    x, y = (pulp.LpVariable(letter, 0, None, pulp.LpInteger) for letter in "xy")
+    problem += -x - y
+    problem += x - y <= 3
+    with pytest.raises(SolverError, match=r"failed: .*(unbounded|status 5)"):
+        solve(problem, name)
 
 
 def test_one_problem_can_be_solved_by_all_in_turn() -> None:
@@ -132,23 +211,66 @@ def test_too_large_for_the_restricted_licence(
         found = solve(large(), "gurobi")
     assert (found.name, found.status) == ("highs", "optimal")
     assert found.objective == pytest.approx(7)
-    told = [record.getMessage() for record in caplog.records if "2,000" in record.getMessage()]
-    assert len(told) == 1
-    assert "HiGHS" in told[0]
+    (told,) = caplog.messages
+    assert "too large for size-limited license" in told
+    assert "HiGHS" in told
     assert capfd.readouterr().out == ""
 
 
 @restricted_only
-def test_pip_s_licence_is_not_ones_own() -> None:
-    assert not solvers.own_gurobi_licence()
-    assert solve(small()).name == "highs"
+def test_auto_leaves_the_restricted_licence_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "checkflow"):
+        assert solve(small()).name == "highs"
+    assert caplog.messages == []
 
 
-def test_auto_takes_gurobi_only_with_a_licence_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solvers, "own_gurobi_licence", lambda: True)
-    assert solve(small()).name == "gurobi"
-    monkeypatch.setattr(solvers, "own_gurobi_licence", lambda: False)
-    assert solve(small()).name == "highs"
+@restricted_only
+def test_auto_takes_gurobi_with_a_licence_of_ones_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The licence here is the restricted one, taken for a full one: so it is too small as well."""
+    monkeypatch.setattr(solvers, "_is_restricted", lambda log: False)
+    with caplog.at_level(logging.WARNING, "checkflow"):
+        assert solve(small()).name == "gurobi"
+        assert caplog.messages == []
+        assert solve(large()).name == "highs"
+    (told,) = caplog.messages
+    assert "too large" in told
+    assert "HiGHS" in told
+
+
+@pytest.mark.parametrize("solver", ["auto", "gurobi"])
+@pytest.mark.parametrize(
+    ("licence", "reason"),
+    [
+        (None, "Unable to open"),
+        ("TYPE=ACADEMIC\nVERSION=13\nHOSTID=1234abcd\nEXPIRATION=2020-01-01\nKEY=ABCDEFGH\n", "expired 2020-01-01"),
+        ("TOKENSERVER=127.0.0.1\nPORT=1\n", "Failed to connect to token server"),
+        ("not a licence\n", "No HostID"),
+    ],
+    ids=["missing", "expired", "token server away", "damaged"],
+)
+def test_a_licence_that_fails_is_told_once(
+    solver: SolverChoice, licence: str | None, reason: str, tmp_path: Path
+) -> None:
+    """Gurobi reads its licence once a process: in a process of its own."""
+    file = tmp_path / "gurobi.lic"
+    if licence is not None:
+        file.write_text(licence)
+    script = f"from tests.test_solvers import small, solve; print(solve(small(), {solver!r}).name)"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={**os.environ, "GRB_LICENSE_FILE": str(file)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stdout) == (0, "highs\n"), done.stderr
+    (told,) = done.stderr.splitlines()
+    assert told.startswith("Gurobi does not start: ")
+    assert reason in told
+    assert told.endswith("solving with HiGHS instead")
 
 
 def test_auto_falls_back_to_cbc(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +286,18 @@ def test_missing_module(name: SolverName, module: str, monkeypatch: pytest.Monke
         solve(small(), name)
 
 
+# What CBC writes for the small problem.
+SOLUTION = """\
+Optimal - objective value -13.00000000
+      0 C0000000               5                       0
+      1 C0000001              10                       0
+      2 C0000002               8                       0
+      0 X0000000               2                      -5
+      1 X0000001               0                      -4
+      2 X0000002               1                      -3
+"""
+
+
 def test_missing_cbc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(pulp.PULP_CBC_CMD, "pulp_cbc_path", str(tmp_path / "cbc"))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -173,14 +307,46 @@ def test_missing_cbc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("script", "reason"),
-    [("kill -9 $$", "killed by signal 9"), ("exit 3", "exit status 3"), ("exit 0", "wrote no solution")],
+    [
+        ("kill -9 $$", "killed by signal 9"),
+        ("exit 3", "exit status 3"),
+        ("echo banner; echo no memory; exit 3", "exit status 3: no memory"),
+        ("exit 0", "wrote no solution"),
+        (': > "$SOLUTION"', "solution file is cut short"),
+        ('head -c 5 "$WHOLE" > "$SOLUTION"', "solution file is cut short"),
+        ('head -n -1 "$WHOLE" > "$SOLUTION"', "solution file is cut short"),
+        ('head -c -1 "$WHOLE" > "$SOLUTION"', "solution file is cut short"),
+        ('printf "\\377" > "$SOLUTION"', "solution file is damaged"),
+        ('sed s/-5/five/ "$WHOLE" > "$SOLUTION"', "solution file is damaged"),
+        ('sed s/10/"  "/ "$WHOLE" > "$SOLUTION"', "solution file is damaged"),
+    ],
 )
 def test_failing_cbc(script: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = tmp_path / "cbc"
-    program.write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "whole").write_text(SOLUTION)
+    program.write_text(f'#!/bin/sh\nfor SOLUTION; do :; done\nWHOLE="{tmp_path}/whole"\n{script}\n')
     program.chmod(0o755)
     monkeypatch.setattr(pulp.PULP_CBC_CMD, "pulp_cbc_path", str(program))
     with pytest.raises(SolverError, match=f"^CBC failed: .*{reason}$"):
+        solve(small(), "cbc")
+
+
+def test_a_whole_solution_file_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """So that the files above fail for what is cut off."""
+    program = tmp_path / "cbc"
+    (tmp_path / "whole").write_text(SOLUTION)
+    program.write_text(f'#!/bin/sh\nfor SOLUTION; do :; done\ncp "{tmp_path}/whole" "$SOLUTION"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(pulp.PULP_CBC_CMD, "pulp_cbc_path", str(program))
+    assert solve(small(), "cbc").objective == -13
+
+
+def test_cbc_that_is_no_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "cbc"
+    program.write_bytes(b"\x7fELF and no more")
+    program.chmod(0o755)
+    monkeypatch.setattr(pulp.PULP_CBC_CMD, "pulp_cbc_path", str(program))
+    with pytest.raises(SolverError, match=r"^CBC does not start: .*/cbc: Exec format error$"):
         solve(small(), "cbc")
 
 

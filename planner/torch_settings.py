@@ -1,0 +1,75 @@
+"""torch's process-wide settings, which a model file may change: they hold for its own plan, and end with it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_Setting = tuple[Callable[[], Any], Callable[[Any], None]]
+
+
+def _attribute(owner: Any, name: str) -> _Setting:
+    return functools.partial(getattr, owner, name), functools.partial(setattr, owner, name)
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _set_deterministic(mode: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
+
+
+def _products() -> str | None:
+    """The oldest of three interfaces for TF32. It refuses to answer (None) where another of them was used."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def _set_products(precision: str | None) -> None:
+    if precision is not None:
+        torch.set_float32_matmul_precision(precision)
+
+
+def _settings() -> list[_Setting]:
+    """What is read before and written back after, the general before the special."""
+    backends = torch.backends
+    precisions: list[Any] = [
+        backends,
+        backends.cudnn,
+        backends.cudnn.conv,  # type: ignore[attr-defined]
+        backends.cudnn.rnn,
+        backends.cuda.matmul,
+        backends.mkldnn,
+        backends.mkldnn.matmul,  # type: ignore[attr-defined]
+        backends.mkldnn.conv,  # type: ignore[attr-defined]
+    ]
+    return [
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.is_grad_enabled, torch._C._set_grad_enabled),
+        (_deterministic, _set_deterministic),
+        *(_attribute(backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
+        (backends.cuda.flash_sdp_enabled, backends.cuda.enable_flash_sdp),
+        (backends.cuda.mem_efficient_sdp_enabled, backends.cuda.enable_mem_efficient_sdp),
+        (backends.cuda.math_sdp_enabled, backends.cuda.enable_math_sdp),
+        *(_attribute(owner, "fp32_precision") for owner in precisions),
+        (_products, _set_products),
+    ]
+
+
+@contextlib.contextmanager
+def torch_settings_kept() -> Iterator[None]:
+    """Put back whatever of them differs afterwards; what does not is not touched (a value may be inherited)."""
+    before = [(read, write, read()) for read, write in _settings()]
+    try:
+        yield
+    finally:
+        for read, write, value in before * 2:  # one that is written back may change another again
+            if read() != value:
+                write(value)
