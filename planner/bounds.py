@@ -21,29 +21,9 @@ which must leave early too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from checkflow.planner.problem import Problem
-
-Counts = np.ndarray[tuple[int], np.dtype[np.int64]]
-
-
-@dataclass(frozen=True)
-class _Numbers:
-    """U, C, R, and the stretch from deadline to deadline that each step lies in; one entry a step."""
-
-    due: Counts
-    reached: Counts
-    room: Counts
-    starts: Counts  # the first step of each stretch; one that nothing is due before has no snapshots
-    stretch: Counts
-
-    @property
-    def late(self) -> Counts:
-        """What cannot have left live state, at the least."""
-        return self.due - self.reached
+from checkflow.planner.problem import Array, Problem
 
 
 def least_wait(problem: Problem, peak_bytes: int) -> int:
@@ -52,22 +32,22 @@ def least_wait(problem: Problem, peak_bytes: int) -> int:
     At least training's own peak is needed. With as much waiting some schedule has the peak, if it may make any number
     of snapshots: no step of the direct rule (:mod:`checkflow.planner.greedy`) holds more than these bounds leave over.
     """
-    numbers = _numbers(problem, peak_bytes, 0)
-    short = numbers.late[:-1] - np.minimum(numbers.room[:-1], numbers.room[1:])
-    return max(0, problem.total - int(numbers.reached[-1]), int(short.max(initial=0)))
+    room = _room(problem, peak_bytes)
+    short = problem.counts.late[:-1] - np.minimum(room[:-1], room[1:])
+    return max(0, problem.total - problem.reached[-1], int(short.max(initial=0)))
 
 
 def fewest_snapshots(problem: Problem, peak_bytes: int, wait: int) -> int | None:
     """The fewest snapshots of any schedule with this peak and this wait at the boundary; None if there is none."""
-    numbers = _numbers(problem, peak_bytes, wait)
-    if numbers.reached[-1] < problem.total or numbers.room.min() < 0:
+    counts, room = problem.counts, _room(problem, peak_bytes)
+    late, reached = counts.late - wait, counts.reached + wait
+    if reached[-1] < problem.total or room.min() < 0:
         return None
-    late, reached, room = numbers.late, numbers.reached, numbers.room
     made, gone = np.zeros_like(late), np.zeros_like(late)
     while True:
         made = np.maximum(made, gone + late)
-        made = np.maximum.accumulate(np.maximum.reduceat(made, numbers.starts))[numbers.stretch]
-        if made[-1] > problem.total or made[0] > room[0] or (not numbers.due[0] and made[0] > 0):
+        made = np.maximum.accumulate(np.maximum.reduceat(made, counts.starts))[counts.stretch]
+        if made[-1] > problem.total or made[0] > room[0] or (not counts.due[0] and made[0] > 0):
             return None
         must = np.maximum(gone, np.append(made[1:] - room[1:], made[-1]))
         must = np.maximum.accumulate((must - reached)[::-1])[::-1] + reached
@@ -85,19 +65,19 @@ def most_gone(problem: Problem, peak_bytes: int, snapshots: int) -> list[int] | 
 
     A schedule that sends snapshots as early as that keeps the peak and the number. None: there is no schedule.
     """
-    numbers = _numbers(problem, peak_bytes, 0)
-    if numbers.reached[-1] < problem.total or numbers.room.min() < 0:
+    counts, room = problem.counts, _room(problem, peak_bytes)
+    late, reached = counts.late, counts.reached
+    if reached[-1] < problem.total or room.min() < 0:
         return None
-    late, reached, room = numbers.late, numbers.reached, numbers.room
     made, gone = np.full_like(late, snapshots), np.full_like(late, snapshots)
     gone[0] = 0
     while True:
         made[0] = min(made[0], room[0])
         made[1:] = np.minimum(made[1:], gone[:-1] + room[1:])
-        made = np.minimum.reduceat(made, numbers.starts)
-        if not numbers.due[0]:
+        made = np.minimum.reduceat(made, counts.starts)
+        if not counts.due[0]:
             made[0] = 0
-        made = np.minimum.accumulate(made[::-1])[::-1][numbers.stretch]
+        made = np.minimum.accumulate(made[::-1])[::-1][counts.stretch]
         may = np.minimum(gone, made - late)
         may[1:] = np.minimum(may[1:], made[:-1])
         may = np.minimum.accumulate(may - reached) + reached
@@ -109,16 +89,6 @@ def most_gone(problem: Problem, peak_bytes: int, snapshots: int) -> list[int] | 
         gone = may
 
 
-def _numbers(problem: Problem, peak_bytes: int, wait: int) -> _Numbers:
-    due = np.array(problem.due, dtype=np.int64)
-    falls_due = np.flatnonzero(np.diff(due, prepend=0))
-    starts = np.union1d(falls_due, [0])
-    stretch = np.zeros_like(due)
-    stretch[starts[1:]] = 1
-    return _Numbers(
-        due=due,
-        reached=np.array(problem.reached, dtype=np.int64) + wait,
-        room=(peak_bytes - np.array(problem.live_bytes, dtype=np.int64)) // problem.unit_bytes,
-        starts=starts,
-        stretch=np.cumsum(stretch),
-    )
+def _room(problem: Problem, peak_bytes: int) -> Array:
+    """Units of snapshots that a peak leaves room for, in each step."""
+    return (peak_bytes - problem.counts.live_bytes) // problem.unit_bytes

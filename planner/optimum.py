@@ -28,7 +28,6 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 
 from checkflow.plan import Policy
 from checkflow.planner import bounds, greedy
@@ -165,7 +164,7 @@ def latest_wait(problem: Problem, terms: Terms, peak_bytes: int, anchors: list[i
 
 def _waiting_never_pays(problem: Problem, prices: Prices) -> bool:
     """Whether all snapshots that a unit of waiting can save cost no more than the waiting."""
-    deadlines = sum(now > before for before, now in pairwise((0, *problem.due)))
+    deadlines = len(problem.counts.starts)  # or one less
     return deadlines * prices.snapshot_seconds <= prices.wait_seconds
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
+import numpy as np
+
 from checkflow.errors import PlanError
 from checkflow.hardware import MOST_BYTES
 from checkflow.plan import MOST_SECONDS
@@ -21,6 +23,25 @@ from checkflow.timeline import Timeline
 
 SMALLEST_UNIT_BYTES = 512  # what CUDA allocators hand out
 MOST_UNITS = 2**24  # whole numbers up to here survive every solver's text files and tolerances
+
+
+Array = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """A problem's numbers, one entry a step, and the stretches from deadline to deadline."""
+
+    live_bytes: Array
+    due: Array
+    reached: Array
+    starts: Array  # the first step of each stretch; the first stretch begins with the problem
+    stretch: Array  # the stretch that each step lies in
+
+    @property
+    def late(self) -> Array:
+        """What cannot have left live state by the end of each step, at the least."""
+        return self.due - self.reached
 
 
 @dataclass(frozen=True)
@@ -45,6 +66,22 @@ class Problem:
     def reached(self) -> tuple[int, ...]:
         """Units that the link can have taken when each step ends."""
         return tuple(accumulate(self.capacity))
+
+    @cached_property
+    def counts(self) -> Counts:
+        """The same as arrays."""
+        due = np.array(self.due, dtype=np.int64)
+        starts = np.flatnonzero(np.diff(due, prepend=0))
+        begins = np.zeros_like(due)
+        begins[starts] = 1
+        begins[0] = 0
+        return Counts(
+            live_bytes=np.array(self.live_bytes, dtype=np.int64),
+            due=due,
+            reached=np.array(self.reached, dtype=np.int64),
+            starts=np.append(0, starts[starts > 0]),
+            stretch=np.cumsum(begins),
+        )
 
     def waiting(self, units: int, step: int = 0) -> Problem:
         """The same, if training waits in a step until the link has taken that many units more."""
