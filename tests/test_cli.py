@@ -189,7 +189,7 @@ def test_the_table_names_what_counts(call: Any) -> None:
 
 
 def test_infeasible_is_explained_and_least_bandwidth_is_tight(call: Any) -> None:
-    arguments = ["plan", "model.py", "--device", "slow.json", "--json"]
+    arguments = ["plan", "model.py", "--device", "slow.json", "--max-interval", "1", "--json"]
     said = call(*arguments, "--bandwidth", "1kB/s")
     assert said.code == INFEASIBLE
     data = said.json
@@ -199,12 +199,35 @@ def test_infeasible_is_explained_and_least_bandwidth_is_tight(call: Any) -> None
     assert data["explanation"]
     assert said.err == f"checkflow: {data['explanation']}\n"
     least = data["least_bandwidth_bytes_per_second"]
-    assert call(*arguments, "--bandwidth", f"{least * 1.01:.0f}B/s").code == FOUND
-    assert call(*arguments, "--bandwidth", f"{least * 0.97:.0f}B/s").code == INFEASIBLE
+    assert call(*arguments, "--bandwidth", f"{least}B/s").code == FOUND
+    assert call(*arguments, "--bandwidth", f"{least - 1}B/s").code == INFEASIBLE
+
+
+def test_what_does_not_fit_every_iteration_is_planned_for_more(call: Any, tmp_path: Path) -> None:
+    arguments = ["plan", "model.py", "--device", "slow.json", "--bandwidth", "1kB/s"]
+    said = call(*arguments, "-o", "plan.json", "--json")
+    assert said.code == FOUND
+    data = said.json
+    assert data["interval"] > 1
+    assert data["explanation"].startswith(f"a checkpoint every {data['interval']} iterations; every iteration: from")
+    assert data["stall_seconds"] <= 0.035 * data["interval"] * data["iteration_seconds"]
+    assert {row["interval"] for row in data["frontier"]} >= {1}
+    assert call("check", "plan.json").out.endswith(f"a checkpoint every {data['interval']} iterations\n")
+    assert f"every    {data['interval']} iterations" in call("show", "plan.json").out
+    shorter = call(*arguments, "--max-interval", str(data["interval"] - 1), "--json")
+    assert shorter.code == INFEASIBLE
+    assert "B/s" in shorter.json["explanation"]
+    table = call(*arguments).out
+    assert f"a checkpoint every {data['interval']} iterations" in table
+    assert "What checkpoints cost, limits aside" in table
+    compared = call("compare", "plan.json").out
+    assert f"checkflow: every {data['interval']} iterations" in compared
 
 
 def test_infeasible_writes_no_plan(call: Any, tmp_path: Path) -> None:
-    said = call("plan", "model.py", "--device", "slow.json", "--bandwidth", "1kB/s", "-o", "plan.json")
+    said = call(
+        "plan", "model.py", "--device", "slow.json", "--bandwidth", "1kB/s", "--max-interval", "1", "-o", "plan.json"
+    )
     assert said.code == INFEASIBLE
     assert not (tmp_path / "plan.json").exists()
     assert len(said.err.splitlines()) == 1
@@ -527,7 +550,8 @@ def test_a_model_that_prints_does_not_spoil_the_answer(call: Any, plan_file: Pat
 
 
 def test_compare_keeps_rows_that_have_no_plan(call: Any) -> None:
-    said = call("compare", "model.py", "--device", "slow.json", "--bandwidth", "1kB/s", "--json")
+    slow = ["--device", "slow.json", "--bandwidth", "1kB/s", "--max-interval", "1"]
+    said = call("compare", "model.py", *slow, "--json")
     assert said.code == INFEASIBLE
     (row,) = said.json["rows"]
     assert row["checkflow_peak_bytes"] is None
