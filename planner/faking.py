@@ -23,23 +23,21 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from checkflow.errors import TraceError
-from checkflow.planner.placement import CAPTURED, COPIED, DEVICE, PINNED, HostMemory, Place
+from checkflow.planner.placement import CAPTURED, COPIED, HostMemory
 from checkflow.training_step import TrainingStep
 
 CPU = torch.device("cpu")
-_MOVES = (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.pin_memory)
 
 
 class StandIns(TorchFunctionMode):
     """The fake tensor of each of the user's tensors; as a mode, puts it in wherever the user's is used.
 
-    The mode also keeps what the step creates on the CPU: a device that the step names is the trace's fake one. For a
-    GPU it makes copies of what moves between host and device, and tells ``host`` where they lie.
+    The mode also keeps what the step creates on the CPU: a device that the step names is the trace's fake one.
     """
 
-    def __init__(self, host: HostMemory) -> None:
+    def __init__(self, *, apart: bool = False) -> None:
         super().__init__()
-        self.host = host
+        self.host = HostMemory(apart=apart)
         # Unbacked symbols for values that only data can tell, so that a mere .item() does not end the trace.
         self._symbols = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
         # Without fallback: torch would run an operator that it cannot fake for real, on zeros of full size.
@@ -85,6 +83,10 @@ class StandIns(TorchFunctionMode):
             self.host.name_device(fake)
         self._fakes[id(tensor)] = (tensor, fake)
         return fake
+
+    def in_saved_tensor_hooks(self) -> contextlib.AbstractContextManager[None]:
+        """A region in which the mode is also active where operators call the user's hooks on what they save."""
+        return contextlib.nullcontext()
 
     def replace(self, value: Any) -> Any:
         """A structure (lists, tuples, dictionaries, …) with the stand-ins of its tensors."""
@@ -132,105 +134,20 @@ class StandIns(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         keywords = dict(kwargs or {})
-        if self.host.apart:
-            return self._call_in_place(func, args, keywords)
         if func is torch.Tensor.cuda:
             return self.of(args[0])
-        result = self._call(func, args, keywords)
+        result = self.call(func, args, keywords)
         if isinstance(keywords.get("device"), torch.device):
             for made in pytree.tree_leaves(result):  # made for the device of other tensors: no host scalar
                 if isinstance(made, FakeTensor):
                     made.constant = None
         return result
 
-    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         """Call with stand-ins, and the CPU for every device."""
         named = func is torch.Tensor.to  # the only method that takes a device's name by position
         arguments = [self._argument(value, named) for value in args]
         return func(*arguments, **{key: self._argument(value, key == "device") for key, value in keywords.items()})
-
-    def _call_in_place(self, func: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """As :meth:`_call`; what is allocated or moved lies where the call says."""
-        if func is torch.Tensor.backward:
-            keywords["grad_tensors"] = keywords.pop("gradient", None)
-            with self:  # autograd calls the user's code: hooks, backward functions, forward again in checkpoints
-                return torch.autograd.backward(args[0], *args[1:], **keywords)
-        if func in _MOVES:
-            tensor = self.of(args[0], captured=True)
-            place = self._goal(func, tensor, args[1:], keywords)
-            if place is not None and self._crosses(tensor, place):
-                return self._move(func, (tensor, *args[1:]), keywords, place)
-            return self._call(func, args, keywords) if func is torch.Tensor.to else tensor
-        with self.host.allocating(self.host.asked_by(func, args, keywords)):
-            return self._call(func, args, keywords)
-
-    def _goal(
-        self, func: Any, tensor: torch.Tensor, rest: tuple[Any, ...], keywords: Mapping[str, Any]
-    ) -> Place | None:
-        """Where a moving method wants the tensor; None: where it is."""
-        if func is torch.Tensor.cuda:
-            return DEVICE
-        if func is torch.Tensor.cpu:
-            return COPIED
-        if func is torch.Tensor.pin_memory:
-            return PINNED if self.host.holds(tensor) else None
-        asked = keywords.get("device", keywords.get("other", rest[0] if rest else None))
-        if isinstance(asked, torch.Tensor):
-            return self.host.place(self.of(asked, captured=True))
-        return None if isinstance(asked, torch.dtype) else self.host.meant_by(asked)
-
-    def _crosses(self, tensor: torch.Tensor, place: Place) -> bool:
-        """Whether a tensor must be copied to get there. The few bytes of a scalar do not go to the host."""
-        here = self.host.place(tensor)
-        if place == PINNED:
-            return here != PINNED
-        return bool(here) != bool(place) and (tensor.dim() > 0 or place == DEVICE)
-
-    def _move(self, func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any], place: Place) -> torch.Tensor:
-        """A copy of a tensor at the other side of the link; gradients come back the same way."""
-        tensor, here = args[0], self.host.place(args[0])
-        if func is not torch.Tensor.to:
-            unwaited = keywords.get("non_blocking", func is torch.Tensor.cuda and args[2:3] == (True,))
-            args, keywords = (tensor, CPU), {"non_blocking": unwaited}
-        most = 3 if isinstance(args[1] if len(args) > 1 else None, torch.Tensor) else 4  # what follows is ``copy``
-        with self.host.allocating(place):
-            moved: torch.Tensor = self._call(torch.Tensor.to, args[:most], {**keywords, "copy": True})
-        if moved.requires_grad:
-            moved.register_hook(lambda gradient: self._bring(gradient, here))  # type: ignore[no-untyped-call]
-        return moved
-
-    def _bring(self, gradient: torch.Tensor, place: Place) -> torch.Tensor:
-        with torch._C.DisableTorchFunction():
-            if not self._crosses(gradient, place):
-                return gradient
-            return self._move(torch.Tensor.to, (gradient, CPU), {}, place)
-
-    @contextlib.contextmanager
-    def in_saved_tensor_hooks(self) -> Iterator[None]:
-        """Be active inside the hooks of ``torch.autograd.graph.saved_tensors_hooks``, which operators call in C++."""
-        kind = torch.autograd.graph.saved_tensors_hooks
-        original = kind.__enter__
-
-        def entered(hooks: torch.autograd.graph.saved_tensors_hooks) -> None:
-            torch._C._autograd._push_saved_tensors_default_hooks(
-                self._within(hooks.pack_hook), self._within(hooks.unpack_hook)
-            )
-
-        if self.host.apart:
-            kind.__enter__ = entered  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            kind.__enter__ = original  # type: ignore[method-assign]
-
-    def _within(self, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def called(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                self.host.name_device(value)
-            with self.host.allocating(None), self:
-                return hook(value)
-
-        return called
 
     def _argument(self, value: Any, may_name_a_device: bool) -> Any:
         if isinstance(value, torch.Tensor):
@@ -246,7 +163,7 @@ class StandIns(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def stand_in(step: TrainingStep, host: HostMemory) -> Iterator[StandIns]:
+def stand_in(step: TrainingStep, stand_ins: StandIns) -> Iterator[None]:
     """Put fake tensors in the place of all state inside ``step``'s models and optimizers; restore everything after.
 
     Restored are the attributes of every module, optimizer and stateful object (schedulers, scalers) that the step's
@@ -255,7 +172,6 @@ def stand_in(step: TrainingStep, host: HostMemory) -> Iterator[StandIns]:
     """
     holders = _holders(step)
     snapshots = [_Snapshot(held) for held in holders]
-    stand_ins = StandIns(host)
     try:
         with _random_states_kept():
             for held in holders:
@@ -263,7 +179,7 @@ def stand_in(step: TrainingStep, host: HostMemory) -> Iterator[StandIns]:
                     _replace_in_module(held, stand_ins)
                 elif isinstance(held, torch.optim.Optimizer):
                     _replace_in_optimizer(held, stand_ins)
-            yield stand_ins
+            yield
     finally:
         for snapshot in reversed(snapshots):
             snapshot.restore()

@@ -44,9 +44,9 @@ _COPIES = frozenset(("aten::copy_", "aten::_to_copy", "aten::_foreach_copy_"))
 _BOTH_PLACES = _COPIES | frozenset(
     f"aten::{name}"
     for name in (
-        "index index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put "
-        "_pack_padded_sequence _pack_padded_sequence_backward _cudnn_rnn _cudnn_rnn_backward _ctc_loss"
-    ).split()
+        *("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put", "_ctc_loss"),
+        *("_pack_padded_sequence", "_pack_padded_sequence_backward", "_cudnn_rnn", "_cudnn_rnn_backward"),
+    )
 )
 
 

@@ -29,9 +29,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Before :meth:`begin` it only watches which storages the first run leaves behind.
     """
 
-    def __init__(
-        self, operators: list[Operator], ledger: StorageLedger, where: Whereabouts, host: HostMemory
-    ) -> None:
+    def __init__(self, operators: list[Operator], ledger: StorageLedger, where: Whereabouts, host: HostMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._operators, self._ledger, self._where, self._host = operators, ledger, where, host
         self._tracer: Any = None

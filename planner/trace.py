@@ -29,8 +29,8 @@ from checkflow.graph import AnchorKey, AnchorKind, Operator, StateEntry, Trainin
 from checkflow.planner.faking import CPU, StandIns, autocast_on_cpu, stand_in
 from checkflow.planner.hooks import Whereabouts
 from checkflow.planner.lifetimes import StorageLedger
+from checkflow.planner.moving import DeviceStandIns
 from checkflow.planner.optimizers import NEEDS_DATA, OptimizerSteps, Target, fused_kernels_faked
-from checkflow.planner.placement import HostMemory
 from checkflow.planner.recording import OperatorRecorder
 from checkflow.state import StateTensor, TrainingState, collect_state, optimizer_implementation
 from checkflow.training_step import TrainingStep
@@ -56,7 +56,8 @@ def trace(step: TrainingStep, *, name: str, target: Target = "cuda") -> Training
     implementations = tuple(
         (key, optimizer_implementation(optimizer, target)) for key, optimizer in step.optimizers.items()
     )
-    with stand_in(step, HostMemory(apart=target == "cuda")) as stand_ins:
+    stand_ins = DeviceStandIns() if target == "cuda" else StandIns()
+    with stand_in(step, stand_ins):
         steps = OptimizerSteps(step.optimizers.values(), target)
         session = _Session(step, name, stand_ins, steps)
         with _environment(stand_ins), fused_kernels_faked(), steps.in_place():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ GRANULARITIES: tuple[Granularity, ...] = ("segment", "operator")
 
 
 def operator(index: int) -> Operator:
-    return Operator(f"op{index}", "aten.op", "forward", "", "float32", 0, 0, 0, (), ())
+    return Operator(f"op{index}", "aten.op", "forward", "", "float32", 0, 0, 0, (), (), link_bytes=index * index)
 
 
 def graph_of(
@@ -123,6 +125,23 @@ def test_live_bytes_are_those_of_the_storages_definition(
                 sum(s.size_bytes for s in graph.storages if s.created <= i <= s.eager_end) for i in operators
             )
         assert step.live_bytes == expected
+        assert step.link_bytes == sum(i * i for i in operators)
+
+
+@given(graphs())
+def test_no_deadline_fires_later_than_a_guard(drawn: tuple[TrainingGraph, list[float]]) -> None:
+    """In real training too, where what runs between two anchors of one position may write unseen."""
+    graph, durations = drawn
+    timeline = make_timeline(graph, durations, "segment")
+    fires = {anchor.key: number for number, anchor in enumerate(graph.anchors)}
+    step_of = {name: group.first_write for group in timeline.groups for name, _ in group.members}
+    for entry in graph.state:
+        if entry.placement == "device" and entry.barrier is not None and graph.operators:
+            step = step_of[entry.name]
+            assert step is not None
+            deadline = timeline.steps[step - 1].anchor
+            assert deadline is not None
+            assert fires[deadline] <= fires[entry.barrier]
 
 
 @given(graphs(), st.sampled_from(GRANULARITIES))
@@ -173,6 +192,45 @@ def test_one_anchor_stands_for_all_at_a_position(fired: list[AnchorKind], chosen
     timeline = make_timeline(graph, [1.0, 2.0], "segment")
     keys = [step.anchor for step in timeline.steps if step.kind == "anchor"]
     assert keys == [BOUNDARY, AnchorKey(chosen[0], "x", chosen[1])]
+
+
+def module_graph(guarded: Mapping[str, int | None]) -> TrainingGraph:
+    """Three nested modules whose forwards begin at one position, and one buffer of some of them, by first write."""
+    names = ("m/outer", "m/outer.mid", "m/outer.mid.inner")
+    keys = [AnchorKey(AnchorKind.FORWARD, name) for name in names]
+    state = [
+        StateEntry(f"{name}.b", "buffer", (4,), "uint8", 4, "device", None, first, AnchorKey(AnchorKind.FORWARD, name))
+        for name, first in guarded.items()
+    ]
+    graph = graph_of(4, [], state, [])
+    return dataclasses.replace(graph, anchors=(Anchor(BOUNDARY, 0), *(Anchor(key, 2) for key in keys)))
+
+
+@pytest.mark.parametrize(
+    ("guarded", "chosen"),
+    [
+        ({}, "m/outer.mid.inner"),
+        ({"m/outer.mid.inner": None}, "m/outer.mid.inner"),
+        ({"m/outer.mid": None}, "m/outer.mid"),
+        ({"m/outer.mid.inner": 2, "m/outer": None}, "m/outer"),  # earliest of all, seen writes or not
+        ({"m/outer.mid": 3}, "m/outer.mid"),
+    ],
+)
+def test_a_module_with_buffers_is_guarded_before_it_runs(guarded: dict[str, int | None], chosen: str) -> None:
+    timeline = make_timeline(module_graph(guarded), [1.0] * 4, "segment")
+    (anchor,) = [step.anchor for step in timeline.steps if step.kind == "anchor"][1:]
+    assert anchor == AnchorKey(AnchorKind.FORWARD, chosen)
+    assert [group.first_write for group in timeline.groups] == ([3] if guarded else [])
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_a_buffer_that_is_written_late_is_due_at_its_module_s_forward(granularity: Granularity) -> None:
+    graph = module_graph({"m/outer.mid": 3})
+    graph = dataclasses.replace(graph, anchors=(*graph.anchors, Anchor(AnchorKey(AnchorKind.GRADIENT, "x"), 3)))
+    (group,) = make_timeline(graph, [1.0] * 4, granularity).groups
+    steps_of_it = make_timeline(graph, [1.0] * 4, granularity).steps
+    assert group.first_write is not None
+    assert steps_of_it[group.first_write].label.startswith("op2")
 
 
 def test_the_boundary_stands_for_what_fires_with_it() -> None:
