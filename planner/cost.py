@@ -2,10 +2,10 @@
 
 An operator lasts max(flops / (peak · efficiency), bytes / (bandwidth · efficiency), waited / link) + launch, where
 ``waited`` are the bytes of a copy to or from host memory for which training waits, and ``link`` is the whole bandwidth
-of the device's link. Copies that training does not wait for (``non_blocking``, and all into pinned memory) last no longer than
-they keep the device's memory busy, as they would on a stream of their own. Both err to the safe side, short iterations,
-which leave the link less time: no copy is faster than the link (pageable memory is slower, and so is a share of the
-link), and a copy that is not waited for still takes its bytes from what the link can carry.
+of the device's link. Copies that training does not wait for (``non_blocking``, and all into pinned memory) last no
+longer than they keep the device's memory busy, as they would on a stream of their own. Both err to the safe side, short
+iterations, which leave the link less time: no copy is faster than the link (pageable memory is slower, and so is a
+share of the link), and a copy that is not waited for still takes its bytes from what the link can carry.
 """
 
 from __future__ import annotations

@@ -84,9 +84,13 @@ class StandIns(TorchFunctionMode):
         self._fakes[id(tensor)] = (tensor, fake)
         return fake
 
-    def in_saved_tensor_hooks(self) -> contextlib.AbstractContextManager[None]:
-        """A region in which the mode is also active where operators call the user's hooks on what they save."""
+    def in_callbacks(self) -> contextlib.AbstractContextManager[None]:
+        """A region in which the mode is active in the user's functions that autograd calls, if it is needed there."""
         return contextlib.nullcontext()
+
+    def active_in(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the user's that autograd calls, with the mode active in it, if it is needed there."""
+        return function
 
     def replace(self, value: Any) -> Any:
         """A structure (lists, tuples, dictionaries, …) with the stand-ins of its tensors."""
@@ -107,10 +111,11 @@ class StandIns(TorchFunctionMode):
             if key not in vars(fake):
                 setattr(fake, key, value)
         for hook in (tensor._backward_hooks or {}).values():
-            fake.register_hook(hook)  # type: ignore[no-untyped-call]
+            fake.register_hook(self.active_in(hook))  # type: ignore[no-untyped-call]
         for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
             # A hook that steps an optimizer in backward may look the user's own parameter up in a dictionary.
-            fake.register_post_accumulate_grad_hook(lambda _, hook=hook: hook(tensor))  # type: ignore[no-untyped-call]
+            called = self.active_in(hook)
+            fake.register_post_accumulate_grad_hook(lambda _, hook=called: hook(tensor))  # type: ignore[no-untyped-call]
         return fake
 
     def _memory(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ call that crosses the link makes a copy, and :class:`checkflow.planner.placement
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -28,10 +29,6 @@ class DeviceStandIns(StandIns):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         keywords = dict(kwargs or {})
-        if func is torch.Tensor.backward:
-            keywords["grad_tensors"] = keywords.pop("gradient")  # always by keyword, as torch's method hands it on
-            with self:  # autograd calls the user's code: hooks, backward functions, forward again in checkpoints
-                return torch.autograd.backward(self.of(args[0]), **self.replace(keywords))
         if func in _MOVES:
             tensor = self.of(args[0], captured=True)
             place = self._goal(func, tensor, args[1:], keywords)
@@ -83,26 +80,34 @@ class DeviceStandIns(StandIns):
             return self._move(torch.Tensor.to, (gradient, CPU), {}, place)
 
     @contextlib.contextmanager
-    def in_saved_tensor_hooks(self) -> Iterator[None]:
-        kind = torch.autograd.graph.saved_tensors_hooks
-        original = kind.__enter__
+    def in_callbacks(self) -> Iterator[None]:
+        """Modes are no longer active in what operators and autograd call from C++: hooks on saved tensors (and forward
+        again in checkpoints, which is one), and the backward of the user's own functions."""
+        hooks, function = torch.autograd.graph.saved_tensors_hooks, torch.autograd.function.BackwardCFunction
+        enter = hooks.__enter__
+        applies = {name: getattr(function, name) for name in ("apply", "apply_boxed") if hasattr(function, name)}
 
-        def entered(hooks: torch.autograd.graph.saved_tensors_hooks) -> None:
-            torch._C._autograd._push_saved_tensors_default_hooks(
-                self._within(hooks.pack_hook), self._within(hooks.unpack_hook)
-            )
+        def entered(entering: torch.autograd.graph.saved_tensors_hooks) -> None:
+            pack, unpack = self.active_in(entering.pack_hook), self.active_in(entering.unpack_hook)
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
-        kind.__enter__ = entered  # type: ignore[method-assign]
+        hooks.__enter__ = entered  # type: ignore[method-assign]
+        for name, apply in applies.items():
+            setattr(function, name, self.active_in(apply))
         try:
             yield
         finally:
-            kind.__enter__ = original  # type: ignore[method-assign]
+            hooks.__enter__ = enter  # type: ignore[method-assign]
+            for name, apply in applies.items():
+                setattr(function, name, apply)
 
-    def _within(self, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def called(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                self.host.name_device(value)
+    def active_in(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def called(*args: Any) -> Any:
+            for value in args:
+                if isinstance(value, torch.Tensor):
+                    self.host.name_device(value)
             with self.host.allocating(None), self:
-                return hook(value)
+                return function(*args)
 
         return called

@@ -81,7 +81,7 @@ def _environment(stand_ins: StandIns) -> Iterator[None]:
             autocast_on_cpu(),
             stand_ins.mode,
             CPU,
-            stand_ins.in_saved_tensor_hooks(),
+            stand_ins.in_callbacks(),
             stand_ins,
         ):
             yield
