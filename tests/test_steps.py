@@ -11,12 +11,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from checkflow.errors import PlanError
 from checkflow.graph import BOUNDARY, Anchor, AnchorKey, AnchorKind, Operator, StateEntry, Storage, TrainingGraph
+from checkflow.hardware import find_device
+from checkflow.planner.schedule import Request, fingerprint_of, make_plan
 from checkflow.planner.steps import make_timeline
 from checkflow.planner.trace import trace
+from checkflow.runtime.fit import make_guards
 from checkflow.timeline import Granularity, Timeline
+from checkflow.training_step import TrainingStep
 from tests import training_steps as steps
 
 GRANULARITIES: tuple[Granularity, ...] = ("segment", "operator")
@@ -268,3 +273,45 @@ def test_the_timeline_of_a_traced_step(granularity: Granularity) -> None:
     else:
         # Its module's forward begins with counting the batch.
         assert deadline["model/bn.running_mean"].label == "before add_"
+
+
+class LateStatistics(nn.Module):
+    """Owns a buffer that its forward only reads, around a module whose forward begins at the same operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.BatchNorm1d(4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x) * self.scale
+        return out
+
+
+def test_a_job_guards_no_buffer_before_its_plan_does() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), LateStatistics(), nn.Linear(4, 2))
+    optimizer = steps.sgd(model.parameters())
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        model[1].scale.mul_(0.9)  # later than the runtime, which knows forwards only, waits for
+
+    job = TrainingStep(step=step, models={"model": model}, optimizers={"optimizer": optimizer}, batch=torch.randn(3, 4))
+    graph = trace(job, name="n", target="cpu")
+    device = find_device("cpu")
+    timeline = make_timeline(graph, [1e-3] * len(graph.operators), "segment")
+    request = Request(1e9, device.memory_bandwidth_bytes_per_second)
+    plan = make_plan(timeline, fingerprint_of(graph, device), request).plan
+    assert plan is not None
+    outer = AnchorKey(AnchorKind.FORWARD, "model/1")
+    for name in ("model/1.scale", "model/1.inner.running_mean", "model/1.inner.num_batches_tracked"):
+        deadline = plan.deadlines[name]
+        assert deadline is not None
+        assert timeline.steps[deadline].anchor == outer
+    guards = make_guards(plan, job.models, job.optimizers)
+    # The inner module's own forward comes after the anchor by which its buffers are due.
+    late = {plan.chunks[index].tensor for key, found in guards.at_forward.items() if key == outer for index in found}
+    assert not late
+    assert set(guards.at_forward) <= {AnchorKey(AnchorKind.FORWARD, "model/1.inner")}
