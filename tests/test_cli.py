@@ -556,9 +556,9 @@ def test_a_share_of_the_link_may_be_too_small(call: Any) -> None:
     least = call("plan", "model.py", "--device", "slow.json", "--json").json["least_bandwidth_bytes_per_second"]
     share = least / SLOW.link_bandwidth_bytes_per_second
     assert 0 < share < 0.9
-    fits = call("plan", "model.py", "--device", "slow.json", f"--link-share={1.01 * share}")
+    fits = call("plan", "model.py", "--device", "slow.json", "--max-interval=1", f"--link-share={1.01 * share}")
     assert fits.code == FOUND
-    short = call("plan", "model.py", "--device", "slow.json", f"--link-share={0.97 * share}")
+    short = call("plan", "model.py", "--device", "slow.json", "--max-interval=1", f"--link-share={0.97 * share}")
     assert short.code == INFEASIBLE
 
 

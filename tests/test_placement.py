@@ -15,12 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from checkflow.graph import Operator, TrainingGraph
 from checkflow.hardware import find_device
-from checkflow.planner.explain import Limits, least_bandwidth
 from checkflow.planner.pipeline import Planned, Subject, plan_model
 from checkflow.planner.placement import HostMemory
 from checkflow.planner.replay import check_plan, simulate
-from checkflow.planner.schedule import Request, make_plan
+from checkflow.planner.schedule import Outcome, Request, make_plan
 from checkflow.planner.trace import trace
+from checkflow.timeline import Timeline
 from checkflow.training_step import TrainingStep
 from tests import training_steps as steps
 
@@ -371,11 +371,11 @@ def test_a_plan_leaves_the_link_to_training_first(offload: str) -> None:
     quiet = planned("no", 1e9)
     assert not any(step.link_bytes for step in quiet.timeline.steps)
     for share in (1.0, 0.5):  # a fast link, and one that is just enough
-        found = planned(offload, share * DEVICE.link_bandwidth_bytes_per_second, extra_memory_bytes=0)
+        found = planned(offload, share * DEVICE.link_bandwidth_bytes_per_second, extra_memory_bytes=0, max_interval=1)
         least = found.outcome.least_bandwidth_bytes_per_second
         assert least is not None
         bandwidth = share * DEVICE.link_bandwidth_bytes_per_second if share == 1 else float(least)
-        plan = planned(offload, bandwidth, extra_memory_bytes=0).outcome.plan
+        plan = planned(offload, bandwidth, extra_memory_bytes=0, max_interval=1).outcome.plan
         assert plan is not None
         check_plan(plan)
         steps_of_it = plan.timeline.steps
@@ -393,18 +393,22 @@ def test_a_plan_leaves_the_link_to_training_first(offload: str) -> None:
 
 @pytest.mark.parametrize("offload", ["pageable", "pinned"])
 def test_a_link_that_would_do_without_training_s_traffic_does_not_do_with_it(offload: str) -> None:
-    found = planned(offload, 1e9, extra_memory_bytes=0)
+    found = planned(offload, 1e9)
     alone = dataclasses.replace(
         found.timeline, steps=tuple(dataclasses.replace(step, link_bytes=0) for step in found.timeline.steps)
     )
-    limits = Limits("direct", found.timeline.training_peak_bytes)
-    least, enough = (least_bandwidth(timeline, limits, 512) for timeline in (found.timeline, alone))
+
+    def asked(timeline: Timeline, bandwidth: float) -> Outcome:
+        memory = DEVICE.memory_bandwidth_bytes_per_second
+        request = Request(bandwidth, memory, extra_memory_bytes=0, max_interval=1)
+        return make_plan(timeline, found.fingerprint, request, graph_peak_bytes=found.graph_peak_bytes)
+
+    least, enough = (asked(which, 1e9).least_bandwidth_bytes_per_second for which in (found.timeline, alone))
     assert least is not None
     assert enough is not None
     assert least > 1.05 * enough
-    request = Request((least + enough) / 2, DEVICE.memory_bandwidth_bytes_per_second, extra_memory_bytes=0)
-    without = make_plan(alone, found.fingerprint, request, graph_peak_bytes=found.graph_peak_bytes)
-    assert without.plan is not None
-    with_it = make_plan(found.timeline, found.fingerprint, request, graph_peak_bytes=found.graph_peak_bytes)
+    between = (least + enough) / 2
+    assert asked(alone, between).plan is not None
+    with_it = asked(found.timeline, between)
     assert with_it.plan is None
     assert "training itself uses" in with_it.explanation
