@@ -139,6 +139,7 @@ def plan(
     optimizer: options.OptimizerOption = None,
     device: options.DeviceOption = "RTX 3090",
     bandwidth: options.Bandwidth = None,
+    link_share: options.LinkShare = 1.0,
     memory_limit: options.MemoryLimit = None,
     extra_memory: options.ExtraMemory = None,
     relax_memory: options.RelaxMemory = False,
@@ -163,6 +164,7 @@ def plan(
         chosen,
         bandwidth,
         memory_limit,
+        link_share,
         extra_memory_bytes=extra_memory,
         relax_memory=relax_memory,
         policy=policy.value,
@@ -254,6 +256,7 @@ def compare(
     optimizer: options.OptimizerOption = None,
     device: options.DeviceOption = "RTX 3090",
     bandwidth: options.Bandwidth = None,
+    link_share: options.LinkShare = 1.0,
     memory_limit: options.MemoryLimit = None,
     policy: options.PolicyOption = PolicyName.DIRECT,
     granularity: options.GranularityOption = GranularityName.SEGMENT,
@@ -271,7 +274,7 @@ def compare(
         options.refuse_given(context, besides=("subjects", "as_json"), why="plan files bring their own")
     chosen = options.choose_device(device)
     request = _request(
-        chosen, bandwidth, memory_limit, policy=policy.value, max_interval=max_interval, overhead=overhead
+        chosen, bandwidth, memory_limit, link_share, policy=policy.value, max_interval=max_interval, overhead=overhead
     )
     rows = []
     for subject in subjects:
@@ -348,13 +351,21 @@ def _subject(model: str, batch_size: int | None, settings: list[str] | None, opt
     )
 
 
-def _request(device: Device, bandwidth: float | None = None, memory_limit: int | None = None, **others: Any) -> Request:
+def _request(
+    device: Device,
+    bandwidth: float | None = None,
+    memory_limit: int | None = None,
+    link_share: float = 1.0,
+    **others: Any,
+) -> Request:
     """What is asked of a plan; the device gives what the user does not."""
     from checkflow.planner.pipeline import default_memory_limit_bytes
     from checkflow.planner.schedule import Request
 
     return Request(
-        bandwidth_bytes_per_second=device.link_bandwidth_bytes_per_second if bandwidth is None else bandwidth,
+        bandwidth_bytes_per_second=link_share
+        * (device.link_bandwidth_bytes_per_second if bandwidth is None else bandwidth),
+        link_share=link_share,
         memory_bandwidth_bytes_per_second=device.memory_bandwidth_bytes_per_second,
         memory_limit_bytes=default_memory_limit_bytes(device) if memory_limit is None else memory_limit,
         **others,

@@ -77,6 +77,8 @@ class Operator:
     written_bytes: int
     reads: tuple[int, ...]  # indices into TrainingGraph.storages
     writes: tuple[int, ...]  # likewise: outputs and everything mutated in place
+    link_bytes: int = 0  # that it copies from device to host
+    waited_bytes: int = 0  # that cross the link, in either direction, while training waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ class StateEntry:
     placement: Placement  # "host": lies in host memory already, such as Adam's step counters; copied at the boundary
     storage: int | None  # index into TrainingGraph.storages; None for host entries
     first_write: int | None  # operator index of the first write in an iteration; None if it is never written
-    # Where the runtime must assume a write although none was seen: the first forward of a module that owns buffers.
+    # Where the runtime must assume a write, whether one was seen or not: the first forward of the buffer's module.
     barrier: AnchorKey | None = None
 
 

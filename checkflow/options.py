@@ -129,6 +129,16 @@ def _bandwidth(text: str) -> float:
         raise typer.BadParameter(str(error)) from None
 
 
+def _link_share(text: str | float) -> float:
+    try:
+        share = float(text)  # the default comes here too, as a number
+    except ValueError:
+        raise typer.BadParameter(f"not a share: {text!r} (write it like 0.5)") from None
+    if not 0 < share <= 1:
+        raise typer.BadParameter(f"a share of the link is above 0 and at most 1, not {text}")
+    return share
+
+
 def read_settings(pairs: Sequence[str]) -> dict[str, str]:
     """``["width=64"]`` to ``{"width": "64"}``.
 
@@ -178,6 +188,16 @@ DeviceOption = Annotated[
 Bandwidth = Annotated[
     float | None,
     typer.Option("--bandwidth", metavar="RATE", parser=_bandwidth, help="of the link, such as 63GB/s [the device's]"),
+]
+LinkShare = Annotated[
+    float,
+    typer.Option(
+        "--link-share",
+        metavar="SHARE",
+        parser=_link_share,
+        show_default="1",
+        help="the part of the link that this job may use, such as 0.5 where two GPUs share one switch",
+    ),
 ]
 MemoryLimit = Annotated[
     int | None,

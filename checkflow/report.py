@@ -56,6 +56,7 @@ def plan_json(planned: Planned) -> dict[str, Any]:
         "chunks": outcome.chunks,
         "iteration_seconds": planned.timeline.iteration_seconds,
         "bandwidth_bytes_per_second": planned.request.bandwidth_bytes_per_second,
+        "link_share": planned.request.link_share,
         "least_bandwidth_bytes_per_second": outcome.least_bandwidth_bytes_per_second,
         "graph_peak_bytes": planned.graph_peak_bytes,
         "training_peak_bytes": planned.timeline.training_peak_bytes,
@@ -102,7 +103,9 @@ def plan_table(planned: Planned) -> Table:
     table.add_row(
         "state", format_size(graph.state_bytes), f"{len(graph.state)} tensors, {graph.parameters:,} parameters"
     )
-    table.add_row("link", rate(planned.request.bandwidth_bytes_per_second), _least_bandwidth_text(planned))
+    request = planned.request
+    of_link = _of_link(request.bandwidth_bytes_per_second, request.link_share)
+    table.add_row("link", rate(request.bandwidth_bytes_per_second), f"{of_link}{_least_bandwidth_text(planned)}")
     table.add_section()
     table.add_row("training peak", format_size(training), "eager PyTorch, without checkpoints")
     if (peak := outcome.plan_peak_bytes) is not None:
@@ -147,6 +150,14 @@ def certificate_line(solver: SolverReport) -> str:
     return f"{who}: bound {format_size(solver.bound_bytes)}, gap {gap}"
 
 
+def _of_link(bandwidth_bytes_per_second: float, share: float | None) -> str:
+    """Which part of its link a job may use, if that is not all of it: "half of 25.0 GB/s; "."""
+    if share is None or share == 1:
+        return ""
+    part = "half" if share == 0.5 else f"{100 * share:.3g} %"
+    return f"{part} of {rate(bandwidth_bytes_per_second / share)}; "
+
+
 def _least_bandwidth_text(planned: Planned) -> str:
     least = planned.outcome.least_bandwidth_bytes_per_second
     return "least bandwidth: none is enough" if least is None else f"least bandwidth: {rate(round_up(least))}"
@@ -178,7 +189,7 @@ def comparison_tables(rows: Sequence[Comparison]) -> Iterable[Table]:
     """Peak and stall of each way to make checkpoints: one table a subject."""
     for row in rows:
         table = Table(
-            title=f"{row.model}, {row.batch}, {row.device}, {rate(row.bandwidth_bytes_per_second)}, {row.granularity}",
+            title=f"{row.model}, {row.batch}, {row.device}, {_link_text(row)}, {row.granularity}",
             title_justify="left",
             caption=f"checkflow: every {_iterations(row.checkflow_interval or 1)}; the others: every iteration",
             caption_justify="left",
@@ -195,6 +206,11 @@ def comparison_tables(rows: Sequence[Comparison]) -> Iterable[Table]:
             added = _added(peak, row.training_peak_bytes)
             table.add_row(way, format_size(peak), added, stall(seconds), share, style=style)
         yield table
+
+
+def _link_text(row: Comparison) -> str:
+    of_link = _of_link(row.bandwidth_bytes_per_second, row.link_share).removesuffix("; ")
+    return rate(row.bandwidth_bytes_per_second) + (f" ({of_link})" if of_link else "")
 
 
 def _ways(row: Comparison) -> list[tuple[str, int | None, float | None, int]]:

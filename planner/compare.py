@@ -30,7 +30,8 @@ class Comparison:
     granularity: str
     policy: str
     status: str
-    bandwidth_bytes_per_second: float
+    bandwidth_bytes_per_second: float  # what the job may use of the link
+    link_share: float | None  # which part of the link that is; None: not known (a plan file does not say it)
     iteration_seconds: float
     state_bytes: int
     training_peak_bytes: int  # synchronous checkpoints add nothing to it
@@ -52,6 +53,7 @@ def compare_plan(source: str, plan: Plan) -> Comparison:
         plan.fingerprint,
         plan.timeline,
         bandwidth_bytes_per_second=plan.bandwidth_bytes_per_second,
+        link_share=None,
         memory_bandwidth_bytes_per_second=plan.memory_bandwidth_bytes_per_second,
         policy=plan.policy,
         status=plan.certificate.status,
@@ -68,6 +70,7 @@ def make_comparison(
     timeline: Timeline,
     *,
     bandwidth_bytes_per_second: float,
+    link_share: float | None,
     memory_bandwidth_bytes_per_second: float,
     policy: str,
     status: str,
@@ -87,6 +90,7 @@ def make_comparison(
         policy=policy,
         status=status,
         bandwidth_bytes_per_second=bandwidth_bytes_per_second,
+        link_share=link_share,
         iteration_seconds=timeline.iteration_seconds,
         state_bytes=sum(spec.size_bytes for spec in fingerprint.state),
         training_peak_bytes=timeline.training_peak_bytes,

@@ -1,6 +1,11 @@
 """How long each operator takes on a device: a roofline (Williams et al., 2009) over the catalogue's numbers.
 
-An operator lasts max(flops / (peak · efficiency), bytes / (bandwidth · efficiency)) + launch.
+An operator lasts max(flops / (peak · efficiency), bytes / (bandwidth · efficiency), waited / link) + launch, where
+``waited`` are the bytes of a copy to or from host memory for which training waits, and ``link`` is the whole bandwidth
+of the device's link. Copies that training does not wait for (``non_blocking``, and all into pinned memory) last no
+longer than they keep the device's memory busy, as they would on a stream of their own. Both err to the safe side, short
+iterations, which leave the link less time: no copy is faster than the link (pageable memory is slower, and so is a
+share of the link), and a copy that is not waited for still takes its bytes from what the link can carry.
 """
 
 from __future__ import annotations
@@ -44,7 +49,8 @@ def _operator_seconds(operator: Operator, device: Device, precision: Float32Prec
     compute = operator.flops / _reachable_flops_per_second(operator, device, precision) if operator.flops else 0.0
     moved_bytes = operator.read_bytes + operator.written_bytes
     memory = moved_bytes / (device.memory_bandwidth_bytes_per_second * device.memory_efficiency)
-    return max(compute, memory) + device.launch_seconds
+    link = operator.waited_bytes / device.link_bandwidth_bytes_per_second
+    return max(compute, memory, link) + device.launch_seconds
 
 
 def _reachable_flops_per_second(operator: Operator, device: Device, precision: Float32Precision) -> float:

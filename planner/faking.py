@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from checkflow.errors import TraceError
+from checkflow.planner.placement import CAPTURED, COPIED, HostMemory
 from checkflow.training_step import TrainingStep
 
 CPU = torch.device("cpu")
@@ -34,8 +35,9 @@ class StandIns(TorchFunctionMode):
     The mode also keeps what the step creates on the CPU: a device that the step names is the trace's fake one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, apart: bool = False) -> None:
         super().__init__()
+        self.host = HostMemory(apart=apart)
         # Unbacked symbols for values that only data can tell, so that a mere .item() does not end the trace.
         self._symbols = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
         # Without fallback: torch would run an operator that it cannot fake for real, on zeros of full size.
@@ -51,14 +53,23 @@ class StandIns(TorchFunctionMode):
         """Every fake tensor made so far."""
         return [fake for _, fake in self._fakes.values()]
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The stand-in of a tensor; the tensor itself if it is one of the trace's already."""
+    def of(self, tensor: torch.Tensor, *, captured: bool = False) -> torch.Tensor:
+        """The stand-in of a tensor; the tensor itself if it is one of the trace's already.
+
+        Args:
+            captured: the tensor is none of the step's models, optimizers or batch: what it reaches in other ways.
+        """
         if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode:
             return tensor
         known = self._fakes.get(id(tensor))
         if known is None:
+            shared = tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._storages
             with torch._C.DisableTorchFunction():
                 known = self._fakes[id(tensor)] = (tensor, self._make(tensor))
+            on_cpu = type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.dim() > 0
+            if captured and on_cpu and not shared:
+                self.host.mark(known[1], CAPTURED)  # such as a buffer that the step copies into
+            self.host.name_device(known[1])
         return known[1]
 
     def host_scalar(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -68,8 +79,18 @@ class StandIns(TorchFunctionMode):
             blank = tensor.is_meta or isinstance(tensor, FakeTensor)
             value = torch.ones_like(tensor, device=CPU) if blank else tensor.detach().to(CPU, copy=True)
             fake = self.mode.fake_tensor_converter.from_real_tensor(self.mode, value, make_constant=True)
+            self.host.mark(fake, COPIED)
+            self.host.name_device(fake)
         self._fakes[id(tensor)] = (tensor, fake)
         return fake
+
+    def in_callbacks(self) -> contextlib.AbstractContextManager[None]:
+        """A region in which the mode is active in the user's functions that autograd calls, if it is needed there."""
+        return contextlib.nullcontext()
+
+    def active_in(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the user's that autograd calls, with the mode active in it, if it is needed there."""
+        return function
 
     def replace(self, value: Any) -> Any:
         """A structure (lists, tuples, dictionaries, …) with the stand-ins of its tensors."""
@@ -90,10 +111,11 @@ class StandIns(TorchFunctionMode):
             if key not in vars(fake):
                 setattr(fake, key, value)
         for hook in (tensor._backward_hooks or {}).values():
-            fake.register_hook(hook)  # type: ignore[no-untyped-call]
+            fake.register_hook(self.active_in(hook))  # type: ignore[no-untyped-call]
         for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
             # A hook that steps an optimizer in backward may look the user's own parameter up in a dictionary.
-            fake.register_post_accumulate_grad_hook(lambda _, hook=hook: hook(tensor))  # type: ignore[no-untyped-call]
+            called = self.active_in(hook)
+            fake.register_post_accumulate_grad_hook(lambda _, hook=called: hook(tensor))  # type: ignore[no-untyped-call]
         return fake
 
     def _memory(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -116,33 +138,37 @@ class StandIns(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        keywords = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return self.of(args[0])
-        named = func is torch.Tensor.to  # the only method that takes a device's name by position
-        arguments = [self._argument(value, named) for value in args]
-        keywords = {key: self._argument(value, key == "device") for key, value in (kwargs or {}).items()}
-        result = func(*arguments, **keywords)
-        if isinstance(keywords.get("device"), torch.device) and isinstance((kwargs or {})["device"], torch.device):
+        result = self.call(func, args, keywords)
+        if isinstance(keywords.get("device"), torch.device):
             for made in pytree.tree_leaves(result):  # made for the device of other tensors: no host scalar
                 if isinstance(made, FakeTensor):
                     made.constant = None
         return result
 
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+        """Call with stand-ins, and the CPU for every device."""
+        named = func is torch.Tensor.to  # the only method that takes a device's name by position
+        arguments = [self._argument(value, named) for value in args]
+        return func(*arguments, **{key: self._argument(value, key == "device") for key, value in keywords.items()})
+
     def _argument(self, value: Any, may_name_a_device: bool) -> Any:
         if isinstance(value, torch.Tensor):
-            return self.of(value)
+            return self.of(value, captured=True)
         if isinstance(value, torch.device) or (
             may_name_a_device and isinstance(value, str | int) and value is not True
         ):
             return CPU if not isinstance(value, int) or isinstance(value, bool) else value
         if isinstance(value, list | tuple) and any(isinstance(item, torch.Tensor) for item in value):
-            replaced = [self.of(item) if isinstance(item, torch.Tensor) else item for item in value]
+            replaced = [self.of(item, captured=True) if isinstance(item, torch.Tensor) else item for item in value]
             return replaced if isinstance(value, list) else tuple(replaced)
         return value
 
 
 @contextlib.contextmanager
-def stand_in(step: TrainingStep) -> Iterator[StandIns]:
+def stand_in(step: TrainingStep, stand_ins: StandIns) -> Iterator[None]:
     """Put fake tensors in the place of all state inside ``step``'s models and optimizers; restore everything after.
 
     Restored are the attributes of every module, optimizer and stateful object (schedulers, scalers) that the step's
@@ -151,7 +177,6 @@ def stand_in(step: TrainingStep) -> Iterator[StandIns]:
     """
     holders = _holders(step)
     snapshots = [_Snapshot(held) for held in holders]
-    stand_ins = StandIns()
     try:
         with _random_states_kept():
             for held in holders:
@@ -159,7 +184,7 @@ def stand_in(step: TrainingStep) -> Iterator[StandIns]:
                     _replace_in_module(held, stand_ins)
                 elif isinstance(held, torch.optim.Optimizer):
                     _replace_in_optimizer(held, stand_ins)
-            yield stand_ins
+            yield
     finally:
         for snapshot in reversed(snapshots):
             snapshot.restore()

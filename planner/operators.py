@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +97,7 @@ def is_composite(func: OpOverload) -> bool:
 
 
 def is_host_scalar(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of the trace lies in host memory: its value is known, as with Adam's step counters."""
+    """Whether a tensor's value is known, as with Adam's step counters: it lies in host memory, whatever the target."""
     return isinstance(tensor, FakeTensor) and tensor.constant is not None
 
 
@@ -117,7 +117,13 @@ def touched_bytes(tensor: torch.Tensor) -> int:
     return 0 if empty else min(int(elements) * tensor.element_size(), int(tensor.untyped_storage().nbytes()))
 
 
-def effects(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Effects:
+def effects(
+    func: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    result: Any,
+    on_host: Callable[[torch.Tensor], bool] = is_host_scalar,
+) -> Effects:
     """What ``func(*args, **kwargs)`` did, which gave ``result``. Tensors in host memory are left out."""
     signature = _signature(func)
     bound = [*zip(signature.arguments, args, strict=False), *kwargs.items()]
@@ -129,7 +135,7 @@ def effects(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], re
     inputs: list[torch.Tensor] = []
     for name, value in bound:
         for tensor in tensors_in(value):
-            if is_host_scalar(tensor):
+            if on_host(tensor):
                 continue
             inputs.append(tensor)
             size = touched_bytes(tensor)
@@ -137,7 +143,7 @@ def effects(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], re
                 reads.append((tensor, size))
             if name in signature.written or name in hidden:
                 writes.append((tensor, size))
-    outputs = tuple(tensor for tensor in tensors_in(result) if not is_host_scalar(tensor))
+    outputs = tuple(tensor for tensor in tensors_in(result) if not on_host(tensor))
     known = {tensor.untyped_storage()._cdata for tensor in inputs}
     fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
     mutates = bool(writes) and not signature.metadata_only

@@ -105,6 +105,7 @@ def compare_model(planned: Planned) -> Comparison:
         planned.fingerprint,
         planned.timeline,
         bandwidth_bytes_per_second=request.bandwidth_bytes_per_second,
+        link_share=request.link_share,
         memory_bandwidth_bytes_per_second=request.memory_bandwidth_bytes_per_second,
         policy=request.policy,
         status=outcome.status,

@@ -17,6 +17,7 @@ from checkflow.planner import operators as op
 from checkflow.planner.hooks import Whereabouts
 from checkflow.planner.lifetimes import StorageLedger
 from checkflow.planner.optimizers import NEEDS_DATA
+from checkflow.planner.placement import NO_CROSSING, Crossing, HostMemory
 
 # Calls that reach a dispatch mode but are no operators of the model.
 _NO_OPERATORS = frozenset(("prim", "profiler", "debugprims"))
@@ -28,9 +29,9 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Before :meth:`begin` it only watches which storages the first run leaves behind.
     """
 
-    def __init__(self, operators: list[Operator], ledger: StorageLedger, where: Whereabouts) -> None:
+    def __init__(self, operators: list[Operator], ledger: StorageLedger, where: Whereabouts, host: HostMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._operators, self._ledger, self._where = operators, ledger, where
+        self._operators, self._ledger, self._where, self._host = operators, ledger, where, host
         self._tracer: Any = None
         self._last: Node | None = None
         self._left: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by address: the newest that was seen there
@@ -61,7 +62,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Enter what the first run made and something still holds, such as a tensor kept in a module's attribute."""
         for reference in self._left.values():
             storage = reference()
-            if storage is not None:
+            if storage is not None and not self._host.holds_storage(storage):
                 self._ledger.enter_storage(storage, "kept", "activation", -1)
         self._left.clear()
 
@@ -70,7 +71,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = [*parameters]
         for parameter in parameters:
             written.extend(v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor))
-        updates = tuple((t, op.touched_bytes(t)) for t in written if not op.is_host_scalar(t))
+        updates = tuple((t, op.touched_bytes(t)) for t in written if not self._host.holds(t))
         gradients = tuple((p.grad, op.touched_bytes(p.grad)) for p in parameters if p.grad is not None)
         kind = type(optimizer).__name__
         node = self._tracer.create_node(
@@ -78,7 +79,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         effect = op.Effects(reads=(*updates, *gradients), writes=updates, outputs=(), computes=True)
         if updates:
-            self._append(node.name, f"{kind}.step", effect, 0)
+            self._append(node.name, f"{kind}.step", effect, 0, NO_CROSSING)
         self._claim_nodes()
 
     def __torch_dispatch__(
@@ -95,6 +96,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     return result
             try:
                 result = func(*args, **keywords)
+                self._host.settle(func, args, keywords, result)
                 if self._tracer is None:
                     self._watch(result)
                 else:
@@ -114,17 +116,18 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._left[storage._cdata] = weakref.ref(storage)
 
     def _record(self, node: str, func: Any, args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
-        effect = op.effects(func, args, keywords, result)
+        effect = op.effects(func, args, keywords, result, self._host.holds)
+        crossing = self._host.crossing(func, args, keywords, result)
         if func is torch.ops.aten.lift_fresh.default or not (effect.reads or effect.writes):
             return
         self._where.note_forward()
-        if effect.computes:
-            self._append(node, str(func), effect, op.flops(func, args, keywords, result))
+        if effect.computes or crossing.to_host_bytes:
+            self._append(node, str(func), effect, op.flops(func, args, keywords, result), crossing)
         else:
             for tensor, _ in effect.writes:
                 self._ledger.enter(tensor, node, "activation", len(self._operators))
 
-    def _append(self, name: str, target: str, effect: op.Effects, flops: int) -> None:
+    def _append(self, name: str, target: str, effect: op.Effects, flops: int, crossing: Crossing) -> None:
         index = len(self._operators)
         # A storage that was never seen before and is read now lived at the boundary: a value that the user keeps.
         reads = dict.fromkeys(self._ledger.enter(t, f"{name}.input", "input", -1) for t, _ in effect.reads)
@@ -145,6 +148,8 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 written_bytes=sum(size for _, size in effect.writes),
                 reads=tuple(reads),
                 writes=tuple(writes),
+                link_bytes=crossing.to_host_bytes,
+                waited_bytes=crossing.waited_bytes,
             )
         )
 

@@ -38,7 +38,7 @@ class Request:
         PlanError: a number makes no sense.
     """
 
-    bandwidth_bytes_per_second: float  # of the link, from device to host
+    bandwidth_bytes_per_second: float  # of the link, from device to host: what this job may use of it
     memory_bandwidth_bytes_per_second: float  # of the device's own memory: prices snapshots
     memory_limit_bytes: int | None = None  # of the whole peak
     extra_memory_bytes: int | None = None  # of the peak, above training's own
@@ -52,6 +52,7 @@ class Request:
     overhead: float | None = None
     max_interval: int | None = None  # iterations from one checkpoint to the next; None: some 1,000
     unit_bytes: int | None = None  # None: chosen by the size of the state
+    link_share: float = 1.0  # the part of the whole link that ``bandwidth_bytes_per_second`` is; reported, not applied
 
     def __post_init__(self) -> None:
         for name in ("bandwidth_bytes_per_second", "memory_bandwidth_bytes_per_second"):
@@ -64,6 +65,8 @@ class Request:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int) and value >= 1):
                 raise PlanError(f"{name} must be a whole number, at least 1, not {value}")
+        if not 0 < self.link_share <= 1:
+            raise PlanError(f"link_share must be above 0 and at most 1, not {self.link_share}")
         for name in ("memory_limit_bytes", "extra_memory_bytes", "overhead"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):

@@ -6,15 +6,16 @@ next such position. A tensor first written in a segment is due at the anchor ste
 Anchors at one position are one instant to the operators, so one of them stands for all. The boundary does where it is
 among them. Otherwise the step needs a hook that surely fires there, on the training thread if possible: an optimizer's
 pre-step hook, else a module's forward-pre hook, else an optimizer's post-step hook, else a gradient's (which autograd
-calls on threads of its own); the last to fire of the best kind, which for nested modules is the innermost, the one
-that owns what its forward writes.
+calls on threads of its own); the last to fire of the best kind, which for nested modules is the innermost. But in real
+training a module may write its buffers as soon as its forward begins: where some module at the position owns buffers,
+the hook is one that fires no later than the first such module's.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from checkflow.errors import PlanError
 from checkflow.graph import Anchor, AnchorKey, AnchorKind, Operator, StateEntry, TrainingGraph
@@ -33,7 +34,8 @@ def make_timeline(graph: TrainingGraph, durations_seconds: Sequence[float], gran
     """The steps of one iteration, with what eager training keeps in device memory, and the state by deadline.
 
     State in host memory is left out: it is copied at the boundary and uses no link. State that is never written has no
-    deadline; a buffer that may be written unseen (``StateEntry.barrier``) is due at its module's forward.
+    deadline; a buffer is due at its module's first forward (``StateEntry.barrier``) at the latest, as it may be written
+    there unseen.
 
     Args:
         durations_seconds: one for each operator of ``graph``.
@@ -45,7 +47,8 @@ def make_timeline(graph: TrainingGraph, durations_seconds: Sequence[float], gran
     """
     if len(durations_seconds) != len(graph.operators):
         raise PlanError(f"{len(durations_seconds)} durations for {len(graph.operators)} operators")
-    anchors = _anchor_by_position(graph.anchors)
+    guarded = {entry.barrier for entry in graph.state if entry.barrier is not None and entry.placement == "device"}
+    anchors = _anchor_by_position(graph.anchors, guarded)
     stops: dict[int, AnchorKey | None] = {}
     if granularity == "segment":
         stops.update(anchors)
@@ -56,13 +59,23 @@ def make_timeline(graph: TrainingGraph, durations_seconds: Sequence[float], gran
     return Timeline(granularity, steps, _groups(graph, step_of_operator))
 
 
-def _anchor_by_position(anchors: Iterable[Anchor]) -> dict[int, AnchorKey]:
-    """The anchor that stands for each position; ``anchors`` are in firing order."""
+def _anchor_by_position(anchors: Iterable[Anchor], guarded: Container[AnchorKey]) -> dict[int, AnchorKey]:
+    """The anchor that stands for each position.
+
+    Args:
+        anchors: in firing order.
+        guarded: what must have been copied when one of these fires is copied before.
+    """
     chosen: dict[int, AnchorKey] = {}
+    settled: set[int] = set()  # positions at which a guarded anchor has fired: what fires later there is too late
     for anchor in anchors:
-        rival = chosen.get(anchor.position)
+        position, rival = anchor.position, chosen.get(anchor.position)
+        if position in settled:
+            continue
         if rival is None or _PREFERENCE.index(anchor.key.kind) >= _PREFERENCE.index(rival.kind):
-            chosen[anchor.position] = anchor.key
+            chosen[position] = anchor.key
+        if anchor.key in guarded:
+            settled.add(position)
     return chosen
 
 
@@ -77,12 +90,11 @@ def _due_operator(entry: StateEntry, positions: Mapping[AnchorKey, int], operato
     """The operator before which a device tensor must have been copied or snapshotted; None: no deadline."""
     if entry.placement == "host" or not operators:
         return None
-    if entry.first_write is not None:
-        return entry.first_write
-    if entry.barrier is None:
-        return None
-    # A module that runs after the last operator is guarded before that operator: early is safe, and a step exists.
-    return min(positions[entry.barrier], operators - 1)
+    due = [] if entry.first_write is None else [entry.first_write]
+    if entry.barrier is not None:
+        # A module that runs after the last operator is guarded before that operator: early is safe, and a step exists.
+        due.append(min(positions[entry.barrier], operators - 1))
+    return min(due, default=None)
 
 
 def _steps(
@@ -109,7 +121,9 @@ def _steps(
         if begin < end:
             duration = math.fsum(durations_seconds[begin:end])
             step_of_operator.extend([len(steps)] * (end - begin))
-            steps.append(Step(granularity, _label(graph.operators[begin:end]), duration, max(during[begin:end])))
+            operators = graph.operators[begin:end]
+            own_bytes = sum(operator.link_bytes for operator in operators)
+            steps.append(Step(granularity, _label(operators), duration, max(during[begin:end]), own_bytes))
     return tuple(steps), step_of_operator
 
 

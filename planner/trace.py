@@ -26,10 +26,10 @@ from torch.utils import _pytree as pytree
 import checkflow.training_step
 from checkflow.errors import CheckflowError, TraceError
 from checkflow.graph import AnchorKey, AnchorKind, Operator, StateEntry, TrainingGraph
-from checkflow.planner import operators as op
 from checkflow.planner.faking import CPU, StandIns, autocast_on_cpu, stand_in
 from checkflow.planner.hooks import Whereabouts
 from checkflow.planner.lifetimes import StorageLedger
+from checkflow.planner.moving import DeviceStandIns
 from checkflow.planner.optimizers import NEEDS_DATA, OptimizerSteps, Target, fused_kernels_faked
 from checkflow.planner.recording import OperatorRecorder
 from checkflow.state import StateTensor, TrainingState, collect_state, optimizer_implementation
@@ -56,7 +56,8 @@ def trace(step: TrainingStep, *, name: str, target: Target = "cuda") -> Training
     implementations = tuple(
         (key, optimizer_implementation(optimizer, target)) for key, optimizer in step.optimizers.items()
     )
-    with stand_in(step) as stand_ins:
+    stand_ins = DeviceStandIns() if target == "cuda" else StandIns()
+    with stand_in(step, stand_ins):
         steps = OptimizerSteps(step.optimizers.values(), target)
         session = _Session(step, name, stand_ins, steps)
         with _environment(stand_ins), fused_kernels_faked(), steps.in_place():
@@ -80,6 +81,7 @@ def _environment(stand_ins: StandIns) -> Iterator[None]:
             autocast_on_cpu(),
             stand_ins.mode,
             CPU,
+            stand_ins.in_callbacks(),
             stand_ins,
         ):
             yield
@@ -112,7 +114,8 @@ class _Session:
             on_gradient=self._name_gradient,
             on_step=self._record_opaque_step,
         )
-        self._recorder = OperatorRecorder(self._operators, self._ledger, self._where)
+        self._host = stand_ins.host
+        self._recorder = OperatorRecorder(self._operators, self._ledger, self._where, self._host)
         self._before = self._after = TrainingState((), ())
 
     def run(self) -> None:
@@ -124,6 +127,7 @@ class _Session:
                 previous = self._step.run(self._batch)
             self._before = collect_state(self._step.models, self._step.optimizers)
             self._stand_ins.forget_pending_symbols()
+            self._host.conclude()
             with _use_lazy_graph_module(True):  # the graph is read, never run: no code need be made of it
 
                 def iteration() -> None:
@@ -189,7 +193,7 @@ class _Session:
     def _declare(self, value: Any, name: str, kind: Any) -> None:
         if isinstance(value, torch.Tensor):
             self._recorder.add_input(value, name)
-            if not op.is_host_scalar(value):
+            if not self._host.holds(value):
                 self._ledger.enter(value, name, kind, -1)
 
     def _name_gradient(self, name: str, parameter: torch.Tensor) -> None:
@@ -215,15 +219,12 @@ class _Session:
         self, item: StateTensor, after: torch.Tensor, places: Mapping[int, int], anchors: set[AnchorKey]
     ) -> StateEntry:
         tensor = item.tensor
-        host = op.is_host_scalar(tensor)
+        host = self._host.holds(tensor)
         index = None if host else self._ledger.find(tensor)
-        written = None if index is None else self._ledger.first_write(index)
-        replaced = None if host else self._ledger.find(after)
-        if index is not None and replaced is not None and replaced != index:  # another tensor took its place
-            created = self._ledger.created(replaced)
-            written = created if written is None else min(written, created)
+        written = None if index is None else self._first_write(index, after)
+        # A module may write its buffers without being seen, so none passes its forward, which the runtime guards.
         barrier = AnchorKey(AnchorKind.FORWARD, item.module)
-        guarded = item.kind == "buffer" and written is None and barrier in anchors
+        guarded = item.kind == "buffer" and not host and barrier in anchors
         return StateEntry(
             name=item.name,
             kind=item.kind,
@@ -235,6 +236,20 @@ class _Session:
             first_write=written,
             barrier=barrier if guarded else None,
         )
+
+    def _first_write(self, index: int, after: torch.Tensor) -> int | None:
+        """The first write to a state tensor's storage, or to the one that has taken its place when the iteration ends.
+
+        One that lived at the boundary already (statistics with two buffers, which are exchanged) is written as any
+        other; one that is made in the iteration is written when it is made, by the last operator at the latest.
+        """
+        writes = [self._ledger.first_write(index)]
+        successor = self._ledger.find(after)
+        if successor is not None and successor != index:
+            created = self._ledger.created(successor)
+            last = len(self._operators) - 1
+            writes.append(min(created, last) if created >= 0 else self._ledger.first_write(successor))
+        return min((write for write in writes if write is not None and write >= 0), default=None)
 
 
 def _renumbered(operator: Operator, places: Mapping[int, int]) -> Operator:

@@ -44,7 +44,7 @@ def test_checkfreq_s_snapshots_wait_for_the_link_too(bandwidth: float, stall: fl
     """Twelve bytes in six seconds: the copy on the device, and state / bandwidth less the iteration."""
     timeline = make_timeline([(0, 20), (4, 20), (2, 20)], [(1, [4]), (2, [5]), (None, [3])])
     row = make_comparison(
-        "m", make_fingerprint(timeline), timeline, bandwidth_bytes_per_second=bandwidth,
+        "m", make_fingerprint(timeline), timeline, bandwidth_bytes_per_second=bandwidth, link_share=None,
         memory_bandwidth_bytes_per_second=8.0, policy="direct", status="infeasible", peak_bytes=None,
         stall_seconds=None,
         interval=None, explanation="",

@@ -38,6 +38,7 @@ KEYS = [
     "chunks",
     "iteration_seconds",
     "bandwidth_bytes_per_second",
+    "link_share",
     "least_bandwidth_bytes_per_second",
     "graph_peak_bytes",
     "training_peak_bytes",
@@ -296,6 +297,11 @@ BAD = [
     pytest.param({}, ["plan", "model.py", "--bandwidth", "fast"], USAGE, "63GB/s", id="not a bandwidth"),
     pytest.param({}, ["plan", "model.py", "--bandwidth", "0"], USAGE, "more than zero", id="no bandwidth"),
     pytest.param({}, ["plan", "model.py", "--bandwidth", "1e400"], USAGE, "more than any", id="no such link"),
+    *(
+        pytest.param({}, [command, "model.py", f"--link-share={share}"], USAGE, "share", id=f"{command}: {share} links")
+        for command in ("plan", "compare")
+        for share in ("0", "-0.5", "1.01", "nan", "half")
+    ),
     pytest.param({}, ["plan", "model.py", "--memory-limit", "1e999GB"], USAGE, "more than any", id="no such memory"),
     pytest.param({}, ["plan", "model.py", "--memory-limit", "1e19"], USAGE, "more than any", id="memory beyond counts"),
     pytest.param({}, ["plan", "model.py", "--memory-limit", "many"], USAGE, "24GB", id="not a size"),
@@ -482,9 +488,8 @@ def test_compare_takes_models_and_plans(call: Any, plan_file: Path) -> None:
     said = call("compare", "model.py", "plan.json", "--device", "slow.json", "--json")
     assert (said.code, said.err) == (FOUND, "")
     one, other = said.json["rows"]
-    assert {key: value for key, value in one.items() if key != "source"} == {
-        key: value for key, value in other.items() if key != "source"
-    }
+    own = ("source", "link_share")  # a plan file does not say which share of the link its bandwidth is
+    assert {key: one[key] for key in one if key not in own} == {key: other[key] for key in other if key not in own}
     table = call("compare", "model.py", "plan.json", "--device", "slow.json")
     for word in ("synchronous", "CheckFreq", "checkflow", "model"):
         assert word in table.out, word
@@ -547,6 +552,37 @@ def test_a_model_that_prints_does_not_spoil_the_answer(call: Any, plan_file: Pat
         assert said.json
         for word in ("loading", "building", "running"):
             assert word in said.err
+
+
+def test_a_share_of_the_link_is_planned_with_and_shown(call: Any, plan_file: Path) -> None:
+    whole = call("plan", "model.py", "--device", "slow.json", "--json").json
+    assert whole["link_share"] == 1.0
+    arguments = ["plan", "model.py", "--device", "slow.json", "--link-share", "0.5"]
+    half = call(*arguments, "--json").json
+    assert half["link_share"] == 0.5
+    assert half["bandwidth_bytes_per_second"] == SLOW.link_bandwidth_bytes_per_second / 2
+    assert half["least_bandwidth_bytes_per_second"] == whole["least_bandwidth_bytes_per_second"]
+    assert half["synchronous_stall_seconds"] == 2 * whole["synchronous_stall_seconds"]
+    assert "3.20 GB/s" in (table := call(*arguments).out)
+    assert "half of 6.40 GB/s; least bandwidth" in table
+    part = call("plan", "model.py", "--device", "slow.json", "--bandwidth", "10GB/s", "--link-share", "0.3", "--json")
+    assert part.json["bandwidth_bytes_per_second"] == 3e9
+    said = call("compare", "model.py", "plan.json", "--device", "slow.json", "--link-share", "0.25", "--json")
+    ours, read = said.json["rows"]
+    assert (ours["link_share"], ours["bandwidth_bytes_per_second"]) == (0.25, 1.6e9)
+    assert (read["link_share"], read["bandwidth_bytes_per_second"]) == (None, 6.4e9)  # a plan brings its own link
+    shown = call("compare", "model.py", "--device", "slow.json", "--link-share", "0.25").out
+    assert "1.60 GB/s (25 % of 6.40 GB/s)" in shown
+
+
+def test_a_share_of_the_link_may_be_too_small(call: Any) -> None:
+    least = call("plan", "model.py", "--device", "slow.json", "--json").json["least_bandwidth_bytes_per_second"]
+    share = least / SLOW.link_bandwidth_bytes_per_second
+    assert 0 < share < 0.9
+    fits = call("plan", "model.py", "--device", "slow.json", "--max-interval=1", f"--link-share={1.01 * share}")
+    assert fits.code == FOUND
+    short = call("plan", "model.py", "--device", "slow.json", "--max-interval=1", f"--link-share={0.97 * share}")
+    assert short.code == INFEASIBLE
 
 
 def test_compare_keeps_rows_that_have_no_plan(call: Any) -> None:

@@ -36,6 +36,10 @@ def _operator(target: str = "aten.mm.default", flops: int = 0, bytes_: int = 0, 
     return Operator("op", target, "forward", "", dtype, flops, bytes_ // 2, bytes_ - bytes_ // 2, (), ())
 
 
+def _copy(waited: int, bytes_: int) -> Operator:
+    return replace(_operator("aten._to_copy.default", 0, bytes_), link_bytes=bytes_, waited_bytes=waited)
+
+
 def _graph(*operators: Operator) -> TrainingGraph:
     return TrainingGraph("model", (), 1, (), "", operators, (), (), ())
 
@@ -43,6 +47,20 @@ def _graph(*operators: Operator) -> TrainingGraph:
 def _seconds(operator: Operator, device: Device = DEVICE, precision: Float32Precision = PRECISION) -> float:
     (duration,) = durations_seconds(_graph(operator), device, precision)
     return duration
+
+
+# --- copies over the link
+
+
+def test_a_copy_that_training_waits_for_lasts_as_long_as_the_link_takes() -> None:
+    slow = replace(DEVICE, link_bandwidth_bytes_per_second=1e8)
+    assert _seconds(_copy(waited=50_000_000, bytes_=50_000_000), slow) == pytest.approx(0.501)
+    assert _seconds(_copy(waited=50_000_000, bytes_=50_000_000), DEVICE) == pytest.approx(0.0635)  # by its memory
+
+
+def test_a_copy_that_training_does_not_wait_for_uses_the_device_s_memory_only() -> None:
+    slow = replace(DEVICE, link_bandwidth_bytes_per_second=1e8)
+    assert _seconds(_copy(waited=0, bytes_=80_000_000), slow) == pytest.approx(0.101)
 
 
 # --- the roofline

@@ -230,13 +230,17 @@ def test_batch_norm_that_does_not_train_writes_nothing() -> None:
     assert set(first.values()) == {None}
 
 
-def test_a_buffer_without_a_known_write_has_the_forward_of_its_module_as_barrier() -> None:
+def test_every_buffer_has_the_forward_of_its_module_as_barrier() -> None:
+    """Whether a write was seen or not: the runtime guards it there."""
     graph = trace(on_meta(steps.tied), name="n")
     barriers = {entry.name: entry.barrier for entry in graph.state}
     assert barriers.pop("model/scale") == AnchorKey(AnchorKind.FORWARD, "model/")
     assert set(barriers.values()) == {None}
     written = trace(on_meta(steps.batch_norm), name="n")
-    assert {entry.barrier for entry in written.state} == {None}  # every buffer's write was seen
+    for entry in written.state:
+        module = entry.name.rpartition(".")[0]
+        assert entry.barrier == (AnchorKey(AnchorKind.FORWARD, module) if entry.kind == "buffer" else None)
+        assert entry.kind != "buffer" or entry.first_write is not None
 
 
 def test_a_replaced_state_tensor_counts_as_written_where_its_successor_is_made() -> None:
@@ -253,6 +257,68 @@ def test_a_replaced_state_tensor_counts_as_written_where_its_successor_is_made()
     for entry in graph.state:
         assert entry.first_write is not None
         assert graph.operators[entry.first_write].target == "aten.sub.Tensor"
+
+
+class DoubleBuffered(nn.Module):
+    """Statistics in two buffers: each iteration writes the spare one, then exchanges them."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.writes = writes
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("spare", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.writes:
+            self.spare.copy_(x.detach().mean(0))
+        self.mean, self.spare = self.spare, self.mean
+        return x - self.mean
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_buffers_that_are_exchanged_are_written_where_either_is(writes: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), DoubleBuffered(writes))
+    step = TrainingStep(model, steps.sgd(model.parameters()), loss=lambda m, x: m(x).sum(), batch=torch.randn(2, 4))
+    graph = trace(step, name="n")
+    for entry in graph.state:
+        if entry.kind == "buffer":
+            assert entry.barrier == AnchorKey(AnchorKind.FORWARD, "model/1")
+            if writes:
+                assert entry.first_write is not None
+                assert graph.operators[entry.first_write].target == "aten.copy_.default"
+            else:
+                assert entry.first_write is None
+
+
+def test_a_tensor_that_only_allocation_replaces_is_written_by_the_last_operator() -> None:
+    model = nn.Linear(4, 4)
+    model.register_buffer("scratch", torch.zeros(3))
+
+    def step(x: torch.Tensor) -> None:
+        model(x)
+        model.scratch = torch.empty_like(model.scratch)
+
+    graph = trace(TrainingStep(step=step, models={"m": model}, batch=torch.randn(2, 4)), name="n")
+    scratch = next(entry for entry in graph.state if entry.name == "m/scratch")
+    assert scratch.first_write == len(graph.operators) - 1 == 0
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam]
+)
+def test_step_counters_lie_in_host_memory_unless_capturable(optimizer: Any, trained: bool) -> None:
+    step = steps.parallel(functools.partial(optimizer, lr=0.01))
+    if trained:
+        step.run(step.batch)
+    graph = trace(step, name="n", target="cuda")
+    counters = {entry.name: entry.placement for entry in graph.state if entry.name.endswith(".step")}
+    assert len(counters) == len(list(step.models["model"].parameters()))
+    assert set(counters.values()) == {"host"}
+    others = {e.placement for e in graph.state if not e.name.endswith((".step", ".mu_product"))}
+    assert others == {"device"}
+    capturable = steps.parallel(functools.partial(optimizer, lr=0.01, capturable=True))
+    assert {entry.placement for entry in trace(capturable, name="n", target="cuda").state} == {"device"}
 
 
 @pytest.mark.parametrize(("target", "expected"), [("cuda", "foreach"), ("cpu", "for-loop")])

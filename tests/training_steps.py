@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,38 @@ def micro_batches(optimizer: MakeOptimizer = sgd) -> TrainingStep:
     model = BatchNormNet()
     batch = (torch.randn(4, 3, 6, 6), torch.randint(5, (4,)))
     return TrainingStep(model, optimizer(model.parameters()), loss=cross_entropy, batch=batch, micro_batches=3)
+
+
+class OffloadedNet(nn.Module):
+    """Convolutions and a wide linear layer, whose saved activations wait for their backward in host memory.
+
+    Args:
+        offload: "no", "pageable" (``save_on_cpu()``) or "pinned" (``save_on_cpu(pin_memory=True)``).
+    """
+
+    def __init__(self, width: int, offload: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(inputs, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
+            for inputs in (3, width, width)
+        )
+        self.head = nn.Sequential(nn.Linear(width * 64, 4 * width), nn.Tanh(), nn.Linear(4 * width, 10))
+        self.offload = offload
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        saving = torch.autograd.graph.save_on_cpu(pin_memory=self.offload == "pinned")
+        with contextlib.nullcontext() if self.offload == "no" else saving:
+            for block in self.blocks:
+                x = block(x)
+        out: torch.Tensor = self.head(x.flatten(1))
+        return out
+
+
+def offloading(batch_size: int = 16, width: int = 32, offload: str = "pageable") -> TrainingStep:
+    """A training step that uses the link itself; ``offload="no"`` is the same step without."""
+    model = OffloadedNet(width, offload)
+    batch = (torch.randn(batch_size, 3, 8, 8), torch.randint(10, (batch_size,)))
+    return TrainingStep(model, sgd(model.parameters()), loss=cross_entropy, batch=batch)
 
 
 def adversarial() -> TrainingStep:
