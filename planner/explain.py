@@ -6,13 +6,11 @@ import math
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from checkflow.hardware import format_seconds, format_size, round_up
+from checkflow.hardware import MOST_BYTES, format_seconds, format_size, round_up
 from checkflow.planner import greedy
 from checkflow.planner.interval import Question
 from checkflow.planner.problem import Problem
 from checkflow.timeline import Timeline
-
-_FASTEST_BYTES_PER_SECOND = 1e24  # no clock resolves the steps that would need more
 
 
 @dataclass(frozen=True)
@@ -56,14 +54,14 @@ def least_bandwidth(question: Question, interval: int = 1) -> int | None:
 def _fastest(question: Question, interval: int) -> int:
     """Bytes per second at which every step of any length, and any wait, carries everything: a faster link is no better.
 
-    A step that lasts 1e-24 s or so carries nothing: no clock resolves it.
+    No link gives 2**63 bytes per second; steps too short for that carry nothing.
     """
     timeline, budget = question.timeline, question.budget(interval)
     lasting = [step.duration_seconds for step in timeline.steps if step.duration_seconds > 0]
     if budget.may_wait and budget.seconds > 0:
         lasting.append(budget.seconds)
     most = timeline.state_bytes + question.unit_bytes + sum(step.link_bytes for step in timeline.steps)
-    return max(1, math.ceil(min(2 * most / min(lasting, default=math.inf), _FASTEST_BYTES_PER_SECOND)))
+    return max(1, min(math.ceil(2 * most / min(lasting, default=math.inf)), MOST_BYTES - 1))
 
 
 def tight_interval(question: Question, interval: int = 1) -> Interval | None:
