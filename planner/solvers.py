@@ -362,7 +362,7 @@ def _cbc(problem: pulp.LpProblem, seconds: float, tolerance: float | None) -> So
     problem.assignVarsVals(values)
     problem.assignStatus(status, solution_status)
     version = (re.search(r"^Version:\s*(\S+)", text, re.MULTILINE) or ["", "unknown"])[1]
-    if solution_status == pulp.LpSolutionInfeasible:
+    if status == pulp.LpStatusInfeasible:  # "Integer infeasible" too, to which PuLP gives another solution status
         return _infeasible("cbc", version)
     if solution_status == pulp.LpSolutionNoSolutionFound:
         raise _nothing_found("CBC", seconds)
