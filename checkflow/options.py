@@ -31,6 +31,7 @@ class Optimizer(enum.StrEnum):
 class Formulation(enum.StrEnum):
     AUTO = "auto"
     FLOW = "flow"
+    PER_TENSOR = "per-tensor"
     GREEDY = "greedy"
 
 
@@ -210,7 +211,10 @@ ExtraMemory = Annotated[
 RelaxMemory = Annotated[
     bool, typer.Option("--relax-memory", help="where no plan fits the memory, take the one that exceeds it least")
 ]
-FormulationOption = Annotated[Formulation, typer.Option("--formulation", help="auto: greedy, certified by flow")]
+FormulationOption = Annotated[
+    Formulation,
+    typer.Option("--formulation", help="auto: greedy, certified by flow; per-tensor always plans --policy snapshot"),
+]
 PolicyOption = Annotated[PolicyName, typer.Option("--policy", help="whether bytes may leave without a copy on the GPU")]
 GranularityOption = Annotated[GranularityName, typer.Option("--granularity", help="segment is what eager jobs can run")]
 ChunkSize = Annotated[

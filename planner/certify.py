@@ -8,15 +8,15 @@ from itertools import pairwise
 from typing import Literal
 
 from checkflow.errors import SolverError
-from checkflow.plan import Certificate
+from checkflow.plan import Certificate, Chunk
 from checkflow.planner import flow as flows
-from checkflow.planner import greedy, optimum, solvers
+from checkflow.planner import greedy, optimum, per_tensor, solvers
 from checkflow.planner.interval import Question
 from checkflow.planner.optimum import Terms
 from checkflow.planner.problem import Flow, Problem, make_problem
 from checkflow.planner.shrink import expand
 
-Formulation = Literal["auto", "flow", "greedy"]
+Formulation = Literal["auto", "flow", "per-tensor", "greedy"]
 SECOND_OPINION_STEPS = 2_000  # up to this many "auto" asks a solver too; beyond, the exact rules' own proof must do
 _logger = logging.getLogger("checkflow")
 
@@ -38,20 +38,21 @@ class SolverReport:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The best schedule known of one interval, and the proof of it. ``flow`` is None iff there is none."""
+    """The best schedule known of one interval, and the proof of it: a flow, or chunks; neither where there is none."""
 
     problem: Problem  # every step of the horizon, with the wait
     flow: Flow | None
     wait_step: int
     wait_units: int
     bound_bytes: int
-    formulation: Literal["flow", "greedy"]  # what gave the bound
+    formulation: Literal["flow", "per-tensor", "greedy"]  # what gave the bound
     report: SolverReport
+    chunks: tuple[Chunk, ...] | None = None  # of the per-tensor formulation
 
     def certificate(self) -> Certificate:
         """What a plan of this schedule may claim. Times stay out: the same input gives the same plan."""
-        assert self.flow is not None
-        peak_bytes = self.flow.peak_bytes(self.problem)
+        peak_bytes = self.report.objective_bytes
+        assert peak_bytes is not None
         status: Literal["optimal", "feasible"] = "optimal" if self.bound_bytes == peak_bytes else "feasible"
         return Certificate(
             status, self.formulation, self.report.name, self.report.version, peak_bytes, self.bound_bytes
@@ -95,6 +96,38 @@ def find_schedule(
             raise
         _logger.warning("%s; the exact rule's proof is left", error)
     return found
+
+
+def find_per_tensor(
+    question: Question, interval: int, chunk_bytes: int, solver: solvers.SolverChoice, time_limit_seconds: float
+) -> Schedule:
+    """The paper's own ILP (snapshot policy), for an interval of which units have a schedule that keeps the limits.
+
+    "Optimal" is said of the peak among schedules of chunks of that size.
+
+    Raises:
+        SolverError: the solver is missing, failed, or found nothing in time; the model is too large; or tensors that
+            are no whole units need finer chunks than the unit.
+    """
+    problem = question.problem(interval)
+    found = per_tensor.find_chunks(
+        question.timeline,
+        problem,
+        chunk_bytes,
+        peak_limit_bytes=question.peak_limit_bytes,
+        solver=solver,
+        time_limit_seconds=time_limit_seconds,
+    )
+    if found.chunks is None:
+        raise SolverError(
+            f"the per-tensor formulation has no schedule in chunks of {found.chunk_bytes} bytes, and finer ones have:"
+            " take smaller chunks, or --formulation flow"
+        )
+    peak = per_tensor.peak_bytes(problem, found.chunks)
+    if found.bound_bytes > peak:
+        raise SolverError(f"{found.solve.name} claims a bound of {found.bound_bytes} bytes, and a schedule has {peak}")
+    report = _report(found.solve, peak, found.bound_bytes)
+    return Schedule(problem, None, 0, 0, found.bound_bytes, "per-tensor", report, found.chunks)
 
 
 def _by_rule(question: Question, interval: int, problem: Problem) -> Schedule:

@@ -20,7 +20,7 @@ from checkflow.errors import PlanError
 from checkflow.graph import TrainingGraph
 from checkflow.hardware import MOST_BYTES, Device, format_size
 from checkflow.plan import Fingerprint, Plan, Policy, StateSpec, Wait
-from checkflow.planner.certify import Formulation, Schedule, SolverReport, find_schedule
+from checkflow.planner.certify import Formulation, Schedule, SolverReport, find_per_tensor, find_schedule
 from checkflow.planner.chunks import make_chunks
 from checkflow.planner.explain import explain, least_bandwidth
 from checkflow.planner.interval import FrontierRow, Question, frontier, longest_interval, smallest_interval
@@ -44,7 +44,7 @@ class Request:
     extra_memory_bytes: int | None = None  # of the peak, above training's own
     relax_memory: bool = False  # raise these two as little as possible where nothing fits
     policy: Policy = "direct"
-    formulation: Formulation = "auto"
+    formulation: Formulation = "auto"  # "per-tensor" plans the snapshot policy, whatever the policy says
     solver: SolverChoice = "auto"
     time_limit_seconds: float = 60.0
     chunk_bytes: int = 8 * 1024**2
@@ -79,7 +79,7 @@ class Outcome:
 
     status: SolveStatus
     plan: Plan | None
-    formulation: Literal["flow", "greedy"]
+    formulation: Literal["flow", "per-tensor", "greedy"]
     policy: Policy
     solver: SolverReport
     least_bandwidth_bytes_per_second: int | None  # that keeps the limits at every iteration; None: no bandwidth does
@@ -148,6 +148,9 @@ def make_plan(timeline: Timeline, fingerprint: Fingerprint, request: Request, *,
     started = time.perf_counter()
     check_timeline(timeline)
     check_bandwidth(request.bandwidth_bytes_per_second)
+    per_tensor = request.formulation == "per-tensor"
+    if per_tensor:
+        request = replace(request, policy="snapshot")
     question = _question(timeline, request)
     longest = longest_interval(timeline, request.policy, request.max_interval)
     interval, relaxed = smallest_interval(question, longest), ""
@@ -155,7 +158,11 @@ def make_plan(timeline: Timeline, fingerprint: Fingerprint, request: Request, *,
         question, relaxed = _relaxed(question, longest)
         interval = smallest_interval(question, longest)
     asked = longest if interval is None else interval
-    schedule = find_schedule(question, asked, request.formulation, request.solver, request.time_limit_seconds)
+    if per_tensor and interval is not None:
+        schedule = find_per_tensor(question, interval, request.chunk_bytes, request.solver, request.time_limit_seconds)
+    else:  # that there is no schedule, the exact rule tells
+        formulation = "greedy" if per_tensor else request.formulation
+        schedule = find_schedule(question, asked, formulation, request.solver, request.time_limit_seconds)
     plan, explanations = None, [relaxed] if relaxed else []
     if interval is None:
         explanations.append(explain(question, longest))
@@ -210,8 +217,10 @@ def _relaxed(question: Question, longest: int) -> tuple[Question, str]:
 
 def _draft(question: Question, fingerprint: Fingerprint, request: Request, schedule: Schedule, interval: int) -> Plan:
     """The plan of a schedule, with the peak and the stall that its chunks have, in bytes."""
-    assert schedule.flow is not None
-    wait = None
+    chunks, wait = schedule.chunks, None
+    if chunks is None:
+        assert schedule.flow is not None
+        chunks = make_chunks(question.timeline, schedule.problem, schedule.flow, request.chunk_bytes)
     if schedule.wait_units:
         wait = Wait(schedule.wait_step, schedule.wait_units * question.prices.wait_seconds)
     plan = Plan(
@@ -220,7 +229,7 @@ def _draft(question: Question, fingerprint: Fingerprint, request: Request, sched
         bandwidth_bytes_per_second=question.bandwidth_bytes_per_second,
         unit_bytes=question.unit_bytes,
         timeline=question.timeline,
-        chunks=make_chunks(question.timeline, schedule.problem, schedule.flow, request.chunk_bytes),
+        chunks=chunks,
         graph_peak_bytes=0,
         plan_peak_bytes=0,
         stall_seconds=0.0,

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from checkflow.errors import SolverError
+from checkflow.planner import highs
 
 if TYPE_CHECKING:
     import pulp
@@ -76,7 +77,12 @@ class Solve:
         return math.inf if self.objective == 0 else distance / abs(self.objective)
 
 
-def solve(problem: pulp.LpProblem, solver: SolverChoice = "auto", time_limit_seconds: float = 60.0) -> Solve:
+def solve(
+    problem: pulp.LpProblem,
+    solver: SolverChoice = "auto",
+    time_limit_seconds: float = 60.0,
+    tolerance: float | None = None,
+) -> Solve:
     """Minimise a PuLP problem; the variables hold the solution afterwards.
 
     Args:
@@ -84,6 +90,8 @@ def solve(problem: pulp.LpProblem, solver: SolverChoice = "auto", time_limit_sec
             the restricted licence that comes with pip's gurobipy too. Where Gurobi's licence does not admit the model,
             HiGHS (or CBC) solves it, and one warning says so.
         time_limit_seconds: for the search; what was found until then is returned as "feasible". Infinite: no limit.
+        tolerance: how far a value may be from a whole one, and a row from its bound; None: the solver's own, some 1e-6.
+            Coefficients of 1e6 and more need less: a binary that is a millionth short of one would hide a whole unit.
 
     Raises:
         SolverError: the solver is missing, failed or was killed; or the problem holds a number that is not finite, or
@@ -97,7 +105,7 @@ def solve(problem: pulp.LpProblem, solver: SolverChoice = "auto", time_limit_sec
     check_numbers(problem)
     started = time.perf_counter()
     try:
-        found = _dispatch(problem, solver, time_limit_seconds)
+        found = _dispatch(problem, solver, time_limit_seconds, tolerance)
     except pulp.PulpSolverError as error:
         raise SolverError(f"the solver failed: {_one_line(error)}") from error
     if found.status != "infeasible":
@@ -142,16 +150,16 @@ def _numbers(problem: pulp.LpProblem) -> Iterator[tuple[str, float]]:
             yield f"the coefficient of {variable.name} in row {row.name}", coefficient
 
 
-def _dispatch(problem: pulp.LpProblem, solver: SolverChoice, seconds: float) -> Solve:
+def _dispatch(problem: pulp.LpProblem, solver: SolverChoice, seconds: float, tolerance: float | None) -> Solve:
     if solver == "cbc":
-        return _cbc(problem, seconds)
+        return _cbc(problem, seconds, tolerance)
     if solver != "highs":
-        found = _licensed_gurobi(problem, solver, seconds)
+        found = _licensed_gurobi(problem, solver, seconds, tolerance)
         if found is not None:
             return found
     if solver != "highs" and not _installed("highspy"):
-        return _cbc(problem, seconds)
-    return _highs(problem, seconds)
+        return _cbc(problem, seconds, tolerance)
+    return _highs(problem, seconds, tolerance)
 
 
 def _installed(module: str) -> bool:
@@ -166,17 +174,19 @@ class _LicenceError(SolverError):
     """There is no valid licence of Gurobi, or it does not admit the model."""
 
 
-def _licensed_gurobi(problem: pulp.LpProblem, solver: SolverChoice, seconds: float) -> Solve | None:
+def _licensed_gurobi(
+    problem: pulp.LpProblem, solver: SolverChoice, seconds: float, tolerance: float | None
+) -> Solve | None:
     """None: another solver has to do it. That is told where Gurobi was asked for, or a licence of one's own fails."""
     if solver == "auto" and not _installed("gurobipy"):
         return None
     try:
         with _gurobi_environment() as (environment, restricted):
             if not restricted:
-                return _gurobi(problem, environment, seconds)
+                return _gurobi(problem, environment, seconds, tolerance)
             if solver == "auto":
                 return None
-            found = _gurobi(problem, environment, seconds)
+            found = _gurobi(problem, environment, seconds, tolerance)
             _logger.warning("Gurobi ran with its restricted licence, which is for non-production use only")
             return found
     except _LicenceError as error:
@@ -219,12 +229,14 @@ def _is_restricted(log: str) -> bool:
     return "restricted license" in log.lower()
 
 
-def _gurobi(problem: pulp.LpProblem, environment: Any, seconds: float) -> Solve:
+def _gurobi(problem: pulp.LpProblem, environment: Any, seconds: float, tolerance: float | None) -> Solve:
     import gurobipy
     import pulp
 
     codes = gurobipy.GRB
     options = {"MIPGap": 0.0, "MIPGapAbs": 0.0, "Threads": _threads(), "Seed": 0}
+    if tolerance is not None:
+        options |= {"IntFeasTol": tolerance, "FeasibilityTol": tolerance}
     solver = pulp.GUROBI(msg=False, env=environment, timeLimit=seconds, **options)
     try:
         try:
@@ -259,37 +271,32 @@ def _gurobi_error(what: str, error: Any) -> SolverError:
     return kind(f"{what}: {_one_line(error)}")
 
 
-def _highs(problem: pulp.LpProblem, seconds: float) -> Solve:
+def _highs(problem: pulp.LpProblem, seconds: float, tolerance: float | None) -> Solve:
     try:
         import highspy
     except ImportError:
         raise SolverError("HiGHS is not installed: pip install highspy, or choose --solver cbc") from None
     import pulp
 
-    solver = pulp.HiGHS(
-        msg=False, timeLimit=seconds, gapRel=0.0, gapAbs=0.0, threads=_threads(), random_seed=0, log_to_console=False
-    )
-    solver.createAndConfigureSolver(problem)
-    solver.buildSolverModel(problem)
-    model = problem.solverModel
+    options = {"mip_rel_gap": 0.0, "mip_abs_gap": 0.0, "time_limit": seconds, "threads": _threads(), "random_seed": 0}
+    if tolerance is not None:
+        options |= {"mip_feasibility_tolerance": tolerance, "primal_feasibility_tolerance": tolerance}
+    model = highs.make_model(problem, options)
     model.HandleUserInterrupt = True  # else it cannot be cancelled
-    try:
-        _in_thread(model.run, model.cancelSolve)
-        status, info, version = model.getModelStatus(), model.getInfo(), str(model.version())
-        if status == highspy.HighsModelStatus.kInfeasible:
-            return _infeasible("highs", version)
-        if status not in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit):
-            raise SolverError(f"HiGHS failed: {model.modelStatusToString(status).lower()}")
-        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-            raise _nothing_found("HiGHS", seconds)
-        solver.findSolutionValues(problem)
-        optimal = status == highspy.HighsModelStatus.kOptimal
-        integer = any(variable.cat == pulp.LpInteger for variable in problem.variables())
-        # HiGHS keeps a dual bound for integer models only; a linear one is proved or it is not.
-        bound = info.mip_dual_bound if integer else info.objective_function_value if optimal else -math.inf
-        return _found("highs", version, optimal, info.objective_function_value, bound)
-    finally:
-        problem.solverModel = None  # it may be solved again, by another solver
+    _in_thread(model.run, model.cancelSolve)
+    status, info, version = model.getModelStatus(), model.getInfo(), str(model.version())
+    if status == highspy.HighsModelStatus.kInfeasible:
+        return _infeasible("highs", version)
+    if status not in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit):
+        raise SolverError(f"HiGHS failed: {model.modelStatusToString(status).lower()}")
+    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        raise _nothing_found("HiGHS", seconds)
+    highs.assign_values(problem, model)
+    optimal = status == highspy.HighsModelStatus.kOptimal
+    integer = any(variable.cat == pulp.LpInteger for variable in problem.variables())
+    # HiGHS keeps a dual bound for integer models only; a linear one is proved or it is not.
+    bound = info.mip_dual_bound if integer else info.objective_function_value if optimal else -math.inf
+    return _found("highs", version, optimal, info.objective_function_value, bound)
 
 
 def _in_thread(search: Callable[[], object], cancel: Callable[[], object]) -> None:
@@ -328,7 +335,7 @@ def _keep_interrupts() -> None:
         signal.signal(signal.SIGINT, handler)
 
 
-def _cbc(problem: pulp.LpProblem, seconds: float) -> Solve:
+def _cbc(problem: pulp.LpProblem, seconds: float, tolerance: float | None) -> Solve:
     """CBC is a program of its own. It is started here, not by PuLP, whose interface has no way to end it."""
     import pulp
 
@@ -340,8 +347,9 @@ def _cbc(problem: pulp.LpProblem, seconds: float) -> Solve:
         model, solution, log = (folder / name for name in ("model.mps", "model.sol", "cbc.log"))
         variables, names, rows, _ = problem.writeMPS(str(model), rename=1)
         limit = [] if math.isinf(seconds) else ["-sec", str(seconds)]
+        exact = [] if tolerance is None else ["-integerTolerance", str(tolerance), "-primalTolerance", str(tolerance)]
         command = [
-            program, str(model), *limit, "-timeMode", "elapsed", "-ratio", "0", "-allow", "0",
+            program, str(model), *limit, *exact, "-timeMode", "elapsed", "-ratio", "0", "-allow", "0",
             "-threads", "0", "-solve", "-printingOptions", "all", "-solution", str(solution),
         ]  # fmt: skip
         _run_cbc(command, log, seconds)
@@ -354,13 +362,15 @@ def _cbc(problem: pulp.LpProblem, seconds: float) -> Solve:
     problem.assignVarsVals(values)
     problem.assignStatus(status, solution_status)
     version = (re.search(r"^Version:\s*(\S+)", text, re.MULTILINE) or ["", "unknown"])[1]
-    if solution_status == pulp.LpSolutionInfeasible:
+    if status == pulp.LpStatusInfeasible:  # "Integer infeasible" too, to which PuLP gives another solution status
         return _infeasible("cbc", version)
     if solution_status == pulp.LpSolutionNoSolutionFound:
         raise _nothing_found("CBC", seconds)
     if solution_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         raise SolverError(f"CBC failed: {pulp.LpSolution[solution_status].lower()}")
-    objective = float(pulp.value(problem.objective))
+    # the solution file has eight digits, so that a sum over its values may be below the bound; the log has all
+    told = re.search(r"^Objective value:\s*(\S+)", text, re.MULTILINE)
+    objective = float(told[1]) if told else float(pulp.value(problem.objective))
     lower = re.search(r"^Lower bound:\s*(\S+)", text, re.MULTILINE)
     optimal = solution_status == pulp.LpSolutionOptimal
     return _found("cbc", version, optimal, objective, objective if optimal else float(lower[1]) if lower else -math.inf)

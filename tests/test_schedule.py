@@ -405,3 +405,36 @@ def test_fingerprint() -> None:
         optimizers=(("optimizer", "SGD foreach"),),
         device=find_device("rtx3090").name,
     )
+
+
+def test_per_tensor_plans_the_snapshot_policy() -> None:
+    """Whatever policy is asked for, and with the same answers as the aggregate ILP where chunks are single units."""
+    found = later = 0
+    for seed in range(60):
+        timeline = random_timeline(random.Random(seed))
+        asked: dict[str, Any] = {"chunk_bytes": 1, "solver": "highs", "max_interval": 2, "overhead": 100.0}
+        if seed % 2:
+            asked["extra_memory_bytes"] = 1
+        one = plan_of(timeline, formulation="per-tensor", policy="direct", **asked)
+        other = plan_of(timeline, formulation="flow", policy="snapshot", **asked)
+        assert (one.policy, one.status, one.interval) == ("snapshot", other.status, other.interval), seed
+        assert (one.plan_peak_bytes, one.explanation) == (other.plan_peak_bytes, other.explanation), seed
+        if one.plan is None:
+            continue
+        assert one.plan.policy == "snapshot"
+        assert one.formulation == one.plan.certificate.formulation == "per-tensor"
+        assert (one.solver.name, one.solver.gap) == ("highs", 0)
+        assert one.solver.variables >= 1
+        found += 1
+        later += one.interval == 2
+    assert found > 20
+    assert later > 3
+
+
+def test_per_tensor_without_a_schedule_of_such_chunks() -> None:
+    """Three tensors of 300 bytes fill two steps of 512: pooled, they fit; whole, they do not."""
+    timeline = make_timeline([(0, 1), (512, 1), (512, 1)], [(None, [300, 300, 300])])
+    assert plan_of(timeline, policy="snapshot", unit_bytes=512, max_interval=1).plan is not None
+    with pytest.raises(SolverError, match="in chunks of 300 bytes, and finer ones have: take smaller chunks"):
+        plan_of(timeline, formulation="per-tensor", unit_bytes=512, max_interval=1)
+    assert plan_of(timeline, formulation="per-tensor", unit_bytes=512, chunk_bytes=100, max_interval=1).plan is not None
