@@ -13,7 +13,7 @@ from checkflow.planner import flow as flows
 from checkflow.planner import greedy, optimum, per_tensor, solvers
 from checkflow.planner.interval import Question
 from checkflow.planner.optimum import Terms
-from checkflow.planner.problem import Flow, Problem, make_problem
+from checkflow.planner.problem import Flow, Problem
 from checkflow.planner.shrink import expand
 
 Formulation = Literal["auto", "flow", "per-tensor", "greedy"]
@@ -109,7 +109,7 @@ def find_per_tensor(
         SolverError: the solver is missing, failed, or found nothing in time; the model is too large; or tensors that
             are no whole units need finer chunks than the unit.
     """
-    problem = question.problem(interval)
+    problem = question.every_step(interval)
     found = per_tensor.find_chunks(
         question.timeline,
         problem,
@@ -132,9 +132,7 @@ def find_per_tensor(
 
 def _by_rule(question: Question, interval: int, problem: Problem) -> Schedule:
     """The best schedule in the order: peak, stall; its snapshots leave as early as these allow. It is its own proof."""
-    full = make_problem(
-        question.timeline, question.bandwidth_bytes_per_second, question.unit_bytes, iterations=interval
-    )
+    full = question.every_step(interval)
     peak = question.least_peak_bytes(interval)
     if peak is None:
         return Schedule(full, None, 0, 0, problem.training_peak_bytes, "greedy", _report(None, None, None))
@@ -185,10 +183,8 @@ def _by_solver(
     if found.flow is not None and found.flow.peak_bytes(found.problem) <= peak:
         peak = found.flow.peak_bytes(found.problem)
     else:
-        full = make_problem(question.timeline, question.bandwidth_bytes_per_second, question.unit_bytes, interval)
-        full = full.waiting(wait)
-        if question.policy == "direct":
-            flow = expand(question.shrunk(interval), flow, full)
+        full = question.every_step(interval).waiting(wait)
+        flow = expand(question.shrunk(interval), flow, full)
         found = Schedule(full, flow, 0, wait, bound, "flow", found.report)
     if bound > peak:
         raise SolverError(f"{solve.name} claims a bound of {bound} bytes, and a schedule reaches {peak}")

@@ -72,7 +72,7 @@ def tight_interval(question: Question, interval: int = 1) -> Interval | None:
     """
     timeline, problem = question.timeline, question.problem(interval)
     count = len(timeline.steps)
-    ends = question.shrunk(interval).ends if question.policy == "direct" else range(problem.steps)
+    ends = question.shrunk(interval).ends
     elapsed = list(accumulate(step.duration_seconds for step in timeline.steps))
     own = list(accumulate(step.link_bytes for step in timeline.steps))
     tight: Interval | None = None

@@ -119,8 +119,15 @@ def snapshot_flow(problem: Problem, peak_bytes: int) -> Flow | None:
             most = min(last + min(problem.capacity[step], room[step]), before + room[step - 1], problem.total)
             left[step] = most
         before = last
-    if left[-1] < problem.total:
-        return None
+    return None if left[-1] < problem.total else flow_leaving(problem, left)
+
+
+def flow_leaving(problem: Problem, left: Sequence[int]) -> Flow:
+    """The schedule of the snapshot policy in which so many units have left by each step, snapshotted as late as can be.
+
+    Args:
+        left: in the end all of them.
+    """
     taken = [max(due, following) for due, following in zip(problem.due, [*left[1:], problem.total], strict=True)]
     drained = tuple(now - last for now, last in zip(left, [0, *left], strict=False))
     made = tuple(now - last for now, last in zip(taken, [0, *taken], strict=False))

@@ -49,7 +49,7 @@ class Question:
     memory_bandwidth_bytes_per_second: float
     overhead: float | None  # share of training's time; None: any snapshots, no waiting for the link
     peak_limit_bytes: int | None = None
-    # Of the timeline in these units, by interval: made when first asked for, and shared with copies of the question.
+    # Of this timeline, policy and unit, by interval: made when first asked for, and shared with copies of the question.
     blocks: dict[int, Shrunk] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -64,15 +64,17 @@ class Question:
         return Budget(self.overhead * interval * self.timeline.iteration_seconds, may_wait=self.policy == "direct")
 
     def shrunk(self, interval: int) -> Shrunk:
-        """The blocks of a horizon (direct policy)."""
+        """The blocks of a horizon."""
         if interval not in self.blocks:
-            self.blocks[interval] = shrink(self.timeline, self.unit_bytes, interval)
+            self.blocks[interval] = shrink(self.timeline, self.unit_bytes, interval, self.policy)
         return self.blocks[interval]
 
     def problem(self, interval: int) -> Problem:
-        """What is searched for one interval: blocks under the direct policy, else steps."""
-        if self.policy == "direct":
-            return self.shrunk(interval).problem(self.bandwidth_bytes_per_second)
+        """What is searched for one interval: its blocks."""
+        return self.shrunk(interval).problem(self.bandwidth_bytes_per_second)
+
+    def every_step(self, interval: int) -> Problem:
+        """What is scheduled for one interval: all of its steps."""
         return make_problem(self.timeline, self.bandwidth_bytes_per_second, self.unit_bytes, interval)
 
     def peak_limit(self, problem: Problem) -> int:

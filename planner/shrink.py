@@ -1,8 +1,8 @@
-"""What of a timeline can bind under the direct policy: long runs of steps become one step each, and nothing is lost.
+"""What of a timeline can bind: long runs of steps become one step each, and nothing is lost.
 
-Cut the horizon into blocks: each step at which state falls due is a block of its own; every other run of steps is cut
-right before each step whose live memory exceeds that of all steps of the run before it. A block's capacity is the sum
-of its steps', its live memory the largest of them.
+**Direct policy.** Cut the horizon into blocks: each step at which state falls due is a block of its own; every other
+run of steps is cut right before each step whose live memory exceeds that of all steps of the run before it. A block's
+capacity is the sum of its steps', its live memory the largest of them.
 
 *The least peak stays the same, with and without limits on snapshots and waiting.* No snapshot is made inside a run, so
 what is held only falls along it: held_t = V - Y_{t-1} for V snapshots made before the run. By the cuts, a block's first
@@ -12,19 +12,30 @@ of blocks by both; the link's limit on a block is the sum of the limits on its s
 spread over them. Hence every schedule of the steps gives one of the blocks with the same peak, snapshots and wait, by
 adding up, and every one of the blocks gives one of the steps (:func:`expand`).
 
-Two more cuts fall away. Live memory that stays under the peak even with all state in snapshots beside it never binds.
-After the first iteration nothing falls due, so from the step of the peak in the second one on, nothing binds any more:
-the last block takes in all further iterations, and a horizon of a thousand iterations costs no more than one of two.
+Two more cuts fall away. Live memory that stays under the peak even with all state in snapshots beside it is harmless:
+it never binds. After the first iteration nothing falls due, so from the step of the peak in the second one on, nothing
+binds any more: the last block takes in all further iterations, and a horizon of a thousand iterations costs no more
+than one of two.
+
+**Snapshot policy.** What leaves in a step was copied one step before at the latest, so snapshots are made everywhere,
+and only runs of harmless steps without deadlines that follow a harmless step become blocks. What leaves within such a
+block counts as copied at the step before it: earlier than it must be, but only where nothing binds, so no other step
+holds more or less than before. Back again, what leaves is spread over the steps, each part copied one step earlier.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from checkflow.plan import Policy
+from checkflow.planner import greedy
 from checkflow.planner.problem import Flow, Problem, check_bandwidth, check_timeline, due_units, unit_for
 from checkflow.timeline import Timeline, whole_units
+
+_Block = tuple[int, int, int]  # last step, live bytes, units due
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,7 @@ class Shrunk:
     """The blocks of a horizon. Tuples have one entry a block."""
 
     timeline: Timeline
+    policy: Policy
     interval: int  # iterations of the horizon
     unit_bytes: int
     total: int  # units of state
@@ -60,7 +72,7 @@ class Shrunk:
         return bisect_left(self.ends, step)
 
 
-def shrink(timeline: Timeline, unit_bytes: int | None = None, interval: int = 1) -> Shrunk:
+def shrink(timeline: Timeline, unit_bytes: int | None = None, interval: int = 1, policy: Policy = "direct") -> Shrunk:
     """The blocks of ``interval`` iterations of a timeline.
 
     Raises:
@@ -72,7 +84,13 @@ def shrink(timeline: Timeline, unit_bytes: int | None = None, interval: int = 1)
     due = due_units(timeline, unit)
     live = [step.live_bytes for step in timeline.steps]
     harmless = max(live) - unit * total  # beside this much live memory, all state at once would fit
-    blocks: list[tuple[int, int, int]] = []  # end, live, due
+    blocks = (_direct_blocks if policy == "direct" else _snapshot_blocks)(live, due, harmless, interval)
+    ends, lives, dues = (tuple(column) for column in zip(*blocks, strict=True))
+    return Shrunk(timeline, policy, interval, unit, total, ends, lives, dues)
+
+
+def _direct_blocks(live: Sequence[int], due: Sequence[int], harmless: int, interval: int) -> list[_Block]:
+    blocks: list[_Block] = []
     open_block, record, before = False, harmless, 0
     for step in range(len(live) * min(interval, 2)):
         now, falls_due = live[step % len(live)], due[min(step, len(live) - 1)]
@@ -86,8 +104,23 @@ def shrink(timeline: Timeline, unit_bytes: int | None = None, interval: int = 1)
             open_block, record = True, max(harmless, now)
     if interval > 2:
         blocks[-1] = (interval * len(live) - 1, *blocks[-1][1:])
-    ends, lives, dues = (tuple(column) for column in zip(*blocks, strict=True))
-    return Shrunk(timeline, interval, unit, total, ends, lives, dues)
+    return blocks
+
+
+def _snapshot_blocks(live: Sequence[int], due: Sequence[int], harmless: int, interval: int) -> list[_Block]:
+    blocks: list[_Block] = []
+    open_block = before_harmless = False
+    before = 0
+    for step in range(len(live) * interval):
+        now, falls_due = live[step % len(live)], due[min(step, len(live) - 1)]
+        mergeable = now <= harmless and falls_due == before
+        if mergeable and open_block:
+            blocks[-1] = (step, max(blocks[-1][1], now), before)
+        else:
+            blocks.append((step, now, falls_due))
+            open_block = mergeable and before_harmless
+        before_harmless, before = now <= harmless, falls_due
+    return blocks
 
 
 def expand(shrunk: Shrunk, flow: Flow, problem: Problem) -> Flow:
@@ -96,6 +129,16 @@ def expand(shrunk: Shrunk, flow: Flow, problem: Problem) -> Flow:
     Args:
         problem: the steps that the blocks were made of, with the same wait.
     """
+    if shrunk.policy == "snapshot":
+        left, begin = [0] * problem.steps, 0
+        gone = before = 0
+        for end, leaves in zip(shrunk.ends, flow.drained, strict=True):
+            gone += leaves
+            for step in range(begin, end + 1):
+                before = min(gone, before + problem.capacity[step])
+                left[step] = before
+            begin = end + 1
+        return greedy.flow_leaving(problem, left)
     direct, made, drained = [0] * problem.steps, [0] * problem.steps, [0] * problem.steps
     begin = 0
     for block, end in enumerate(shrunk.ends):

@@ -37,7 +37,7 @@ def plan(model: str, batch_size: int, optimizer: str | None = None, bandwidth: s
 @pytest.mark.parametrize("optimizer", [None, "adam"])
 @pytest.mark.parametrize("batch_size", [1, 32])
 @pytest.mark.parametrize("model", MODELS)
-def test_planned_every_iteration_or_as_often_as_the_link_allows(model: str, batch_size: int, optimizer: str | None) -> None:
+def test_planned_as_often_as_the_link_allows(model: str, batch_size: int, optimizer: str | None) -> None:
     first, second = plan(model, batch_size, optimizer), plan(model, batch_size, optimizer)
     outcome = first.outcome
     least = outcome.least_bandwidth_bytes_per_second

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies
 
+from checkflow.plan import Policy
 from checkflow.planner import bounds, flow, greedy, optimum, solvers
 from checkflow.planner.optimum import Budget
 from checkflow.planner.problem import make_problem
@@ -52,13 +53,52 @@ def test_schedules_of_blocks_become_schedules_of_steps(timeline: Timeline, inter
         assert spread.snapshots == schedule.snapshots
 
 
-def test_ilp_finds_the_same_on_blocks_and_on_steps() -> None:
+def sparse_timeline(seed: int) -> Timeline:
+    """Few steps in which memory is short, and long runs in which it is not."""
+    rng = random.Random(seed)
+    timeline = random_timeline(rng, most_steps=40, most_bytes=12)
+    high = max(step.live_bytes for step in timeline.steps) + timeline.state_bytes
+    steps = tuple(
+        replace(step, live_bytes=high - rng.randint(0, 3) if rng.random() < 0.15 else step.live_bytes)
+        for step in timeline.steps
+    )
+    return replace(timeline, steps=steps)
+
+
+@given(strategies.integers(0, 2**32).map(sparse_timeline), strategies.integers(1, 4))
+@settings(max_examples=300, deadline=None)
+def test_snapshot_policy_on_blocks_is_that_on_steps(timeline: Timeline, interval: int) -> None:
+    shrunk, whole = shrink(timeline, 1, interval, "snapshot"), make_problem(timeline, 1.0, 1, interval)
+    blocks = shrunk.problem(1.0)
+    assert greedy.least_peak_bytes(blocks, "snapshot") == greedy.least_peak_bytes(whole, "snapshot")
+    schedule = greedy.best_flow(blocks, "snapshot")
+    if schedule is not None:
+        spread = expand(shrunk, schedule, whole)
+        assert_is_schedule(spread, whole, "snapshot")
+        assert spread.peak_bytes(whole) == schedule.peak_bytes(blocks)
+
+
+def test_snapshot_policy_saves_blocks_where_memory_is_not_short() -> None:
+    steps = blocks = above = 0
+    for seed in range(100):
+        timeline = sparse_timeline(seed)
+        shrunk = shrink(timeline, 1, 2, "snapshot")
+        steps += 2 * len(timeline.steps)
+        blocks += len(shrunk.ends)
+        peak = greedy.least_peak_bytes(shrunk.problem(1.0), "snapshot")
+        above += peak is not None and peak > timeline.training_peak_bytes
+    assert blocks < 0.7 * steps
+    assert above > 10  # memory is short somewhere
+
+
+@pytest.mark.parametrize("policy", ["direct", "snapshot"])
+def test_ilp_finds_the_same_on_blocks_and_on_steps(policy: Policy) -> None:
     smaller = 0
     for seed in range(60):
-        timeline, interval = longer_timeline(seed), 1 + seed % 3
+        timeline, interval = (longer_timeline if policy == "direct" else sparse_timeline)(seed), 1 + seed % 3
         peaks = []
-        for problem in (make_problem(timeline, 1.0, 1, interval), shrink(timeline, 1, interval).problem(1.0)):
-            found = solvers.solve(flow.build(problem, "direct").lp, "highs")
+        for problem in (make_problem(timeline, 1.0, 1, interval), shrink(timeline, 1, interval, policy).problem(1.0)):
+            found = solvers.solve(flow.build(problem, policy).lp, "highs")
             peaks.append(None if found.bound is None else flow.peak_bound_bytes(problem, found.bound))
             smaller -= problem.steps * (-1) ** len(peaks)
         assert peaks[0] == peaks[1], seed
