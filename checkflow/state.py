@@ -176,6 +176,10 @@ def collect_state(models: Mapping[str, nn.Module], optimizers: Mapping[str, torc
     first: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], str] = {}
     unique, ties = [], []
     for item in found:
+        if item.tensor.layout is not torch.strided:
+            raise UnsupportedError(
+                f"state tensor {item.name} is {item.tensor.layout}; only strided tensors can be checkpointed"
+            )
         here = region(item.tensor)
         if here in first and item.tensor.numel():
             ties.append((item.name, first[here]))
@@ -191,10 +195,6 @@ def _refuse_overlap(tensors: list[StateTensor]) -> None:
     ranges: dict[int, list[tuple[int, int, str]]] = {}
     for item in tensors:
         tensor = item.tensor
-        if tensor.layout is not torch.strided:
-            raise UnsupportedError(
-                f"state tensor {item.name} is {tensor.layout}; only strided tensors can be checkpointed"
-            )
         if not tensor.numel():
             continue
         if memory_order(tensor) is None:

@@ -17,6 +17,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
+from checkflow.planner.sparse import is_sparse, parts
+
 aten = torch.ops.aten
 
 # Arguments that are written although the schema does not mark them, and the argument that says whether (None: always).
@@ -41,7 +43,16 @@ OVERWRITES = _named(
 )
 # Operators that read (write) of their first argument only as much as their output (their last tensor) holds.
 LOOKUPS = _named("embedding index_select gather index take")
+BAGS = _named("_embedding_bag _embedding_bag_forward_only")  # likewise, a row for each index
 SCATTERS = _named("index_put_ _index_put_impl_ scatter_ scatter_add_ index_add_ index_copy_")
+# torch counts no flops for the attention that its CPU dispatch chooses; the CUDA kernels' formulas fit. (They count a
+# causal product whole, of which the kernels skip half, at less than a plain product's efficiency.)
+ATTENTION_FLOPS = {
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
+}
 # Operators that allocate without computing.
 ALLOCATIONS = _named("empty empty_like empty_strided new_empty new_empty_strided empty_permuted")
 
@@ -102,9 +113,9 @@ def is_host_scalar(tensor: torch.Tensor) -> bool:
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors among an operator's arguments or results, lists included."""
+    """The tensors among an operator's arguments or results, lists included; of sparse ones the parts."""
     if isinstance(values, torch.Tensor):
-        yield values
+        yield from parts(values)
     elif isinstance(values, list | tuple):
         for value in values:
             yield from tensors_in(value)
@@ -149,7 +160,8 @@ def effects(
     mutates = bool(writes) and not signature.metadata_only
     computes = mutates or (bool(fresh) and signature.name not in ALLOCATIONS) or (signature.reads_data and bool(reads))
     writes.extend((tensor, touched_bytes(tensor)) for tensor in fresh)
-    _restrict_to_rows(signature.name, reads, writes, inputs)
+    scatters = signature.name in SCATTERS or (signature.name == "aten::add_" and any(is_sparse(v) for _, v in bound))
+    _restrict_to_rows(signature.name, reads, writes, inputs, scatters=scatters)
     return Effects(tuple(reads), tuple(writes), outputs, computes)
 
 
@@ -158,18 +170,24 @@ def _restrict_to_rows(
     reads: list[tuple[torch.Tensor, int]],
     writes: list[tuple[torch.Tensor, int]],
     inputs: list[torch.Tensor],
+    *,
+    scatters: bool,
 ) -> None:
-    if name in LOOKUPS and reads and writes:
+    if name in BAGS and len(inputs) > 1:
+        weight, indices = inputs[:2]
+        rows = indices.numel() * weight.shape[-1] * weight.element_size()
+        reads[0] = (weight, min(reads[0][1], rows))
+    elif name in LOOKUPS and reads and writes:
         reads[0] = (reads[0][0], min(reads[0][1], writes[-1][1]))
-    elif name in SCATTERS and reads and writes:
+    elif scatters and reads and writes:
         rows = touched_bytes(inputs[-1])
         reads[0] = (reads[0][0], min(reads[0][1], rows))
         writes[0] = (writes[0][0], min(writes[0][1], rows))
 
 
 def flops(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """As ``torch.utils.flop_counter.FlopCounterMode`` counts: one multiply-add is 2, what it does not know is 0."""
-    formula = flop_registry.get(func._overloadpacket)
+    """As ``torch.utils.flop_counter.FlopCounterMode`` counts on CUDA: a multiply-add is 2, what it does not know 0."""
+    formula = ATTENTION_FLOPS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
     return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
 
 

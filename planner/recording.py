@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkflow.graph import Operator
 from checkflow.planner import operators as op
+from checkflow.planner import sparse
 from checkflow.planner.hooks import Whereabouts
 from checkflow.planner.lifetimes import StorageLedger
 from checkflow.planner.optimizers import NEEDS_DATA
@@ -50,6 +51,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def begin(self, proxies: ProxyTorchDispatchMode) -> None:
         """The traced run begins. What make_fx later removes from its graph as dead code is an operator all the same."""
         self._tracer = proxies.tracer
+        self._failure = None  # where an optimizer's step broke off, the frames of its error hold gradients
 
     def add_input(self, tensor: torch.Tensor, name: str) -> None:
         """Make a tensor an input of the graph, but no argument of the traced function, which would keep it alive."""
@@ -68,16 +70,23 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def record_opaque(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
         """A step that cannot be traced: one operator reads gradients, and writes parameters and their state."""
-        written = [*parameters]
+        updates: list[tuple[torch.Tensor, int]] = []
+        gradients: list[tuple[torch.Tensor, int]] = []
         for parameter in parameters:
-            written.extend(v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor))
-        updates = tuple((t, op.touched_bytes(t)) for t in written if not self._host.holds(t))
-        gradients = tuple((p.grad, op.touched_bytes(p.grad)) for p in parameters if p.grad is not None)
+            state = [v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor)]
+            held = [(part, op.touched_bytes(part)) for part in op.tensors_in(parameter.grad)]
+            gradients += held
+            # Of a tensor with a sparse gradient a step touches as much as the gradient has values, its last part.
+            most = held[-1][1] if len(held) > 1 else None
+            for tensor in (parameter, *state):
+                if not self._host.holds(tensor):
+                    size = op.touched_bytes(tensor)
+                    updates.append((tensor, size if most is None else min(size, most)))
         kind = type(optimizer).__name__
         node = self._tracer.create_node(
             "call_function", torch.optim.Optimizer.step, (), {}, name=f"{kind.lower()}_step"
         )
-        effect = op.Effects(reads=(*updates, *gradients), writes=updates, outputs=(), computes=True)
+        effect = op.Effects(reads=(*updates, *gradients), writes=tuple(updates), outputs=(), computes=True)
         if updates:
             self._append(node.name, f"{kind}.step", effect, 0, NO_CROSSING)
         self._claim_nodes()
@@ -95,12 +104,13 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if result is not NotImplemented:
                     return result
             try:
-                result = func(*args, **keywords)
-                self._host.settle(func, args, keywords, result)
+                call = sparse.run(func, args, keywords)
+                result = call.result
+                self._host.settle(call.func, call.args, keywords, result)
                 if self._tracer is None:
                     self._watch(result)
                 else:
-                    self._record(self._claim_nodes(func), func, args, keywords, result)
+                    self._record(self._claim_nodes(call.ran), call.func, call.args, keywords, result)
             except Exception as error:
                 if self._failure is None or self._failure[0] is not error:  # the innermost of nested calls counts
                     self._failure = (error, func)

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 import checkflow.training_step
 from checkflow.errors import CheckflowError, TraceError
 from checkflow.graph import AnchorKey, AnchorKind, Operator, StateEntry, TrainingGraph
+from checkflow.planner import operators as op
 from checkflow.planner.faking import CPU, StandIns, autocast_on_cpu, stand_in
 from checkflow.planner.hooks import Whereabouts
 from checkflow.planner.lifetimes import StorageLedger
@@ -180,10 +181,11 @@ class _Session:
         """Make everything that lives at the boundary an input of the graph, and enter its storage."""
         for item in self._before.tensors:
             self._declare(item.tensor, item.name, item.kind)
-            if item.kind == "parameter" and item.tensor.grad is not None:
-                self._declare(item.tensor.grad, f"gradient of {item.name}", "gradient")
         for number, leaf in enumerate(pytree.tree_leaves(self._batch)):
             self._declare(leaf, f"batch.{number}", "input")
+        for item in self._before.tensors:  # after the batch, whose indices a sparse gradient may hold
+            if item.kind == "parameter":
+                self._declare(item.tensor.grad, f"gradient of {item.name}", "gradient")
         for tensor in self._stand_ins.all():
             self._declare(tensor, "captured", "input")
             self._declare(tensor.grad, "gradient of a captured tensor", "gradient")
@@ -193,12 +195,13 @@ class _Session:
     def _declare(self, value: Any, name: str, kind: Any) -> None:
         if isinstance(value, torch.Tensor):
             self._recorder.add_input(value, name)
-            if not self._host.holds(value):
-                self._ledger.enter(value, name, kind, -1)
+            for part in op.tensors_in(value):
+                if not self._host.holds(part):
+                    self._ledger.enter(part, name, kind, -1)
 
     def _name_gradient(self, name: str, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            self._ledger.rename(parameter.grad, f"gradient of {name}", "gradient")
+        for part in op.tensors_in(parameter.grad):
+            self._ledger.rename(part, f"gradient of {name}", "gradient")
 
     def _record_opaque_step(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = self._steps.opaque_parameters(optimizer)

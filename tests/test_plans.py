@@ -1,4 +1,7 @@
-"""Every shipped model, batch 1 and 32, SGD and Adam, for an RTX 3090: planned, certified, replayed, reproducible."""
+"""The shipped models that a card holds, batch 1 and 32, SGD and Adam, for an RTX 3090.
+
+They are planned, certified, replayed and reproducible; for larger models see test_large_models.py.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from checkflow import plan as plans
 from checkflow.hardware import find_device, parse_bandwidth
 from checkflow.planner.pipeline import Planned, Subject, default_memory_limit_bytes, plan_model
 from checkflow.planner.replay import check_plan
 from checkflow.planner.schedule import Request
+from tests.training_steps import flop_counter
 
 MODELS = ("alexnet", "mnasnet", "resnet18", "vgg11", "vit", "resnet3d", "transformer", "bert")
 RTX_3090 = find_device("RTX 3090")
@@ -106,7 +109,7 @@ def test_flops_and_state_are_what_torch_says(model: str) -> None:
         step = build(batch_size=1)
         module = step.models["model"]
         step.optimizers["optimizer"] = torch.optim.Adam(module.parameters(), foreach=True)
-        with FlopCounterMode(display=False) as counter:
+        with flop_counter() as counter:
             step.run(step.batch)
         optimizer = step.optimizers["optimizer"]
         sizes = [tensor.nbytes for tensor in module.state_dict().values()]

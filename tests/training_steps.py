@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from checkflow.training_step import TrainingStep
 
@@ -68,6 +69,20 @@ class TiedNet(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.head(self.mixer(self.embedding(tokens) * self.scale)).flatten(0, 1)
         return out
+
+
+def flop_counter() -> FlopCounterMode:
+    """torch's own counter, which also knows the attention of CPUs by the formulas that it has for the one of GPUs."""
+
+    def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return sdpa_flop_count(query, key, value)
+
+    def backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return sdpa_backward_flop_count(gradient, query, key, value)
+
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return FlopCounterMode(display=False, custom_mapping={attention: forward, attention_backward: backward})
 
 
 def cross_entropy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
