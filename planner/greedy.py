@@ -137,8 +137,11 @@ def flow_leaving(problem: Problem, left: Sequence[int]) -> Flow:
 def _least_snapshot_peak(problem: Problem) -> int | None:
     low = problem.training_peak_bytes
     high = low + problem.unit_bytes * problem.total
+    if snapshot_flow(problem, low) is not None:
+        return low  # as in most models: tried first
     if snapshot_flow(problem, high) is None:
         return None
+    low += 1
     while low < high:
         middle = (low + high) // 2
         if snapshot_flow(problem, middle) is None:
