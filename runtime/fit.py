@@ -44,6 +44,18 @@ def check_arguments(
         raise ValueError(f"audit must be a whole number of at least 0, not {audit!r}")
 
 
+def check_every(every: int | None, interval: int) -> None:
+    """Refuse checkpoints at boundaries that the plan does not make checkpoints of.
+
+    Raises:
+        ValueError: ``every`` is no multiple of the plan's interval; it says which values near it are.
+    """
+    if every is not None and every % interval:
+        below = every - every % interval
+        near = f"{below} or {below + interval}" if below else str(interval)
+        raise ValueError(f"every={every} is no multiple of the plan's interval of {interval}: use {near}")
+
+
 def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
