@@ -369,6 +369,7 @@ class Checkpointer:
         if state is not self._hooked_state:
             with self._surviving():  # its last tensors might be written where no hook is any more
                 self._capturer.finish()
+            self._guards = fit.make_guards(self._plan, self._models, self._optimizers)
             self._hooks.remove()
             self._hooked_state = state
             try:
@@ -394,6 +395,8 @@ class Checkpointer:
         if key in self._guards.at_forward:
             self._capturer.require(self._guards.at_forward[key])
         if key.kind is AnchorKind.OPTIMIZER_PRE:
+            if fit.group_sizes(self._optimizers[key.name]) != self._guards.sizes[key.name]:  # gradual unfreezing
+                self._guards = fit.make_guards(self._plan, self._models, self._optimizers)
             late = self._guards.at_step[key.name]
             self._capturer.require([chunk for owner, chunk in late if owner is None or owner.grad is not None])
         elif key.kind is AnchorKind.OPTIMIZER_POST:

@@ -116,8 +116,15 @@ class Guards:
     #: By optimizer, what it may write at its step although the plan says later or never: (parameter, chunk). A
     #: parameter counts only if it has a gradient; None stands for the optimizer's own state.
     at_step: Mapping[str, tuple[tuple[torch.Tensor | None, int], ...]]
+    #: By optimizer, how many parameters each of its groups had: where that changes, guards must be made anew.
+    sizes: Mapping[str, tuple[int, ...]]
     #: By a module's first forward, buffers of its own that it may write there although the plan says later or never.
     at_forward: Mapping[AnchorKey, tuple[int, ...]]
+
+
+def group_sizes(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    """How many parameters each group of an optimizer has."""
+    return tuple(len(group["params"]) for group in optimizer.param_groups)
 
 
 def make_guards(plan: Plan, models: Models, optimizers: Optimizers) -> Guards:
@@ -149,4 +156,4 @@ def make_guards(plan: Plan, models: Models, optimizers: Optimizers) -> Guards:
         due = plan.deadlines[item.name]
         if due is None or due > steps.get(key, -1):
             at_forward[key] = (*at_forward.get(key, ()), *chunks[item.name])
-    return Guards(at_step, at_forward)
+    return Guards(at_step, {name: group_sizes(optimizer) for name, optimizer in optimizers.items()}, at_forward)

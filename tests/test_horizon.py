@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from horizons import make_step, spread_plan, trace_job
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import Truth, assert_checkpoint_is, clone_state, run_oracle
+from oracle import Truth, assert_checkpoint_is, clone_state, random_plan, run_oracle
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from checkflow import plan as plans
 from checkflow.graph import BOUNDARY, AnchorKind
 from checkflow.plan import Plan
 from checkflow.planner.replay import check_plan
@@ -88,7 +89,7 @@ def oracle(checkpointer: Checkpointer, step: TrainingStep, iterations: int, **op
 # Checkpoints
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(interval=st.integers(1, 4), seed=st.integers(0, 10**6), waits=st.booleans(), audit=st.booleans())
 def test_every_checkpoint_is_the_truth_of_its_boundary(interval: int, seed: int, waits: bool, audit: bool) -> None:
     step = make_step()
@@ -477,6 +478,72 @@ def test_an_error_in_a_later_iteration_gives_up_that_checkpoint_only(
         truths = oracle(checkpointer, step, 13)
     assert check(tmp_path, truths) == [3, 9, 12]
     assert "the checkpoint of step 6 is given up" in caplog.text
+
+
+def test_a_breach_voids_what_was_begun_in_the_same_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights written where no anchor stands: audits prove it, and then checkpoints are whole again."""
+    step, plan = make_step(), plan_for(2, 0)
+    due = {name: place for name, place in plan.deadlines.items() if name == "model/head.0.weight"}
+    chunks = tuple(
+        dataclasses.replace(chunk, offload_step=due[chunk.tensor], snapshot_step=None) if chunk.tensor in due else chunk
+        for chunk in plan.chunks
+    )
+    monkeypatch.setattr(checkpointers, "check_plan", lambda plan: None)
+
+    def iterate(_: int) -> None:
+        with torch.no_grad():
+            step.models["model"].head[0].weight.add_(0.5)
+        step.run(step.batch)
+
+    late = dataclasses.replace(plan, chunks=chunks).sealed()
+    with open_job(step, tmp_path, late, audit=0, on_error="warn") as checkpointer:
+        truths = run_oracle(checkpointer, iterate, step.models, step.optimizers, iterations=17)
+    steps, report = check(tmp_path, truths), checkpointer.report()
+    assert 1 <= report["breaches"] <= 3  # the audited ones
+    assert report["failed"] >= report["breaches"]
+    assert len(steps) == 8 - report["failed"]
+    assert steps[-1] == 16
+
+
+def test_a_deadline_whose_anchor_did_not_fire_ends_with_the_iteration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An optimizer that steps in every second iteration: not in the one in which its tensors are due."""
+    monkeypatch.setattr(checkpointers, "check_plan", plans.validate)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
+    often = torch.optim.Adam(model[0].parameters())
+    rare = torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9)
+    models, optimizers = {"model": model}, {"often": often, "rare": rare}
+
+    def iterate(n: int) -> None:
+        model.zero_grad()
+        F.cross_entropy(model(torch.randn(4, 8)), torch.randint(3, (4,))).backward()
+        often.step()
+        if n % 2:
+            rare.step()
+
+    iterate(1)
+    plan = random_plan(models, optimizers, 0)  # for one iteration: the second one has no work
+    due = next(i for i, s in enumerate(plan.timeline.steps) if str(s.anchor) == "optimizer_pre rare")
+    (group,) = plan.timeline.groups
+    late = tuple(member for member in group.members if member[0].startswith(("model/2", "rare/")))
+    early = tuple(member for member in group.members if member not in late)
+    groups = (
+        dataclasses.replace(group, members=early),
+        dataclasses.replace(group, first_write=due + 1, members=late),
+    )
+    chunks = tuple(
+        dataclasses.replace(chunk, offload_step=due, snapshot_step=None) if chunk.tensor in dict(late) else chunk
+        for chunk in plan.chunks
+    )
+    timeline = dataclasses.replace(plan.timeline, groups=groups)
+    plan = dataclasses.replace(plan, timeline=timeline, chunks=chunks, interval=2).sealed()
+    with Checkpointer(
+        models, optimizers, directory=tmp_path, plan=plan, every=2, audit=1, keep_latest=9, on_error="raise"
+    ) as checkpointer:
+        truths = run_oracle(checkpointer, iterate, models, optimizers, iterations=9)
+    assert check(tmp_path, truths) == [2, 4, 6, 8]
 
 
 # Programs

@@ -54,14 +54,26 @@ def test_killed_at(place: str, explicit: bool, tmp_path: Path, uninterrupted: tu
 
 
 @pytest.mark.parametrize(
-    ("interval", "every", "place"),
-    [(3, 3, "forward"), (3, 3, "epoch end"), (4, None, "after step"), (4, None, "validation"), (4, 4, "step")],
+    ("interval", "every", "place", "explicit"),
+    [
+        (3, 3, "forward", False),
+        (3, 3, "epoch end", False),
+        (4, None, "after step", False),
+        (4, None, "validation", False),
+        (4, 4, "step", True),
+        (4, None, "backward", True),
+    ],
 )
 def test_killed_within_an_interval(
-    interval: int, every: int | None, place: str, tmp_path: Path, uninterrupted: tuple[Any, list[list[int]]]
+    interval: int,
+    every: int | None,
+    place: str,
+    explicit: bool,
+    tmp_path: Path,
+    uninterrupted: tuple[Any, list[list[int]]],
 ) -> None:
     """Plans over several iterations; with an interval of 4 the ends of epochs come in the middle of one."""
-    job = jobs.Job(tmp_path, interval=interval, every=every)
+    job = jobs.Job(tmp_path, interval=interval, every=every, explicit=explicit)
     batch = 0 if place in ("validation", "epoch end") else 4
     assert jobs.start(dataclasses.replace(job, kill=(place, 1, batch))) == -9
     reached = len((tmp_path / "samples").read_text().splitlines())
