@@ -108,7 +108,6 @@ class Capturer:
         self._distrusted = False  # an audit failed: everything is copied at the boundary
         self._prepared: dict[int, list[Transfer]] = {}  # by buffer: headers are in place, addresses computed
         self._capture: Capture | None = None
-        self._held: tuple[torch.Tensor, ...] = ()  # what the capture in flight reads, whatever the job does with it
         self._iteration = 0  # since the boundary of the capture in flight
         self._next = 0  # index of the first work not yet done
         # Tensors that only caution guards, and their version counters at the boundary.
@@ -159,7 +158,6 @@ class Capturer:
             self._buffers.give_back(buffer)
             raise
         ties, absent = arrangement.state.ties, arrangement.absent
-        self._held = arrangement.holds
         self._capture = capture = Capture(
             step, buffer, arrangement.layout, extra, info, ties, absent, digests, settled
         )  # fmt: skip
@@ -226,7 +224,10 @@ class Capturer:
                 raise ConsistencyError(f"{name} was written before its copy was made")
 
     def distrust(self) -> None:
-        """The plan does not fit the job: from now on everything is copied at the boundary itself."""
+        """The plan does not fit the job: from now on everything is copied at the boundary itself.
+
+        No capture may be in flight: the memory that it reads is held no longer.
+        """
         self._distrusted = True
         self._arrangement = None
 
@@ -254,7 +255,7 @@ class Capturer:
         self.last_report = CaptureReport(
             self._capture.step, self._engine.log(), self._engine.statistics(), self._boundary_bytes
         )
-        self._capture, self._held = None, ()
+        self._capture = None
         return time.perf_counter() - begun
 
     def abort(self) -> bool:
@@ -262,7 +263,7 @@ class Capturer:
         lost = not self._engine.abort() and self._capture is not None
         if lost and self._capture is not None and self._buffers is not None:
             self._buffers.give_back(self._capture.buffer)
-        self._capture, self._held = None, ()
+        self._capture = None
         return lost
 
     def recycle(self, capture: Capture) -> None:

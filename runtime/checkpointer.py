@@ -1,7 +1,9 @@
 """Checkpointer: what a training script holds. It knows when boundaries are, and leaves the rest to its parts.
 
-At each boundary: the capture in flight is brought to its end, then the next one begins (:mod:`.capture`); anchors drive
-it through the iteration (:mod:`.anchors`); the writer commits it (:mod:`.persist`, :mod:`.store`).
+At each boundary that is captured: the capture in flight is brought to its end, then the next one begins
+(:mod:`.capture`); anchors drive it through the plan's iterations (:mod:`.anchors`); the writer commits it
+(:mod:`.persist`, :mod:`.store`). Captured are the boundaries whose number, counted over the whole job, is a multiple of
+the plan's interval; a resume does not change the count, and what it resumed from is not captured again.
 
 Where the boundary is: when the loader is asked for a batch after an optimizer step, so that whatever the loop did
 after ``optimizer.step()`` (scheduler, EMA, clamps, validation) belongs to the finished iteration. After an epoch's last
@@ -296,7 +298,7 @@ class Checkpointer:
                     self._end_epoch()
                 elif not self._explicit:
                     self._count_batches()
-                    self._boundary(last=True)
+                    self._boundary()
                 self._capture_last_boundary()
         finally:
             self._close(raising=kind is None)

@@ -228,7 +228,8 @@ def test_the_last_boundary_is_captured(iterations: int, tmp_path: Path, begun: l
     step = make_step()
     with open_job(step, tmp_path, plan_for(3, 1), every=None) as checkpointer:
         truths = oracle(checkpointer, step, iterations)
-    assert begun == sorted({*range(3, iterations + 1, 3), iterations})
+        assert begun == sorted({*range(3, iterations + 1, 3), iterations})  # before what follows the loop
+    assert begun[-1] == iterations
     assert check(tmp_path, truths)[-1] == iterations
 
 
@@ -273,6 +274,18 @@ def test_leaving_in_the_middle_of_an_interval(way: str, place: str, tmp_path: Pa
     with open_job(again, tmp_path, plan, every=None) as job:
         assert job.resumed_from == begun[-1]
     assert begun[-1] == job.iteration  # which is there already: nothing was captured anew
+
+
+def test_a_step_that_was_not_marked_is_no_boundary(tmp_path: Path, begun: list[int]) -> None:
+    """Trained in evaluation mode, so that only the optimizer tells that another iteration has begun."""
+    step = make_step()
+    with open_job(step, tmp_path, plan_for(3, 0), every=None) as checkpointer:
+        step.models["model"].eval()
+        for n in range(5):
+            step.run(step.batch)
+            if n < 4:
+                checkpointer.step()
+    assert begun == [3]
 
 
 def test_ends_of_epochs_are_captured_and_kept(
@@ -453,16 +466,21 @@ def test_a_weight_that_is_unfrozen_within_a_capture_is_copied_before_its_first_s
 
 def test_tensors_replaced_within_a_capture(tmp_path: Path) -> None:
     """Their old memory is read to the end, whatever takes its place."""
+    ended: list[int] = []
     with late_job(tmp_path) as (step, checkpointer):
         kept = step.models["side"].kept
 
         def after(n: int) -> None:
+            if n in (10, 14):  # their captures were brought to their end at once
+                assert checkpointer.last_capture is not None
+                ended.append(checkpointer.last_capture.step)
             if n in (9, 13):
                 kept.data = kept.data * 2
                 step.models["model"].body.weight.data = torch.zeros(64, 16)
 
         truths = train(step, checkpointer, 19, after)
     assert check(tmp_path, truths) == [3, 6, 9, 12, 15, 18]
+    assert ended == [9, 12]
 
 
 def test_an_error_in_a_later_iteration_gives_up_that_checkpoint_only(
@@ -489,7 +507,7 @@ def test_a_breach_voids_what_was_begun_in_the_same_way(
 ) -> None:
     """Weights written where no anchor stands: an audit proves it, and then checkpoints are whole again.
 
-    The breach of the checkpoint of step 10, which is audited, is found while that of step 12, which is not, is gathered.
+    The breach of step 10, whose checkpoint is audited, is found while that of step 12 is gathered, which is not.
     """
     step, plan = make_step(), plan_for(2, 0)
     due = {name: place for name, place in plan.deadlines.items() if name == "model/head.0.weight"}
