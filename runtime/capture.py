@@ -152,7 +152,7 @@ class Capturer:
             if buffer.index not in self._prepared:
                 self._prepare(buffer, arrangement)
             self._copy_at_boundary(buffer, arrangement)
-            digests = _digests(arrangement.state) if audit else None
+            digests = _digests(arrangement.state) if audit or self.settled.undecided else None
             settled = self.settled.look(self._tensors, digests)
         except BaseException:
             self._buffers.give_back(buffer)

@@ -7,8 +7,8 @@ anchor tells, as soon as an optimizer has stepped. Therefore, consistency first:
 1. By itself no such tensor is trusted: what of it has not left is due when the first optimizer of the first iteration
    has stepped, whatever the plan says. Training is held for it.
 2. A tensor has *settled* when the digests of two audited captures say that its bytes were the same at both boundaries,
-   and its version counter has not moved between them. Only then does it leave when the plan says. The first captures
-   are audited, so that the second one already runs as planned.
+   and its version counter has not moved between them. Only then does it leave when the plan says. The capture after
+   the first one, or after tensors were replaced, is audited for it, and runs as planned.
 3. A settled tensor is watched. Before its owner steps with a gradient for it, and before its module's forward if it is
    a buffer, it is copied (:mod:`.fit`), in every iteration of a capture. Its version counter is looked at whenever some
    of it is released. Before commit, what was staged is held against the digest that is known: writes that move no
@@ -52,6 +52,11 @@ class SettledTensors:
 
     def __contains__(self, name: str) -> bool:
         return name in self._settled
+
+    @property
+    def undecided(self) -> bool:
+        """Whether one more audited capture would tell more: of some tensor one digest is known, and not two."""
+        return not self._known.keys() <= self._settled | self._written
 
     def forget(self) -> None:
         """Tensors were replaced: nothing is known any more, except which ones are written."""

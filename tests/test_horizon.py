@@ -233,7 +233,10 @@ def test_the_last_boundary_is_captured(iterations: int, tmp_path: Path, begun: l
     assert check(tmp_path, truths)[-1] == iterations
 
 
-@pytest.mark.parametrize("place", ["before the step", "at the top", "after validation", "error", "half an iteration"])
+@pytest.mark.parametrize(
+    "place",
+    ["before the step", "at the top", "after validation", "error", "half an iteration", "a part", "a frozen part"],
+)
 @pytest.mark.parametrize("way", ["steps", "step()", "loader"])
 def test_leaving_in_the_middle_of_an_interval(way: str, place: str, tmp_path: Path, begun: list[int]) -> None:
     """The last whole iteration is saved, unless an exception ends the block or another iteration has begun to write."""
@@ -255,7 +258,10 @@ def test_leaving_in_the_middle_of_an_interval(way: str, place: str, tmp_path: Pa
                     raise ZeroDivisionError
                 if place == "after validation":
                     step.models["model"].eval()(x)
-                elif place == "half an iteration":
+                elif place == "a part":
+                    step.models["model"].norm(torch.randn(8, 64))
+                elif place in ("half an iteration", "a frozen part"):
+                    step.models["model"].norm.train(place == "half an iteration")
                     step.models["model"](x)
                 if place != "before the step":
                     break
@@ -265,7 +271,9 @@ def test_leaving_in_the_middle_of_an_interval(way: str, place: str, tmp_path: Pa
                 break
             if way == "step()":
                 job.step()
-    if place in ("error", "half an iteration") or (place == "before the step" and way == "step()"):
+    if place in ("error", "half an iteration", "a part", "a frozen part") or (
+        place == "before the step" and way == "step()"
+    ):
         assert begun == [3]
     else:
         assert begun == [3, 6 if place == "before the step" else 5]
@@ -478,8 +486,10 @@ def test_tensors_replaced_within_a_capture(tmp_path: Path) -> None:
                 kept.data = kept.data * 2
                 step.models["model"].body.weight.data = torch.zeros(64, 16)
 
-        truths = train(step, checkpointer, 19, after)
-    assert check(tmp_path, truths) == [3, 6, 9, 12, 15, 18]
+        truths = train(step, checkpointer, 22, after)
+        for name in ("side/kept", "model/body.weight"):  # settled again
+            assert anchors_of(checkpointer, name) == {"optimizer_post optimizer of iteration 3"}
+    assert check(tmp_path, truths) == [3, 6, 9, 12, 15, 18, 21]
     assert ended == [9, 12]
 
 
