@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from horizons import make_step, spread_plan, trace_job
+from horizons import MEMORY_BANDWIDTH, make_step, spread_plan, trace_job
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Truth, assert_checkpoint_is, clone_state, random_plan, run_oracle
@@ -26,6 +26,7 @@ from checkflow import plan as plans
 from checkflow.graph import BOUNDARY, AnchorKind
 from checkflow.plan import Plan
 from checkflow.planner.replay import check_plan
+from checkflow.planner.schedule import Request, make_plan
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import copy_engine
 from checkflow.runtime.barriers import compile_plan
@@ -103,6 +104,23 @@ def test_every_checkpoint_is_the_truth_of_its_boundary(interval: int, seed: int,
         assert check(Path(directory), truths) == [interval * n for n in range(1, 6)]
     report = checkpointer.report()
     assert report["breaches"] == report["failed"] == 0
+
+
+@pytest.mark.parametrize(("slower", "overhead"), [(1.7, None), (3.2, None), (1.7, 1.0)])
+def test_what_the_planner_makes_for_a_slow_link(slower: float, overhead: float | None, tmp_path: Path) -> None:
+    timeline, fingerprint = _traced()
+    request = Request(
+        bandwidth_bytes_per_second=timeline.state_bytes / timeline.iteration_seconds / slower,
+        memory_bandwidth_bytes_per_second=MEMORY_BANDWIDTH, chunk_bytes=4096, overhead=overhead,
+    )  # fmt: skip
+    plan = make_plan(timeline, fingerprint, request, graph_peak_bytes=0).plan
+    assert plan is not None
+    assert plan.interval > 1 or plan.wait is not None
+    step = make_step()
+    with open_job(step, tmp_path, plan, audit=1) as checkpointer:
+        truths = oracle(checkpointer, step, 6 * plan.interval - 1)
+    assert check(tmp_path, truths) == [plan.interval * n for n in range(1, 6)]
+    assert checkpointer.report()["failed"] == 0
 
 
 @pytest.mark.parametrize("seed", range(4))
