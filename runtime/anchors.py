@@ -29,6 +29,7 @@ class AnchorHooks:
     Args:
         fire: called with each key in ``keys`` when it is reached, and with every optimizer's pre- and post-step.
         on_forward: called at each forward pass of a whole model in training mode, outside of backward.
+        on_training: called when a hooked module, or a whole model, runs forward in training mode, outside of backward.
 
     Raises:
         MismatchError: a key names a module, a parameter or an optimizer that the job does not have.
@@ -40,16 +41,17 @@ class AnchorHooks:
         optimizers: Mapping[str, torch.optim.Optimizer],
         keys: Iterable[AnchorKey],
         fire: Fire,
-        on_forward: Callable[[], None] | None = None,
+        on_forward: Callable[[], None],
+        on_training: Callable[[], None],
     ) -> None:
-        self._fire = fire
+        self._fire, self._on_training = fire, on_training
         self._counts: dict[tuple[AnchorKind, str], int] = {}
         self._handles: list[RemovableHandle] = []
         self._optimizers = {id(optimizer): name for name, optimizer in optimizers.items()}
         try:
             self._watch(models, keys)
-            if on_forward is not None:  # last, and so put before all others: a boundary comes before the forward's keys
-                self._watch_forward(models, on_forward)
+            # Last, and so put before all others: a boundary comes before the forward's keys.
+            self._watch_forward(models, on_forward)
             self._handles.append(register_optimizer_step_pre_hook(self._before_step))
             self._handles.append(register_optimizer_step_post_hook(self._after_step))
         except BaseException:
@@ -89,6 +91,7 @@ class AnchorHooks:
         def hook(module: nn.Module, _arguments: Any) -> None:
             if module.training and not _in_backward():
                 on_forward()
+                self._on_training()
 
         for model in models.values():
             self._handles.append(model.register_forward_pre_hook(hook, prepend=True))
@@ -99,8 +102,10 @@ class AnchorHooks:
         self._fire(AnchorKey(kind, name, occurrence))
 
     def _forward_hook(self, kind: AnchorKind, name: str) -> Callable[[nn.Module, Any], None]:
-        def hook(_module: nn.Module, _arguments: Any) -> None:
+        def hook(module: nn.Module, _arguments: Any) -> None:
             if not _in_backward():
+                if module.training:
+                    self._on_training()
                 self._reached(kind, name)
 
         return hook

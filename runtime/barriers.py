@@ -9,10 +9,20 @@ An anchor's work, in the order in which it is done:
 
 Anchors have a total order, the plan's. When an anchor fires, the work of every earlier one that has not been done is
 done first: an event may come early or late against the clock, never after the write that it guards.
+
+A plan whose interval is more than one iteration has work at the anchors of all of them. Deadlines lie in the first one
+alone; when it ends, whatever is written in an iteration has left or lies in a snapshot. The later ones release
+snapshots, release and snapshot what is never written, and free.
+
+A plan's *wait* is no work of its own: it foretells for how long training will be held at that anchor or at the next
+deadline, and the link makes it so. What leaves during the wait is released at its anchor; what is due there is waited
+for, and no longer than it takes: it goes ahead of whatever else leaves in that step. Snapshots that leave during the
+wait are freed at the same anchor, after it.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,13 +33,18 @@ from checkflow.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class AnchorWork:
-    """Indices into ``Plan.chunks`` to be treated when one anchor fires."""
+    """Indices into ``Plan.chunks`` to be treated when one anchor fires in one iteration of a capture."""
 
+    iteration: int  # since the capture's boundary, from 0
     key: AnchorKey
     snapshot: tuple[int, ...]
     release: tuple[int, ...]
     due: tuple[int, ...]
     free: tuple[int, ...]
+
+    @property
+    def label(self) -> str:
+        return f"{self.key} of iteration {self.iteration + 1}" if self.iteration else str(self.key)
 
 
 @dataclass(frozen=True)
@@ -37,10 +52,15 @@ class Program:
     """The work of every anchor that has any, in plan order, and what remains after the last one."""
 
     works: tuple[AnchorWork, ...]
-    position: Mapping[AnchorKey, int]  # index into ``works``; every deadline has a work, be it empty
+    # (iteration, anchor) to index into ``works``; every deadline has a work, be it empty
+    position: Mapping[tuple[int, AnchorKey], int]
     # Chunks that no operator up to an optimizer's step was seen to write: due when any optimizer has stepped, since
-    # what the loop does then (EMA, clamps) may write them, whichever optimizer it was.
+    # what the loop does then (EMA, clamps) may write them, whichever optimizer it was. Excepted: settled tensors.
     after_step: tuple[int, ...]
+
+    def end_of(self, iteration: int) -> int:
+        """How many of ``works`` lie in this iteration of a capture or an earlier one."""
+        return bisect.bisect_right(self.works, iteration, key=lambda work: work.iteration)
 
 
 def compile_plan(plan: Plan) -> Program:
@@ -51,9 +71,10 @@ def compile_plan(plan: Plan) -> Program:
     """
     if plan.granularity != "segment":
         raise PlanError(f"a plan of {plan.granularity} granularity cannot be executed: plan with --granularity segment")
+    steps = len(plan.timeline.steps)
     anchors = {index: step.anchor for index, step in enumerate(plan.timeline.steps) if step.anchor is not None}
-    before = _last_at_or_before(anchors, len(plan.timeline.steps))
-    after = _first_after(anchors, len(plan.timeline.steps))
+    before = _last_at_or_before(anchors, steps)
+    after = _first_at_or_after(anchors, steps)
     tables: dict[int, dict[str, list[int]]] = {}
 
     def note(step: int, what: str, chunk: int) -> None:
@@ -67,7 +88,8 @@ def compile_plan(plan: Plan) -> Program:
             tables.setdefault(due, _empty_table())
     after_step: list[int] = []
     for index, chunk in enumerate(plan.chunks):
-        released = before[chunk.offload_step]
+        iteration, step = divmod(chunk.offload_step, steps)
+        released = iteration * steps + before[step]
         deadline = plan.deadlines[chunk.tensor]
         if deadline is None or anchors[deadline].kind is AnchorKind.OPTIMIZER_POST:
             after_step.append(index)
@@ -75,18 +97,29 @@ def compile_plan(plan: Plan) -> Program:
             if deadline is not None:
                 note(deadline, "due", index)
         else:
-            if chunk.snapshot_step not in anchors:
+            if chunk.snapshot_step % steps not in anchors:
                 raise PlanError(f"the snapshot of {chunk.tensor} (step {chunk.snapshot_step}) is made at no anchor")
             note(chunk.snapshot_step, "snapshot", index)
             released = max(released, chunk.snapshot_step)
-            if (gone := after[chunk.offload_step]) is not None:
+            if (gone := iteration * steps + after[step]) < plan.horizon_steps:
                 note(gone, "free", index)
         note(released, "release", index)
+    for table in tables.values():  # nothing waits for a snapshot: it goes after the live tensors of its step
+        table["release"].sort(key=lambda index: (plan.chunks[index].offload_step, _is_snapshot(plan, index)))
     works = tuple(
-        AnchorWork(anchors[step], *(tuple(table[what]) for what in ("snapshot", "release", "due", "free")))
+        AnchorWork(
+            step // steps,
+            anchors[step % steps],
+            *(tuple(table[what]) for what in ("snapshot", "release", "due", "free")),
+        )
         for step, table in sorted(tables.items())
     )
-    return Program(works, {work.key: position for position, work in enumerate(works)}, tuple(after_step))
+    position = {(work.iteration, work.key): index for index, work in enumerate(works)}
+    return Program(works, position, tuple(after_step))
+
+
+def _is_snapshot(plan: Plan, chunk: int) -> bool:
+    return plan.chunks[chunk].snapshot_step is not None
 
 
 def _empty_table() -> dict[str, list[int]]:
@@ -102,11 +135,10 @@ def _last_at_or_before(anchors: Mapping[int, AnchorKey], steps: int) -> list[int
     return result
 
 
-def _first_after(anchors: Mapping[int, AnchorKey], steps: int) -> list[int | None]:
-    """For each step the earliest anchor step after it, None where the iteration ends first."""
-    found: int | None = None
-    result: list[int | None] = []
+def _first_at_or_after(anchors: Mapping[int, AnchorKey], steps: int) -> list[int]:
+    """For each step the earliest anchor step that is not before it; ``steps``, the next boundary, after the last."""
+    found, result = steps, []
     for step in reversed(range(steps)):
-        result.append(found)
         found = step if step in anchors else found
+        result.append(found)
     return result[::-1]

@@ -1,8 +1,9 @@
-"""Captures: the state at one boundary, gathered during the iteration after it, as the plan says.
+"""Captures: the state at one boundary, gathered during the iterations after it, as the plan says.
 
 The life of a capture: ``begin`` at the boundary (extra state is encoded, host state copied, nothing else moves), then
-the plan's work at each anchor, until the last chunk has arrived in its staging buffer and the capture is *delivered* to
-the writer. One is gathered at a time; it is never abandoned for a later one.
+the plan's work at each anchor of each iteration (``go_on`` at the boundaries between them), until the last chunk has
+arrived in its staging buffer and the capture is *delivered* to the writer, be it before the plan's interval is over.
+One is gathered at a time; it is never abandoned for a later one: ``finish`` brings it to its end, early if need be.
 
 Tensors that the plan does not know (the job changed since its first iteration) are copied at the boundary itself, and
 said so: consistent, though not free.
@@ -29,6 +30,7 @@ from checkflow.runtime.barriers import AnchorWork, Program
 from checkflow.runtime.copy_engine import CopyEngine, CopyRecord, CopyStatistics, Transfer
 from checkflow.runtime.layout import STORED_TYPES, Layout, TensorRecord, make_layout
 from checkflow.runtime.live_state import StateWalk
+from checkflow.runtime.settled import SettledTensors, WrittenError
 from checkflow.runtime.staging import StagingBuffer, StagingBuffers
 from checkflow.state import StateTensor, TrainingState, dtype_name, memory_order
 
@@ -47,6 +49,7 @@ class Capture:
     ties: tuple[tuple[str, str], ...]
     absent: tuple[str, ...]
     digests: Mapping[str, int] | None  # of every tensor at the boundary, where this capture is audited
+    settled: Mapping[str, int]  # digests of the settled tensors, known from before
 
 
 @dataclass(frozen=True)
@@ -105,13 +108,20 @@ class Capturer:
         self._distrusted = False  # an audit failed: everything is copied at the boundary
         self._prepared: dict[int, list[Transfer]] = {}  # by buffer: headers are in place, addresses computed
         self._capture: Capture | None = None
+        self._iteration = 0  # since the boundary of the capture in flight
         self._next = 0  # index of the first work not yet done
         # Tensors that only caution guards, and their version counters at the boundary.
         self._tensors: dict[str, torch.Tensor] = {}
         self._versions: dict[str, int] = {}
         self._boundary_bytes = 0
+        self.settled = SettledTensors(plan)
         self.layout_changes = 0
         self.last_report: CaptureReport | None = None
+
+    @property
+    def step(self) -> int | None:
+        """The step of the capture in flight."""
+        return None if self._capture is None else self._capture.step
 
     def begin(
         self, step: int, extra: bytes, info: Mapping[str, Any], *, audit: bool, optimizers: Mapping[str, str]
@@ -142,13 +152,16 @@ class Capturer:
             if buffer.index not in self._prepared:
                 self._prepare(buffer, arrangement)
             self._copy_at_boundary(buffer, arrangement)
-            digests = _digests(arrangement.state) if audit else None
+            digests = _digests(arrangement.state) if audit or self.settled.undecided else None
+            settled = self.settled.look(self._tensors, digests)
         except BaseException:
             self._buffers.give_back(buffer)
             raise
         ties, absent = arrangement.state.ties, arrangement.absent
-        self._capture = capture = Capture(step, buffer, arrangement.layout, extra, info, ties, absent, digests)
-        self._next = 0
+        self._capture = capture = Capture(
+            step, buffer, arrangement.layout, extra, info, ties, absent, digests, settled
+        )  # fmt: skip
+        self._iteration = self._next = 0
         self._versions = {name: tensor._version for name, tensor in self._tensors.items()}
         self._engine.begin(self._prepared[buffer.index], lambda: self._deliver(capture))
         self.reached(BOUNDARY)
@@ -158,9 +171,23 @@ class Capturer:
         """An anchor fired: do its work, and that of all before it that has not been done."""
         if self._capture is None:
             return
-        position = self._program.position.get(key)
+        position = self._program.position.get((self._iteration, key))
         if position is not None:
             self._work_until(position + 1)
+
+    def go_on(self) -> None:
+        """A boundary that is not captured: the next iteration of the capture in flight, or its end if it was the last.
+
+        Deadlines whose anchors did not fire end with the first iteration.
+        """
+        if self._capture is None:
+            return
+        if self._iteration + 1 == self._plan.interval:
+            self.finish()
+            return
+        self.complete_iteration()
+        self._iteration += 1
+        self.reached(BOUNDARY)
 
     def require(self, chunks: Sequence[int]) -> None:
         """These chunks must be safe now, whatever the plan says: what follows might write their tensors.
@@ -177,29 +204,53 @@ class Capturer:
         self._engine.offload(live, "barrier")
         self._engine.wait(live)
 
+    def require_after_step(self) -> None:
+        """An optimizer has stepped: the loop may now write what no operator was seen to write, settled tensors apart.
+
+        Raises:
+            ConsistencyError: as :meth:`require`.
+        """
+        chunks = self._plan.chunks
+        self.require([chunk for chunk in self._program.after_step if chunks[chunk].tensor not in self.settled])
+
     def _refuse_written(self, chunks: Sequence[int]) -> None:
         """Where only caution guards a tensor, its version counter may tell of a write that no anchor announced."""
+        assert self._capture is not None
         for chunk in self._engine.live(chunks):
             name = self._plan.chunks[chunk].tensor
             if name in self._versions and self._tensors[name]._version != self._versions[name]:
+                if name in self._capture.settled:
+                    raise WrittenError(self._capture.step, name)
                 raise ConsistencyError(f"{name} was written before its copy was made")
 
     def distrust(self) -> None:
-        """The plan does not fit the job: from now on everything is copied at the boundary itself."""
+        """The plan does not fit the job: from now on everything is copied at the boundary itself.
+
+        No capture may be in flight: the memory that it reads is held no longer.
+        """
         self._distrusted = True
         self._arrangement = None
 
-    def release_all(self) -> None:
-        """No anchor is left in this iteration: do all work that has not been done, wait for no snapshot."""
+    def complete_iteration(self) -> None:
+        """No anchor is left in this iteration: do its work that has not been done, wait for no snapshot."""
         if self._capture is not None:
-            self._work_until(len(self._program.works))
+            self._work_until(self._program.end_of(self._iteration))
 
     def finish(self) -> float:
-        """Bring the capture in flight to its end, if there is one; returns the seconds waited."""
+        """Bring the capture in flight to its end, if there is one; returns the seconds waited.
+
+        What the plan has for later iterations goes at once, and without snapshots: training waits for it here.
+        """
         if self._capture is None:
             return 0.0
         begun = time.perf_counter()
-        self.release_all()
+        self.complete_iteration()
+        if self._next < len(self._program.works):
+            chunks = range(len(self._plan.chunks))
+            if self._versions:
+                self._refuse_written(chunks)
+            self._engine.offload(chunks, "end")
+            self._next = len(self._program.works)
         self._engine.finish()
         self.last_report = CaptureReport(
             self._capture.step, self._engine.log(), self._engine.statistics(), self._boundary_bytes
@@ -231,7 +282,7 @@ class Capturer:
             self._next += 1  # only now: what an interrupt ends half-way is done again, and each part of it once
 
     def _do(self, work: AnchorWork) -> None:
-        anchor = str(work.key)
+        anchor = work.label
         if self._versions:
             self._refuse_written([*work.snapshot, *work.release])
         if work.snapshot:
@@ -247,7 +298,7 @@ class Capturer:
         """Lay the files out for the state as it is now, and make room for them."""
         self._arrangement = None  # if what follows fails, the next capture tries again
         deadlines = self._plan.deadlines
-        last = len(self._plan.timeline.steps)
+        last = self._plan.horizon_steps
         live = {item.name: item for item in state.tensors}
         records = [
             tensor_record(item, last if (due := deadlines.get(item.name)) is None else due) for item in state.tensors
@@ -285,6 +336,7 @@ class Capturer:
                 self._buffers = None
             self._buffers = StagingBuffers(self._buffer_count, layout.buffer_bytes)
         self._prepared = {}
+        self.settled.forget()
         self.layout_changes += 1
         known = {spec.name for spec in self._plan.fingerprint.state}
         self._arrangement = _Arrangement(

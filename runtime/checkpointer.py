@@ -1,7 +1,9 @@
 """Checkpointer: what a training script holds. It knows when boundaries are, and leaves the rest to its parts.
 
-At each boundary: the capture in flight is brought to its end, then the next one begins (:mod:`.capture`); anchors drive
-it through the iteration (:mod:`.anchors`); the writer commits it (:mod:`.persist`, :mod:`.store`).
+At each boundary that is captured: the capture in flight is brought to its end, then the next one begins
+(:mod:`.capture`); anchors drive it through the plan's iterations (:mod:`.anchors`); the writer commits it
+(:mod:`.persist`, :mod:`.store`). Captured are the boundaries whose number, counted over the whole job, is a multiple of
+the plan's interval; a resume does not change the count, and what it resumed from is not captured again.
 
 Where the boundary is: when the loader is asked for a batch after an optimizer step, so that whatever the loop did
 after ``optimizer.step()`` (scheduler, EMA, clamps, validation) belongs to the finished iteration. After an epoch's last
@@ -46,6 +48,7 @@ from checkflow.runtime.opening import step_name
 from checkflow.runtime.persist import Writer
 from checkflow.runtime.reader import Checkpoint, open_checkpoint, recover
 from checkflow.runtime.resume import restore
+from checkflow.runtime.settled import WrittenError
 from checkflow.runtime.store import Store
 from checkflow.state import as_models, as_optimizers, collect_state
 
@@ -66,10 +69,11 @@ class Checkpointer:
         directory: where checkpoints go; made if it is missing.
         plan: a plan file, or a Plan, made for this job (``checkflow plan``).
         state: further objects with ``state_dict`` and ``load_state_dict``, by name (schedulers, scalers).
-        every: iterations from one durable checkpoint to the next. Each is committed while the next one is gathered, and
-            training waits if storage is slower, so that a failure costs at most two intervals and the iteration under
-            way. None: every boundary is captured in host memory as planned, and storage takes the newest as fast as it
-            goes.
+        every: iterations from one durable checkpoint to the next, a multiple of the plan's interval. Each is committed
+            while the next one is gathered, and training waits if storage is slower, so that a failure costs at most two
+            intervals and the one under way. None: as often as planned (each boundary whose number is a multiple of the
+            plan's interval), at the ends of epochs and at the end of training, in host memory; storage takes the newest
+            as fast as it goes.
         host_buffers: staging buffers of the size of the state; three let capture and persist overlap fully.
         keep_latest: how many of the newest checkpoints stay on storage, at least 2.
         keep_epochs: whether the ones made at the ends of epochs stay too.
@@ -83,6 +87,7 @@ class Checkpointer:
         PlanError, MismatchError: the plan is damaged, cannot be executed, or was made for another job.
         StorageError, LockedError: the directory cannot be written, or another process writes there.
         UnsupportedError: something on the list of refusals.
+        ValueError: an argument is out of its range, or ``every`` does not fit the plan; it says what does.
     """
 
     def __init__(
@@ -109,6 +114,7 @@ class Checkpointer:
         self._objects = dict(state or {})
         self._plan = plan if isinstance(plan, Plan) else plans.load(plan)
         check_plan(self._plan)
+        fit.check_every(every, self._plan.interval)
         self._every, self._on_error, self._audit_every = every, on_error, audit
         self._loader = loader
         self._walk = StateWalk(self._models, self._optimizers)
@@ -122,6 +128,7 @@ class Checkpointer:
         self._epoch = 0
         self._stepped: set[str] = set()
         self._explicit = self._in_steps = False
+        self._began = False  # an iteration, since the last boundary
         self._left_epochs = False  # with ``break``, after the epoch's last batch
         # Loader epoch and position after each batch that was handed out and has not reached a step.
         self._positions: list[tuple[int, int]] = []
@@ -141,13 +148,13 @@ class Checkpointer:
             )
             undo.callback(self._store.close)
             self._resume(resume)
+            self._captured_iteration = self.iteration  # at the start there is nothing to save, after a resume it is
             self._engine = HostCopyEngine()
             undo.callback(self._engine.close)
             self._writer = Writer(self._commit, self._recycle, supersede=every is None)
             undo.callback(self._writer.close)
             self._capturer = Capturer(self._plan, program, self._walk, self._engine, host_buffers, self._writer.submit)
             self._guards = fit.make_guards(self._plan, self._models, self._optimizers)
-            self._after_step = program.after_step
             self._keys = [*(work.key for work in program.works), *self._guards.at_forward]
             self._hooks = self._hook()
             self._hooked_state = self._walk.current()
@@ -205,7 +212,7 @@ class Checkpointer:
             yield self.iteration
             if not self._explicit:
                 self._count_batches()
-                self._boundary()
+                self._boundary(last=self.iteration + 1 >= count)
         self._in_steps = False
         self._restore_generators()
 
@@ -286,12 +293,13 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None and not self._explicit and not self._closed:
-                if self._left_epochs:
+            if kind is None and not self._closed:
+                if not self._explicit and self._left_epochs:
                     self._end_epoch()
-                else:
+                elif not self._explicit:
                     self._count_batches()
                     self._boundary()
+                self._capture_last_boundary()
         finally:
             self._close(raising=kind is None)
 
@@ -310,9 +318,13 @@ class Checkpointer:
         self._restore_generators()
 
     def _on_forward(self) -> None:
-        if not self._explicit and not self._in_steps and self._stepped.issuperset(self._optimizers):
-            self._boundary()
-        self._restore_generators()
+        if self._loader is None:
+            if not self._explicit and not self._in_steps and self._stepped.issuperset(self._optimizers):
+                self._boundary()
+            self._restore_generators()
+
+    def _on_training(self) -> None:
+        self._began = True
 
     def _on_anchor(self, key: AnchorKey) -> None:
         begun = time.perf_counter()
@@ -331,9 +343,12 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
+            step = self._capturer.step or self.iteration
             lost = self._capturer.abort()
             self._aborted += lost
-            if isinstance(error, ConsistencyError):
+            if isinstance(error, WrittenError):
+                self._capturer.settled.drop([error.name])
+            elif isinstance(error, ConsistencyError):
                 self._distrust()
             if self._on_error == "raise":
                 raise
@@ -342,17 +357,21 @@ class Checkpointer:
             if said != self._said:  # the same reason at every boundary is said once
                 what = "is given up" if lost else "was complete before this"
                 trace = None if isinstance(error, CheckflowError) else error
-                logger.warning("the checkpoint of step %d %s: %s", self.iteration, what, said, exc_info=trace)
+                logger.warning("the checkpoint of step %d %s: %s", step, what, said, exc_info=trace)
             self._said = said
 
     def _hook(self) -> AnchorHooks:
-        on_forward = self._on_forward if self._loader is None else None
-        return AnchorHooks(self._models, self._optimizers, self._keys, self._on_anchor, on_forward)
+        return AnchorHooks(
+            self._models, self._optimizers, self._keys, self._on_anchor, self._on_forward, self._on_training
+        )  # fmt: skip
 
     def _follow(self) -> None:
         """Put hooks on modules that took the place of others; without them a deadline would pass unseen."""
         state = self._walk.current()
         if state is not self._hooked_state:
+            with self._surviving():  # its last tensors might be written where no hook is any more
+                self._capturer.finish()
+            self._guards = fit.make_guards(self._plan, self._models, self._optimizers)
             self._hooks.remove()
             self._hooked_state = state
             try:
@@ -378,13 +397,15 @@ class Checkpointer:
         if key in self._guards.at_forward:
             self._capturer.require(self._guards.at_forward[key])
         if key.kind is AnchorKind.OPTIMIZER_PRE:
+            if fit.group_sizes(self._optimizers[key.name]) != self._guards.sizes[key.name]:  # gradual unfreezing
+                self._guards = fit.make_guards(self._plan, self._models, self._optimizers)
             late = self._guards.at_step[key.name]
             self._capturer.require([chunk for owner, chunk in late if owner is None or owner.grad is not None])
         elif key.kind is AnchorKind.OPTIMIZER_POST:
             # What follows (EMA, clamps, another optimizer) may write what no operator was seen to write.
-            self._capturer.require(self._after_step)
+            self._capturer.require_after_step()
             if self._optimizers.keys() <= self._stepped | {key.name}:
-                self._capturer.release_all()
+                self._capturer.complete_iteration()
 
     # Boundaries
 
@@ -394,29 +415,67 @@ class Checkpointer:
             self._loader_epoch, self._position = self._positions[-1]
             self._positions.clear()
 
-    def _boundary(self, *, epoch_end: bool = False) -> None:
+    def _boundary(self, *, epoch_end: bool = False, last: bool = False) -> None:
+        """The state is now that of one more whole iteration.
+
+        A boundary to be captured brings the capture in flight to its end first. Where that comes before the plan's
+        interval is over (an epoch's end, the last iteration, and the first regular boundary after them), training waits
+        for what is left of it.
+        """
         if not self._stepped:
             return
         begun = time.perf_counter()
+        due = self._is_due(self.iteration + 1, extra=epoch_end or last)
         with self._surviving():
-            self._capturer.finish()
+            if due:
+                self._capturer.finish()
+            else:
+                self._capturer.go_on()
         self._stepped.clear()
+        self._began = False
         self._follow()
         self._hooks.reset()
         self.iteration += 1
         self._raise_if_asked()
-        if self._writer.breaches:
-            self._distrust()
-        waited_seconds = 0.0
-        if self.iteration % (self._every or self._plan.interval) == 0:
-            # The first capture tells whether the job can be checkpointed at all; later ones must not end it.
-            with self._surviving() if self._captures else contextlib.nullcontext():
-                waited_seconds = self._capture(epoch_end)
+        self._heed_writer()
+        waited_seconds = self._capture(epoch_end) if due else 0.0
         self._held["buffers"] += waited_seconds
         self._note_hold("boundary", time.perf_counter() - begun - waited_seconds)
 
+    def _is_due(self, iteration: int, *, extra: bool) -> bool:
+        """Whether a boundary is captured.
+
+        Args:
+            extra: whether it is the last one, or an epoch's: captured too, unless the user has said how often.
+        """
+        return iteration % (self._every or self._plan.interval) == 0 or (extra and self._every is None)
+
+    def _capture_last_boundary(self) -> None:
+        """Training has ended, and did not say so at its last boundary: if it began no further iteration, save that."""
+        captured = self._captured_iteration == self.iteration
+        if captured or self._stepped or self._began or not self._is_due(self.iteration, extra=True):
+            return
+        with self._surviving():
+            self._capturer.finish()
+        self._follow()
+        self._heed_writer()
+        self._held["buffers"] += self._capture(epoch_end=False)
+
+    def _heed_writer(self) -> None:
+        """What its audits found out about the job."""
+        self._capturer.settled.drop(self._writer.take_written())
+        if self._writer.breaches and not self._distrusted:
+            self._aborted += self._capturer.abort()  # one in flight was begun in the same way
+            self._distrust()
+
     def _capture(self, epoch_end: bool) -> float:
-        """Begin the capture of this boundary; returns the seconds waited for storage and buffers."""
+        """Capture this boundary; returns the seconds waited for storage and buffers."""
+        # The first capture tells whether the job can be checkpointed at all; later ones must not end it.
+        with self._surviving() if self._captures else contextlib.nullcontext():
+            return self._begin(epoch_end)
+        return 0.0
+
+    def _begin(self, epoch_end: bool) -> float:
         extra = extra_state.encode(self._extra())
         audit = self._captures < FIRST_AUDITS or (self._audit_every and self._captures % self._audit_every == 0)
         info = {"epoch": self._epoch, "epoch_end": epoch_end, "created": round(time.time(), 3)}
@@ -426,6 +485,7 @@ class Checkpointer:
             self.iteration, extra, info, audit=bool(audit), optimizers=self._implementations
         )
         self._captures += 1
+        self._captured_iteration = self.iteration
         return waited_seconds
 
     def _extra(self) -> dict[str, Any]:

@@ -44,6 +44,18 @@ def check_arguments(
         raise ValueError(f"audit must be a whole number of at least 0, not {audit!r}")
 
 
+def check_every(every: int | None, interval: int) -> None:
+    """Refuse checkpoints at boundaries that the plan does not make checkpoints of.
+
+    Raises:
+        ValueError: ``every`` is no multiple of the plan's interval; it says which values near it are.
+    """
+    if every is not None and every % interval:
+        below = every - every % interval
+        near = f"{below} or {below + interval}" if below else str(interval)
+        raise ValueError(f"every={every} is no multiple of the plan's interval of {interval}: use {near}")
+
+
 def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
@@ -104,8 +116,15 @@ class Guards:
     #: By optimizer, what it may write at its step although the plan says later or never: (parameter, chunk). A
     #: parameter counts only if it has a gradient; None stands for the optimizer's own state.
     at_step: Mapping[str, tuple[tuple[torch.Tensor | None, int], ...]]
+    #: By optimizer, how many parameters each of its groups had: where that changes, guards must be made anew.
+    sizes: Mapping[str, tuple[int, ...]]
     #: By a module's first forward, buffers of its own that it may write there although the plan says later or never.
     at_forward: Mapping[AnchorKey, tuple[int, ...]]
+
+
+def group_sizes(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    """How many parameters each group of an optimizer has."""
+    return tuple(len(group["params"]) for group in optimizer.param_groups)
 
 
 def make_guards(plan: Plan, models: Models, optimizers: Optimizers) -> Guards:
@@ -137,4 +156,4 @@ def make_guards(plan: Plan, models: Models, optimizers: Optimizers) -> Guards:
         due = plan.deadlines[item.name]
         if due is None or due > steps.get(key, -1):
             at_forward[key] = (*at_forward.get(key, ()), *chunks[item.name])
-    return Guards(at_step, at_forward)
+    return Guards(at_step, {name: group_sizes(optimizer) for name, optimizer in optimizers.items()}, at_forward)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from checkflow.errors import CheckflowError, ConsistencyError
 from checkflow.runtime.capture import Capture, tensor_digest
+from checkflow.runtime.settled import WrittenError
 
 logger = logging.getLogger("checkflow")
 Commit = Callable[[Capture], Path]
@@ -49,6 +50,7 @@ class Writer:
         self._changed = threading.Condition()
         self._busy = self._closed = False
         self._error: CheckflowError | None = None
+        self._written: list[str] = []
         self.committed = self.failed = self.superseded = self.audited = self.breaches = 0
         self.last: Persisted | None = None
         self._thread = threading.Thread(target=self._run, name="checkflow-writer", daemon=True)
@@ -82,6 +84,12 @@ class Writer:
         with self._changed:
             error, self._error = self._error, None
             return error
+
+    def take_written(self) -> list[str]:
+        """Settled tensors that were found written since the last call."""
+        with self._changed:
+            written, self._written = self._written, []
+            return written
 
     def close(self) -> None:
         """Commit what is left, then stop."""
@@ -118,6 +126,9 @@ class Writer:
             path = self._commit(capture)
         except CheckflowError as reason:
             error = reason
+            if isinstance(reason, WrittenError):
+                with self._changed:
+                    self._written.append(reason.name)
             logger.warning("checkpoint of step %d failed, training goes on: %s", capture.step, reason)
         except Exception as reason:
             # A fault of ours must not end the training job either; the traceback goes to the log.
@@ -130,16 +141,22 @@ class Writer:
         )  # fmt: skip
 
     def _audit(self, capture: Capture) -> None:
-        """Hold the staged bytes against the digests made at the boundary."""
+        """Hold the staged bytes against the digests made at the boundary, those of settled tensors before it."""
+        for name, digest in capture.settled.items():
+            if _staged_digest(capture, name) != digest:
+                raise WrittenError(capture.step, name)
         if capture.digests is None:
             return
         self.audited += 1
         for name, digest in capture.digests.items():
-            placed = capture.layout.tensors[name]
-            staged = tensor_digest(capture.buffer.address + placed.staging_offset, placed.record.size_bytes)
-            if staged != digest:
+            if name not in capture.settled and _staged_digest(capture, name) != digest:
                 self.breaches += 1
                 raise ConsistencyError(
                     f"the checkpoint of step {capture.step} is torn: {name} was written before its copy was made; "
                     "it is void, and the plan does not fit this job"
                 )
+
+
+def _staged_digest(capture: Capture, name: str) -> int:
+    placed = capture.layout.tensors[name]
+    return tensor_digest(capture.buffer.address + placed.staging_offset, placed.record.size_bytes)

@@ -34,6 +34,8 @@ class Job:
     kill: tuple[str, int, int] | None = None
     workers: int = 0
     explicit: bool = False  # mark boundaries with step(), fetching a batch ahead
+    interval: int = 1  # of the plan
+    every: int | None = 1
 
 
 class Net(nn.Module):
@@ -69,11 +71,11 @@ def make() -> tuple[Net, torch.optim.Optimizer, Any]:
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
 
-def make_plan(seed: int = 0) -> Plan:
+def make_plan(seed: int = 0, interval: int = 1) -> Plan:
     model, optimizer, _ = make()
     model(torch.randn(4, 8)).sum().backward()
     optimizer.step()
-    return random_plan({"model": model}, {"optimizer": optimizer}, seed, chunk_bytes=1000)
+    return random_plan({"model": model}, {"optimizer": optimizer}, seed, chunk_bytes=1000, interval=interval)
 
 
 def run(job: Job) -> None:
@@ -89,7 +91,8 @@ def run(job: Job) -> None:
     )  # fmt: skip
     with Checkpointer(
         model, optimizer, loader,
-        directory=job.directory / "checkpoints", plan=make_plan(), state={"scheduler": scheduler}, every=1, audit=1,
+        directory=job.directory / "checkpoints", plan=make_plan(interval=job.interval),
+        state={"scheduler": scheduler}, every=job.every, audit=1,
     ) as checkpointer:  # fmt: skip
         for epoch in checkpointer.epochs(EPOCHS):
             model.train()

@@ -6,6 +6,7 @@ safetensors library.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -84,7 +85,9 @@ def run_oracle(
     return truths
 
 
-def random_plan(models: Models, optimizers: Optimizers, seed: int, *, chunk_bytes: int = 4096) -> Plan:
+def random_plan(
+    models: Models, optimizers: Optimizers, seed: int, *, chunk_bytes: int = 4096, interval: int = 1
+) -> Plan:
     """A plan that keeps every deadline of a job whose optimizer state exists, and is random otherwise.
 
     Anchors: each module's forward in registration order, then the optimizers' steps. No link, no memory: whatever keeps
@@ -114,7 +117,7 @@ def random_plan(models: Models, optimizers: Optimizers, seed: int, *, chunk_byte
         deadline = place[AnchorKey(AnchorKind.FORWARD, item.module)] if item.module else first_step
         frozen = item.kind == "parameter" and not item.tensor.requires_grad
         groups.setdefault(None if frozen else deadline + 1, []).append((item.name, size))
-        chunks += _random_chunks(rng, item.name, size, None if frozen else deadline, len(steps), chunk_bytes)
+        chunks += _random_chunks(rng, item.name, size, None if frozen else deadline, interval * len(steps), chunk_bytes)
     ordered = sorted(groups.items(), key=lambda pair: (pair[0] is None, pair[0] or 0))
     timeline = Timeline("segment", tuple(steps), tuple(StateGroup(u, tuple(sorted(m))) for u, m in ordered))
     fingerprint = Fingerprint(
@@ -124,7 +127,7 @@ def random_plan(models: Models, optimizers: Optimizers, seed: int, *, chunk_byte
     certificate = Certificate("feasible", "random", "none", "", 0, 0)
     chunks.sort(key=lambda chunk: (chunk.offload_step, chunk.tensor, chunk.offset_bytes))
     return Plan(
-        fingerprint, "direct", 1e12, 1, timeline, tuple(chunks), 0, 0, 0.0, 1, certificate
+        fingerprint, "direct", 1e12, 1, timeline, tuple(chunks), 0, 0, 0.0, interval, certificate
     ).sealed()  # fmt: skip
 
 
@@ -142,3 +145,24 @@ def _random_chunks(
             chunks.append(Chunk(name, offset, length, rng.randint(made + 1, steps - 1), made))
         offset += length
     return chunks
+
+
+def undated(plan: Plan, part: str, *, snapshots: bool = False) -> Plan:
+    """The same plan as if nobody had seen a write of these tensors; they leave as late as they can."""
+    last = plan.horizon_steps - 1
+    groups, loose = [], []
+    for group in plan.timeline.groups:
+        kept = tuple(member for member in group.members if part not in member[0])
+        loose += [member for member in group.members if part in member[0]]
+        if kept and group.first_write is not None:
+            groups.append(dataclasses.replace(group, members=kept))
+        else:
+            loose += kept
+    groups.append(dataclasses.replace(plan.timeline.groups[-1], first_write=None, members=tuple(sorted(loose))))
+    made = last - 1 if snapshots else None
+    chunks = tuple(
+        dataclasses.replace(chunk, offload_step=last, snapshot_step=made) if part in chunk.tensor else chunk
+        for chunk in plan.chunks
+    )
+    timeline = dataclasses.replace(plan.timeline, groups=tuple(groups))
+    return dataclasses.replace(plan, timeline=timeline, chunks=chunks).sealed()

@@ -194,7 +194,9 @@ def test_an_event_moved_after_its_write_is_refused_and_if_forced_caught(
     forced = dataclasses.replace(plan, timeline=timeline, chunks=moved).sealed()
     monkeypatch.setattr("checkflow.runtime.checkpointer.check_plan", lambda plan: None)
     # The guards beyond the plan would save it: without them, the audit must tell.
-    monkeypatch.setattr("checkflow.runtime.fit.make_guards", lambda *_: Guards({"optimizer": ()}, {}))
+    monkeypatch.setattr(
+        "checkflow.runtime.fit.make_guards", lambda *_: Guards({"optimizer": ()}, {"optimizer": ()}, {})
+    )
     with (
         pytest.raises(ConsistencyError, match="running_mean"),
         checkpointer_for(step, tmp_path / "forced", forced) as checkpointer,

@@ -53,6 +53,40 @@ def test_killed_at(place: str, explicit: bool, tmp_path: Path, uninterrupted: tu
     assert_same_end(tmp_path, uninterrupted)
 
 
+@pytest.mark.parametrize(
+    ("interval", "every", "place", "explicit"),
+    [
+        (3, 3, "forward", False),
+        (3, 3, "epoch end", False),
+        (4, None, "after step", False),
+        (4, None, "validation", False),
+        (4, 4, "step", True),
+        (4, None, "backward", True),
+    ],
+)
+def test_killed_within_an_interval(
+    interval: int,
+    every: int | None,
+    place: str,
+    explicit: bool,
+    tmp_path: Path,
+    uninterrupted: tuple[Any, list[list[int]]],
+) -> None:
+    """Plans over several iterations; with an interval of 4 the ends of epochs come in the middle of one."""
+    job = jobs.Job(tmp_path, interval=interval, every=every, explicit=explicit)
+    batch = 0 if place in ("validation", "epoch end") else 4
+    assert jobs.start(dataclasses.replace(job, kill=(place, 1, batch))) == -9
+    reached = len((tmp_path / "samples").read_text().splitlines())
+    restorable = [int(path.name[5:]) for path in find(tmp_path / "checkpoints")]
+    assert all(step % interval == 0 or (every is None and step % jobs.BATCHES == 0) for step in restorable)
+    if every is not None:  # otherwise storage may lag
+        assert reached - 3 * interval <= max(restorable, default=0) <= reached
+    assert jobs.start(job) == 0
+    assert_same_end(tmp_path, uninterrupted)
+    if every is None:  # the end of training is saved, a multiple of the interval or not
+        assert find(tmp_path / "checkpoints")[0].name == f"step-{jobs.EPOCHS * jobs.BATCHES:08d}"
+
+
 def test_killed_again_and_again_with_workers(tmp_path: Path, uninterrupted: tuple[Any, list[list[int]]]) -> None:
     job = jobs.Job(tmp_path, workers=2)
     for kill in (("forward", 0, 0), ("after step", 0, 4), ("validation", 0, 0), ("backward", 2, 1)):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import assert_checkpoint_is, clone_state, random_plan, same_bits
+from oracle import assert_checkpoint_is, clone_state, random_plan, same_bits, undated
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import TensorDataset, default_collate
@@ -52,27 +52,6 @@ class Job:
 
     def plan(self, seed: int) -> Plan:
         return random_plan(self.models, self.optimizers, seed)
-
-
-def undated(plan: Plan, part: str, *, snapshots: bool = False) -> Plan:
-    """The same plan as if nobody had seen a write of these tensors; they leave as late as they can."""
-    last = len(plan.timeline.steps) - 1
-    groups, loose = [], []
-    for group in plan.timeline.groups:
-        kept = tuple(member for member in group.members if part not in member[0])
-        loose += [member for member in group.members if part in member[0]]
-        if kept and group.first_write is not None:
-            groups.append(dataclasses.replace(group, members=kept))
-        else:
-            loose += kept
-    groups.append(dataclasses.replace(plan.timeline.groups[-1], first_write=None, members=tuple(sorted(loose))))
-    made = last - 1 if snapshots else None
-    chunks = tuple(
-        dataclasses.replace(chunk, offload_step=last, snapshot_step=made) if part in chunk.tensor else chunk
-        for chunk in plan.chunks
-    )
-    timeline = dataclasses.replace(plan.timeline, groups=tuple(groups))
-    return dataclasses.replace(plan, timeline=timeline, chunks=chunks).sealed()
 
 
 def open_job(job: Job, directory: Path, plan: Plan, **options: Any) -> Checkpointer:
