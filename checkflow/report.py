@@ -66,6 +66,7 @@ def plan_json(planned: Planned) -> dict[str, Any]:
         "synchronous_stall_seconds": base.synchronous_stall_seconds,
         "interval": outcome.interval,
         "stall_seconds": outcome.stall_seconds,
+        "wait_seconds": outcome.wait_seconds,
         "durable_bytes_per_second": outcome.durable_bytes_per_second,
         "frontier": [dataclasses.asdict(row) for row in outcome.frontier],
         "explanation": outcome.explanation,

@@ -103,6 +103,13 @@ class Outcome:
         return None if self.plan is None else self.plan.stall_seconds
 
     @property
+    def wait_seconds(self) -> float | None:
+        """Of the stall, what training waits for the link."""
+        if self.plan is None:
+            return None
+        return 0.0 if self.plan.wait is None else self.plan.wait.seconds
+
+    @property
     def plan_peak_bytes(self) -> int | None:
         return None if self.plan is None else self.plan.plan_peak_bytes
 

@@ -48,6 +48,7 @@ KEYS = [
     "synchronous_stall_seconds",
     "interval",
     "stall_seconds",
+    "wait_seconds",
     "durable_bytes_per_second",
     "frontier",
     "explanation",
