@@ -51,10 +51,21 @@ def ilp_fits(question: Question, interval: int, budget: Budget | None = None) ->
     return peak is not None and (question.peak_limit_bytes is None or peak <= question.peak_limit_bytes)
 
 
+def busy_timeline(rng: random.Random) -> Timeline:
+    """Many deadlines and hills of memory: what leaves early then competes with what falls due soon."""
+    steps, groups = [(0, rng.randint(0, 4))], []
+    for _ in range(rng.randint(4, 9)):
+        steps += [(rng.choice([0, 0, 1]), rng.randint(0, 6)), (rng.choice([1, 1, 2]), rng.randint(0, 6))]
+    for first in range(1, len(steps)):
+        if rng.random() < 0.5:
+            groups.append((first, [rng.randint(0, 2)]))
+    return timeline_of(steps, [*groups, (None, [rng.randint(0, 3)])])
+
+
 def random_question(seed: int, policy: Policy = "direct") -> Question:
     """A few bytes over a slow link, with and without limits."""
     rng = random.Random(seed)
-    timeline = random_timeline(rng, most_steps=6, most_bytes=8)
+    timeline = busy_timeline(rng) if seed % 2 else random_timeline(rng, most_steps=6, most_bytes=8)
     limit = rng.choice([None, timeline.training_peak_bytes + rng.randint(0, 4)])
     overhead = rng.choice([None, 0.0, 0.1, 0.25, 0.5])
     memory = rng.choice([1.0, 2.0, 5.0, 40.0])
@@ -161,6 +172,16 @@ def test_frontier_rows_of_random_timelines(policy: Policy) -> None:
         bent += len(rows) > 2
     assert priced > 25
     assert policy == "snapshot" or bent > 3
+
+
+def test_a_snapshot_leaves_no_earlier_than_it_must() -> None:
+    """Two snapshots do: the first one makes room just in time for the hill. Sent as soon as it could leave, it would
+    take the link from a unit that is due next, which then needs a snapshot of its own, and is on the hill instead."""
+    steps = [(0, 0), (1, 0), (0, 0), (1, 0), (1, 3), (0, 0), (2, 0)]
+    question = Question(timeline_of(steps, [(1, [1]), (3, [1]), (6, [2])]), 1, "direct", 1.0, 8.0, 0.1, 3)
+    rows = [(row.interval, row.stall_seconds, row.extra_bytes) for row in frontier(question, 1)]
+    assert rows == [(1, 0.5, 0), (1, 0.25, 1)]
+    assert smallest_interval(question, 1) == 1  # the overhead allows 0.5 s
 
 
 @pytest.mark.parametrize(
