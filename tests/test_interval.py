@@ -99,7 +99,7 @@ def alexnet_question(
 @pytest.mark.parametrize("policy", ["direct", "snapshot"])
 def test_smallest_interval_of_random_timelines(policy: Policy) -> None:
     longer = never = 0
-    for seed in range(200):
+    for seed in range(140):
         question, most = random_question(seed, policy), 1 + seed % 7
         interval = smallest_interval(question, most)
         if interval is None:
@@ -161,7 +161,7 @@ def assert_least(
 @pytest.mark.parametrize("policy", ["direct", "snapshot"])
 def test_frontier_rows_of_random_timelines(policy: Policy) -> None:
     priced = bent = 0
-    for seed in range(120):
+    for seed in range(80):
         question = random_question(seed, policy)
         rows = frontier(question, 6)
         for row in rows:
@@ -237,7 +237,7 @@ def test_least_bandwidth_of_alexnet_where_training_may_wait() -> None:
 def test_tight_interval_proves_that_there_is_no_schedule_without_waiting(policy: Policy) -> None:
     """Nor over any link slower than the rate that it asks for. Training's own traffic aside, which may have to wait."""
     named = 0
-    for seed in range(200):
+    for seed in range(140):
         question, interval = random_question(seed, policy), 1 + seed % 3
         tight = tight_interval(question, interval)
         if tight is None:
@@ -257,7 +257,7 @@ def test_rate_of_the_tight_interval_is_the_least_bandwidth_where_only_link_and_r
     """Direct policy, any number of snapshots, no wait: then all that can be short is an interval, and the one that asks
     for the fastest link is named, so that its rate cures all of them, and nothing less does."""
     cured = 0
-    for seed in range(200):
+    for seed in range(140):
         question, interval = replace(random_question(seed), overhead=None), 1 + seed % 3
         tight = tight_interval(question, interval)
         if any(step.link_bytes for step in question.timeline.steps):
@@ -317,7 +317,7 @@ def assert_least_raise(timeline: Timeline, request: Request) -> None:
 @pytest.mark.parametrize("policy", ["direct", "snapshot"])
 def test_memory_of_random_timelines_is_raised_as_little_as_possible(policy: Policy) -> None:
     raised = 0
-    for seed in range(120):
+    for seed in range(80):
         question = random_question(seed, policy)
         limit = max(0, question.timeline.training_peak_bytes - 1)
         request = Request(
