@@ -183,7 +183,7 @@ def _difference(entry: Data, link: float, verdict: bool, cases: Sequence[str]) -
     ) + (
         f" The {format_size(entry['device_state_bytes'])} of state cross this link in {format_seconds(turn)}, and the"
         f" roofline's iteration takes {format_seconds(entry['iteration_seconds'])}. The paper's verdict needs an"
-        f" iteration {'of at least that' if verdict else f'shorter than {format_seconds(turn)}'}: its measured time"
+        f" iteration {'of at least that' if verdict else f'shorter than {format_seconds(turn)}'}: its own time"
         " must have been so."
     )
 
