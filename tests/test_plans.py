@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks import paper_document, paper_tables
 from checkflow import plan as plans
 from checkflow.hardware import find_device, parse_bandwidth
 from checkflow.planner.pipeline import Planned, Subject, default_memory_limit_bytes, plan_model
@@ -37,6 +38,16 @@ def plan(model: str, batch_size: int, optimizer: str | None = None, bandwidth: s
     return plan_model(Subject(model, batch_size, {}, optimizer), RTX_3090, request, "segment")
 
 
+def assert_documented(planned: Planned, model: str, batch_size: int, optimizer: str) -> None:
+    """docs/paper_tables.md is made from this training step: if not, run python -m benchmarks.paper_tables."""
+    figures = json.loads(paper_tables.RESULTS.read_text())
+    if figures["inputs"] == paper_tables.inputs():  # another torch may trace other operators
+        entry = paper_document.subject(figures, model, batch_size, optimizer)
+        assert planned.timeline.iteration_seconds == pytest.approx(entry["iteration_seconds"], abs=1e-11)
+        assert planned.timeline.training_peak_bytes == entry["training_peak_bytes"]
+        assert planned.graph.state_bytes == entry["state_bytes"]
+
+
 @pytest.mark.parametrize("optimizer", [None, "adam"])
 @pytest.mark.parametrize("batch_size", [1, 32])
 @pytest.mark.parametrize("model", MODELS)
@@ -54,6 +65,7 @@ def test_planned_as_often_as_the_link_allows(model: str, batch_size: int, optimi
     assert replay.peak_bytes == outcome.plan.plan_peak_bytes
     assert outcome.plan.certificate.bound_bytes == outcome.plan.certificate.objective_bytes
     assert second.outcome.plan is not None
+    assert_documented(first, model, batch_size, optimizer or "sgd")
     data = plans.dumps(outcome.plan)
     assert plans.dumps(second.outcome.plan) == data
     assert plans.loads(data) == outcome.plan.sealed()
