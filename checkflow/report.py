@@ -78,17 +78,27 @@ def plan_json(planned: Planned) -> dict[str, Any]:
 def plan_tables(planned: Planned) -> Iterable[Table]:
     """A plan, or what is known where there is none; and what else was to be had, where a checkpoint costs something."""
     yield plan_table(planned)
-    rows = planned.outcome.frontier
-    if planned.outcome.interval != 1 or planned.outcome.stall_seconds:
-        table = Table(title="What checkpoints cost, limits aside", title_justify="left")
-        for column in ("every", "stall", "of the time", "extra memory"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for row in rows:
-            share = _share(row.stall_seconds, row.interval * planned.timeline.iteration_seconds)
-            extra = format_size(row.extra_bytes) if row.extra_bytes else "none"
-            table.add_row(_iterations(row.interval), stall(row.stall_seconds), share, extra)
-        if rows:
-            yield table
+    outcome = planned.outcome
+    rows = [(row.interval, row.stall_seconds, row.extra_bytes, "") for row in outcome.frontier]
+    if outcome.interval == 1 and not outcome.stall_seconds:
+        return
+    if outcome.plan is not None:
+        extra = outcome.plan.plan_peak_bytes - outcome.training_peak_bytes
+        rows.append((outcome.plan.interval, outcome.plan.stall_seconds, extra, "bold"))
+    table = Table(
+        title="What checkpoints cost, limits aside",
+        title_justify="left",
+        caption=None if outcome.plan is None else "the last row is the plan",
+        caption_justify="left",
+    )
+    for column in ("every", "stall", "of the time", "extra memory"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for interval, stall_seconds, extra_bytes, style in rows:
+        share = _share(stall_seconds, interval * planned.timeline.iteration_seconds)
+        extra_text = format_size(extra_bytes) if extra_bytes else "none"
+        table.add_row(_iterations(interval), stall(stall_seconds), share, extra_text, style=style)
+    if rows:
+        yield table
 
 
 def plan_table(planned: Planned) -> Table:
@@ -122,8 +132,9 @@ def plan_table(planned: Planned) -> Table:
     table.add_row("synchronous stall", stall(waits), f"{_share(waits, seconds)} of the iteration")
     table.add_section()
     durable, interval = outcome.durable_bytes_per_second, outcome.interval or 1
-    slower = f"; {rate(durable / interval)} for every {_iterations(interval)}" if interval > 1 else ""
-    table.add_row("durable rate", rate(durable), f"storage must take, for every iteration{slower}")
+    faster = f"; {rate(durable)} for every iteration" if interval > 1 else ""
+    needed = f"storage must take, for every {_iterations(interval)}{faster}"
+    table.add_row("durable rate", rate(durable / interval), needed)
     if outcome.plan is not None and outcome.explanation:
         table.add_row("note", "", outcome.explanation)
     return table
