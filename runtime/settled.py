@@ -11,10 +11,13 @@ anchor tells, as soon as an optimizer has stepped. Therefore, consistency first:
    the first one, or after tensors were replaced, is audited for it, and runs as planned.
 3. A settled tensor is watched. Before its owner steps with a gradient for it, and before its module's forward if it is
    a buffer, it is copied (:mod:`.fit`), in every iteration of a capture. Its version counter is looked at whenever some
-   of it is released. Before commit, what was staged is held against the digest that is known: writes that move no
-   counter (through ``.data``, NumPy) are found too, whenever they came.
+   of it is released. Before commit, what was staged is held against the digest that is known, which finds most writes
+   that move no counter (through ``.data``, NumPy).
 4. One that was written after all is never trusted again. The checkpoint under way is void if the write came before the
-   last byte had left; nothing else is lost.
+   last byte had left; and where only the digest tells, so are those begun before the writer has come to compare it.
+
+What this does not find: bytes that are changed before a boundary whose capture is not audited and changed back before
+they leave, moving no counter either time. That checkpoint holds the bytes from before and after, not the boundary's.
 
 Plans for one iteration have no such tensors: rule 1 is all there is.
 """
