@@ -110,7 +110,7 @@ class Capturer:
         self._capture: Capture | None = None
         self._iteration = 0  # since the boundary of the capture in flight
         self._next = 0  # index of the first work not yet done
-        # Tensors that only caution guards, and their version counters at the boundary.
+        # What leaves from live memory, and its version counters at the boundary.
         self._tensors: dict[str, torch.Tensor] = {}
         self._versions: dict[str, int] = {}
         self._boundary_bytes = 0
@@ -214,7 +214,7 @@ class Capturer:
         self.require([chunk for chunk in self._program.after_step if chunks[chunk].tensor not in self.settled])
 
     def _refuse_written(self, chunks: Sequence[int]) -> None:
-        """Where only caution guards a tensor, its version counter may tell of a write that no anchor announced."""
+        """A version counter may tell of a write that no anchor announced (not of one through ``.data``)."""
         assert self._capture is not None
         for chunk in self._engine.live(chunks):
             name = self._plan.chunks[chunk].tensor
@@ -284,7 +284,7 @@ class Capturer:
     def _do(self, work: AnchorWork) -> None:
         anchor = work.label
         if self._versions:
-            self._refuse_written([*work.snapshot, *work.release])
+            self._refuse_written([*work.snapshot, *work.release, *work.due])
         if work.snapshot:
             self._engine.snapshot(work.snapshot, anchor)
         if work.release:
@@ -327,8 +327,7 @@ class Capturer:
             else (0, 0, 0)
             for chunk in self._plan.chunks
         )
-        after_step = {self._plan.chunks[chunk].tensor for chunk in self._program.after_step}
-        self._tensors = {name: live[name].tensor for name in sorted(after_step & planned)}
+        self._tensors = {name: live[name].tensor for name in sorted(planned)}
         if self._buffers is None or self._buffers.size_bytes < layout.buffer_bytes:
             if self._buffers is not None:
                 self._buffers.wait_all_free()

@@ -129,6 +129,8 @@ class Checkpointer:
         self._stepped: set[str] = set()
         self._explicit = self._in_steps = False
         self._began = False  # an iteration, since the last boundary
+        # Version counters of all state at a boundary that was not captured, in case it is the last one.
+        self._passed: list[int] = []
         self._left_epochs = False  # with ``break``, after the epoch's last batch
         # Loader epoch and position after each batch that was handed out and has not reached a step.
         self._positions: list[tuple[int, int]] = []
@@ -187,8 +189,10 @@ class Checkpointer:
                 yield self._epoch
             except GeneratorExit:  # the loop was left with ``break``
                 self._left_epochs = loader.exhausted
+                self._leave_loop()
                 raise
             self._end_epoch()
+        self._leave_loop()
         self._restore_generators()  # a run that was finished already: what follows the loop sees them as it did then
 
     def _end_epoch(self) -> None:
@@ -209,12 +213,22 @@ class Checkpointer:
         self._in_steps = True
         while self.iteration < count:
             self._restore_generators()
-            yield self.iteration
+            try:
+                yield self.iteration
+            except GeneratorExit:  # the loop was left with ``break``
+                self._leave_loop()
+                raise
             if not self._explicit:
                 self._count_batches()
                 self._boundary(last=self.iteration + 1 >= count)
         self._in_steps = False
+        self._leave_loop()
         self._restore_generators()
+
+    def _leave_loop(self) -> None:
+        """No training follows to copy behind, and what does may write at no anchor: put the best weights back."""
+        with self._surviving():
+            self._capturer.finish()
 
     def step(self, batches: int | None = None) -> None:
         """Mark the boundary here: for loops that fetch batches ahead of using them.
@@ -438,6 +452,8 @@ class Checkpointer:
         self.iteration += 1
         self._raise_if_asked()
         self._heed_writer()
+        if not due and self._every is None:
+            self._passed = self._versions()
         waited_seconds = self._capture(epoch_end) if due else 0.0
         self._held["buffers"] += waited_seconds
         self._note_hold("boundary", time.perf_counter() - begun - waited_seconds)
@@ -451,15 +467,25 @@ class Checkpointer:
         return iteration % (self._every or self._plan.interval) == 0 or (extra and self._every is None)
 
     def _capture_last_boundary(self) -> None:
-        """Training has ended, and did not say so at its last boundary: if it began no further iteration, save that."""
+        """Training has ended, and did not say so at its last boundary: save that if the state is still what it was.
+
+        It is not where a further iteration has begun, nor where what followed the loop wrote (the best weights, put
+        back), as far as version counters tell.
+        """
         captured = self._captured_iteration == self.iteration
         if captured or self._stepped or self._began or not self._is_due(self.iteration, extra=True):
+            return
+        if self._versions() != self._passed:
+            logger.warning("the state was changed after step %d, which is not saved therefore", self.iteration)
             return
         with self._surviving():
             self._capturer.finish()
         self._follow()
         self._heed_writer()
         self._held["buffers"] += self._capture(epoch_end=False)
+
+    def _versions(self) -> list[int]:
+        return [item.tensor._version for item in self._walk.current().tensors]
 
     def _heed_writer(self) -> None:
         """What its audits found out about the job."""

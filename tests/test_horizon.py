@@ -30,7 +30,7 @@ from checkflow.planner.schedule import Request, make_plan
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import copy_engine
 from checkflow.runtime.barriers import compile_plan
-from checkflow.runtime.capture import Capturer
+from checkflow.runtime.capture import Capturer, CaptureReport
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.persist import Writer
@@ -302,6 +302,68 @@ def test_leaving_in_the_middle_of_an_interval(way: str, place: str, tmp_path: Pa
     assert begun[-1] == job.iteration  # which is there already: nothing was captured anew
 
 
+@pytest.mark.parametrize("way", ["step()", "steps", "loader"])
+def test_what_follows_the_last_boundary_is_not_saved_as_its_state(
+    way: str, tmp_path: Path, begun: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Early stopping in the middle of an interval: the best weights are put back after the loop, inside the block."""
+    step = make_step()
+    model, truths = step.models["model"], {}
+    best = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    x, y = step.batch
+    loader = DataLoader(TensorDataset(x.repeat(8, 1), y.repeat(8)), 8) if way == "loader" else None
+    with Checkpointer(
+        step.models, step.optimizers, loader, directory=tmp_path, plan=plan_for(3, 2), on_error="raise", audit=1
+    ) as job:
+        for n, _ in enumerate(job.loader if way == "loader" else job.steps(8) if way == "steps" else range(8)):
+            truths[n] = clone_state(step.models, step.optimizers)
+            if n == 5:
+                break
+            step.run((x, y))
+            if way == "step()":
+                job.step()
+        if way != "steps":  # the others do not tell when the loop is left: the capture in flight would be given up
+            job._capturer.finish()
+        model.load_state_dict(best)
+    assert begun == check(tmp_path, truths) == [3]
+    assert "changed after step 5" in caplog.text
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("way", ["steps", "break", "epochs", "break of epochs"])
+def test_the_last_checkpoint_is_whole_when_the_loop_is_left(
+    way: str, interval: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that are put back right after the loop are written at no anchor; nobody audits, and nothing is quick."""
+    monkeypatch.setattr(copy_engine, "SMALL_BYTES", 0)
+    step, truths = make_step(), {}
+    head = step.models["model"].head
+    loader = DataLoader(TensorDataset(torch.randn(40, 16), torch.randint(5, (40,))), 8) if "epochs" in way else None
+    with Checkpointer(
+        step.models, step.optimizers, loader, directory=tmp_path, plan=plan_for(interval, 0), on_error="warn", audit=0
+    ) as job:
+        if loader is None:
+            for n in job.steps(8):
+                truths[n] = clone_state(step.models, step.optimizers)
+                if way == "break" and n == 6:
+                    break
+                step.run(step.batch)
+        else:
+            for epoch in job.epochs(2):
+                for batch in job.loader:
+                    truths[job.iteration] = clone_state(step.models, step.optimizers)
+                    step.run(batch)
+                truths[job.iteration + 1] = clone_state(step.models, step.optimizers)
+                if "break" in way and epoch == 1:
+                    break
+        last = job.iteration
+        truths.setdefault(last, clone_state(step.models, step.optimizers))
+        if way != "break of epochs":  # its last boundary is the end of the block: what is done here belongs before it
+            head.load_state_dict({name: tensor * 0.5 for name, tensor in head.state_dict().items()})
+    assert job.report()["failed"] == 0
+    assert check(tmp_path, truths)[-1] == last + (way == "break of epochs")
+
+
 def test_a_step_that_was_not_marked_is_no_boundary(tmp_path: Path, begun: list[int]) -> None:
     """Trained in evaluation mode, so that only the optimizer tells that another iteration has begun."""
     step = make_step()
@@ -407,20 +469,29 @@ def late_job(directory: Path, **options: Any) -> Iterator[tuple[TrainingStep, Ch
             yield step, checkpointer
 
 
-def train(step: TrainingStep, checkpointer: Checkpointer, iterations: int, after: Any) -> dict[int, Truth]:
-    """``after(n)`` is called when iteration ``n`` (from 0) has made its optimizer's step."""
+def train(
+    step: TrainingStep, checkpointer: Checkpointer, iterations: int, after: Any
+) -> tuple[dict[int, Truth], CaptureReport | None]:
+    """The truths, and the last capture that ended before the loop was left (which brings one in flight to its end).
+
+    ``after(n)`` is called when iteration ``n`` (from 0) has made its optimizer's step.
+    """
+    report = None
 
     def iterate(n: int) -> None:
+        nonlocal report
         step.run(step.batch)
         after(n)
+        report = checkpointer.last_capture
 
-    return run_oracle(checkpointer, iterate, step.models, step.optimizers, iterations=iterations)
+    truths = run_oracle(checkpointer, iterate, step.models, step.optimizers, iterations=iterations)
+    return truths, report
 
 
-def anchors_of(checkpointer: Checkpointer, name: str) -> set[str]:
-    """Where a tensor left in the capture that ended last."""
-    report, plan = checkpointer.last_capture, late_plan()
+def anchors_of(report: CaptureReport | None, name: str) -> set[str]:
+    """Where a tensor left in a capture."""
     assert report is not None
+    plan = late_plan()
     return {record.anchor for record in report.log if plan.chunks[record.chunk].tensor == name}
 
 
@@ -430,9 +501,9 @@ def test_what_is_never_written_stays_in_place_once_that_was_seen(tmp_path: Path)
 
         def note(n: int) -> None:
             if checkpointer.last_capture is not None:
-                left[checkpointer.last_capture.step] = anchors_of(checkpointer, "side/kept")
+                left[checkpointer.last_capture.step] = anchors_of(checkpointer.last_capture, "side/kept")
 
-        truths = train(step, checkpointer, 16, note)
+        truths, _ = train(step, checkpointer, 16, note)
     last = "optimizer_post optimizer of iteration 3"
     assert left == {3: {"barrier"}, 6: {last}, 9: {last}, 12: {last}}
     assert check(tmp_path, truths) == [3, 6, 9, 12, 15]
@@ -445,8 +516,8 @@ def test_an_average_of_the_weights_is_always_copied_early(
     """Written after every step, with or without its version counter moving: no checkpoint is lost for it."""
     with late_job(tmp_path) as (step, checkpointer):
         kept = step.models["side"].kept
-        truths = train(step, checkpointer, 16, lambda n: (kept.data if hidden else kept).mul_(0.9))
-        assert anchors_of(checkpointer, "side/kept") == {"barrier"}
+        truths, report = train(step, checkpointer, 16, lambda n: (kept.data if hidden else kept).mul_(0.9))
+        assert anchors_of(report, "side/kept") == {"barrier"}
     assert check(tmp_path, truths) == [3, 6, 9, 12, 15]
     assert checkpointer.report()["failed"] == checkpointer.report()["breaches"] == 0
     assert caplog.text.count("side/kept is the first") == 1
@@ -466,9 +537,9 @@ def test_a_tensor_that_is_written_at_last_costs_at_most_one_checkpoint(
             if n == when or n > 20:
                 (kept.data if hidden else kept).add_(1)
 
-        truths = train(step, checkpointer, 31, after)
-        assert anchors_of(checkpointer, "side/kept") == {"barrier"}
-        body = anchors_of(checkpointer, "model/body.weight")
+        truths, report = train(step, checkpointer, 31, after)
+        assert anchors_of(report, "side/kept") == {"barrier"}
+        body = anchors_of(report, "model/body.weight")
         assert body == {"optimizer_post optimizer of iteration 3"}  # the plan holds for the others
     # A counter that moved tells at the next boundary; where none did, what was known of the next one is doubted.
     lost = {9} if when < 11 else {12} if hidden else set()
@@ -485,7 +556,7 @@ def test_a_weight_that_is_unfrozen_within_a_capture_is_copied_before_its_first_s
         def after(n: int) -> None:
             body.weight.requires_grad_(n in (9, 10))  # in the second iteration of the capture of 9, and after it
 
-        truths = train(step, checkpointer, 16, after)
+        truths, _ = train(step, checkpointer, 16, after)
     assert check(tmp_path, truths) == [3, 6, 9, 12, 15]
     assert checkpointer.report()["failed"] == 0
 
@@ -504,9 +575,9 @@ def test_tensors_replaced_within_a_capture(tmp_path: Path) -> None:
                 kept.data = kept.data * 2
                 step.models["model"].body.weight.data = torch.zeros(64, 16)
 
-        truths = train(step, checkpointer, 22, after)
+        truths, report = train(step, checkpointer, 22, after)
         for name in ("side/kept", "model/body.weight"):  # settled again
-            assert anchors_of(checkpointer, name) == {"optimizer_post optimizer of iteration 3"}
+            assert anchors_of(report, name) == {"optimizer_post optimizer of iteration 3"}
     assert check(tmp_path, truths) == [3, 6, 9, 12, 15, 18, 21]
     assert ended == [9, 12]
 
@@ -555,8 +626,7 @@ def test_a_breach_voids_what_was_begun_in_the_same_way(
 
     def iterate(n: int) -> None:
         if n >= begins:
-            with torch.no_grad():
-                step.models["model"].head[0].weight.add_(0.5)
+            step.models["model"].head[0].weight.data.add_(0.5)  # no version counter tells
         step.run(step.batch)
         if n == 12:
             gate.set()
@@ -571,6 +641,24 @@ def test_a_breach_voids_what_was_begun_in_the_same_way(
     assert steps[-1] == 16
     if begins:
         assert steps == [2, 4, 6, 8, 14, 16]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("interval", [1, 3])
+def test_a_write_before_the_planned_one_is_found_without_an_audit(interval: int, seed: int, tmp_path: Path) -> None:
+    """Trained weights are put back to older ones at the top of the loop, long after the last audit."""
+    step, plan = make_step(), plan_for(interval, seed)
+    head = step.models["model"].head
+
+    def iterate(n: int) -> None:
+        if n == 6 * interval:
+            head.load_state_dict({name: tensor * 0.5 for name, tensor in head.state_dict().items()})
+        step.run(step.batch)
+
+    with open_job(step, tmp_path, plan, audit=0, on_error="warn") as checkpointer:
+        truths = run_oracle(checkpointer, iterate, step.models, step.optimizers, iterations=8 * interval + 1)
+    assert check(tmp_path, truths) == [interval * n for n in range(1, checkpointer.iteration // interval + 1) if n != 6]
+    assert checkpointer.report()["failed"] == 1
 
 
 def test_a_deadline_whose_anchor_did_not_fire_ends_with_the_iteration(
