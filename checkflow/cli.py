@@ -89,6 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):  # before or after our handlers, or from a library
         complain("interrupted")
         return STOPPED + signal.SIGINT
+    except OSError as error:  # of files of ours CheckflowError is raised: this is the output
+        complain(f"cannot write the answer: {error.strerror or error}")
+        return FAILED
     except Exception as error:  # noqa: BLE001 - the one place where errors become exit codes
         if debug:
             traceback.print_exc()
@@ -195,6 +198,7 @@ def plan(
 
 @app.command()
 def check(
+    context: typer.Context,
     plan_file: options.PlanFile,
     model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="trace it anew and compare")] = None,
     batch_size: options.BatchSize = None,
@@ -207,6 +211,8 @@ def check(
     from checkflow import report
     from checkflow.planner.replay import check_plan
 
+    if model is None:
+        options.refuse_given(context, besides=("plan_file", "as_json"), why="it is for a MODEL to compare with")
     read = plans.load(plan_file)
     replay = check_plan(read)
     if model is not None:

@@ -49,7 +49,10 @@ def stoppable() -> Iterator[None]:
         yield
         return
 
+    asked: list[int] = []
+
     def stop(number: int, frame: FrameType | None) -> NoReturn:
+        asked.append(number)
         raise StoppedError(number)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
@@ -58,6 +61,8 @@ def stoppable() -> Iterator[None]:
         for number in ours:
             signal.signal(number, stop)
         yield
+        if asked:  # it was raised where Python lets no error out, such as in a destructor
+            raise StoppedError(asked[0])
     finally:
         for number in ours:
             signal.signal(number, before[number])

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 CHUNK_BYTES = 8 * 2**20
+_MOST_OVERHEAD = 1e9
 LEAST_CHUNK_BYTES = 64 * 2**10  # 2.6 µs at 25 GB/s; a copy takes some 4 µs to start
 LEAST_BARE_BYTES = 10**6  # a smaller number without a unit is one of gigabytes, or a slip
 LEAST_SECONDS = 0.001
@@ -130,6 +131,19 @@ def _bandwidth(text: str) -> float:
         raise typer.BadParameter(str(error)) from None
 
 
+def _overhead(text: str | float) -> float:
+    number, percent = str(text).strip(), False  # the default comes here too, as a number
+    if number.endswith("%"):
+        number, percent = number[:-1], True
+    try:
+        share = float(number) / (100 if percent else 1)
+    except ValueError:
+        raise typer.BadParameter(f"not a share: {text!r} (write it like 0.035 or 3.5%)") from None
+    if not 0 <= share < _MOST_OVERHEAD:
+        raise typer.BadParameter(f"a share of training's time is 0 or more, and finite, not {text}")
+    return share
+
+
 def _link_share(text: str | float) -> float:
     try:
         share = float(text)  # the default comes here too, as a number
@@ -231,7 +245,14 @@ MaxInterval = Annotated[
     typer.Option("--max-interval", metavar="K", min=1, help="at most so many iterations from checkpoint to checkpoint"),
 ]
 Overhead = Annotated[
-    float, typer.Option("--overhead", min=0.0, max=100.0, help="the share of training's time that stalls may take")
+    float,
+    typer.Option(
+        "--overhead",
+        metavar="SHARE",
+        parser=_overhead,
+        show_default="0.035",
+        help="of training's time, that stalls may take: 0.035, or 3.5%",
+    ),
 ]
 Output = Annotated[
     Path | None,

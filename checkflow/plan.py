@@ -383,6 +383,8 @@ def loads(data: bytes, name: str = "plan") -> Plan:
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write a plan file whole or not at all (a temporary file, fsync, rename)."""
     target = Path(path)
+    if not target.name or target.is_dir():
+        raise PlanError(f"cannot write the plan to {str(path)!r}: that names no file")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:

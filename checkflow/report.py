@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,7 @@ def plan_tables(planned: Planned) -> Iterable[Table]:
     for column in ("every", "stall", "of the time", "extra memory"):
         table.add_column(column, justify="right", no_wrap=True)
     for interval, stall_seconds, extra_bytes, style in rows:
-        share = _share(stall_seconds, interval * planned.timeline.iteration_seconds)
+        share = _share_up(stall_seconds, interval * planned.timeline.iteration_seconds)
         extra_text = format_size(extra_bytes) if extra_bytes else "none"
         table.add_row(_iterations(interval), stall(stall_seconds), share, extra_text, style=style)
     if rows:
@@ -134,7 +135,9 @@ def plan_table(planned: Planned) -> Table:
     durable, interval = outcome.durable_bytes_per_second, outcome.interval or 1
     faster = f"; {rate(durable)} for every iteration" if interval > 1 else ""
     needed = f"storage must take, for every {_iterations(interval)}{faster}"
-    table.add_row("durable rate", rate(durable / interval), needed)
+    seconds = interval * timeline.iteration_seconds
+    slower = seconds / (seconds + (outcome.stall_seconds or 0.0)) if seconds else 1.0
+    table.add_row("durable rate", rate(durable / interval * slower), needed)
     if outcome.plan is not None and outcome.explanation:
         table.add_row("note", "", outcome.explanation)
     return table
@@ -192,6 +195,15 @@ def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.3g} %" if whole else "no time"
 
 
+def _share_up(part: float, whole: float) -> str:
+    """Rounded up, so that as much of an overhead is enough."""
+    if not whole or not part:
+        return _share(part, whole)
+    percent = 100 * part / whole
+    digits = max(0, 2 - math.floor(math.log10(percent)))
+    return f"{math.ceil(percent * 10**digits - 1e-6) / 10**digits:,.{digits}f} %"
+
+
 def comparison_json(rows: Sequence[Comparison]) -> dict[str, Any]:
     """The object that ``checkflow compare --json`` prints."""
     return {"rows": [dataclasses.asdict(row) for row in rows]}
@@ -203,7 +215,7 @@ def comparison_tables(rows: Sequence[Comparison]) -> Iterable[Table]:
         table = Table(
             title=f"{row.model}, {row.batch}, {row.device}, {_link_text(row)}, {row.granularity}",
             title_justify="left",
-            caption=f"checkflow: every {_iterations(row.checkflow_interval or 1)}; the others: every iteration",
+            caption=_comparison_caption(row.checkflow_interval or 1),
             caption_justify="left",
         )
         table.add_column("way", no_wrap=True)
@@ -223,6 +235,12 @@ def comparison_tables(rows: Sequence[Comparison]) -> Iterable[Table]:
 def _link_text(row: Comparison) -> str:
     of_link = _of_link(row.bandwidth_bytes_per_second, row.link_share).removesuffix("; ")
     return rate(row.bandwidth_bytes_per_second) + (f" ({of_link})" if of_link else "")
+
+
+def _comparison_caption(interval: int) -> str:
+    if interval == 1:
+        return "each makes a checkpoint every iteration"
+    return f"checkflow makes a checkpoint every {_iterations(interval)}, the others every iteration"
 
 
 def _ways(row: Comparison) -> list[tuple[str, int | None, float | None, int]]:
@@ -278,7 +296,7 @@ def show_json(plan: Plan, replay: Replay, least_bandwidth: int | None, interval:
     steps = plan.timeline.steps * plan.interval
 
     def named(step: int) -> dict[str, Any]:
-        return {"step": step, "label": steps[step].label}
+        return {"step": step, "label": _label(plan, step)}
 
     wait = plan.wait
     return {
@@ -291,8 +309,8 @@ def show_json(plan: Plan, replay: Replay, least_bandwidth: int | None, interval:
         "wait": None if wait is None else {**named(wait.step), "seconds": wait.seconds},
         "iteration_seconds": plan.timeline.iteration_seconds,
         "bandwidth_bytes_per_second": plan.bandwidth_bytes_per_second,
-        "least_bandwidth_bytes_per_second": least_bandwidth,
-        "binding": None if interval is None else dataclasses.asdict(interval),
+        "needed_bandwidth_bytes_per_second": least_bandwidth,
+        "binding": None if interval is None else _interval_json(interval),
         "training_peak_bytes": plan.timeline.training_peak_bytes,
         "plan_peak_bytes": replay.peak_bytes,
         "peak_at": named(replay.peak_step),
@@ -315,6 +333,18 @@ def show_json(plan: Plan, replay: Replay, least_bandwidth: int | None, interval:
             )
         ],
     }
+
+
+def _interval_json(interval: Interval) -> dict[str, Any]:
+    needed = interval.bytes_per_second
+    return {**dataclasses.asdict(interval), "bytes_per_second": needed if math.isfinite(needed) else None}
+
+
+def _label(plan: Plan, step: int) -> str:
+    """A step of the horizon, in words."""
+    iteration, index = divmod(step, len(plan.timeline.steps))
+    later = f" of iteration {iteration + 1}" if iteration else ""
+    return f"{plan.timeline.steps[index].label}{later}"
 
 
 def show_lines(plan: Plan, replay: Replay, least_bandwidth: int | None, interval: Interval | None) -> Iterable[Text]:
@@ -346,17 +376,17 @@ def show_lines(plan: Plan, replay: Replay, least_bandwidth: int | None, interval
     yield Text(f"0{format_seconds(profile.seconds):>{CHART_COLUMNS - 1}}\n")
     yield Text(
         f"every    {_iterations(plan.interval)}"
-        + (f", waiting {stall(plan.wait.seconds)} at {steps[plan.wait.step].label}" if plan.wait else "")
+        + (f", waiting {stall(plan.wait.seconds)} at {_label(plan, plan.wait.step)}" if plan.wait else "")
     )
     yield Text(
         f"peak     {format_size(replay.peak_bytes)}, training alone {format_size(plan.timeline.training_peak_bytes)}, "
-        f"in step {replay.peak_step} of {len(steps)}: {steps[replay.peak_step].label}"
+        f"in step {replay.peak_step} of {len(steps)}: {_label(plan, replay.peak_step)}"
     )
     yield Text(
         f"moved    {format_size(plan.timeline.state_bytes)} in {len(plan.chunks)} chunks, "
         f"{format_size(plan.snapshot_bytes)} through snapshots (stall: {stall(plan.stall_seconds)})"
     )
-    yield Text(f"ends     in step {replay.finish_step}: {steps[replay.finish_step].label}")
+    yield Text(f"ends     in step {replay.finish_step}: {_label(plan, replay.finish_step)}")
     yield Text("binding  " + binding_text(plan, least_bandwidth, interval))
 
 
@@ -375,6 +405,10 @@ def certificate_text(plan: Plan) -> str:
     )
 
 
+def _besides(plan: Plan) -> str:
+    return "" if plan.wait is None else f", besides what leaves in the wait of {stall(plan.wait.seconds)}"
+
+
 def binding_text(plan: Plan, least_bandwidth: int | None, interval: Interval | None) -> str:
     """What would break first on a slower link."""
     if not least_bandwidth:
@@ -384,7 +418,7 @@ def binding_text(plan: Plan, least_bandwidth: int | None, interval: Interval | N
         return f"room for snapshots; {end}"
     return (
         f"{format_size(interval.leave_bytes)} must leave in {format_seconds(interval.seconds)}, "
-        f"from the boundary to {interval.end}; {end}"
+        f"from the boundary to {interval.end}{_besides(plan)}; {end}"
     )
 
 
@@ -393,7 +427,6 @@ def dot(plan: Plan) -> str:
 
     A solid edge is an offload of that many bytes, a dashed one a snapshot; the tensor's deadline is in its label.
     """
-    steps = plan.timeline.steps * plan.interval
     moved: dict[tuple[str, int, str], int] = {}
     for chunk in plan.chunks:
         for step, style in ((chunk.offload_step, "solid"), (chunk.snapshot_step, "dashed")):
@@ -402,11 +435,11 @@ def dot(plan: Plan) -> str:
                 moved[key] = moved.get(key, 0) + chunk.length_bytes
     used = sorted({step for _, step, _ in moved})
     lines = [f"digraph {json.dumps(plan.fingerprint.model)} {{", "  rankdir=LR;", "  node [shape=box];"]
-    lines += [f"  step{step} [label={json.dumps(steps[step].label)}, style=filled];" for step in used]
+    lines += [f"  step{step} [label={json.dumps(_label(plan, step))}, style=filled];" for step in used]
     lines += [f"  step{one} -> step{other} [style=bold];" for one, other in itertools.pairwise(used)]
     for tensor in sorted({name for name, _, _ in moved}):
         last = plan.deadlines[tensor]
-        due = "no deadline" if last is None else f"deadline: {steps[last].label}"
+        due = "no deadline" if last is None else f"deadline: {_label(plan, last)}"
         lines.append(f"  {json.dumps(tensor)} [shape=ellipse, label={json.dumps(f'{tensor}, {due}')}];")
     for (tensor, step, style), size in sorted(moved.items()):
         lines.append(f'  {json.dumps(tensor)} -> step{step} [style={style}, label="{format_size(size)}"];')

@@ -84,20 +84,26 @@ class Timeline:
         1952); where training alone asks for more than the link gives, nothing is left over.
         """
         moved = [step.duration_seconds * bandwidth_bytes_per_second for step in self.steps]
+        queued = self.queued_bytes(bandwidth_bytes_per_second)
+        return list(itertools.accumulate(max(0.0, takes - before) for takes, before in zip(moved, queued, strict=True)))
+
+    def queued_bytes(self, bandwidth_bytes_per_second: float) -> list[float]:
+        """Training's own traffic that each step finds waiting for the link, or issues; in the steady state.
+
+        Infinite where training alone asks for more than the link gives.
+        """
+        moved = [step.duration_seconds * bandwidth_bytes_per_second for step in self.steps]
         own = [step.link_bytes for step in self.steps]
         if not any(own):
-            return list(itertools.accumulate(moved))
-        if sum(own) >= math.fsum(moved):
             return [0.0] * len(self.steps)
-        backlog = 0.0
-        for now, takes in zip(own, moved, strict=True):  # the first iteration: what it leaves behind stays the same
-            backlog = max(0.0, backlog + now - takes)
-        left, available = 0.0, []
-        for now, takes in zip(own, moved, strict=True):
-            left += max(0.0, takes - backlog - now)
-            backlog = max(0.0, backlog + now - takes)
-            available.append(left)
-        return available
+        if sum(own) >= math.fsum(moved):
+            return [math.inf] * len(self.steps)
+        left, queued = 0.0, [0.0] * len(self.steps)
+        for _ in range(2):  # what the first iteration leaves behind stays the same ever after
+            for index, (now, takes) in enumerate(zip(own, moved, strict=True)):
+                queued[index] = left + now
+                left = max(0.0, queued[index] - takes)
+        return queued
 
     def capacities_bytes(
         self,
@@ -112,7 +118,8 @@ class Timeline:
         (:meth:`available_bytes`).
 
         Args:
-            wait: a step and the seconds for which training waits in it while the link goes on.
+            wait: a step and the seconds for which training waits in it while the link goes on: first with what of
+                training's own traffic is queued.
         """
         available = self.available_bytes(bandwidth_bytes_per_second)
         capacities, given = [], 0
@@ -124,7 +131,8 @@ class Timeline:
                 given = whole
         if wait is not None:
             step, seconds = wait
-            capacities[step] += whole_units(seconds * bandwidth_bytes_per_second, unit_bytes)
+            queued = self.queued_bytes(bandwidth_bytes_per_second)[step % len(self.steps)]
+            capacities[step] += whole_units(max(0.0, seconds * bandwidth_bytes_per_second - queued), unit_bytes)
         return capacities
 
 

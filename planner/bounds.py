@@ -12,11 +12,12 @@ that a schedule must keep are bounds of one of these numbers by another and a co
     a snapshot leaves after the step that made it:                             V_{t-1} >= G_t
     neither number falls; at the end G = V                                     (all snapshots leave)
 
-Conversely V and G that keep them make a schedule: A fills what G leaves of the link. Such difference constraints have a
-least solution, which has the fewest snapshots, and for a given number of snapshots a greatest one, in which they leave
-as early as possible. Both are found as longest paths are (Bellman, 1958; Ford, 1956): by sweeps forward and backward
-until nothing moves. A further sweep is needed only where a snapshot that must leave early costs another one later,
-which must leave early too.
+Conversely the least V and G that keep them make a schedule: A fills what G leaves of the link, and V is never more than
+what A leaves due. Such difference constraints have a least solution, which has the fewest snapshots, and for a given
+number of snapshots a greatest one, in which they leave as early as possible. Both are found as longest paths are
+(Bellman, 1958; Ford, 1956): by sweeps forward and backward until nothing moves. A further sweep is needed only where a
+snapshot that must leave early costs another one later, which must leave early too. A longest path passes each stretch
+between deadlines once: what still moves after as many sweeps goes round in a circle, and there is no schedule.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from __future__ import annotations
 import numpy as np
 
 from checkflow.planner.problem import Array, Problem
+
+_MORE_SWEEPS = 2  # than stretches: one to begin, one to see that nothing moves
 
 
 def least_wait(problem: Problem, peak_bytes: int) -> int:
@@ -41,10 +44,10 @@ def fewest_snapshots(problem: Problem, peak_bytes: int, wait: int) -> int | None
     """The fewest snapshots of any schedule with this peak and this wait at the boundary; None if there is none."""
     counts, room = problem.counts, _room(problem, peak_bytes)
     late, reached = counts.late - wait, counts.reached + wait
-    if reached[-1] < problem.total or room.min() < 0:
+    if room.min() < 0 or least_wait(problem, peak_bytes) > wait:
         return None
     made, gone = np.zeros_like(late), np.zeros_like(late)
-    while True:
+    for _ in range(len(counts.starts) + _MORE_SWEEPS):
         made = np.maximum(made, gone + late)
         made = np.maximum.accumulate(np.maximum.reduceat(made, counts.starts))[counts.stretch]
         if made[-1] > problem.total or made[0] > room[0] or (not counts.due[0] and made[0] > 0):
@@ -58,6 +61,7 @@ def fewest_snapshots(problem: Problem, peak_bytes: int, wait: int) -> int | None
             return int(made[-1])
         gone = must
         made[:-1] = np.maximum(made[:-1], gone[1:])
+    return None
 
 
 def most_gone(problem: Problem, peak_bytes: int, snapshots: int) -> list[int] | None:
@@ -71,7 +75,7 @@ def most_gone(problem: Problem, peak_bytes: int, snapshots: int) -> list[int] | 
         return None
     made, gone = np.full_like(late, snapshots), np.full_like(late, snapshots)
     gone[0] = 0
-    while True:
+    for _ in range(len(counts.starts) + _MORE_SWEEPS):
         made[0] = min(made[0], room[0])
         made[1:] = np.minimum(made[1:], gone[:-1] + room[1:])
         made = np.minimum.reduceat(made, counts.starts)
@@ -87,6 +91,7 @@ def most_gone(problem: Problem, peak_bytes: int, snapshots: int) -> list[int] | 
         if np.array_equal(may, gone):
             return [int(number) for number in gone]
         gone = may
+    return None
 
 
 def _room(problem: Problem, peak_bytes: int) -> Array:

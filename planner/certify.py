@@ -98,6 +98,11 @@ def find_schedule(
     return found
 
 
+def no_schedule() -> SolverReport:
+    """The report where the rules have shown that no schedule keeps the limits."""
+    return _report(None, None, None)
+
+
 def find_per_tensor(
     question: Question, interval: int, chunk_bytes: int, solver: solvers.SolverChoice, time_limit_seconds: float
 ) -> Schedule:
@@ -150,14 +155,15 @@ def _by_rule(question: Question, interval: int, problem: Problem) -> Schedule:
 
 def _wait_step(question: Question, interval: int, problem: Problem, terms: Terms, peak_bytes: int) -> int:
     """Where training waits: at the last deadline's anchor that serves, or at the boundary."""
-    if not terms.wait_units:
-        return 0
+    if not terms.wait_units or question.prices.queue_seconds:
+        return 0  # the price is that of the queue at the boundary
     blocks = question.shrunk(interval)
     steps = question.timeline.steps
+    queued = question.timeline.queued_bytes(question.bandwidth_bytes_per_second)
     deadlines = [
         block
         for block, (before, due) in enumerate(pairwise((0, *problem.due)))
-        if due > before and block and steps[blocks.ends[block]].kind == "anchor"
+        if due > before and block and steps[blocks.ends[block]].kind == "anchor" and not queued[blocks.ends[block]]
     ]
     block = optimum.latest_wait(problem, terms, peak_bytes, [0, *deadlines])
     return blocks.ends[block] if block else 0

@@ -12,6 +12,8 @@ from checkflow.planner.interval import Question
 from checkflow.planner.problem import Problem
 from checkflow.timeline import Timeline
 
+_RATE_DIGITS = 1e-9
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -20,12 +22,13 @@ class Interval:
     end: str
     leave_bytes: int
     seconds: float
-    own_bytes: int  # what training itself moves over the link in that time
+    bytes_per_second: float  # the least that takes them in that time, besides what training itself moves first
     short_bytes: int  # of ``leave_bytes``, what the link cannot take by then
 
     @property
-    def bytes_per_second(self) -> float:
-        return (self.leave_bytes + self.own_bytes) / self.seconds if self.seconds else math.inf
+    def own_bytes(self) -> float:
+        """What training itself moves over such a link before them."""
+        return max(0.0, self.bytes_per_second * self.seconds - self.leave_bytes) if self.seconds else 0.0
 
 
 def least_bandwidth(question: Question, interval: int = 1) -> int | None:
@@ -74,22 +77,46 @@ def tight_interval(question: Question, interval: int = 1) -> Interval | None:
     count = len(timeline.steps)
     ends = question.shrunk(interval).ends
     elapsed = list(accumulate(step.duration_seconds for step in timeline.steps))
-    own = list(accumulate(step.link_bytes for step in timeline.steps))
     tight: Interval | None = None
     for end, need, reached in zip(ends, _must_leave(question, problem, interval), problem.reached, strict=True):
         if need <= reached:
             continue
         iteration, step = divmod(end, count)
-        found = Interval(
-            _moment(timeline, end, interval),
-            leave_bytes=min(need * problem.unit_bytes, timeline.state_bytes),
-            seconds=iteration * elapsed[-1] + elapsed[step],
-            own_bytes=iteration * own[-1] + own[step],
-            short_bytes=min((need - reached) * problem.unit_bytes, timeline.state_bytes),
-        )
-        if tight is None or found.bytes_per_second > tight.bytes_per_second:
-            tight = found
+        leave_bytes = min(need * problem.unit_bytes, timeline.state_bytes)
+        seconds = iteration * elapsed[-1] + elapsed[step]
+        rate = _needed_rate(timeline, end, leave_bytes, seconds, 0.0 if tight is None else tight.bytes_per_second)
+        if rate is not None:
+            short_bytes = min((need - reached) * problem.unit_bytes, timeline.state_bytes)
+            tight = Interval(_moment(timeline, end, interval), leave_bytes, seconds, rate, short_bytes)
     return tight
+
+
+def _needed_rate(timeline: Timeline, end: int, leave_bytes: int, seconds: float, more_than: float) -> float | None:
+    """The least bytes per second at which so much is left over for checkpoints by the end of a step of the horizon.
+
+    Args:
+        more_than: what is no more than this is not looked for: None.
+    """
+    if math.isinf(more_than):
+        return None
+    iteration, step = divmod(end, len(timeline.steps))
+
+    def left_over(rate: float) -> float:
+        available = timeline.available_bytes(rate)
+        return iteration * available[-1] + available[step]
+
+    low = leave_bytes / seconds if seconds else math.inf
+    if not any(step.link_bytes for step in timeline.steps) or math.isinf(low):
+        return low if low > more_than else None
+    if more_than and left_over(more_than) >= leave_bytes:
+        return None
+    low, high = max(low, more_than), 2 * max(low, more_than)
+    while left_over(high) < leave_bytes:
+        low, high = high, 2 * high
+    while high - low > _RATE_DIGITS * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if left_over(middle) < leave_bytes else (low, middle)
+    return high
 
 
 def explain(question: Question, interval: int = 1) -> str:
@@ -99,7 +126,8 @@ def explain(question: Question, interval: int = 1) -> str:
     if limit is not None and limit < problem.training_peak_bytes:
         return (
             f"training alone needs {_exactly(problem.training_peak_bytes, limit)} of device memory;"
-            f" the limit is {_exactly(limit, problem.training_peak_bytes)}"
+            f" the limit is {_exactly(limit, problem.training_peak_bytes)}: it takes a smaller batch, another device,"
+            " or --relax-memory"
         )
     least = least_bandwidth(question, interval)
     seen = question
@@ -129,13 +157,7 @@ def _reason(question: Question, seen: Question, interval: int) -> str:
             given = f"{question.bandwidth_bytes_per_second:.0f} B/s"
         uses = f", of which training itself uses {format_size(tight.own_bytes)}" if tight.own_bytes else ""
         held = "" if tight.end == _last(interval) else f", and {_scarce(limits)} no room for more snapshots"
-        waits = ""
-        if budget.may_wait and budget.seconds:
-            missing = tight.short_bytes / question.bandwidth_bytes_per_second
-            waits = (
-                f", and to wait for the rest takes {format_seconds(missing)},"
-                f" where the overhead allows {format_seconds(budget.seconds)}"
-            )
+        waits = _waits(question, interval)
         return (
             f"from the boundary to {tight.end} {format_size(tight.leave_bytes)} must leave in"
             f" {format_seconds(tight.seconds)}: {needed}; the link gives {given}{uses}{held}{waits}"
@@ -152,6 +174,19 @@ def _reason(question: Question, seen: Question, interval: int) -> str:
             f" training for {format_seconds(copied)}, where the overhead allows {format_seconds(budget.seconds)}"
         )
     return f"{_scarce(limits)} too little room for snapshots to keep the link busy"
+
+
+def _waits(question: Question, interval: int) -> str:
+    """Why training does not simply wait for what the link cannot take in time."""
+    budget = question.budget(interval)
+    terms = question.least_stall(interval, question.peak_limit(question.problem(interval)))
+    if not budget.may_wait or not budget.seconds or terms is None or not terms.wait_units:
+        return ""
+    prices = question.prices
+    text = f", and to wait for the rest takes {format_seconds(prices.waiting_seconds(terms.wait_units))}"
+    if terms.snapshots:
+        text += f" and {format_seconds(terms.snapshots * prices.snapshot_seconds)} for snapshots"
+    return f"{text}, where the overhead allows {format_seconds(budget.seconds)}"
 
 
 def _more_memory(question: Question, interval: int) -> str:
@@ -171,7 +206,7 @@ def _price(question: Question, problem: Problem, interval: int) -> str:
     if terms is None or not seconds:
         return ""
     stall = question.prices.stall_seconds(terms)
-    return f"an overhead of {_percent_up(stall / seconds)} ({format_seconds(stall)} a checkpoint)"
+    return f"--overhead {_share_up(stall / seconds)} ({format_seconds(stall)} a checkpoint)"
 
 
 def _must_leave(question: Question, problem: Problem, interval: int) -> list[int]:
@@ -218,11 +253,10 @@ def _rate(bytes_per_second: float) -> str:
     return f"{format_size(bytes_per_second)}/s"
 
 
-def _percent_up(share: float) -> str:
-    """A share in per cent, rounded up to three digits, so that what is read is enough."""
-    digits = 2 - math.floor(math.log10(share * 100)) if share > 0 else 0
-    scale = 10.0**digits
-    return f"{math.ceil(share * 100 * scale - 1e-9) / scale:g} %"
+def _share_up(share: float) -> str:
+    """A share, rounded up to three digits, so that what is read is enough."""
+    digits = 2 - math.floor(math.log10(share)) if share > 0 else 0
+    return f"{math.ceil(share * 10.0**digits - 1e-9) / 10.0**digits:.{max(0, digits)}f}"
 
 
 def _exactly(size_bytes: int, other_bytes: int) -> str:

@@ -7,6 +7,7 @@ tensors. Its variables are running sums over the steps, so that each rule is one
     Y_t         units that have left longer-lived snapshots when step t ends
     Z_u         units snapshotted at the deadlines up to that of first write u; a group's part is at most the group
     wait        units that leave while training waits at the boundary (a wait anywhere else serves no better)
+    waits       1 if it waits, where training's own traffic must go first
     extra       what the peak exceeds training's own by, in units (not a whole number: memory is not counted in units)
 
 Steps in which nothing can leave have no variables of their own. Everything here is a plain function of a
@@ -44,6 +45,7 @@ class Model:
     policy: Policy
     lp: pulp.LpProblem
     wait: Sum  # units that leave while training waits at the boundary
+    waits: Sum  # whether it waits at all, where its own traffic must go first
     through: list[Sum]  # D_t, or X_t under the snapshot policy
     drained: list[Sum]  # Y_t
     made: list[Sum]  # Z at each step
@@ -67,6 +69,7 @@ def build(problem: Problem, policy: Policy, prices: Prices | None = None, budget
         policy,
         lp,
         pulp.LpVariable("wait", 0, most_waiting, pulp.LpInteger) if most_waiting else 0,
+        pulp.LpVariable("waits", 0, 1, pulp.LpInteger) if most_waiting and prices and prices.queue_seconds else 0,
         _running_sum(
             "X" if policy == "snapshot" else "D", problem, first=1 if policy == "snapshot" else 0, also=most_waiting > 0
         ),
@@ -131,8 +134,8 @@ def _most_waiting(problem: Problem, prices: Prices | None, budget: Budget | None
     """Units that may leave while training waits, if the whole budget goes into that."""
     if prices is None or budget is None or not budget.may_wait:
         return 0
-    most = budget.most(prices.wait_seconds)
-    return problem.total if most >= problem.total else int(most)
+    most = budget.most(prices.wait_seconds, prices.queue_seconds)
+    return problem.total if most >= problem.total else max(0, int(most))
 
 
 def _running_sum(name: str, problem: Problem, first: int, *, also: bool = False) -> list[Sum]:
@@ -226,12 +229,17 @@ def _memory(model: Model, extra: pulp.LpVariable) -> None:
 
 
 def _stall(model: Model, prices: Prices, budget: Budget) -> None:
-    """Waiting for the link and copying inside device memory take no longer than the budget; in units of snapshots."""
+    """Waiting for the link (any wait first for what training itself has queued there) and copying inside device memory
+    take no longer than the budget; in units of snapshots."""
     snapshots = model.made[-1] + (model.through[-1] if model.policy == "snapshot" else 0)
     most = budget.most(prices.snapshot_seconds)
     ratio = prices.wait_seconds / prices.snapshot_seconds if prices.snapshot_seconds else 0.0
-    if most < model.problem.total * (1 + ratio):  # else it allows all of both
-        _row(model.lp, snapshots + model.wait * ratio <= most)
+    queue = 0.0
+    if not isinstance(model.waits, int):
+        queue = prices.queue_seconds / prices.snapshot_seconds if prices.snapshot_seconds else 0.0
+        _row(model.lp, model.wait - model.waits * model.problem.total <= 0)
+    if most < model.problem.total * (1 + ratio) + queue:  # else it allows all of both
+        _row(model.lp, snapshots + model.wait * ratio + model.waits * queue <= most)
 
 
 def _at(sums: list[Sum], step: int) -> Sum:

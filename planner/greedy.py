@@ -106,6 +106,17 @@ def direct_flow(problem: Problem, allowed: Sequence[int] | None = None) -> Flow 
 
 def snapshot_flow(problem: Problem, peak_bytes: int) -> Flow | None:
     """The rule of the snapshot policy at a given peak; None where that peak is too small or the link does not do."""
+    left = _largest_departures(problem, peak_bytes)
+    return None if left is None or left[-1] < problem.total else flow_leaving(problem, left)
+
+
+def deadlines_hold(problem: Problem, peak_bytes: int) -> bool:
+    """Whether some schedule of the snapshot policy meets all deadlines at a peak, if the link had time afterwards."""
+    return _largest_departures(problem, peak_bytes) is not None
+
+
+def _largest_departures(problem: Problem, peak_bytes: int) -> list[int] | None:
+    """W: units that have left when each step ends, as many as can; None where a deadline cannot be met at the peak."""
     room = [(peak_bytes - live) // problem.unit_bytes for live in problem.live_bytes]
     if min(room) < 0:
         return None
@@ -119,7 +130,7 @@ def snapshot_flow(problem: Problem, peak_bytes: int) -> Flow | None:
             most = min(last + min(problem.capacity[step], room[step]), before + room[step - 1], problem.total)
             left[step] = most
         before = last
-    return None if left[-1] < problem.total else flow_leaving(problem, left)
+    return left
 
 
 def flow_leaving(problem: Problem, left: Sequence[int]) -> Flow:

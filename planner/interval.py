@@ -8,12 +8,12 @@ whatever fits k fits k + 1, and the smallest interval is found by bisection.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
-from checkflow.plan import MOST_STEPS, Policy
-from checkflow.planner import optimum
+from checkflow.plan import MOST_SECONDS, MOST_STEPS, Policy
+from checkflow.planner import greedy, optimum
 from checkflow.planner.optimum import Budget, Prices, Terms
 from checkflow.planner.problem import Problem, make_problem
 from checkflow.planner.shrink import Shrunk, shrink
@@ -22,6 +22,7 @@ from checkflow.timeline import Timeline
 _MOST_SNAPSHOT_STEPS = 2**20  # of a horizon under the snapshot policy, which is searched step by step
 MOST_INTERVAL = 1000  # iterations, where nobody says otherwise
 _FRONTIER_INTERVALS = 6
+_FRONTIER_SNAPSHOT_STEPS = 50_000  # beyond these, horizons of the snapshot policy are left out of the frontier
 _FRONTIER_HALVINGS = 2  # between the ends of one interval's frontier: up to 2**n - 1 rows
 _BENT = 1e-3  # of the stall: less than this off the straight line between its neighbours, a row says nothing
 
@@ -54,14 +55,22 @@ class Question:
 
     @cached_property
     def prices(self) -> Prices:
-        return optimum.make_prices(
+        prices = optimum.make_prices(
             self.unit_bytes, self.bandwidth_bytes_per_second, self.memory_bandwidth_bytes_per_second
         )
+        queued = self.timeline.queued_bytes(self.bandwidth_bytes_per_second)[0] if self.timeline.steps else 0.0
+        return replace(prices, queue_seconds=queued / self.bandwidth_bytes_per_second)
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether training may wait for the link: not where its own traffic never leaves any of it over."""
+        return self.overhead is not None and self.policy == "direct" and math.isfinite(self.prices.queue_seconds)
 
     def budget(self, interval: int) -> Budget:
         if self.overhead is None:
             return Budget(math.inf, may_wait=False)
-        return Budget(self.overhead * interval * self.timeline.iteration_seconds, may_wait=self.policy == "direct")
+        seconds = min(self.overhead * interval * self.timeline.iteration_seconds, MOST_SECONDS)
+        return Budget(seconds, may_wait=self.may_wait)
 
     def shrunk(self, interval: int) -> Shrunk:
         """The blocks of a horizon."""
@@ -87,14 +96,19 @@ class Question:
         problem = self.problem(interval)
         return optimum.fits(problem, self.policy, self.peak_limit(problem), self.prices, self.budget(interval))
 
+    def deadlines_hold(self) -> bool:
+        """Whether the first iteration's deadlines can be met under the snapshot policy, within the limit."""
+        problem = self.problem(1)
+        return greedy.deadlines_hold(problem, self.peak_limit(problem))
+
     def least_peak_bytes(self, interval: int) -> int | None:
         """The least peak of this interval within the budget, whatever the memory limit; None if there is none."""
         return optimum.least_peak_bytes(self.problem(interval), self.policy, self.prices, self.budget(interval))
 
     def least_stall(self, interval: int, peak_bytes: int) -> Terms | None:
         """The terms of the shortest stall of this interval at a peak, whatever the budget."""
-        may_wait = self.overhead is not None
-        return optimum.least_stall(self.problem(interval), self.policy, peak_bytes, self.prices, may_wait=may_wait)
+        problem = self.problem(interval)
+        return optimum.least_stall(problem, self.policy, peak_bytes, self.prices, may_wait=self.may_wait)
 
 
 def longest_interval(timeline: Timeline, policy: Policy, most: int | None) -> int:
@@ -105,6 +119,8 @@ def longest_interval(timeline: Timeline, policy: Policy, most: int | None) -> in
 
 def smallest_interval(question: Question, most: int) -> int | None:
     """The least number of iterations, up to ``most``, in which a checkpoint keeps the limits; None if there is none."""
+    if question.policy == "snapshot" and not question.deadlines_hold():
+        return None  # they lie in the first iteration: no further one helps
     high = 1
     while not question.fits(high):
         if high >= most:
@@ -137,15 +153,16 @@ def frontier(question: Question, most: int) -> tuple[FrontierRow, ...]:
 
 
 def _intervals(question: Question, most: int) -> list[int]:
-    """1, 2, 4, … up to the first interval whose link takes all state."""
+    """1, 2, 4, …, and the first interval whose link takes all state."""
     state, taken = question.timeline.state_bytes, 0.0
     if question.timeline.steps:
         taken = question.timeline.available_bytes(question.bandwidth_bytes_per_second)[-1]
-    enough = math.ceil(state / taken) if taken > 0 and state / taken < most else 1
-    chosen = [1]
-    while chosen[-1] < min(enough, most) and len(chosen) < _FRONTIER_INTERVALS:
-        chosen.append(min(2 * chosen[-1], enough, most))
-    return chosen
+    last = math.ceil(state / taken) if taken > 0 and state / taken < most else most
+    last = max(1, last) if state else 1
+    if question.policy == "snapshot":
+        last = max(1, min(last, _FRONTIER_SNAPSHOT_STEPS // len(question.timeline.steps)))
+    doubled = [2**power for power in range(_FRONTIER_INTERVALS - 1) if 2**power < last]
+    return [*doubled, last]
 
 
 def _trade_offs(question: Question, interval: int) -> list[FrontierRow]:
@@ -182,7 +199,7 @@ def _halved(question: Question, interval: int, problem: Problem, rows: list[Fron
 
 def _trade_off(question: Question, interval: int, problem: Problem, peak_bytes: int) -> FrontierRow | None:
     """The shortest stall at a peak, and what of the peak it needs."""
-    may_wait = question.overhead is not None
+    may_wait = question.may_wait
     terms = optimum.least_stall(problem, question.policy, peak_bytes, question.prices, may_wait=may_wait)
     if terms is None:
         return None

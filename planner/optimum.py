@@ -3,10 +3,11 @@
 Training stands still in two ways, and both have a price for each unit of state: it waits until the link has taken the
 unit (W of them), or until the unit has been copied inside device memory (Z of them).
 
-*One wait, at the boundary, does as well as any number of waits anywhere.* A wait only adds to the link's running sum
-C_t, from its step on; moved to the boundary, it adds as much to every C_t that it did before, and to more of them. All
-bounds of the direct policy (:mod:`checkflow.planner.greedy`) fall as C_t grows. (For the same price the plan waits as
-late as that serves: :func:`latest_wait`. A link that is faster than planned then shortens it.)
+*One wait, at the boundary, does as well as any number of waits anywhere.* Each unit that left during another wait can
+leave its live tensor during one at the boundary instead: its deadline is not before that, a snapshot of it is saved,
+and no other unit moves. (For the same price the plan waits as late as that serves: :func:`latest_wait`. A link that is
+faster than planned then shortens it. Training's own traffic that is queued at the boundary goes first, and adds to the
+price of any wait; where there is such traffic, the plan waits there.)
 
 *Which W and Z.* At a peak P, W is at least what :func:`checkflow.planner.bounds.least_wait` says. For each such W let
 f(W) be the fewest snapshots that reach P (:func:`checkflow.planner.bounds.fewest_snapshots`). A schedule is a flow of
@@ -42,10 +43,15 @@ class Prices:
 
     wait_seconds: float  # that leaves while training waits for the link
     snapshot_seconds: float  # that is copied inside device memory
+    queue_seconds: float = 0.0  # before the first that leaves: until training's own traffic has gone
+
+    def waiting_seconds(self, wait_units: int) -> float:
+        """For the link, in one checkpoint."""
+        return self.queue_seconds + wait_units * self.wait_seconds if wait_units else 0.0
 
     def stall_seconds(self, terms: Terms) -> float:
         """Of one checkpoint."""
-        return terms.wait_units * self.wait_seconds + terms.snapshots * self.snapshot_seconds
+        return self.waiting_seconds(terms.wait_units) + terms.snapshots * self.snapshot_seconds
 
 
 @dataclass(frozen=True)
@@ -89,9 +95,13 @@ def least_stall(
     if wait and not may_wait:
         return None
     fewest = cache(lambda wait: _fewest(problem, peak_bytes, wait))
+    terms = Terms(wait, fewest(wait))
     if may_wait and not _waiting_never_pays(problem, prices):
         wait = _cheapest_wait(problem, prices, wait, fewest)
-    return Terms(wait, fewest(wait))
+        longer = Terms(wait, fewest(wait))
+        if prices.stall_seconds(longer) < prices.stall_seconds(terms):  # what is queued goes first, if at all
+            return longer
+    return terms
 
 
 def least_peak_bytes(
@@ -121,9 +131,9 @@ def fits(problem: Problem, policy: Policy, peak_bytes: int, prices: Prices, budg
         paid = budget.admits(problem.total * prices.snapshot_seconds)
         return paid and greedy.snapshot_flow(problem, peak_bytes) is not None
     wait = bounds.least_wait(problem, peak_bytes)
-    if wait and not (budget.may_wait and budget.admits(wait * prices.wait_seconds)):
+    if wait and not (budget.may_wait and budget.admits(prices.waiting_seconds(wait))):
         return False
-    most = budget.most(prices.snapshot_seconds, wait * prices.wait_seconds)
+    most = budget.most(prices.snapshot_seconds, prices.waiting_seconds(wait))
     if most >= problem.total or _fewest(problem, peak_bytes, wait) <= most:
         return True
     if not budget.may_wait or _waiting_never_pays(problem, prices):

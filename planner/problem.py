@@ -3,7 +3,7 @@
 All state is one string of bytes, in the order in which it is first written (then by name): the bytes that must be safe
 first come first, and whatever moves next is the next piece of the string. It is cut into units, so that solvers see
 small whole numbers; a unit is due with its first byte. Both roundings act on running sums (of state and of link
-capacity), so that all of them together lose less than one unit of state and one of link. The unit that may
+capacity), so that all of them together lose less than two units of state and one of link. The unit that may
 be partly filled is the first: it leaves first, so it is counted whole in a peak only if the peak comes before that.
 """
 
@@ -51,7 +51,7 @@ class Problem:
     unit_bytes: int
     total: int  # units of state
     live_bytes: tuple[int, ...]  # device memory of training itself: M_t
-    capacity: tuple[int, ...]  # units that the link takes: c_t
+    capacity: tuple[int, ...]  # units that the link takes, at most all: c_t
     due: tuple[int, ...]  # units that must have left, or lie in a snapshot, when the step ends
 
     @property
@@ -146,15 +146,31 @@ def make_problem(
     check_timeline(timeline)
     check_bandwidth(bandwidth_bytes_per_second)
     unit = unit_for(timeline.state_bytes) if unit_bytes is None else unit_bytes
+    total = count_units(timeline, unit, iterations)
     due = due_units(timeline, unit)
     live = tuple(step.live_bytes for step in timeline.steps)
+    capacity = timeline.capacities_bytes(bandwidth_bytes_per_second, unit, iterations)
     return Problem(
         unit_bytes=unit,
-        total=-(-timeline.state_bytes // unit),
+        total=total,
         live_bytes=live * iterations,
-        capacity=tuple(timeline.capacities_bytes(bandwidth_bytes_per_second, unit, iterations)),
+        capacity=tuple(min(total, units) for units in capacity),
         due=due + due[-1:] * (len(live) * (iterations - 1)),
     )
+
+
+def count_units(timeline: Timeline, unit_bytes: int, iterations: int) -> int:
+    """Units of all state, the last one counted whole.
+
+    Raises:
+        PlanError: more than can be counted with.
+    """
+    total = -(-timeline.state_bytes // unit_bytes)
+    if timeline.training_peak_bytes + total * unit_bytes >= MOST_BYTES:
+        raise PlanError("training's peak and a copy of its state are more bytes than any memory has")
+    if total * iterations * len(timeline.steps) >= MOST_BYTES:
+        raise PlanError(f"the state is {total} units of {unit_bytes} bytes, too many to count with: take larger units")
+    return total
 
 
 def due_units(timeline: Timeline, unit_bytes: int) -> tuple[int, ...]:

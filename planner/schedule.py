@@ -20,7 +20,14 @@ from checkflow.errors import PlanError
 from checkflow.graph import TrainingGraph
 from checkflow.hardware import MOST_BYTES, Device, format_size
 from checkflow.plan import Fingerprint, Plan, Policy, StateSpec, Wait
-from checkflow.planner.certify import Formulation, Schedule, SolverReport, find_per_tensor, find_schedule
+from checkflow.planner.certify import (
+    Formulation,
+    Schedule,
+    SolverReport,
+    find_per_tensor,
+    find_schedule,
+    no_schedule,
+)
 from checkflow.planner.chunks import make_chunks
 from checkflow.planner.explain import explain, least_bandwidth
 from checkflow.planner.interval import FrontierRow, Question, frontier, longest_interval, smallest_interval
@@ -28,6 +35,8 @@ from checkflow.planner.problem import check_bandwidth, check_timeline, unit_for
 from checkflow.planner.replay import check_plan, simulate
 from checkflow.planner.solvers import SolverChoice, SolveStatus
 from checkflow.timeline import Timeline
+
+_LAST_DIGITS = 1e-9
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,10 @@ class Request:
                 raise PlanError(f"{name} must be a number above zero and below 2**63, not {value}")
         if not self.time_limit_seconds > 0:  # infinite: none
             raise PlanError(f"time_limit_seconds must be a number above zero, not {self.time_limit_seconds}")
+        for name in ("memory_limit_bytes", "extra_memory_bytes", "chunk_bytes", "unit_bytes"):
+            value = getattr(self, name)
+            if (isinstance(value, int) and value >= MOST_BYTES) or (isinstance(value, float) and value % 1):
+                raise PlanError(f"{name} must be a whole number of bytes below 2**63, not {value}")
         for name in ("chunk_bytes", "unit_bytes", "max_interval"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int) and value >= 1):
@@ -141,9 +154,9 @@ def make_plan(timeline: Timeline, fingerprint: Fingerprint, request: Request, *,
     whichever solver certified it.
 
     "Optimal" is said of the peak, among schedules that move whole units, and only with a bound that meets it; no
-    schedule of single bytes is better by two units (of state and of link, rounded once each) or more. A plan's true
-    peak (``plan_peak_bytes``) is the certificate's objective, less the empty part of the first unit where that lies in
-    a snapshot at the peak.
+    schedule of single bytes is better by three units (of state, rounded twice, and of link, once) or more, and a budget
+    of stalls is rounded by one more. A plan's true peak (``plan_peak_bytes``) is the certificate's objective, less the
+    empty part of the first unit where that lies in a snapshot at the peak.
 
     Args:
         graph_peak_bytes: training's peak if everything were freed after its last use; reported in the plan.
@@ -164,29 +177,30 @@ def make_plan(timeline: Timeline, fingerprint: Fingerprint, request: Request, *,
     if interval is None and request.relax_memory:
         question, relaxed = _relaxed(question, longest)
         interval = smallest_interval(question, longest)
-    asked = longest if interval is None else interval
-    if per_tensor and interval is not None:
-        schedule = find_per_tensor(question, interval, request.chunk_bytes, request.solver, request.time_limit_seconds)
-    else:  # that there is no schedule, the exact rule tells
-        formulation = "greedy" if per_tensor else request.formulation
-        schedule = find_schedule(question, asked, formulation, request.solver, request.time_limit_seconds)
-    plan, explanations = None, [relaxed] if relaxed else []
-    if interval is None:
-        explanations.append(explain(question, longest))
+    plan, schedule, explanations = None, None, [relaxed] if relaxed else []
+    if interval is None:  # the exact rules have proved it
+        explanations.append(_why_not(question, longest))
     else:
+        solver, limit_seconds = request.solver, request.time_limit_seconds
+        if per_tensor:
+            schedule = find_per_tensor(question, interval, request.chunk_bytes, solver, limit_seconds)
+        else:
+            schedule = find_schedule(question, interval, request.formulation, solver, limit_seconds)
         plan = _draft(question, fingerprint, request, schedule, interval)
         plan = replace(plan, graph_peak_bytes=graph_peak_bytes)
         check_plan(plan)
         plan = plan.sealed()
         if interval > 1:
-            explanations.append(f"a checkpoint every {interval} iterations; every iteration: {explain(question)}")
+            explanations.append(
+                f"a checkpoint every {interval} iterations; for one every iteration: {explain(question)}"
+            )
     seconds = timeline.iteration_seconds
     return Outcome(
         status="infeasible" if plan is None else plan.certificate.status,
         plan=plan,
-        formulation=schedule.formulation,
+        formulation="greedy" if schedule is None else schedule.formulation,
         policy=request.policy,
-        solver=schedule.report,
+        solver=no_schedule() if schedule is None else schedule.report,
         least_bandwidth_bytes_per_second=least_bandwidth(question),
         explanation="; ".join(explanations),
         frontier=frontier(question, longest),
@@ -211,11 +225,21 @@ def _question(timeline: Timeline, request: Request) -> Question:
     )
 
 
+def _why_not(question: Question, longest: int) -> str:
+    """Why no interval fits."""
+    if question.timeline.training_peak_bytes > question.peak_limit(question.problem(1)):
+        return explain(question)
+    if question.policy == "snapshot" and not question.deadlines_hold():
+        return explain(question)  # no interval changes that
+    reason = explain(question, longest)
+    return reason if longest == 1 else f"even every {longest} iterations: {reason}"
+
+
 def _relaxed(question: Question, longest: int) -> tuple[Question, str]:
     """The question with the memory limit raised as little as any interval needs, and a line that says so."""
     limit, peak = question.peak_limit_bytes, question.least_peak_bytes(longest)
     if limit is None or peak is None:
-        return question, ""
+        return replace(question, peak_limit_bytes=None), ""  # then memory is not what is short
     return replace(question, peak_limit_bytes=peak), (
         f"no schedule fits the memory limit of {format_size(limit)}:"
         f" it was raised by {format_size(peak - limit)} ({peak - limit} bytes), as little as possible"
@@ -229,7 +253,9 @@ def _draft(question: Question, fingerprint: Fingerprint, request: Request, sched
         assert schedule.flow is not None
         chunks = make_chunks(question.timeline, schedule.problem, schedule.flow, request.chunk_bytes)
     if schedule.wait_units:
-        wait = Wait(schedule.wait_step, schedule.wait_units * question.prices.wait_seconds)
+        # What is queued is subtracted again when the plan is replayed: its last digits must not cost a unit.
+        more = 1 + _LAST_DIGITS if question.prices.queue_seconds else 1
+        wait = Wait(schedule.wait_step, question.prices.waiting_seconds(schedule.wait_units) * more)
     plan = Plan(
         fingerprint=fingerprint,
         policy=request.policy,

@@ -32,7 +32,15 @@ from itertools import pairwise
 
 from checkflow.plan import Policy
 from checkflow.planner import greedy
-from checkflow.planner.problem import Flow, Problem, check_bandwidth, check_timeline, due_units, unit_for
+from checkflow.planner.problem import (
+    Flow,
+    Problem,
+    check_bandwidth,
+    check_timeline,
+    count_units,
+    due_units,
+    unit_for,
+)
 from checkflow.timeline import Timeline, whole_units
 
 _Block = tuple[int, int, int]  # last step, live bytes, units due
@@ -64,7 +72,7 @@ class Shrunk:
         for end in self.ends:
             iteration, step = divmod(end, count)
             reached.append(whole_units(iteration * available[-1] + available[step], self.unit_bytes))
-        capacity = tuple(now - before for before, now in pairwise((0, *reached)))
+        capacity = tuple(min(self.total, now - before) for before, now in pairwise((0, *reached)))
         return Problem(self.unit_bytes, self.total, self.live_bytes, capacity, self.due)
 
     def block_of(self, step: int) -> int:
@@ -80,7 +88,7 @@ def shrink(timeline: Timeline, unit_bytes: int | None = None, interval: int = 1,
     """
     check_timeline(timeline)
     unit = unit_for(timeline.state_bytes) if unit_bytes is None else unit_bytes
-    total = -(-timeline.state_bytes // unit)
+    total = count_units(timeline, unit, interval)
     due = due_units(timeline, unit)
     live = [step.live_bytes for step in timeline.steps]
     harmless = max(live) - unit * total  # beside this much live memory, all state at once would fit

@@ -53,6 +53,23 @@ def capacities(timeline: Timeline, bytes_per_second: float, iterations: int) -> 
     return whole
 
 
+def queues(timeline: Timeline, bytes_per_second: float) -> list[float]:
+    """What of training's own traffic each step finds before the link, once that has settled."""
+    own, rate = [step.link_bytes for step in timeline.steps], Fraction(bytes_per_second)
+    takes = [Fraction(step.duration_seconds) * rate for step in timeline.steps]
+    if not any(own):
+        return [0.0] * len(own)
+    if sum(own) >= sum(takes):
+        return [math.inf] * len(own)
+    queue, found = Fraction(0), []
+    for _ in range(_ROUNDS):
+        found = []
+        for issued, taken in zip(own, takes, strict=True):
+            found.append(float(queue + issued))
+            queue = max(Fraction(0), queue + issued - taken)
+    return found
+
+
 class _Program:
     def __init__(self) -> None:
         self.solver = highspy.Highs()
@@ -110,9 +127,16 @@ def _build(asked: Asked, iterations: int) -> tuple[_Program, dict[int, float], d
     link: list[dict[int, float]] = [{} for _ in range(steps)]
     memory: list[dict[int, float]] = [{} for _ in range(steps)]
     if asked.policy == "direct" and (asked.free or asked.overhead is not None):
+        queued = queues(timeline, asked.bytes_per_second)
         for step in range(steps):
-            wait = program.variable(timeline.state_bytes)
-            link[step][wait], stall[wait] = -1.0, 1 / asked.bytes_per_second
+            if queued[step % len(queued)] == 0:
+                wait = program.variable(timeline.state_bytes)
+                link[step][wait], stall[wait] = -1.0, 1 / asked.bytes_per_second
+        if 0 < queued[0] < math.inf:  # what training itself has queued goes first: plans wait at the boundary
+            wait, waits = program.variable(timeline.state_bytes), program.variable(1)
+            link[0][wait], stall[wait] = -1.0, 1 / asked.bytes_per_second
+            stall[waits] = float(queued[0]) / asked.bytes_per_second
+            program.row(-highspy.kHighsInf, 0.0, {wait: 1.0, waits: -float(timeline.state_bytes)})
     for group in timeline.groups:
         deadline = steps - 1 if group.first_write is None else group.first_write - 1
         ways: dict[int, float] = {}

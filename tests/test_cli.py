@@ -211,7 +211,9 @@ def test_what_does_not_fit_every_iteration_is_planned_for_more(call: Any, tmp_pa
     assert said.code == FOUND
     data = said.json
     assert data["interval"] > 1
-    assert data["explanation"].startswith(f"a checkpoint every {data['interval']} iterations; every iteration: from")
+    assert data["explanation"].startswith(
+        f"a checkpoint every {data['interval']} iterations; for one every iteration: from"
+    )
     assert data["stall_seconds"] <= 0.035 * data["interval"] * data["iteration_seconds"]
     assert {row["interval"] for row in data["frontier"]} >= {1}
     assert call("check", "plan.json").out.endswith(f"a checkpoint every {data['interval']} iterations\n")
@@ -223,7 +225,7 @@ def test_what_does_not_fit_every_iteration_is_planned_for_more(call: Any, tmp_pa
     assert f"a checkpoint every {data['interval']} iterations" in table
     assert "What checkpoints cost, limits aside" in table
     compared = call("compare", "plan.json").out
-    assert f"checkflow: every {data['interval']} iterations" in compared
+    assert f"checkflow makes a checkpoint every {data['interval']} iterations" in compared
 
 
 def test_infeasible_writes_no_plan(call: Any, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_words_of_a_link_that_is_too_slow_for_a_deadline() -> None:
         "from the boundary to forward model/layer4.1.bn2 212 MB must leave in 1.80 ms: 118 GB/s;"
         " the link gives 63.0 GB/s, and the memory limit of 1.00 GB leaves no room for more snapshots;"
         " it takes 118 GB/s, or 98.6 MB (98600448 bytes) more device memory,"
-        " or an overhead of 27 % (1.57 ms a checkpoint)"
+        " or --overhead 0.270 (1.57 ms a checkpoint)"
     )
 
 
@@ -119,7 +119,7 @@ def test_words_of_a_link_that_is_too_slow_for_the_iteration() -> None:
         text = sentence(trained_model(), 20e9, policy)  # type: ignore[arg-type]
         assert text.startswith("from the boundary to the next boundary 212 MB must leave in 5.80 ms: 36.6 GB/s;")
         assert "the link gives 20.0 GB/s; it takes 36.6 GB/s" in text
-        assert ("or an overhead of" in text) == (policy == "direct")
+        assert ("or --overhead" in text) == (policy == "direct")
     later = sentence(trained_model(), 15e9, "snapshot", interval=2)
     assert later.startswith("from the boundary to the boundary 2 iterations later 212 MB must leave in 11.6 ms: 18.3")
 
@@ -129,20 +129,21 @@ def test_words_of_an_overhead_that_is_not_enough() -> None:
     assert "and to wait for the rest takes" in text
     assert "where the overhead allows 203 µs" in text
     # The price that is named is enough, and nothing less than its last digit is.
-    assert "or an overhead of 85.8 % (4.97 ms a checkpoint)" in text
+    assert "or --overhead 0.858 (4.97 ms a checkpoint)" in text
     assert ask(trained_model(), 20e9, unit=512, overhead=0.858, memory=MEMORY).fits(1)
     assert not ask(trained_model(), 20e9, unit=512, overhead=0.856, memory=MEMORY).fits(1)
 
 
 def test_words_of_memory_that_is_too_small() -> None:
     assert sentence(trained_model(), 63e9, "direct", 999_999_999) == (
-        "training alone needs 1000000000 bytes of device memory; the limit is 999999999 bytes"
+        "training alone needs 1000000000 bytes of device memory; the limit is 999999999 bytes: it takes a smaller"
+        " batch, another device, or --relax-memory"
     )
     timeline = make_timeline([(0, 9_000), (1, 9_000)], [(1, [4096])])
     assert sentence(timeline, 1e6, "direct", 10_000) == (
         "3.58 kB would have to leave before the end of the boundary, in no time: the memory limit of 10.0 kB leaves"
         " too little room for snapshots; no link is fast enough, it takes 3.10 kB (3096 bytes) more device memory,"
-        " or an overhead of 0.359 % (3.58 ms a checkpoint)"
+        " or --overhead 0.00359 (3.58 ms a checkpoint)"
     )
     # A copy in device memory needs room under the snapshot policy, however fast the link.
     timeline = make_timeline([(0, 9_000), (1, 9_000), (1, 9_000)], [(None, [4096])])
@@ -155,7 +156,7 @@ def test_words_of_a_stall_that_is_too_long() -> None:
     assert "the overhead allowed leaves no room for more snapshots" in sentence(trained_model(), 63e9, overhead=1e-6)
     assert sentence(trained_model(), 63e9, "snapshot", overhead=1e-6) == (
         "the snapshot policy copies all 212 MB inside device memory, which stalls training for 453 µs, where the"
-        " overhead allows 0.01 µs; no link is fast enough, or an overhead of 7.82 % (453 µs a checkpoint)"
+        " overhead allows 0.01 µs; no link is fast enough, or --overhead 0.0782 (453 µs a checkpoint)"
     )
 
 
@@ -199,5 +200,7 @@ def test_tight_interval_is_a_proof(timeline, policy: Policy, peak: int, interval
 
 
 def test_rate_of_no_time_is_infinite() -> None:
-    assert Interval("here", 3, 0.0, 0, 3).bytes_per_second == float("inf")
-    assert Interval("here", 3, 2.0, 1, 3).bytes_per_second == 2.0
+    timeline = make_timeline([(0, 9), (1, 9)], [(1, [5])])
+    tight = tight_interval(ask(timeline, 1.0, peak=10))
+    assert tight == Interval("the end of the boundary", 4, 0.0, float("inf"), 4)
+    assert tight.own_bytes == 0.0

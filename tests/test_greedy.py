@@ -134,8 +134,12 @@ def test_unit(state_bytes: int, unit: int) -> None:
 def test_rounding_loses_less_than_a_unit(timeline, unit: int) -> None:
     problem = make_problem(timeline, 1.0, unit)
     assert 0 <= problem.total * unit - timeline.state_bytes < unit
-    exact = make_problem(timeline, 1.0, 1)
+    exact, rounded = make_problem(timeline, 1.0, 1), 0
     for due, due_bytes in zip(problem.due, exact.due, strict=True):
         assert due_bytes <= due * unit < due_bytes + 2 * unit
-    for reached, reached_bytes in zip(problem.reached, exact.reached, strict=True):
-        assert 0 <= reached_bytes - reached * unit < unit
+    for capacity, units, capacity_bytes in zip(
+        problem.capacity, timeline.capacities_bytes(1.0, unit), timeline.capacities_bytes(1.0), strict=True
+    ):
+        assert capacity == min(units, problem.total)
+        rounded += units * unit - capacity_bytes
+        assert -unit < rounded <= 0
