@@ -6,8 +6,9 @@ are meant to reach, and a file of JSON. Batch 32, RTX 3090, a link of 63 GB/s, o
 
 The paper's ILP knows the snapshot policy alone, and so is held against the aggregate one under that policy, with the
 same solver; its chunks are coarser than units, so its optimum may be higher. What takes less than a second is timed
-several times, and the least of these times counts. Solver seconds include handing the model over; the aggregate ILP
-and the rule work on the blocks of the timeline (planner/shrink.py), and the time to find these is theirs.
+several times, and the least of these times counts. Solver seconds include handing the model over. The aggregate ILP
+and the rule work on the blocks of the timeline (planner/shrink.py): to find them is part of the aggregate ILP's time
+where it is held against the paper's, which does without, and of neither's where the two are held against each other.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class Row:
     status: str
     variables: int
     constraints: int
+    blocks_seconds: float
     build_seconds: float
     solver_seconds: float
     peak_bytes: int | None
@@ -68,7 +70,12 @@ class Row:
 
     @property
     def seconds(self) -> float:
+        """On the blocks."""
         return self.build_seconds + self.solver_seconds
+
+    @property
+    def all_seconds(self) -> float:
+        return self.blocks_seconds + self.seconds
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float]:
@@ -103,42 +110,44 @@ def run_per_tensor(
     except solvers.NothingFoundError:
         size = (len(built.lp.variables()), built.lp.numConstraints())
         seconds = time.perf_counter() - begun
-        return Row(model, "per-tensor", "snapshot", "nothing", *size, build_seconds, seconds, None, None, solver)
+        return Row(model, "per-tensor", "snapshot", "nothing", *size, 0.0, build_seconds, seconds, None, None, solver)
     peak = None if found.status == "infeasible" else per_tensor.peak_bytes(problem, per_tensor.extract(built))
     bound = per_tensor.peak_bound_bytes(built, found.bound)
     return Row(
-        model, "per-tensor", "snapshot", found.status, found.variables, found.constraints, build_seconds, seconds,
+        model, "per-tensor", "snapshot", found.status, found.variables, found.constraints, 0.0, build_seconds, seconds,
         peak, bound, f"{found.name} {found.version}",
     )  # fmt: skip
 
 
 def blocks_of(timeline: Timeline, policy: Policy) -> Problem:
-    """What of the timeline can bind, as the planner solves it; to find it is part of each time."""
+    """What of the timeline can bind, as the planner solves it."""
     return shrink(timeline, policy=policy).problem(parse_bandwidth(BANDWIDTH))
 
 
 def run_flow(model: str, timeline: Timeline, policy: Policy, solver: solvers.SolverChoice, limit_seconds: float) -> Row:
-    built, build_seconds = timed(lambda: flow.build(blocks_of(timeline, policy), policy))
+    problem, blocks_seconds = timed(lambda: blocks_of(timeline, policy))
+    built, build_seconds = timed(lambda: flow.build(problem, policy))
     found, seconds = timed(lambda: solvers.solve(built.lp, solver, limit_seconds))
     peak = None if found.status == "infeasible" else flow.extract(built).peak_bytes(built.problem)
     bound = flow.peak_bound_bytes(built.problem, -math.inf if found.bound is None else found.bound)
     return Row(
-        model, "flow", policy, found.status, found.variables, found.constraints, build_seconds, seconds, peak, bound,
-        f"{found.name} {found.version}",
+        model, "flow", policy, found.status, found.variables, found.constraints, blocks_seconds, build_seconds, seconds,
+        peak, bound, f"{found.name} {found.version}",
     )  # fmt: skip
 
 
 def run_greedy(model: str, timeline: Timeline, policy: Policy) -> Row:
     """The least peak, and its schedule of the blocks."""
 
+    problem, blocks_seconds = timed(lambda: blocks_of(timeline, policy))
+
     def work() -> tuple[int | None, int | None]:
-        problem = blocks_of(timeline, policy)
         found = greedy.best_flow(problem, policy)
         return None if found is None else found.peak_bytes(problem), greedy.least_peak_bytes(problem, policy)
 
     (peak, bound), seconds = timed(work)
     status = "infeasible" if peak is None else "optimal"
-    return Row(model, "greedy", policy, status, 0, 0, 0.0, seconds, peak, bound, "none")
+    return Row(model, "greedy", policy, status, 0, 0, blocks_seconds, 0.0, seconds, peak, bound, "none")
 
 
 def targets(rows: list[Row]) -> list[tuple[str, float, float, bool]]:
@@ -151,7 +160,7 @@ def targets(rows: list[Row]) -> list[tuple[str, float, float, bool]]:
             holds = row.status == "optimal" and row.seconds <= most
             lines.append((f"{row.model}: per-tensor, seconds, at most", row.seconds, most, holds))
             if row.model in SCALING:
-                ratio = row.seconds / by_key[row.model, "flow", "snapshot"].seconds
+                ratio = row.seconds / by_key[row.model, "flow", "snapshot"].all_seconds
                 line = f"{row.model}: flow is faster than per-tensor, times, at least"
                 lines.append((line, ratio, FASTER_THAN_PER_TENSOR, ratio >= FASTER_THAN_PER_TENSOR))
         if row.formulation == "greedy":
@@ -165,7 +174,8 @@ def show(row: Row, training_peak_bytes: int) -> None:
     extra = "-" if row.peak_bytes is None else f"{row.peak_bytes - training_peak_bytes:,}"
     print(
         f"{row.model:9} {row.formulation:11} {row.policy:9} {row.variables:9,} {row.constraints:9,}"
-        f" {row.build_seconds:10.4f} {row.solver_seconds:10.4f} {row.status:>10} {extra:>14}",
+        f" {row.blocks_seconds:10.4f} {row.build_seconds:10.4f} {row.solver_seconds:10.4f}"
+        f" {row.status:>10} {extra:>14}",
         flush=True,
     )
 
@@ -181,8 +191,8 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     rows: list[Row] = []
     print(
-        f"{'model':9} {'formulation':11} {'policy':9} {'variables':>9} {'rows':>9} {'build s':>10} {'solve s':>10}"
-        f" {'status':>10} {'extra bytes':>14}"
+        f"{'model':9} {'formulation':11} {'policy':9} {'variables':>9} {'rows':>9}"
+        f" {'blocks s':>10} {'build s':>10} {'solve s':>10} {'status':>10} {'extra bytes':>14}"
     )
     for model in asked.only:
         timeline = timeline_of(model)

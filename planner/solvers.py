@@ -40,6 +40,8 @@ SolveStatus = Literal["optimal", "feasible", "infeasible"]
 # Gurobi's errors of a licence: none that counts (expired, another machine's, no token server), too small for the model
 # (the restricted one ends at 2,000 variables or constraints), or a server or a cloud that does not let us in.
 _GUROBI_LICENCE = frozenset({10009, 10010, 10022, 10023, 10028, 10030})
+# Up to so many, a search for a first solution takes a third of the time, and the root's relaxation gives one anyway.
+_SMALL_VARIABLES = 10_000
 _GRACE_SECONDS = 10.0  # CBC looks at the clock only now and then
 _POLL_SECONDS = 0.05
 # HiGHS and Gurobi look for a cancellation between two steps of their search. Some steps are long (presolve); then the
@@ -279,6 +281,8 @@ def _highs(problem: pulp.LpProblem, seconds: float, tolerance: float | None) -> 
     import pulp
 
     options = {"mip_rel_gap": 0.0, "mip_abs_gap": 0.0, "time_limit": seconds, "threads": _threads(), "random_seed": 0}
+    if problem.numVariables() <= _SMALL_VARIABLES:
+        options["mip_heuristic_run_feasibility_jump"] = False
     if tolerance is not None:
         options |= {"mip_feasibility_tolerance": tolerance, "primal_feasibility_tolerance": tolerance}
     model = highs.make_model(problem, options)
