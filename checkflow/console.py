@@ -55,17 +55,28 @@ def stoppable() -> Iterator[None]:
         asked.append(number)
         raise StoppedError(number)
 
+    def unraisable(lost: sys.UnraisableHookArgs) -> None:
+        if not isinstance(lost.exc_value, StoppedError):  # that one is raised again below
+            hook(lost)
+
+    hook = sys.unraisablehook
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     ours = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
     try:
+        sys.unraisablehook = unraisable
         for number in ours:
             signal.signal(number, stop)
         yield
         if asked:  # it was raised where Python lets no error out, such as in a destructor
             raise StoppedError(asked[0])
+    except Exception as error:
+        if asked:  # what it met on its way out made another error of it: an import of C++ code, for one
+            raise StoppedError(asked[0]) from error
+        raise
     finally:
         for number in ours:
             signal.signal(number, before[number])
+        sys.unraisablehook = hook
 
 
 class _Voice(logging.Handler):

@@ -115,7 +115,7 @@ def _batch_text(fingerprint: Fingerprint) -> str:
 
 
 def binding_interval(plan: Plan) -> tuple[int | None, Interval | None]:
-    """What would break first on a slower link, at the plan's interval, peak and stall.
+    """What would break first on a slower link, at the plan's interval and peak (and its stall, where training waits).
 
     Returns:
         The least bandwidth (bytes per second) that keeps them, and the interval that forbids any less; None for either

@@ -80,10 +80,13 @@ def direct_flow(problem: Problem, allowed: Sequence[int] | None = None) -> Flow 
 
     Args:
         allowed: how many snapshots may have left when each step ends (None: all). Given as
-            :func:`checkflow.planner.bounds.most_gone` says, the schedule keeps that peak and number of snapshots. For
-            let s be the last step that determined V, the snapshots made, and t > s: what is gone by t - 1 is either
-            all that is allowed, which leaves no more than there is room for; or all that was made; or all that the link
-            carries from s on, urgent units aside, which move s.
+            :func:`checkflow.planner.bounds.most_gone` says, the schedule keeps that peak and number of snapshots. Take
+            a step t, and the last deadline s before it that was not met without a snapshot, or just met by direct
+            copies: V_t = U_s - A_s. If ``allowed`` held snapshots back at some step from s to t - 1, then since the
+            last such step the link was all theirs; ``allowed`` grows no faster than the link, so that all of it has
+            left by t - 1, which leaves no more than there is room for. If all that was made had left by some such
+            step, nothing is held since. Else the link carried snapshots alone from s on, and what is held is
+            U_s - C_{t-1} at the most, for which every peak that can be reached has room.
     """
     if problem.reached[-1] < problem.total:
         return None

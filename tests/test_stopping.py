@@ -68,6 +68,32 @@ cli._request = lambda device, *given, **others: others
 cli._plan = plan
 cli.entry()
 """
+# What is interrupted makes another error of it, or lets none out.
+DEAF = """
+from pathlib import Path
+import time
+from checkflow import cli
+from checkflow.console import StoppedError
+
+class Deaf:
+    def __del__(self):
+        time.sleep(600)
+
+def plan(subject, device, request, granularity):
+    Path("asked").touch()
+    try:
+        if request["solver"] == "gurobi":
+            Deaf()
+            raise SystemError("the answer is still computed")
+        time.sleep(600)
+    except StoppedError:
+        raise ImportError("numpy is half imported") from None
+
+cli._subject = lambda *given: None
+cli._request = lambda device, *given, **others: others
+cli._plan = plan
+cli.entry()
+"""
 MODEL = """
 import torch
 import checkflow
@@ -136,6 +162,8 @@ INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
         pytest.param(DEMO, "cbc", "parent", INT, id="the demo's training, SIGINT"),
         pytest.param(SHORT, "highs", "parent", TERM, id="HiGHS, SIGTERM"),
         pytest.param(STUBBORN, "highs", "parent", TERM, id="HiGHS in a long step, SIGTERM"),
+        pytest.param(DEAF, "highs", "group", INT, id="in an import, Ctrl-C"),
+        pytest.param(DEAF, "gurobi", "group", INT, id="in a destructor, Ctrl-C"),
         pytest.param(SHORT, "gurobi", "group", INT, id="Gurobi, Ctrl-C"),
         pytest.param(SHORT, "gurobi", "parent", TERM, id="Gurobi, SIGTERM"),
     ],
