@@ -25,6 +25,7 @@ class Whereabouts:
         operators: how many operators have run so far: the position of an anchor that fires now.
         on_gradient: called with the name and the parameter whose gradient was accumulated.
         on_step: called before an optimizer steps.
+        device_type: of the tensors that the step computes with; its autocast is the one that counts.
     """
 
     def __init__(
@@ -35,11 +36,13 @@ class Whereabouts:
         operators: Callable[[], int],
         on_gradient: Callable[[str, torch.Tensor], None],
         on_step: Callable[[torch.optim.Optimizer], None],
+        device_type: str = "cpu",
     ) -> None:
         self.anchors: list[Anchor] = [Anchor(BOUNDARY, 0)]
         self.autocast = ""
         self._models = models
         self._optimizers = {id(optimizer): name for name, optimizer in optimizers.items()}
+        self._device_type = device_type
         self._operators, self._on_gradient, self._on_step = operators, on_gradient, on_step
         self._counts: dict[tuple[AnchorKind, str], int] = {}
         self._running: list[str] = []  # modules whose forward runs, innermost last
@@ -93,8 +96,8 @@ class Whereabouts:
             if not in_backward():  # activation checkpointing runs forward again there: no anchor
                 self._phase = "forward"
                 self._fire(AnchorKind.FORWARD, name)
-                if not self.autocast and torch.is_autocast_enabled("cpu"):
-                    self.autocast = str(torch.get_autocast_dtype("cpu")).removeprefix("torch.")
+                if not self.autocast and torch.is_autocast_enabled(self._device_type):
+                    self.autocast = str(torch.get_autocast_dtype(self._device_type)).removeprefix("torch.")
             self._running.append(name)
 
         return hook

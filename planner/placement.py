@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -59,6 +59,39 @@ class Crossing:
 
 
 NO_CROSSING = Crossing()
+
+
+def crossing(
+    func: OpOverload,
+    args: Sequence[Any],
+    keywords: Mapping[str, Any],
+    result: Any,
+    on_host: Callable[[torch.Tensor], bool],
+    waits: Callable[[torch.Tensor, torch.Tensor, bool], bool],
+) -> Crossing:
+    """What an operator moves over the link.
+
+    torch converts before a copy to the host's side of the link and after one from it: a value crosses in the source's
+    dtype to the host, and in the destination's to the device.
+
+    Args:
+        waits: whether training waits for a copy, given its source, its target, and whether it was called non-blocking.
+    """
+    if func._schema.name not in _COPIES:
+        return NO_CROSSING
+    bound = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **keywords}
+    single = func._schema.name == "aten::_to_copy"
+    sources = list(tensors_in(bound["self"] if single else bound["src"]))
+    targets = list(tensors_in(result if single else bound["self"]))
+    to_host = waited = 0
+    for source, target in zip(sources, targets, strict=True):
+        outwards = on_host(target)
+        if on_host(source) == outwards:
+            continue
+        size = target.numel() * (source if outwards else target).element_size()
+        to_host += size if outwards else 0
+        waited += size if waits(source, target, bool(bound.get("non_blocking"))) else 0
+    return Crossing(to_host, waited)
 
 
 class HostMemory:
@@ -156,28 +189,15 @@ class HostMemory:
             self.name_device(made)
 
     def crossing(self, func: OpOverload, args: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> Crossing:
-        """What an operator moves over the link; its results are settled already.
-
-        torch converts before a copy to the host's side of the link and after one from it: a value crosses in the
-        source's dtype to the host, and in the destination's to the device.
-        """
-        if not self.apart or func._schema.name not in _COPIES:
+        """What an operator moves over the link; its results are settled already."""
+        if not self.apart:
             return NO_CROSSING
-        bound = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **keywords}
-        single = func._schema.name == "aten::_to_copy"
-        sources = list(tensors_in(bound["self"] if single else bound["src"]))
-        targets = list(tensors_in(result if single else bound["self"]))
-        to_host = waited = 0
-        for source, target in zip(sources, targets, strict=True):
-            if self.holds(source) == self.holds(target):
-                continue
-            outwards = self.holds(target)
-            size = target.numel() * (source if outwards else target).element_size()
-            to_host += size if outwards else 0
+
+        def waits(_source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> bool:
             # Whether a copy into pinned memory is asked to wait may depend on the machine that plans (save_on_cpu).
-            waits = not bound.get("non_blocking") and self.place(target) != PINNED
-            waited += size if waits else 0
-        return Crossing(to_host, waited)
+            return not non_blocking and self.place(target) != PINNED
+
+        return crossing(func, args, keywords, result, self.holds, waits)
 
     def _proved(self, place: Place) -> Place:
         return DEVICE if place & self._disproved else place

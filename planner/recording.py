@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,13 +12,11 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, track_tensor_tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from checkflow.graph import Operator
 from checkflow.planner import operators as op
 from checkflow.planner import sparse
-from checkflow.planner.hooks import Whereabouts
-from checkflow.planner.lifetimes import StorageLedger
+from checkflow.planner.iteration import Iteration
 from checkflow.planner.optimizers import NEEDS_DATA
-from checkflow.planner.placement import NO_CROSSING, Crossing, HostMemory
+from checkflow.planner.placement import NO_CROSSING, HostMemory
 
 # Calls that reach a dispatch mode but are no operators of the model.
 _NO_OPERATORS = frozenset(("prim", "profiler", "debugprims"))
@@ -30,9 +28,9 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Before :meth:`begin` it only watches which storages the first run leaves behind.
     """
 
-    def __init__(self, operators: list[Operator], ledger: StorageLedger, where: Whereabouts, host: HostMemory) -> None:
+    def __init__(self, iteration: Iteration, host: HostMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._operators, self._ledger, self._where, self._host = operators, ledger, where, host
+        self._iteration, self._host = iteration, host
         self._tracer: Any = None
         self._last: Node | None = None
         self._left: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by address: the newest that was seen there
@@ -53,19 +51,21 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tracer = proxies.tracer
         self._failure = None  # where an optimizer's step broke off, the frames of its error hold gradients
 
-    def add_input(self, tensor: torch.Tensor, name: str) -> None:
-        """Make a tensor an input of the graph, but no argument of the traced function, which would keep it alive."""
-        target = self._tracer.graph._graph_namespace.create_name("".join(c if c.isalnum() else "_" for c in name), None)
-        proxy = self._tracer.create_proxy("placeholder", target, (), {})
-        track_tensor_tree(tensor, proxy, constant=None, tracer=self._tracer)
-        self._claim_nodes()
+    def add_inputs(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Make tensors inputs of the graph, but no arguments of the traced function, which would keep them alive."""
+        for name, tensor in named:
+            plain = "".join(c if c.isalnum() else "_" for c in name)
+            target = self._tracer.graph._graph_namespace.create_name(plain, None)
+            proxy = self._tracer.create_proxy("placeholder", target, (), {})
+            track_tensor_tree(tensor, proxy, constant=None, tracer=self._tracer)
+            self._claim_nodes()
 
     def enter_left_behind(self) -> None:
         """Enter what the first run made and something still holds, such as a tensor kept in a module's attribute."""
         for reference in self._left.values():
             storage = reference()
             if storage is not None and not self._host.holds_storage(storage):
-                self._ledger.enter_storage(storage, "kept", "activation", -1)
+                self._iteration.ledger.enter_storage(storage, "kept", "activation", -1)
         self._left.clear()
 
     def record_opaque(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
@@ -88,7 +88,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         effect = op.Effects(reads=(*updates, *gradients), writes=tuple(updates), outputs=(), computes=True)
         if updates:
-            self._append(node.name, f"{kind}.step", effect, 0, NO_CROSSING)
+            self._iteration.append(node.name, f"{kind}.step", effect, 0, NO_CROSSING)
         self._claim_nodes()
 
     def __torch_dispatch__(
@@ -130,38 +130,11 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         crossing = self._host.crossing(func, args, keywords, result)
         if func is torch.ops.aten.lift_fresh.default or not (effect.reads or effect.writes):
             return
-        self._where.note_forward()
+        self._iteration.where.note_forward()
         if effect.computes or crossing.to_host_bytes:
-            self._append(node, str(func), effect, op.flops(func, args, keywords, result), crossing)
+            self._iteration.append(node, str(func), effect, op.flops(func, args, keywords, result), crossing)
         else:
-            for tensor, _ in effect.writes:
-                self._ledger.enter(tensor, node, "activation", len(self._operators))
-
-    def _append(self, name: str, target: str, effect: op.Effects, flops: int, crossing: Crossing) -> None:
-        index = len(self._operators)
-        # A storage that was never seen before and is read now lived at the boundary: a value that the user keeps.
-        reads = dict.fromkeys(self._ledger.enter(t, f"{name}.input", "input", -1) for t, _ in effect.reads)
-        writes = dict.fromkeys(self._ledger.enter(t, name, "activation", index) for t, _ in effect.writes)
-        for storage in reads:
-            self._ledger.use(storage, index, writes=False)
-        for storage in writes:
-            self._ledger.use(storage, index, writes=True)
-        self._operators.append(
-            Operator(
-                name=name,
-                target=target,
-                phase=self._where.phase,
-                module=self._where.module(),
-                dtype=op.compute_dtype(effect),
-                flops=flops,
-                read_bytes=sum(size for _, size in effect.reads),
-                written_bytes=sum(size for _, size in effect.writes),
-                reads=tuple(reads),
-                writes=tuple(writes),
-                link_bytes=crossing.to_host_bytes,
-                waited_bytes=crossing.waited_bytes,
-            )
-        )
+            self._iteration.allocate(effect, node)
 
     def _claim_nodes(self, func: Any = None) -> str:
         """The name of the node that ``func`` made. The nodes lose their example values, which keep storages alive."""

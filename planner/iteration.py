@@ -1,0 +1,230 @@
+"""One iteration as it is watched: operators, storages, anchors and state, and the TrainingGraph that comes of it.
+
+Two ways lead here: the trace (fake tensors under make_fx, :mod:`checkflow.planner.trace`) and the record (a live job's
+own tensors, :mod:`checkflow.planner.record`). They see the same things, which are put together in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+from checkflow.errors import TraceError
+from checkflow.graph import AnchorKey, AnchorKind, Operator, StateEntry, StorageKind, TrainingGraph
+from checkflow.planner import operators as op
+from checkflow.planner.hooks import Whereabouts
+from checkflow.planner.lifetimes import StorageLedger
+from checkflow.planner.placement import Crossing
+from checkflow.state import StateTensor, TrainingState, collect_state, dtype_name
+
+
+class Places(Protocol):
+    """Which tensors lie in host memory, where that is apart from the device's, and what crosses the link."""
+
+    def holds(self, tensor: torch.Tensor, /) -> bool: ...
+
+    def crossing(
+        self, func: OpOverload, args: Sequence[Any], keywords: Mapping[str, Any], result: Any, /
+    ) -> Crossing: ...
+
+
+class Iteration:
+    """What one iteration shows while it runs, and the graph that comes of it.
+
+    Args:
+        on_step: called before an optimizer steps.
+        device_type: of the tensors that the iteration computes with.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        places: Places,
+        *,
+        on_step: Callable[[torch.optim.Optimizer], None] = lambda _: None,
+        device_type: str = "cpu",
+    ) -> None:
+        self.operators: list[Operator] = []
+        self.ledger = StorageLedger(self.position)
+        self.where = Whereabouts(
+            models,
+            optimizers,
+            operators=self.position,
+            on_gradient=self._name_gradient,
+            on_step=on_step,
+            device_type=device_type,
+        )
+        self.places = places
+        self._models, self._optimizers = models, optimizers
+        self._before = self._after = TrainingState((), ())
+        self._indices: list[int | None] = []  # of the state's storages at the boundary; None: in host memory
+
+    def position(self) -> int:
+        """How many operators have run so far."""
+        return len(self.operators)
+
+    def begin(self, batch: Any, held: Any, captured: Sequence[torch.Tensor] = ()) -> list[tuple[str, torch.Tensor]]:
+        """At the boundary: enter everything that lives now. Returns the same, by name.
+
+        Args:
+            batch: a structure with the tensors of the batch.
+            held: a structure with what the loop still holds of the last iteration.
+            captured: further tensors that the iteration may reach.
+        """
+        self._before = collect_state(self._models, self._optimizers)
+        parameters = [item for item in self._before.tensors if item.kind == "parameter"]
+        entered: list[tuple[str, torch.Tensor | None, StorageKind]] = [
+            *((item.name, item.tensor, item.kind) for item in self._before.tensors),
+            *_named(batch, "batch", "input"),
+            # After the batch, whose indices a sparse gradient may hold.
+            *((f"gradient of {item.name}", item.tensor.grad, "gradient") for item in parameters),
+            *(("captured", tensor, "input") for tensor in captured),
+            *(("gradient of a captured tensor", tensor.grad, "gradient") for tensor in captured),
+            *_named(held, "result", "activation"),
+        ]
+        found = [(name, tensor, kind) for name, tensor, kind in entered if tensor is not None]
+        for name, tensor, kind in found:
+            self.enter(tensor, name, kind)
+        self._indices = [self._index(item.tensor) for item in self._before.tensors]
+        return [(name, tensor) for name, tensor, _ in found]
+
+    def enter(self, tensor: torch.Tensor, name: str, kind: StorageKind) -> None:
+        """Enter what lives at the boundary, unless it lies in host memory."""
+        for part in op.tensors_in(tensor):
+            if not self.places.holds(part):
+                self.ledger.enter(part, name, kind, -1)
+
+    def append(self, name: str, target: str, effect: op.Effects, flops: int, crossing: Crossing) -> None:
+        """Note an operator that has run."""
+        index = len(self.operators)
+        # A storage that was never seen before and is read now lived at the boundary: a value that the user keeps.
+        reads = dict.fromkeys(self.ledger.enter(t, f"{name}.input", "input", -1) for t, _ in effect.reads)
+        writes = dict.fromkeys(self.ledger.enter(t, name, "activation", index) for t, _ in effect.writes)
+        for storage in reads:
+            self.ledger.use(storage, index, writes=False)
+        for storage in writes:
+            self.ledger.use(storage, index, writes=True)
+        self.operators.append(
+            Operator(
+                name=name,
+                target=target,
+                phase=self.where.phase,
+                module=self.where.module(),
+                dtype=op.compute_dtype(effect),
+                flops=flops,
+                read_bytes=sum(size for _, size in effect.reads),
+                written_bytes=sum(size for _, size in effect.writes),
+                reads=tuple(reads),
+                writes=tuple(writes),
+                link_bytes=crossing.to_host_bytes,
+                waited_bytes=crossing.waited_bytes,
+            )
+        )
+
+    def allocate(self, effect: op.Effects, name: str) -> None:
+        """Note what was allocated without computing, or seen through a view."""
+        for tensor, _ in effect.writes:
+            self.ledger.enter(tensor, name, "activation", len(self.operators))
+
+    def end(self) -> None:
+        """At the next boundary: what lives now goes on living."""
+        self.ledger.close()
+        self._after = collect_state(self._models, self._optimizers)
+
+    def graph(
+        self, name: str, batch: Any, micro_batches: int, implementations: tuple[tuple[str, str], ...]
+    ) -> TrainingGraph:
+        """Everything that was seen, as plain data.
+
+        Raises:
+            TraceError: state was made or taken away in this iteration, so that it is none like those to come.
+        """
+        have, had = ({item.name for item in state.tensors} for state in (self._after, self._before))
+        if odd := have ^ had:
+            raise TraceError(f"cannot plan {name}: its second iteration changes the set of state: {min(odd)}")
+        storages, places = self.ledger.storages()
+        after = {item.name: item.tensor for item in self._after.tensors}
+        fired = {anchor.key for anchor in self.where.anchors}
+        return TrainingGraph(
+            model=name,
+            batch=tuple((tuple(leaf.shape), dtype_name(leaf.dtype)) for _, leaf, _ in _named(batch, "", "input")),
+            micro_batches=micro_batches,
+            optimizers=implementations,
+            autocast=self.where.autocast,
+            operators=tuple(_renumbered(operator, places) for operator in self.operators),
+            storages=storages,
+            state=tuple(
+                self._state_entry(item, index, after[item.name], places, fired)
+                for item, index in zip(self._before.tensors, self._indices, strict=True)
+            ),
+            anchors=tuple(self.where.anchors),
+            ties=self._before.ties,
+            parameters=sum(item.tensor.numel() for item in self._before.tensors if item.kind == "parameter"),
+        )
+
+    def _index(self, tensor: torch.Tensor) -> int | None:
+        return None if self.places.holds(tensor) else self.ledger.find(tensor)
+
+    def _state_entry(
+        self,
+        item: StateTensor,
+        index: int | None,
+        after: torch.Tensor,
+        places: Mapping[int, int],
+        fired: set[AnchorKey],
+    ) -> StateEntry:
+        tensor = item.tensor
+        # A module may write its buffers without being seen, so none passes its forward, which the runtime guards.
+        barrier = AnchorKey(AnchorKind.FORWARD, item.module)
+        guarded = item.kind == "buffer" and index is not None and barrier in fired
+        return StateEntry(
+            name=item.name,
+            kind=item.kind,
+            shape=tuple(tensor.shape),
+            dtype=dtype_name(tensor.dtype),
+            size_bytes=tensor.numel() * tensor.element_size(),
+            placement="host" if index is None else "device",
+            storage=None if index is None else places[index],
+            first_write=None if index is None else self._first_write(index, after),
+            barrier=barrier if guarded else None,
+        )
+
+    def _first_write(self, index: int, after: torch.Tensor) -> int | None:
+        """The first write to a state tensor's storage, or to the one that has taken its place when the iteration ends.
+
+        One that lived at the boundary already (statistics with two buffers, which are exchanged) is written as any
+        other; one that is made in the iteration is written when it is made, by the last operator at the latest.
+        """
+        writes = [self.ledger.first_write(index)]
+        successor = self.ledger.find(after)
+        if successor is not None and successor != index:
+            created = self.ledger.created(successor)
+            last = len(self.operators) - 1
+            writes.append(min(created, last) if created >= 0 else self.ledger.first_write(successor))
+        return min((write for write in writes if write is not None and write >= 0), default=None)
+
+    def _name_gradient(self, name: str, parameter: torch.Tensor) -> None:
+        for part in op.tensors_in(parameter.grad):
+            self.ledger.rename(part, f"gradient of {name}", "gradient")
+
+
+def _named(structure: Any, name: str, kind: StorageKind) -> list[tuple[str, torch.Tensor, StorageKind]]:
+    """The tensors of a structure, numbered in its order."""
+    leaves = enumerate(pytree.tree_leaves(structure))
+    return [(f"{name}.{number}", leaf, kind) for number, leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _renumbered(operator: Operator, places: Mapping[int, int]) -> Operator:
+    """An operator with the final indices of its storages."""
+    return replace(
+        operator,
+        reads=tuple(places[i] for i in operator.reads if i in places),
+        writes=tuple(places[i] for i in operator.writes if i in places),
+    )
