@@ -226,3 +226,14 @@ def optimizer_implementation(optimizer: torch.optim.Optimizer, device_type: str)
         chosen = foreach if foreach is not None else device_type == "cuda"
         names.add(("fused" if fused else "foreach" if chosen else "for-loop") + (" capturable" if capturable else ""))
     return " ".join([kind, *sorted(names)])
+
+
+def is_host_counter(key: str, value: torch.Tensor, group: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's state tensor is one of torch's step counters in host memory (all but capturable and fused
+    optimizers keep them there, whatever the device): copied at the boundary, and no part of device memory.
+
+    Args:
+        key: of the state, such as "step".
+        group: the parameter group that it belongs to.
+    """
+    return key == "step" and value.dim() == 0 and not (group.get("capturable") or group.get("fused"))

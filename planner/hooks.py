@@ -55,7 +55,7 @@ class Whereabouts:
         with contextlib.ExitStack() as handles:
             for name, module in module_names(self._models):
                 handles.callback(module.register_forward_pre_hook(self._entering(name), prepend=True).remove)
-                handles.callback(module.register_forward_hook(self._leaving, always_call=True).remove)
+                handles.callback(module.register_forward_hook(self._leaving(name), always_call=True).remove)
             seen: set[int] = set()
             for name, parameter in parameter_paths(self._models).items():
                 if parameter.requires_grad and id(parameter) not in seen:
@@ -86,6 +86,13 @@ class Whereabouts:
             # The newest number is that of this operator's node, unless it made none: then the node's own came first.
             self._by_sequence.setdefault(torch._C._autograd._get_sequence_nr() - 1, self._running[-1])
 
+    def forget_running(self) -> None:
+        """The iteration has ended in the forward that begins the next one: what runs now is no part of it."""
+        for name in reversed(self._running):
+            if self.anchors[-1].key.name == name and self.anchors[-1].key.kind is AnchorKind.FORWARD:
+                self.anchors.pop()
+        self._running.clear()
+
     def _fire(self, kind: AnchorKind, name: str) -> None:
         occurrence = self._counts.get((kind, name), 0)
         self._counts[kind, name] = occurrence + 1
@@ -102,8 +109,12 @@ class Whereabouts:
 
         return hook
 
-    def _leaving(self, _module: nn.Module, _arguments: Any, _result: Any) -> None:
-        self._running.pop()
+    def _leaving(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_module: nn.Module, _arguments: Any, _result: Any) -> None:
+            if self._running and self._running[-1] == name:  # hooks may have been hung in when it ran already
+                self._running.pop()
+
+        return hook
 
     def _accumulated(self, name: str) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
