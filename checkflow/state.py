@@ -7,6 +7,7 @@ A state tensor is named ``<owner>/<key>``. The owner is the name of a model or a
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ def region(tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, 
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype as files name it: "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")

@@ -105,8 +105,15 @@ class Iteration:
         """Note an operator that has run."""
         index = len(self.operators)
         # A storage that was never seen before and is read now lived at the boundary: a value that the user keeps.
-        reads = dict.fromkeys(self.ledger.enter(t, f"{name}.input", "input", -1) for t, _ in effect.reads)
-        writes = dict.fromkeys(self.ledger.enter(t, name, "activation", index) for t, _ in effect.writes)
+        reads: dict[int, None] = {}
+        writes: dict[int, None] = {}
+        read_bytes = written_bytes = 0
+        for tensor, size in effect.reads:
+            reads[self.ledger.enter(tensor, f"{name}.input", "input", -1)] = None
+            read_bytes += size
+        for tensor, size in effect.writes:
+            writes[self.ledger.enter(tensor, name, "activation", index)] = None
+            written_bytes += size
         for storage in reads:
             self.ledger.use(storage, index, writes=False)
         for storage in writes:
@@ -119,8 +126,8 @@ class Iteration:
                 module=self.where.module(),
                 dtype=op.compute_dtype(effect),
                 flops=flops,
-                read_bytes=sum(size for _, size in effect.reads),
-                written_bytes=sum(size for _, size in effect.writes),
+                read_bytes=read_bytes,
+                written_bytes=written_bytes,
                 reads=tuple(reads),
                 writes=tuple(writes),
                 link_bytes=crossing.to_host_bytes,

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
 from checkflow.planner.sparse import is_sparse, parts
+from checkflow.state import dtype_name
 
 aten = torch.ops.aten
 
@@ -79,6 +80,8 @@ class _Signature:
     hidden_if: str | None
     metadata_only: bool
     reads_data: bool  # returns a number that only the data can tell, such as item()
+    rows_only: bool  # may touch only some rows of its first argument
+    flops: Callable[..., Any] | None  # torch's formula
 
 
 @functools.cache
@@ -98,7 +101,23 @@ def _signature(func: OpOverload) -> _Signature:
         condition,
         torch.Tag.inplace_view in func.tags,
         torch.Tag.data_dependent_output in func.tags,
+        schema.name in BAGS | LOOKUPS | SCATTERS or schema.name == "aten::add_",
+        ATTENTION_FLOPS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket),
     )
+
+
+@functools.cache
+def target_name(func: OpOverload) -> str:
+    """Such as "aten.convolution.default"."""
+    return str(func)
+
+
+@functools.cache
+def is_view(func: OpOverload) -> bool:
+    """Whether all that an operator gives is a view of what it was given, which it leaves as it is."""
+    returns = func._schema.returns
+    only_views = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return only_views and not func._schema.is_mutable
 
 
 @functools.cache
@@ -121,11 +140,19 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
+def tensors_of(value: Any) -> Sequence[torch.Tensor]:
+    """As :func:`tensors_in`, faster: recording a live job calls it several times an operator."""
+    if isinstance(value, torch.Tensor):
+        return parts(value)
+    return tuple(tensors_in(value)) if isinstance(value, list | tuple) else ()
+
+
 def touched_bytes(tensor: torch.Tensor) -> int:
     """Bytes of memory behind a tensor, each counted once: an expanded dimension costs nothing."""
+    if not isinstance(tensor, FakeTensor) and tensor.is_contiguous():  # the inmost loop of recording a live job
+        return tensor.nbytes
     elements = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0)
-    empty = tensor.numel() == 0
-    return 0 if empty else min(int(elements) * tensor.element_size(), int(tensor.untyped_storage().nbytes()))
+    return min(int(elements) * tensor.element_size(), int(tensor.untyped_storage().nbytes())) if tensor.numel() else 0
 
 
 def effects(
@@ -145,7 +172,7 @@ def effects(
     writes: list[tuple[torch.Tensor, int]] = []
     inputs: list[torch.Tensor] = []
     for name, value in bound:
-        for tensor in tensors_in(value):
+        for tensor in tensors_of(value):
             if on_host(tensor):
                 continue
             inputs.append(tensor)
@@ -154,14 +181,15 @@ def effects(
                 reads.append((tensor, size))
             if name in signature.written or name in hidden:
                 writes.append((tensor, size))
-    outputs = tuple(tensor for tensor in tensors_in(result) if not on_host(tensor))
+    outputs = tuple([tensor for tensor in tensors_of(result) if not on_host(tensor)])
     known = {tensor.untyped_storage()._cdata for tensor in inputs}
     fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
     mutates = bool(writes) and not signature.metadata_only
     computes = mutates or (bool(fresh) and signature.name not in ALLOCATIONS) or (signature.reads_data and bool(reads))
     writes.extend((tensor, touched_bytes(tensor)) for tensor in fresh)
-    scatters = signature.name in SCATTERS or (signature.name == "aten::add_" and any(is_sparse(v) for _, v in bound))
-    _restrict_to_rows(signature.name, reads, writes, inputs, scatters=scatters)
+    if signature.rows_only:
+        added = signature.name == "aten::add_" and any(is_sparse(value) for _, value in bound)
+        _restrict_to_rows(signature.name, reads, writes, inputs, scatters=added or signature.name in SCATTERS)
     return Effects(tuple(reads), tuple(writes), outputs, computes)
 
 
@@ -187,12 +215,17 @@ def _restrict_to_rows(
 
 def flops(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
     """As ``torch.utils.flop_counter.FlopCounterMode`` counts on CUDA: a multiply-add is 2, what it does not know 0."""
-    formula = ATTENTION_FLOPS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
-    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+    formula = _signature(func).flops
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
 def compute_dtype(effect: Effects) -> str:
     """The dtype that an operator computes in: the first floating one among its results, else among its inputs."""
-    tensors = [tensor for tensor, _ in (*effect.writes, *effect.reads)]
-    chosen = next((t for t in tensors if t.dtype.is_floating_point or t.dtype.is_complex), tensors[0])
-    return str(chosen.dtype).removeprefix("torch.")
+    first: torch.dtype | None = None
+    for tensor, _ in (*effect.writes, *effect.reads):
+        dtype = tensor.dtype
+        if dtype.is_floating_point or dtype.is_complex:
+            return dtype_name(dtype)
+        first = first or dtype
+    assert first is not None
+    return dtype_name(first)

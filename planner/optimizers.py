@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
@@ -116,6 +117,17 @@ def fused_kernels_faked() -> Iterator[None]:
                 if updates_in_place and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "Meta"):
                     library.impl(func, lambda *_arguments, **_keywords: None, "Meta")
         yield
+
+
+@contextlib.contextmanager
+def foreach_on_fakes() -> Iterator[None]:
+    """Gradients are clipped by foreach operators where all are plain tensors, which the fake ones stand for."""
+    plain: list[type] = torch.utils._foreach_utils._foreach_supported_types  # type: ignore[assignment]
+    plain.append(FakeTensor)
+    try:
+        yield
+    finally:
+        plain.remove(FakeTensor)
 
 
 def _prefer_foreach(optimizer: torch.optim.Optimizer) -> None:

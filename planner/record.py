@@ -250,6 +250,10 @@ class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         keywords = kwargs or {}
         if not self._watching or func.namespace in _NO_OPERATORS or func is torch.ops.aten.lift_fresh.default:
             return func(*args, **keywords)
+        if op.is_view(func):
+            result = func(*args, **keywords)
+            self._iteration.where.note_forward()
+            return result
         with self._lock:
             self._clock.start()
             result = func(*args, **keywords)
@@ -267,7 +271,7 @@ class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = self._name(func)
         if effect.computes or crossed.to_host_bytes:
             self._clock.keep()
-            self._iteration.append(name, str(func), effect, op.flops(func, args, keywords, result), crossed)
+            self._iteration.append(name, op.target_name(func), effect, op.flops(func, args, keywords, result), crossed)
         else:
             self._iteration.allocate(effect, name)
 

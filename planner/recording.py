@@ -132,7 +132,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._iteration.where.note_forward()
         if effect.computes or crossing.to_host_bytes:
-            self._iteration.append(node, str(func), effect, op.flops(func, args, keywords, result), crossing)
+            self._iteration.append(node, op.target_name(func), effect, op.flops(func, args, keywords, result), crossing)
         else:
             self._iteration.allocate(effect, node)
 

@@ -27,7 +27,7 @@ from checkflow.graph import TrainingGraph
 from checkflow.planner.faking import CPU, StandIns, autocast_on_cpu, stand_in
 from checkflow.planner.iteration import Iteration
 from checkflow.planner.moving import DeviceStandIns
-from checkflow.planner.optimizers import NEEDS_DATA, OptimizerSteps, Target, fused_kernels_faked
+from checkflow.planner.optimizers import NEEDS_DATA, OptimizerSteps, Target, foreach_on_fakes, fused_kernels_faked
 from checkflow.planner.recording import OperatorRecorder
 from checkflow.state import optimizer_implementation
 from checkflow.training_step import TrainingStep
@@ -76,6 +76,7 @@ def _environment(stand_ins: StandIns) -> Iterator[None]:
             torch._dynamo.config.patch(error_on_nested_fx_trace=False),
             _quiet(logging.getLogger("torch._subclasses.fake_tensor")),  # what it logs, it raises
             autocast_on_cpu(),
+            foreach_on_fakes(),
             stand_ins.mode,
             CPU,
             stand_ins.in_callbacks(),
