@@ -230,12 +230,16 @@ def optimizer_implementation(optimizer: torch.optim.Optimizer, device_type: str)
     return " ".join([kind, *sorted(names)])
 
 
-def is_host_counter(key: str, value: torch.Tensor, group: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's state tensor is one of torch's step counters in host memory (all but capturable and fused
-    optimizers keep them there, whatever the device): copied at the boundary, and no part of device memory.
+def host_counters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """On the CPU, the state of no dimension that counts as lying in host memory: step counters and their like.
 
-    Args:
-        key: of the state, such as "step".
-        group: the parameter group that it belongs to.
+    All but capturable and fused optimizers keep most of these there whatever the device: they are copied at the
+    boundary, and are no part of device memory.
     """
-    return key == "step" and value.dim() == 0 and not (group.get("capturable") or group.get("fused"))
+    for group in optimizer.param_groups:
+        if group.get("capturable") or group.get("fused"):
+            continue
+        for parameter in group["params"]:
+            for value in optimizer.state.get(parameter, {}).values():
+                if isinstance(value, torch.Tensor) and value.dim() == 0:
+                    yield value

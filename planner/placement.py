@@ -131,10 +131,12 @@ class HostMemory:
     def mark(self, tensor: torch.Tensor, place: Place) -> None:
         """Note where a tensor's storage lies, if that is not the device."""
         if self.apart and place:
-            storage = tensor.untyped_storage()
-            address = storage._cdata
-            self._places[address] = place
-            self._watches[address] = weakref.ref(storage, lambda _: self._forget(address))
+            self._note(tensor, place)
+
+    def mark_counter(self, tensor: torch.Tensor) -> None:
+        """Have a tensor of no dimension count as host memory where that is not apart from the device's."""
+        if not self.apart:
+            self._note(tensor, COPIED)
 
     def name_device(self, tensor: torch.Tensor) -> None:
         """Have ``tensor.device`` tell later where the tensor lies, in spite of all being fake CPU tensors."""
@@ -220,6 +222,12 @@ class HostMemory:
         places = {self.place(tensor) for tensor in inputs if tensor.dim()}
         if len(places) > 1 and DEVICE in places:
             self._disproved = self._disproved.union(*places) - COPIED - PINNED
+
+    def _note(self, tensor: torch.Tensor, place: Place) -> None:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        self._places[address] = place
+        self._watches[address] = weakref.ref(storage, lambda _: self._forget(address))
 
     def _forget(self, address: int) -> None:
         del self._places[address], self._watches[address]

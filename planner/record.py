@@ -27,7 +27,7 @@ from checkflow.graph import AnchorKind, TrainingGraph
 from checkflow.planner import operators as op
 from checkflow.planner.iteration import Iteration
 from checkflow.planner.placement import NO_CROSSING, Crossing, crossing
-from checkflow.state import is_host_counter, optimizer_implementation
+from checkflow.state import host_counters, optimizer_implementation
 from checkflow.training_step import TrainingStep
 
 # Calls that reach a dispatch mode but are no operators of the model.
@@ -125,11 +125,11 @@ def device_type(models: Mapping[str, nn.Module]) -> str:
 
 
 class _LivePlaces:
-    """Where real tensors lie. On the CPU only step counters count as host memory, as in a trace for it."""
+    """Where real tensors lie. On the CPU only counters count as host memory, as in a trace for it."""
 
     def __init__(self, device_type: str, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         self._apart = device_type != "cpu"
-        self._counters = [tensor for optimizer in optimizers.values() for tensor in _counters(optimizer)]
+        self._counters = [tensor for optimizer in optimizers.values() for tensor in host_counters(optimizer)]
         self._addresses = frozenset(tensor.untyped_storage()._cdata for tensor in self._counters)
 
     def holds(self, tensor: torch.Tensor, /) -> bool:
@@ -145,16 +145,6 @@ def _waits(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> bo
     """Only a copy from or to pinned memory can go on behind training."""
     host = source if source.device.type == "cpu" else target
     return not (non_blocking and host.is_pinned())
-
-
-def _counters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [
-        value
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        for key, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, torch.Tensor) and is_host_counter(key, value, group)
-    ]
 
 
 class _Clock(Protocol):

@@ -29,7 +29,7 @@ from checkflow.planner.iteration import Iteration
 from checkflow.planner.moving import DeviceStandIns
 from checkflow.planner.optimizers import NEEDS_DATA, OptimizerSteps, Target, foreach_on_fakes, fused_kernels_faked
 from checkflow.planner.recording import OperatorRecorder
-from checkflow.state import optimizer_implementation
+from checkflow.state import host_counters, optimizer_implementation
 from checkflow.training_step import TrainingStep
 
 
@@ -115,6 +115,9 @@ class _Session:
                 previous = self._step.run(self._batch)
             self._stand_ins.forget_pending_symbols()
             self._stand_ins.host.conclude()
+            for optimizer in self._step.optimizers.values():
+                for counter in host_counters(optimizer):
+                    self._stand_ins.host.mark_counter(counter)
             with _use_lazy_graph_module(True):  # the graph is read, never run: no code need be made of it
 
                 def iteration() -> None:
