@@ -61,6 +61,11 @@ class StorageLedger:
         self._watches[index] = weakref.ref(storage, lambda _: self._free(index, address))
         return index
 
+    def enter_unseen(self, name: str, size_bytes: int) -> None:
+        """Note memory that is taken all iteration long and belongs to no tensor at hand; none if it is not positive."""
+        if size_bytes > 0:
+            self._records.append(_Record(name, "activation", size_bytes, -1, -1))
+
     def find(self, tensor: torch.Tensor) -> int | None:
         """The index of a tensor's storage, if it was entered."""
         return self._by_address.get(tensor.untyped_storage()._cdata)

@@ -11,6 +11,7 @@ leaves from one iteration to the next. So a new job's first iteration is not rec
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -70,7 +71,12 @@ class Recorder:
             batch: a structure with the tensors of the batch, if it is at hand already.
             held: a structure with what the loop still holds of the last iteration, if that is known.
         """
-        self._iteration.begin(batch, held)
+        apart = self._device_type != "cpu"  # on the CPU, a job's data sets are no part of what it computes with
+        entered = self._iteration.begin(batch, held, held_tensors(self._device_type) if apart else ())
+        if apart:
+            seen = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for _, part in entered}
+            self._iteration.ledger.enter_unseen("other", _allocated_bytes(self._device_type) - sum(seen.values()))
+        del entered  # would keep alive what the iteration drops
         self._hooks.enter_context(self._iteration.where.watching())
         self._mode.enter()
 
@@ -122,6 +128,19 @@ def device_type(models: Mapping[str, nn.Module]) -> str:
     """Where a job trains: the kind of device that its first parameter on an accelerator lies on, else "cpu"."""
     kinds = (parameter.device.type for model in models.values() for parameter in model.parameters())
     return next((kind for kind in kinds if kind != "cpu"), "cpu")
+
+
+def held_tensors(device_type: str) -> list[torch.Tensor]:
+    """Every tensor on this kind of device that some Python object refers to: a loop's logits, averages, caches."""
+    kinds = (torch.Tensor, nn.Parameter, nn.Buffer)
+    # type() and no isinstance: lazy objects of other libraries would wake up.
+    found = [value for value in gc.get_objects() if type(value) in kinds and value.device.type == device_type]
+    return [tensor for tensor in found if tensor.layout is torch.strided]
+
+
+def _allocated_bytes(device_type: str) -> int:
+    """What torch's allocator has given out on the current device: also what only C++ holds, such as workspaces."""
+    return int(torch.cuda.memory_allocated()) if device_type == "cuda" else 0
 
 
 class _LivePlaces:

@@ -15,12 +15,14 @@ import torch
 from oracle import clone_state, same_bits
 from planned_jobs import assert_every_checkpoint_is_true, plan_graph
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
 from checkflow.errors import TraceError
 from checkflow.graph import AnchorKey, AnchorKind, StateEntry, TrainingGraph
-from checkflow.planner.record import Recorder, record_step
+from checkflow.planner.lifetimes import StorageLedger
+from checkflow.planner.record import Recorder, held_tensors, record_step
 from checkflow.planner.trace import trace
 from checkflow.training_step import TrainingStep
 from tests import training_steps as steps
@@ -304,6 +306,30 @@ def test_state_that_is_replaced_is_written_where_its_successor_is_made() -> None
     assert entry.first_write is not None
     assert graph.operators[entry.first_write].target == "aten.mul.Tensor"
     assert state_of(graph) == state_of(trace(step, name="n", target="cpu"))
+
+
+def test_held_tensors_are_found_wherever_python_holds_them() -> None:
+    class Keeper:
+        pass
+
+    keeper = Keeper()
+    keeper.cache = {"logits": torch.zeros(3)}  # type: ignore[attr-defined]
+    local = torch.zeros(4)[1:]
+    with FakeTensorMode():
+        fake = torch.zeros(5)
+    found = {id(tensor) for tensor in held_tensors("cpu")}
+    assert {id(local), id(keeper.cache["logits"])} <= found  # type: ignore[attr-defined]
+    assert id(fake) not in found
+    elsewhere = torch.zeros(6, device="meta")
+    assert id(elsewhere) in {id(tensor) for tensor in held_tensors("meta")} - found
+
+
+def test_memory_that_belongs_to_no_tensor_lives_all_iteration_long() -> None:
+    ledger = StorageLedger(lambda: 3)
+    for size in (0, -5, 7):
+        ledger.enter_unseen("other", size)
+    (storage,), _ = ledger.storages()
+    assert (storage.name, storage.size_bytes, storage.created, storage.eager_end) == ("other", 7, -1, 3)
 
 
 class _Deaf(TorchDispatchMode):
