@@ -7,20 +7,19 @@ become one line and an exit code in :func:`main`, and nowhere else. What is heav
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from checkflow import options
-from checkflow.console import StoppedError, complain, output, stoppable, warnings_shown, working
+from checkflow.console import StoppedError, complain, print_json, print_parts, stoppable, warnings_shown, working
 from checkflow.errors import CheckflowError, InfeasibleError
 from checkflow.options import (
     Formulation,
@@ -31,8 +30,6 @@ from checkflow.options import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from checkflow.demo import Result
     from checkflow.hardware import Device
     from checkflow.planner.pipeline import Planned, Subject
@@ -183,9 +180,9 @@ def plan(
     if made is not None and file is not None:
         plans.save(made, file)
     if as_json:
-        _print_json(report.plan_json(planned))
+        print_json(report.plan_json(planned))
     else:
-        _show(report.plan_tables(planned))
+        print_parts(report.plan_tables(planned))
     if made is None:
         complain(planned.outcome.explanation)
         if file is not None and file.exists():
@@ -208,7 +205,7 @@ def check(
 ) -> int:
     """Replay a plan; with MODEL, see whether it is still the plan of that model."""
     from checkflow import plan as plans
-    from checkflow import report
+    from checkflow import report_show
     from checkflow.planner.replay import check_plan
 
     if model is None:
@@ -221,9 +218,9 @@ def check(
         with working(f"tracing {model}"):
             check_model(read, _subject(model, batch_size, settings, optimizer))
     if as_json:
-        _print_json(report.check_json(read, replay))
+        print_json(report_show.check_json(read, replay))
     else:
-        typer.echo(report.check_line(read, replay))
+        typer.echo(report_show.check_line(read, replay))
     return FOUND
 
 
@@ -235,7 +232,7 @@ def show(
 ) -> int:
     """Show a plan on one screen: the link and the memory over time, the peak, and what binds."""
     from checkflow import plan as plans
-    from checkflow import report
+    from checkflow import report_show
     from checkflow.planner.compare import binding_interval
     from checkflow.planner.replay import check_plan
 
@@ -244,12 +241,12 @@ def show(
     read = plans.load(plan_file)
     replay = check_plan(read)
     if as_json:
-        _print_json(report.show_json(read, replay, *binding_interval(read)))
+        print_json(report_show.show_json(read, replay, *binding_interval(read)))
         return FOUND
     if dot:
-        typer.echo(report.dot(read), nl=False)
+        typer.echo(report_show.dot(read), nl=False)
         return FOUND
-    _show(report.show_lines(read, replay, *binding_interval(read)))
+    print_parts(report_show.show_lines(read, replay, *binding_interval(read)))
     return FOUND
 
 
@@ -294,9 +291,9 @@ def compare(
 
             rows.append(compare_model(_plan(asked, chosen, request, granularity)))
     if as_json:
-        _print_json(report.comparison_json(rows))
+        print_json(report.comparison_json(rows))
     else:
-        _show(report.comparison_tables(rows))
+        print_parts(report.comparison_tables(rows))
     missing = [row for row in rows if row.checkflow_peak_bytes is None]
     for row in missing:
         complain(f"{row.source}: {row.explanation}")
@@ -316,12 +313,12 @@ def demo(
     chosen = options.choose_device("RTX 3090")
     planned = _plan(_subject("resnet18", 32, None, None), chosen, _request(chosen), GranularityName.SEGMENT)
     if not as_json:
-        _show([*report.plan_tables(planned), *report.comparison_tables([compare_model(planned)])])
+        print_parts([*report.plan_tables(planned), *report.comparison_tables([compare_model(planned)])])
     result = _train_and_kill(epochs, seed, quiet=as_json)
     if as_json:
-        _print_json(report.demo_json(planned, result))
+        print_json(report.demo_json(planned, result))
     else:
-        _show(report.demo_tables(result))
+        print_parts(report.demo_tables(result))
     for check_ in result.checks:
         if not check_.holds:
             complain(f"this check fails: {check_.claim}: {check_.seen}")
@@ -383,13 +380,3 @@ def _plan(subject: Subject, device: Device, request: Request, granularity: Granu
 
     with working(f"planning {subject.target} for {device.name}"):
         return plan_model(subject, device, request, granularity.value)
-
-
-def _show(parts: Iterable[RenderableType]) -> None:
-    console = output()
-    for part in parts:
-        console.print(part)
-
-
-def _print_json(data: object) -> None:
-    typer.echo(json.dumps(data, allow_nan=False, indent=2))

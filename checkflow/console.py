@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
 PATIENCE_SECONDS = 1.0  # work that takes less shows no progress
 PIPE_WIDTH = 120  # columns where there is no terminal to ask
@@ -34,6 +35,18 @@ def output() -> Console:
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, soft_wrap=False)
+
+
+def print_parts(parts: Iterable[RenderableType]) -> None:
+    """Tables and lines, on standard output."""
+    console = output()
+    for part in parts:
+        console.print(part)
+
+
+def print_json(data: object) -> None:
+    """One object, on standard output."""
+    sys.stdout.write(json.dumps(data, allow_nan=False, indent=2) + "\n")
 
 
 def complain(message: str) -> None:
@@ -105,10 +118,13 @@ def warnings_shown() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def working(what: str) -> Iterator[None]:
-    """Show on a terminal what is being done, once it takes a while; silent in a pipe."""
+def working(what: str) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal what is being done, once it takes a while; silent in a pipe.
+
+    Yields a function that says which part of it is being done now.
+    """
     if not sys.stderr.isatty():
-        yield
+        yield lambda part: None
         return
     from rich.console import Console
 
@@ -117,7 +133,7 @@ def working(what: str) -> Iterator[None]:
     timer.daemon = True
     timer.start()
     try:
-        yield
+        yield lambda part: status.update(f"{what}: {part} …")
     finally:
         timer.cancel()
         timer.join()
