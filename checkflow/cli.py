@@ -1,4 +1,4 @@
-"""The command line: ``checkflow plan | check | show | compare | demo``.
+"""The command line: ``checkflow plan | check | show | compare | probe | demo``.
 
 Commands read options, call the planner or the demo, and print what :mod:`checkflow.report` makes of the answer. Errors
 become one line and an exit code in :func:`main`, and nowhere else. What is heavy is imported when it is needed.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from checkflow import options
+from checkflow import cli_probe, options
 from checkflow.console import StoppedError, complain, print_json, print_parts, stoppable, warnings_shown, working
 from checkflow.errors import CheckflowError, InfeasibleError
 from checkflow.options import (
@@ -298,6 +298,9 @@ def compare(
     for row in missing:
         complain(f"{row.source}: {row.explanation}")
     return INFEASIBLE if missing else FOUND
+
+
+app.command()(cli_probe.probe)
 
 
 @app.command()

@@ -71,6 +71,11 @@ def format_size(size_bytes: float) -> str:
     return f"{value:.{digits}f} {units[0]}"
 
 
+def format_flops(flops_per_second: float) -> str:
+    """A rate of operations for people: "1.23 TFLOP/s", three digits."""
+    return format_size(flops_per_second).removesuffix("B") + "FLOP/s"
+
+
 def format_seconds(seconds: float) -> str:
     """A duration for people: "1.23 ms", three digits."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
@@ -86,6 +91,8 @@ class Device:
 
     Raises:
         CheckflowError: a number is not positive, an efficiency is above 1, or the float32 peak is missing.
+
+    A device file (``checkflow probe -o``, :func:`read_device`) is a JSON object with these fields.
     """
 
     __pydantic_config__ = STRICT
@@ -103,16 +110,27 @@ class Device:
     source: str  # where the numbers come from
     matrix_efficiency: float | None = None  # the same for matrix units, which are harder to keep busy; None: equal
     kind: DeviceKind = "cuda"  # what torch chooses its optimizers' implementations for
+    # What a probe measures besides (None: not known). The link above is from the device to pinned host memory; where
+    # the device's memory is the host's (a CPU), it is one thread's copy, and the three others have no meaning.
+    link_to_device_bytes_per_second: float | None = None  # from pinned host memory
+    pageable_to_host_bytes_per_second: float | None = None
+    pageable_to_device_bytes_per_second: float | None = None
+    disk_write_bytes_per_second: float | None = None  # one file, its fsync included
+    disk_read_bytes_per_second: float | None = None  # of what is not in memory
 
     def __post_init__(self) -> None:
-        numbers: dict[str, float | None] = {
+        numbers: dict[str, float] = {
             field.name: value for field in fields(self) if isinstance(value := getattr(self, field.name), int | float)
         }
         for units in ("plain_flops_per_second", "matrix_flops_per_second"):
             numbers |= {f"{units}.{dtype}": peak for dtype, peak in getattr(self, units).items()}
-        numbers.setdefault("plain_flops_per_second.float32", None)
+        if "float32" not in self.plain_flops_per_second:
+            raise CheckflowError(
+                f'device {self.name}: plain_flops_per_second has no "float32", by which every dtype without a figure of'
+                " its own is judged: add the float32 peak of the general units"
+            )
         for name, number in numbers.items():
-            if number is None or not 0 < number < math.inf:
+            if not 0 < number < math.inf:
                 raise CheckflowError(f"device {self.name}: {name} must be a number above zero")
             if number >= _MOST:
                 raise CheckflowError(f"device {self.name}: {name} is {number:g}, more than any device has")
@@ -312,3 +330,35 @@ def read_device(path: str | os.PathLike[str]) -> Device:
     except CheckflowError as error:
         raise CheckflowError(f"{path}: {error}") from None
     return device
+
+
+def write_device(device: Device, path: str | os.PathLike[str]) -> None:
+    """A device file, written whole or not at all.
+
+    Raises:
+        CheckflowError: the file cannot be written; one line with the reason.
+    """
+    from pydantic import TypeAdapter
+
+    target = check_writable(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(TypeAdapter(Device).dump_json(device, indent=2) + b"\n")
+        os.replace(temporary, target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckflowError(f"cannot write the device to {target}: {error.strerror or error}") from error
+
+
+def check_writable(path: str | os.PathLike[str]) -> Path:
+    """The path, which names a file in a folder that exists.
+
+    Raises:
+        CheckflowError: it does not; one line.
+    """
+    target = Path(path)
+    if not target.name or target.is_dir():
+        raise CheckflowError(f"cannot write the device to {str(path)!r}: that names no file")
+    if not target.parent.is_dir():
+        raise CheckflowError(f"cannot write the device to {target}: there is no folder {target.parent}")
+    return target

@@ -175,12 +175,14 @@ def choose_device(text: str) -> Device:
     """A device of the catalogue by its name, or a .json file that describes one.
 
     Raises:
-        typer.BadParameter: neither a known name nor a .json file.
+        typer.BadParameter: neither a known name nor a .json file that exists.
         CheckflowError: the file cannot be read, or is no description of a device.
     """
     from checkflow.hardware import find_device, read_device
 
     if text.endswith(".json"):
+        if not Path(text).exists():
+            raise typer.BadParameter(f"no device file {text}: checkflow probe -o {text} makes one of this machine")
         return read_device(text)
     try:
         return find_device(text)

@@ -295,7 +295,9 @@ BAD = [
     pytest.param({}, ["plan", "model.py", "--set", "width"], USAGE, "key=value", id="setting without value"),
     pytest.param({}, ["plan", "model.py", "--batch-size", "0"], USAGE, "batch-size", id="batch of none"),
     pytest.param({}, ["plan", "model.py", "--device", "GTX 9999"], USAGE, "GTX 9999", id="unknown device"),
-    pytest.param({}, ["plan", "model.py", "--device", "no.json"], FAILED, "no.json", id="device file missing"),
+    pytest.param(
+        {}, ["plan", "model.py", "--device", "no.json"], USAGE, "no device file no.json", id="device file missing"
+    ),
     pytest.param({"d.json": "{}"}, ["plan", "model.py", "--device", "d.json"], FAILED, "d.json", id="device damaged"),
     pytest.param({}, ["plan", "model.py", "--bandwidth", "fast"], USAGE, "63GB/s", id="not a bandwidth"),
     pytest.param({}, ["plan", "model.py", "--bandwidth", "0"], USAGE, "more than zero", id="no bandwidth"),

@@ -1,0 +1,99 @@
+"""The machine that this process runs on: the device that training would use here, and how much memory it has."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from checkflow.hardware import DeviceKind
+
+# A container's limit, and what of its memory cannot be dropped: by control groups of version 2, else of version 1.
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_STATISTICS = (Path("/sys/fs/cgroup/memory.stat"), Path("/sys/fs/cgroup/memory/memory.stat"))
+_ANONYMOUS = ("anon", "total_rss")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where training would run."""
+
+    device: torch.device
+    kind: DeviceKind
+    name: str  # "NVIDIA H200", or the processor and its threads
+    software: str  # torch and, on a GPU, CUDA and the driver
+    memory_bytes: int  # all of the device's
+
+
+def this_machine() -> Machine:
+    """The current CUDA device where there is one that torch can use, else the CPU."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        properties = torch.cuda.get_device_properties(device)
+        software = f"torch {torch.__version__}, CUDA {torch.version.cuda}{_driver()}"
+        return Machine(device, "cuda", properties.name, software, properties.total_memory)
+    threads = torch.get_num_threads()
+    name = f"{_processor()}, {threads} thread{'' if threads == 1 else 's'}"
+    return Machine(torch.device("cpu"), "cpu", name, f"torch {torch.__version__}", _host_memory_bytes())
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """What can still be allocated on a device: of the host, without swapping."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return free_host_memory_bytes()
+
+
+def free_host_memory_bytes() -> int:
+    """What this process can still allocate in host memory without swapping, within its container's limit."""
+    import psutil
+
+    free, limit = int(psutil.virtual_memory().available), _container_limit_bytes()
+    return free if limit is None else max(0, min(free, limit - _container_used_bytes()))
+
+
+def _host_memory_bytes() -> int:
+    import psutil
+
+    total, limit = int(psutil.virtual_memory().total), _container_limit_bytes()
+    return total if limit is None else min(total, limit)
+
+
+def _container_limit_bytes() -> int | None:
+    """None: there is no such limit ("max", or no file that says it)."""
+    for file in _LIMITS:
+        if file.is_file():
+            text = file.read_text().strip()
+            return int(text) if text.isdigit() else None
+    return None
+
+
+def _container_used_bytes() -> int:
+    """Without what lies in memory only because it was read from files."""
+    for file in _STATISTICS:
+        if file.is_file():
+            rows = (line.split() for line in file.read_text().splitlines())
+            return max((int(value) for key, value in rows if key in _ANONYMOUS), default=0)
+    return 0
+
+
+def _processor() -> str:
+    """The processor's name: Linux tells it in /proc alone."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name" and value.strip():
+                return value.strip()
+    return platform.processor() or platform.machine() or "CPU"
+
+
+def _driver() -> str:
+    """ ", driver 550.54.15" on Linux; torch does not tell it."""
+    version = Path("/proc/driver/nvidia/version")
+    if not version.is_file():
+        return ""
+    words = version.read_text().partition("\n")[0].split()
+    return next((f", driver {word}" for word in words if word[0].isdigit()), "")
