@@ -159,7 +159,7 @@ def plan(
     from checkflow import report
 
     options.check_solver_asked(formulation, solver)
-    chosen = options.choose_device(device)
+    chosen = _device(device)
     request = _request(
         chosen,
         bandwidth,
@@ -175,7 +175,8 @@ def plan(
         max_interval=max_interval,
         overhead=overhead,
     )
-    planned = _plan(_subject(model, batch_size, settings, optimizer), chosen, request, granularity)
+    planning = cli_probe.plan_measured if device == options.AUTO else _plan
+    planned = planning(_subject(model, batch_size, settings, optimizer), chosen, request, granularity)
     made = planned.outcome.plan
     if made is not None and file is not None:
         plans.save(made, file)
@@ -275,7 +276,8 @@ def compare(
 
     if all(subject.endswith(".json") for subject in subjects):
         options.refuse_given(context, besides=("subjects", "as_json"), why="plan files bring their own")
-    chosen = options.choose_device(device)
+    chosen = _device(device)
+    planning = cli_probe.plan_measured if device == options.AUTO else _plan
     request = _request(
         chosen, bandwidth, memory_limit, link_share, policy=policy.value, max_interval=max_interval, overhead=overhead
     )
@@ -289,7 +291,7 @@ def compare(
             asked = _subject(subject, batch_size, settings, optimizer)
             from checkflow.planner.pipeline import compare_model
 
-            rows.append(compare_model(_plan(asked, chosen, request, granularity)))
+            rows.append(compare_model(planning(asked, chosen, request, granularity)))
     if as_json:
         print_json(report.comparison_json(rows))
     else:
@@ -347,6 +349,10 @@ def _train_and_kill(epochs: int, seed: int, *, quiet: bool) -> Result:
             if not quiet:
                 typer.echo(f"- {news}")
     raise AssertionError("a demo ends with a result")
+
+
+def _device(text: str) -> Device:
+    return cli_probe.measure_device() if text == options.AUTO else options.choose_device(text)
 
 
 def _subject(model: str, batch_size: int | None, settings: list[str] | None, optimizer: Optimizer | None) -> Subject:

@@ -1,14 +1,20 @@
-"""``checkflow probe``: measure the machine that it runs on, and write the device file that ``--device FILE`` reads."""
+"""Commands that measure this machine: ``checkflow probe``, and ``--device auto`` of those that plan."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from checkflow import options
 from checkflow.console import print_json, print_parts, working
+
+if TYPE_CHECKING:
+    from checkflow.hardware import Device
+    from checkflow.options import GranularityName
+    from checkflow.planner.pipeline import Planned, Subject
+    from checkflow.planner.schedule import Request
 
 
 def probe(
@@ -46,3 +52,20 @@ def probe(
         return
     print_parts(report_time.probe_tables(probed))
     typer.echo(f"device written to {file}" if file is not None else "-o FILE.json writes the device for --device")
+
+
+def measure_device() -> Device:
+    """What ``--device auto`` plans for: this machine, measured quickly, without its disk."""
+    from checkflow.planner.probe import QUICK
+    from checkflow.planner.probe import probe as measure
+
+    with working("measuring this machine") as progress:
+        return measure(None, QUICK, progress=progress).device
+
+
+def plan_measured(subject: Subject, device: Device, request: Request, granularity: GranularityName) -> Planned:
+    """Plan a training step by what it takes on this machine, where it is run."""
+    from checkflow.planner.pipeline import plan_measured_model
+
+    with working(f"running {subject.target} on {device.name}") as progress:
+        return plan_measured_model(subject, device, request, granularity.value, progress=progress)

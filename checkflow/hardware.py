@@ -71,6 +71,11 @@ def format_size(size_bytes: float) -> str:
     return f"{value:.{digits}f} {units[0]}"
 
 
+def format_rate(bytes_per_second: float) -> str:
+    """A bandwidth for people."""
+    return f"{format_size(bytes_per_second)}/s"
+
+
 def format_flops(flops_per_second: float) -> str:
     """A rate of operations for people: "1.23 TFLOP/s", three digits."""
     return format_size(flops_per_second).removesuffix("B") + "FLOP/s"

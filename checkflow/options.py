@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from checkflow.hardware import Device
 
 
+AUTO = "auto"  # as a device: the machine that this runs on, measured
 CHUNK_BYTES = 8 * 2**20
 _MOST_OVERHEAD = 1e9
 LEAST_CHUNK_BYTES = 64 * 2**10  # 2.6 µs at 25 GB/s; a copy takes some 4 µs to start
@@ -172,7 +173,7 @@ def read_settings(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def choose_device(text: str) -> Device:
-    """A device of the catalogue by its name, or a .json file that describes one.
+    """A device of the catalogue by its name, or a .json file that describes one; "auto" is not one of them.
 
     Raises:
         typer.BadParameter: neither a known name nor a .json file that exists.
@@ -187,7 +188,7 @@ def choose_device(text: str) -> Device:
     try:
         return find_device(text)
     except CheckflowError as error:
-        raise typer.BadParameter(f"{error} (or FILE.json that describes one)") from None
+        raise typer.BadParameter(f"{error} (or FILE.json that describes one, or auto)") from None
 
 
 Model = Annotated[
@@ -200,7 +201,13 @@ Settings = Annotated[
 ]
 OptimizerOption = Annotated[Optimizer | None, typer.Option("--optimizer", help="replaces the model's own")]
 DeviceOption = Annotated[
-    str, typer.Option("--device", metavar="NAME|FILE", help="a GPU by name, cpu, or a .json file that describes one")
+    str,
+    typer.Option(
+        "--device",
+        metavar="NAME|FILE|auto",
+        help="a GPU by name, cpu, or a .json file that describes one (see: checkflow probe); auto: this machine, on "
+        "which the step is run and measured, so that no two such plans are the same bytes",
+    ),
 ]
 Bandwidth = Annotated[
     float | None,

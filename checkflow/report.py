@@ -10,18 +10,14 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from checkflow.hardware import format_seconds, format_size, round_up
+from checkflow.hardware import format_rate, format_seconds, format_size, round_up
+from checkflow.report_time import measured_json, measured_rows
 
 if TYPE_CHECKING:
     from checkflow.demo import Result
     from checkflow.planner.certify import SolverReport
     from checkflow.planner.compare import Comparison
     from checkflow.planner.pipeline import Planned
-
-
-def rate(bytes_per_second: float) -> str:
-    """A bandwidth for people."""
-    return f"{format_size(bytes_per_second)}/s"
 
 
 def stall(seconds: float) -> str:
@@ -47,6 +43,7 @@ def plan_json(planned: Planned) -> dict[str, Any]:
         "flops": graph.flops,
         "chunks": outcome.chunks,
         "iteration_seconds": planned.timeline.iteration_seconds,
+        "measured": None if planned.measured is None else measured_json(planned.measured.times),
         "bandwidth_bytes_per_second": planned.request.bandwidth_bytes_per_second,
         "link_share": planned.request.link_share,
         "least_bandwidth_bytes_per_second": outcome.least_bandwidth_bytes_per_second,
@@ -103,12 +100,14 @@ def plan_table(planned: Planned) -> Table:
     table.add_row(
         "iteration", format_seconds(seconds), f"{len(graph.operators)} operators in {len(timeline.steps)} steps"
     )
+    for row in [] if planned.measured is None else measured_rows(planned.measured.times):
+        table.add_row(*row)
     table.add_row(
         "state", format_size(graph.state_bytes), f"{len(graph.state)} tensors, {graph.parameters:,} parameters"
     )
     request = planned.request
     of_link = _of_link(request.bandwidth_bytes_per_second, request.link_share)
-    table.add_row("link", rate(request.bandwidth_bytes_per_second), f"{of_link}{_least_bandwidth_text(planned)}")
+    table.add_row("link", format_rate(request.bandwidth_bytes_per_second), f"{of_link}{_least_bandwidth_text(planned)}")
     table.add_section()
     table.add_row("training peak", format_size(training), "eager PyTorch, without checkpoints")
     if (peak := outcome.plan_peak_bytes) is not None:
@@ -124,11 +123,11 @@ def plan_table(planned: Planned) -> Table:
     table.add_row("synchronous stall", stall(waits), f"{_share(waits, seconds)} of the iteration")
     table.add_section()
     durable, interval = outcome.durable_bytes_per_second, outcome.interval or 1
-    faster = f"; {rate(durable)} for every iteration" if interval > 1 else ""
+    faster = f"; {format_rate(durable)} for every iteration" if interval > 1 else ""
     needed = f"storage must take, for every {iterations(interval)}{faster}"
     seconds = interval * timeline.iteration_seconds
     slower = seconds / (seconds + (outcome.stall_seconds or 0.0)) if seconds else 1.0
-    table.add_row("durable rate", rate(durable / interval * slower), needed)
+    table.add_row("durable rate", format_rate(durable / interval * slower), needed)
     if outcome.plan is not None and outcome.explanation:
         table.add_row("note", "", outcome.explanation)
     return table
@@ -161,12 +160,12 @@ def _of_link(bandwidth_bytes_per_second: float, share: float | None) -> str:
     if share is None or share == 1:
         return ""
     part = "half" if share == 0.5 else f"{100 * share:.3g} %"
-    return f"{part} of {rate(bandwidth_bytes_per_second / share)}; "
+    return f"{part} of {format_rate(bandwidth_bytes_per_second / share)}; "
 
 
 def _least_bandwidth_text(planned: Planned) -> str:
     least = planned.outcome.least_bandwidth_bytes_per_second
-    return "least bandwidth: none is enough" if least is None else f"least bandwidth: {rate(round_up(least))}"
+    return "least bandwidth: none is enough" if least is None else f"least bandwidth: {format_rate(round_up(least))}"
 
 
 def _facts(title: str) -> Table:
@@ -198,10 +197,15 @@ def _share_up(part: float, whole: float) -> str:
 
 def comparison_json(rows: Sequence[Comparison]) -> dict[str, Any]:
     """The object that ``checkflow compare --json`` prints."""
-    return {"rows": [dataclasses.asdict(row) for row in rows]}
+    return {
+        "rows": [
+            {**dataclasses.asdict(row), "measured": None if row.measured is None else measured_json(row.measured)}
+            for row in rows
+        ]
+    }
 
 
-def comparison_tables(rows: Sequence[Comparison]) -> Iterable[Table]:
+def comparison_tables(rows: Sequence[Comparison]) -> Iterable[Table | Text]:
     """Peak and stall of each way to make checkpoints: one table a subject."""
     for row in rows:
         table = Table(
@@ -222,11 +226,13 @@ def comparison_tables(rows: Sequence[Comparison]) -> Iterable[Table]:
             more = added(peak, row.training_peak_bytes)
             table.add_row(way, format_size(peak), more, stall(seconds), share, style=style)
         yield table
+        for what, how_much, text in [] if row.measured is None else measured_rows(row.measured):
+            yield Text(f"{what}: {how_much}, {text}")
 
 
 def _link_text(row: Comparison) -> str:
     of_link = _of_link(row.bandwidth_bytes_per_second, row.link_share).removesuffix("; ")
-    return rate(row.bandwidth_bytes_per_second) + (f" ({of_link})" if of_link else "")
+    return format_rate(row.bandwidth_bytes_per_second) + (f" ({of_link})" if of_link else "")
 
 
 def _comparison_caption(interval: int) -> str:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from checkflow import chart
-from checkflow.hardware import format_seconds, format_size, round_up
-from checkflow.report import added, iterations, rate, stall
+from checkflow.hardware import format_rate, format_seconds, format_size, round_up
+from checkflow.report import added, iterations, stall
 
 if TYPE_CHECKING:
     from checkflow.plan import Plan
@@ -124,7 +124,7 @@ def show_lines(plan: Plan, replay: Replay, least_bandwidth: int | None, interval
     yield Text(f"{made_for.model} on {made_for.device}, {plan.policy} policy, granularity: {plan.granularity}", "bold")
     yield Text(certificate_text(plan))
     columns = chart.columns(profile, CHART_COLUMNS)
-    yield Text(f"\nlink, of {rate(plan.bandwidth_bytes_per_second)}", "bold")
+    yield Text(f"\nlink, of {format_rate(plan.bandwidth_bytes_per_second)}", "bold")
     yield from _charted([column.link_share for column in columns], LINK_ROWS)
     top = max(1, replay.peak_bytes)
     yield Text(f"memory, of {format_size(top)}", "bold")
@@ -173,7 +173,8 @@ def binding_text(plan: Plan, least_bandwidth: int | None, interval: Interval | N
     """What would break first on a slower link."""
     if not least_bandwidth:
         return "nothing: there is nothing to move"
-    end = f"this peak needs {rate(round_up(least_bandwidth))} of the link's {rate(plan.bandwidth_bytes_per_second)}"
+    needed, whole = format_rate(round_up(least_bandwidth)), format_rate(plan.bandwidth_bytes_per_second)
+    end = f"this peak needs {needed} of the link's {whole}"
     if interval is None:
         return f"room for snapshots; {end}"
     return (

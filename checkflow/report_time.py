@@ -1,4 +1,4 @@
-"""What the command line prints of measured time: what a machine can do."""
+"""What the command line prints of measured time: what a machine can do, and how long a training step took on it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from checkflow.hardware import format_flops, format_seconds, format_size
-from checkflow.report import rate
+from checkflow.hardware import format_flops, format_rate, format_seconds, format_size
 
 if TYPE_CHECKING:
+    from checkflow.planner.measured import StepTimes
     from checkflow.planner.probe import Figure, Probed
     from checkflow.planner.timing import Spread
 
@@ -65,4 +65,31 @@ def probe_tables(probed: Probed) -> Iterable[Table | Text]:
 def _value(figure: Figure, value: float) -> str:
     if figure.unit == "seconds":
         return format_seconds(value)
-    return rate(value) if figure.unit == "bytes_per_second" else format_flops(value)
+    return format_rate(value) if figure.unit == "bytes_per_second" else format_flops(value)
+
+
+def measured_json(times: StepTimes) -> dict[str, Any]:
+    """What ``checkflow plan --device auto --json`` prints of the training step as it ran."""
+    return {
+        "step_seconds": spread_json(times.step),
+        "recorded_seconds": spread_json(times.recorded),
+        "operator_quartile_share": times.operator_quartile_share,
+        "predictions": [
+            {"device": one.device, "seconds": one.seconds, "predicted_to_measured": one.ratio}
+            for one in times.predictions
+        ],
+    }
+
+
+def measured_rows(times: StepTimes) -> Iterable[tuple[str, str, str]]:
+    """Rows below the iteration's: how far its time spreads, and what the roofline would have said."""
+    step = times.step
+    ends = f"{format_seconds(step.least)} to {format_seconds(step.most)} in {step.count} iterations"
+    operators = f"operators spread by {100 * times.operator_quartile_share:.2g} % (middle half)"
+    yield "measured", format_seconds(step.median), f"{ends}; {operators}"
+    for one in times.predictions:
+        yield (
+            "roofline",
+            format_seconds(one.seconds),
+            f"{one.ratio:.2f} of the measured, for {one.device}",
+        )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from checkflow.plan import Fingerprint, Plan
 from checkflow.planner.baselines import baselines
@@ -14,6 +15,9 @@ from checkflow.planner.explain import Interval, least_bandwidth, tight_interval
 from checkflow.planner.interval import Question
 from checkflow.planner.replay import snapshot_stall_seconds
 from checkflow.timeline import Timeline
+
+if TYPE_CHECKING:
+    from checkflow.planner.measured import StepTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class Comparison:
     checkflow_stall_seconds: float | None  # of one checkpoint
     checkflow_interval: int | None  # iterations from one checkpoint to the next
     explanation: str
+    measured: StepTimes | None = None  # None: the times are the roofline's, or a plan file's
 
 
 def compare_plan(source: str, plan: Plan) -> Comparison:
@@ -78,6 +83,7 @@ def make_comparison(
     stall_seconds: float | None,
     interval: int | None,
     explanation: str,
+    measured: StepTimes | None = None,
 ) -> Comparison:
     """Add the baselines to what is known of a plan (peak, stall and interval are None where there is none)."""
     base = baselines(timeline, bandwidth_bytes_per_second)
@@ -106,6 +112,7 @@ def make_comparison(
         checkflow_stall_seconds=stall_seconds,
         checkflow_interval=interval,
         explanation=explanation,
+        measured=measured,
     )
 
 

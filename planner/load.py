@@ -2,6 +2,7 @@
 
 Models are built under ``torch.device("meta")``, so nothing is allocated. Where ``build`` fails there (a value read with
 ``.item()``, say), it is built for real, and a warning says where and why; where that fails too, its error is reported.
+A step that is to be run is built for real at once, on the device that it is to run on.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ def load_training_step(
     batch_size: int | None = None,
     settings: Mapping[str, str] = {},
     optimizer: str | None = None,
+    device: torch.device | None = None,
 ) -> tuple[str, TrainingStep]:
-    """Build the training step that ``target`` names, without allocating it.
+    """Build the training step that ``target`` names, without allocating it unless asked to.
 
     Args:
         target: ``path/model.py`` (its function is ``build``), ``path/model.py:function``, ``package.module:function``
@@ -77,6 +79,7 @@ def load_training_step(
         settings: further arguments of the function, as text; converted to the types of its parameters.
         optimizer: a key of ``OPTIMIZERS``: every optimizer of the step is replaced by one of this kind over the same
             parameter groups. Only steps of the short form (``loss=``) can be changed so.
+        device: build it for real on this device, to be run there.
 
     Returns:
         A name that does not depend on where the file lies ("resnet18", "model", "model:function",
@@ -94,7 +97,7 @@ def load_training_step(
         name = _name(place, function)
         build = _function(module, place, function or "build")
         arguments = arguments_of(build, f"{function or 'build'} of {place}", batch_size, settings)
-        step = _build(build, arguments, place, home)
+        step = _build(build, arguments, place, home, device)
     return name, step if optimizer is None else _replace_optimizers(step, optimizer)
 
 
@@ -210,31 +213,36 @@ def _function(module: ModuleType, place: str, function: str) -> Callable[..., An
     raise ModelError(f"{place}: {problem}; checkflow needs one that returns a TrainingStep, such as:\n\n{TEMPLATE}")
 
 
-def _build(build: Callable[..., Any], arguments: Mapping[str, Any], place: str, home: Path) -> TrainingStep:
-    try:
-        with torch.device("meta"):
-            built = build(**arguments)
-    except Exception as error:  # noqa: BLE001 - users' code may raise anything; what matters is raised by the next try
-        reason = _report(error, "building without allocating", place, home)
-        built = _build_for_real(build, arguments, place, home, reason)
-    except SystemExit as error:
-        raise _report(error, "building", place, home) from error
+def _build(
+    build: Callable[..., Any], arguments: Mapping[str, Any], place: str, home: Path, device: torch.device | None
+) -> TrainingStep:
+    if device is not None:
+        with device:
+            built = _build_for_real(build, arguments, place, home)
+    else:
+        try:
+            with torch.device("meta"):
+                built = build(**arguments)
+        except Exception as error:  # noqa: BLE001 - users' code may raise anything; the next try raises what matters
+            reason = _report(error, "building without allocating", place, home)
+            built = _build_for_real(build, arguments, place, home)
+            # Only now: where both tries fail, one error says everything.
+            logger.warning("%s; the model was allocated instead", reason)
+        except SystemExit as error:
+            raise _report(error, "building", place, home) from error
     if not isinstance(built, TrainingStep):
         kind = "nothing" if built is None else f"a {type(built).__name__}"
         raise ModelError(f"{place}: {build.__name__} returned {kind}, not a checkflow.TrainingStep{_line_of(build)}")
     return built
 
 
-def _build_for_real(
-    build: Callable[..., Any], arguments: Mapping[str, Any], place: str, home: Path, reason: ModelError
-) -> Any:
+def _build_for_real(build: Callable[..., Any], arguments: Mapping[str, Any], place: str, home: Path) -> Any:
     try:
-        built = build(**arguments)
+        return build(**arguments)
+    except torch.OutOfMemoryError:
+        raise  # no fault of the model's
     except (Exception, SystemExit) as error:
         raise _report(error, "building", place, home) from error
-    # Only now: where both tries fail, one error says everything.
-    logger.warning("%s; the model was allocated instead", reason)
-    return built
 
 
 def _line_of(function: Callable[..., Any]) -> str:

@@ -8,7 +8,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from checkflow.errors import MismatchError
+import torch
+
+from checkflow.errors import MismatchError, TraceError
 from checkflow.graph import TrainingGraph
 from checkflow.hardware import Device
 from checkflow.plan import Fingerprint, Plan, describe_mismatch
@@ -16,12 +18,24 @@ from checkflow.planner.baselines import Baselines, baselines
 from checkflow.planner.compare import Comparison, make_comparison
 from checkflow.planner.cost import durations_seconds
 from checkflow.planner.load import load_training_step
+from checkflow.planner.machine import this_machine
+from checkflow.planner.measured import (
+    Measured,
+    Progress,
+    check_room,
+    failures_reported,
+    measure_step,
+    move,
+    rooflines,
+    with_predictions,
+)
 from checkflow.planner.optimizers import Target
 from checkflow.planner.schedule import Outcome, Request, fingerprint_of, make_plan
 from checkflow.planner.steps import make_timeline
 from checkflow.planner.torch_settings import torch_settings_kept
 from checkflow.planner.trace import trace
 from checkflow.timeline import Granularity, Timeline
+from checkflow.training_step import TrainingStep
 
 RESERVED_SHARE = 0.05  # of a device's memory: what its driver and its allocator's gaps take
 
@@ -49,8 +63,9 @@ class Planned:
     baselines: Baselines
     outcome: Outcome
     graph_peak_bytes: int
-    trace_seconds: float  # building the model and tracing it
+    trace_seconds: float  # building the model and tracing it, or running it
     plan_seconds: float
+    measured: Measured | None = None  # None: durations are the roofline's
 
 
 def default_memory_limit_bytes(device: Device) -> int:
@@ -70,7 +85,76 @@ def plan_model(subject: Subject, device: Device, request: Request, granularity: 
         graph = _trace(subject, device.kind)
         durations = durations_seconds(graph, device)  # while the precision is what the model's file set
     timeline = make_timeline(graph, durations, granularity)
-    traced = time.perf_counter()
+    return _planned(subject, device, request, graph, timeline, None, time.perf_counter() - begun)
+
+
+def plan_measured_model(
+    subject: Subject,
+    device: Device,
+    request: Request,
+    granularity: Granularity,
+    *,
+    progress: Progress = lambda part: None,
+) -> Planned:
+    """Build a training step for real, run it on this machine, and make the best plan for what was measured.
+
+    Args:
+        device: this machine's, as :func:`checkflow.planner.probe.probe` measured it.
+        progress: called with what is done next.
+
+    Raises:
+        ModelError, TraceError: the step cannot be built, or fails.
+        CheckflowError: it is too large for this machine.
+        PlanError, SolverError: as :func:`checkflow.planner.schedule.make_plan`.
+    """
+    begun = time.perf_counter()
+    with torch_settings_kept():
+        measured = measure_model(subject, device, progress=progress)
+    timeline = make_timeline(measured.graph, measured.durations_seconds, granularity)
+    return _planned(subject, device, request, measured.graph, timeline, measured, time.perf_counter() - begun)
+
+
+def measure_model(subject: Subject, device: Device, *, progress: Progress = lambda part: None) -> Measured:
+    """Run a training step on this machine, and hold the roofline of the device against it.
+
+    The caller keeps torch's settings (:func:`checkflow.planner.torch_settings.torch_settings_kept`).
+
+    Raises:
+        ModelError, TraceError: the step cannot be built, or fails.
+        CheckflowError: it is too large for this machine.
+    """
+    here = this_machine().device
+    progress("looking whether it fits")
+    needed_bytes = _needed_bytes(subject, device.kind)
+    check_room(subject.target, needed_bytes, here)
+    with contextlib.redirect_stdout(sys.stderr):
+        progress("building")
+        with failures_reported(subject.target, here):
+            name, step = _load(subject, here)
+            move(step, here)
+        measured = measure_step(step, name=name, progress=progress)
+        return with_predictions(measured, rooflines(device))
+
+
+def _needed_bytes(subject: Subject, target: Target) -> int:
+    """The device memory that training takes, by a trace; 0 for what cannot be traced, but may well be run."""
+    try:
+        graph = _trace(subject, target)
+    except TraceError:
+        return 0
+    return max(max(part, default=0) for part in graph.live_bytes(eager=True))
+
+
+def _planned(
+    subject: Subject,
+    device: Device,
+    request: Request,
+    graph: TrainingGraph,
+    timeline: Timeline,
+    measured: Measured | None,
+    trace_seconds: float,
+) -> Planned:
+    begun = time.perf_counter()
     fingerprint = fingerprint_of(graph, device)
     graph_peak = max(max(part, default=0) for part in graph.live_bytes(eager=False))
     outcome = make_plan(timeline, fingerprint, request, graph_peak_bytes=graph_peak)
@@ -84,17 +168,26 @@ def plan_model(subject: Subject, device: Device, request: Request, granularity: 
         baselines=baselines(timeline, request.bandwidth_bytes_per_second),
         outcome=outcome,
         graph_peak_bytes=graph_peak,
-        trace_seconds=traced - begun,
-        plan_seconds=time.perf_counter() - traced,
+        trace_seconds=trace_seconds,
+        plan_seconds=time.perf_counter() - begun,
+        measured=measured,
     )
 
 
 def _trace(subject: Subject, target: Target) -> TrainingGraph:
     with contextlib.redirect_stdout(sys.stderr):  # what the model's own code prints is no answer of ours
-        name, step = load_training_step(
-            subject.target, batch_size=subject.batch_size, settings=subject.settings, optimizer=subject.optimizer
-        )
+        name, step = _load(subject)
         return trace(step, name=name, target=target)
+
+
+def _load(subject: Subject, device: torch.device | None = None) -> tuple[str, TrainingStep]:
+    return load_training_step(
+        subject.target,
+        batch_size=subject.batch_size,
+        settings=subject.settings,
+        optimizer=subject.optimizer,
+        device=device,
+    )
 
 
 def compare_model(planned: Planned) -> Comparison:
@@ -113,6 +206,7 @@ def compare_model(planned: Planned) -> Comparison:
         stall_seconds=outcome.stall_seconds,
         interval=outcome.interval,
         explanation=outcome.explanation,
+        measured=None if planned.measured is None else planned.measured.times,
     )
 
 

@@ -151,7 +151,7 @@ class _Session:
 def _explain(name: str, error: Exception, culprit: OpOverload | None) -> str:
     """One line: the operator, the user's source line, the reason, and what to change."""
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    line = _user_line(error)
+    line = user_line(error)
     place = f" at {line}" if line else ""
     if isinstance(error, UnsupportedOperatorException):
         return (
@@ -166,7 +166,7 @@ def _explain(name: str, error: Exception, culprit: OpOverload | None) -> str:
     return f"cannot trace {name}: {culprit or 'the training step'} raised {type(error).__name__}{place}: {reason}"
 
 
-def _user_line(error: Exception) -> str:
+def user_line(error: Exception) -> str:
     """The innermost source line of a traceback that is neither torch's nor the planner's."""
     own = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
     runner = checkflow.training_step.__file__
