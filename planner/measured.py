@@ -13,7 +13,6 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -97,8 +96,13 @@ def measure_step(
         held, recorded = None, []
         for number in range(runs):
             progress(f"recorded iteration {number + 1} of {runs}")
-            one, held = _record(step, name, held)
-            recorded.append(one)
+            recorder = Recorder(step.models, step.optimizers, name=name)
+            recorder.begin(step.batch, held=held)
+            try:
+                held = step.run(step.batch)  # as a loop does, which lets go of the last one's result only now
+                recorded.append(recorder.end(batch=step.batch, micro_batches=step.micro_batches))
+            finally:
+                recorder.abandon()
     return combine(name, unwatched, recorded)
 
 
@@ -142,9 +146,12 @@ def with_predictions(measured: Measured, devices: Sequence[Device]) -> Measured:
 
 
 def rooflines(probed: Device) -> list[Device]:
-    """The devices whose rooflines are held against what was measured: the probed one, the catalogue's of its name."""
+    """The devices whose rooflines are held against what was measured: the probed one, and the catalogue's entry for it.
+
+    That is the one of the card's name, or "cpu" for any CPU, since ``--device cpu`` is what would be planned with.
+    """
     try:
-        return [probed, find_device(probed.name)]
+        return [probed, find_device("cpu" if probed.kind == "cpu" else probed.name)]
     except CheckflowError:
         return [probed]
 
@@ -179,16 +186,6 @@ def _device_of(step: TrainingStep) -> torch.device:
     """The first accelerator that a parameter lies on, else the CPU."""
     devices = (parameter.device for model in step.models.values() for parameter in model.parameters())
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-
-
-def _record(step: TrainingStep, name: str, held: Any) -> tuple[Recorded, Any]:
-    recorder = Recorder(step.models, step.optimizers, name=name)
-    recorder.begin(step.batch, held=held)
-    try:
-        result = step.run(step.batch)
-        return recorder.end(batch=step.batch, micro_batches=step.micro_batches), result
-    finally:
-        recorder.abandon()
 
 
 def _operators(recorded: Recorded) -> tuple[str, ...]:

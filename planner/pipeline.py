@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -34,9 +35,10 @@ from checkflow.planner.schedule import Outcome, Request, fingerprint_of, make_pl
 from checkflow.planner.steps import make_timeline
 from checkflow.planner.torch_settings import torch_settings_kept
 from checkflow.planner.trace import trace
-from checkflow.timeline import Granularity, Timeline
+from checkflow.timeline import Granularity, Step, Timeline
 from checkflow.training_step import TrainingStep
 
+_NUMBER = re.compile(r"_\d+\b")
 RESERVED_SHARE = 0.05  # of a device's memory: what its driver and its allocator's gaps take
 
 
@@ -249,7 +251,7 @@ def _other_steps(planned: Timeline, found: Timeline) -> list[str]:
     lines = [
         f"step {want.label!r} with {want.live_bytes} bytes live is {have.label!r} with {have.live_bytes} in the model"
         for want, have in zip(planned.steps, found.steps, strict=True)
-        if (want.label, want.live_bytes, want.link_bytes) != (have.label, have.live_bytes, have.link_bytes)
+        if _kind(want) != _kind(have)
     ]
     due, now = _first_writes(planned), _first_writes(found)
     return lines + [
@@ -258,6 +260,11 @@ def _other_steps(planned: Timeline, found: Timeline) -> list[str]:
         for name, step in due.items()
         if name not in now or now[name] != step
     ]
+
+
+def _kind(step: Step) -> tuple[str, int, int]:
+    """What makes a step; without the numbers of equal operators, which a trace and a record count differently."""
+    return _NUMBER.sub("", step.label), step.live_bytes, step.link_bytes
 
 
 def _first_writes(timeline: Timeline) -> dict[str, int | None]:

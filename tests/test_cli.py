@@ -37,6 +37,7 @@ KEYS = [
     "flops",
     "chunks",
     "iteration_seconds",
+    "measured",
     "bandwidth_bytes_per_second",
     "link_share",
     "least_bandwidth_bytes_per_second",
