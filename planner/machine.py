@@ -40,9 +40,10 @@ def this_machine() -> Machine:
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """What can still be allocated on a device: of the host, without swapping."""
+    """What this process can still allocate on a device: of the host, without swapping."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for this process
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
     return free_host_memory_bytes()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 import sys
 import time
@@ -126,6 +127,7 @@ def measure_model(subject: Subject, device: Device, *, progress: Progress = lamb
         CheckflowError: it is too large for this machine.
     """
     here = this_machine().device
+    gc.collect()  # what an earlier step holds in cycles
     progress("looking whether it fits")
     needed_bytes = _needed_bytes(subject, device.kind)
     check_room(subject.target, needed_bytes, here)

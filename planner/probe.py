@@ -136,12 +136,11 @@ def device_figures(
     else:
         figures.append(host_link_figure(clock, effort, array_bytes))
         notes.append("without a GPU the link is one thread's copy from memory to memory, as the runtime makes it")
-    with torch_settings_kept():
-        for dtype in (*_DTYPES, "tf32"):
-            progress(f"products in {dtype}")
-            found, note = product_figure(device, dtype, clock, effort)
-            figures += [] if found is None else [found]
-            notes += [note] if note else []
+    for dtype in (*_DTYPES, "tf32"):
+        progress(f"products in {dtype}")
+        found, note = product_figure(device, dtype, clock, effort)
+        figures += [] if found is None else [found]
+        notes += [note] if note else []
     progress("launches")
     figures.append(launch_figure(device, clock, effort))
     if machine.kind == "cuda":
@@ -233,19 +232,20 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> Work:
 def product_figure(device: torch.device, dtype: str, clock: Clock, effort: Effort) -> tuple[Figure | None, str]:
     """The product of two square matrices in a dtype, or "tf32"; or None, and why there is none.
 
-    The caller keeps torch's settings (:func:`~checkflow.planner.torch_settings.torch_settings_kept`).
+    Raises:
+        CheckflowError: memory runs out.
     """
     if dtype == "tf32" and not _on_matrix_units(device, dtype):
         return None, ""  # torch would compute in float32
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
-    number = _DTYPES.get(dtype, torch.float32)
-    try:
-        size, work = _product(device, number, clock, effort)
-        seconds = repeat(work, clock, effort)
-    except torch.OutOfMemoryError:
-        raise CheckflowError(f"cannot probe: not enough free memory for products in {dtype}") from None
-    except RuntimeError as error:  # a dtype that torch does not multiply here
-        return None, f"no products in {dtype}: {str(error).strip().partition(chr(10))[0]}"
+    with torch_settings_kept():
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
+        try:
+            size, work = _product(device, _DTYPES.get(dtype, torch.float32), clock, effort)
+            seconds = repeat(work, clock, effort)
+        except torch.OutOfMemoryError:
+            raise CheckflowError(f"cannot probe: not enough free memory for products in {dtype}") from None
+        except RuntimeError as error:  # a dtype that torch does not multiply here
+            return None, f"no products in {dtype}: {str(error).strip().partition(chr(10))[0]}"
     on_matrix = _on_matrix_units(device, dtype)
     how = f"{size} x {size}, {'matrix' if on_matrix else 'plain'} units"
     figure = rate(f"{PRODUCT}{dtype}", "flops_per_second", 2.0 * size**3, seconds, how)

@@ -181,9 +181,17 @@ def test_memory_that_runs_out_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_torch_keeps_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "_FIRST_PRODUCT", 8)
     before = torch.backends.cuda.matmul.fp32_precision
-    monkeypatch.setattr(probes, "_LARGEST_PRODUCT", 512)
-    probes.device_figures(this_machine(), FakeClock(1.0), TINY, lambda part: None)
+    seen: list[str] = []
+
+    class Looking(FakeClock):
+        def laps(self, work: Work, count: int) -> list[float]:
+            seen.append(torch.backends.cuda.matmul.fp32_precision)
+            return super().laps(work, count)
+
+    product_figure(CPU, "float32", Looking(1.0), TINY)
+    assert set(seen) == {"ieee"}  # whatever the process was set to
     assert torch.backends.cuda.matmul.fp32_precision == before
 
 
