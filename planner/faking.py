@@ -23,10 +23,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from checkflow.errors import TraceError
+from checkflow.planner.belongings import Belongings
+from checkflow.planner.numbers import ARRAYS, TELLING, ReadNumbers, format_number
 from checkflow.planner.placement import CAPTURED, COPIED, HostMemory
 from checkflow.training_step import TrainingStep
 
 CPU = torch.device("cpu")
+_COUNTERS = frozenset(("step", "mu_product"))  # what torch's optimizers keep in host memory for each parameter
 
 
 class StandIns(TorchFunctionMode):
@@ -38,7 +41,8 @@ class StandIns(TorchFunctionMode):
     def __init__(self, *, apart: bool = False) -> None:
         super().__init__()
         self.host = HostMemory(apart=apart)
-        # Unbacked symbols for values that only data can tell, so that a mere .item() does not end the trace.
+        self.numbers = ReadNumbers()
+        # Unbacked symbols for sizes that only data can tell, so that a mere .nonzero() does not end the trace.
         self._symbols = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
         # Without fallback: torch would run an operator that it cannot fake for real, on zeros of full size.
         self.mode = FakeTensorMode(shape_env=self._symbols, allow_fallback_kernels=False)
@@ -152,7 +156,23 @@ class StandIns(TorchFunctionMode):
         """Call with stand-ins, and the CPU for every device."""
         named = func is torch.Tensor.to  # the only method that takes a device's name by position
         arguments = [self._argument(value, named) for value in args]
-        return func(*arguments, **{key: self._argument(value, key == "device") for key, value in keywords.items()})
+        if func in ARRAYS:
+            return self._as_array(arguments[0], force=bool(keywords.get("force")))
+        if func is torch.Tensor.__format__:
+            return format_number(arguments[0], arguments[1])
+        read = self.numbers.count
+        result = func(*arguments, **{key: self._argument(value, key == "device") for key, value in keywords.items()})
+        if self.numbers.count == read:
+            return result
+        if func in TELLING:
+            return self.numbers.told(result)
+        self.numbers.plain = True
+        return result
+
+    def _as_array(self, tensor: torch.Tensor, *, force: bool) -> Any:
+        if tensor.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        return self.numbers.array(tensor)
 
     def _argument(self, value: Any, may_name_a_device: bool) -> Any:
         if isinstance(value, torch.Tensor):
@@ -168,88 +188,24 @@ class StandIns(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def stand_in(step: TrainingStep, stand_ins: StandIns) -> Iterator[None]:
+def stand_in(step: TrainingStep, stand_ins: StandIns) -> Iterator[Belongings]:
     """Put fake tensors in the place of all state inside ``step``'s models and optimizers; restore everything after.
 
-    Restored are the attributes of every module, optimizer and stateful object (schedulers, scalers) that the step's
-    function closes over, with the contents of their dictionaries and lists, and the random number generators. The
-    user's tensors themselves, their ``.grad`` and their hooks are never touched.
+    Restored is all that :class:`~checkflow.planner.belongings.Belongings` finds (the same is handed out), and the
+    random number generators. The user's tensors themselves, their ``.grad`` and their hooks are never touched.
     """
-    holders = _holders(step)
-    snapshots = [_Snapshot(held) for held in holders]
+    belongings = Belongings(step)
+    before = belongings.remember()
     try:
         with _random_states_kept():
-            for held in holders:
+            for held in belongings.objects:
                 if isinstance(held, nn.Module):
                     _replace_in_module(held, stand_ins)
                 elif isinstance(held, torch.optim.Optimizer):
                     _replace_in_optimizer(held, stand_ins)
-            yield
+            yield belongings
     finally:
-        for snapshot in reversed(snapshots):
-            snapshot.restore()
-
-
-class _Snapshot:
-    """The attributes of an object, and the contents of those that are dictionaries, lists or sets."""
-
-    def __init__(self, held: Any) -> None:
-        self._attributes: dict[str, Any] = held if isinstance(held, dict) else vars(held)
-        self._saved = dict(self._attributes)
-        self._contents = [
-            (value, value.copy()) for value in self._saved.values() if isinstance(value, dict | list | set)
-        ]
-
-    def restore(self) -> None:
-        self._attributes.clear()
-        self._attributes.update(self._saved)
-        for container, content in self._contents:
-            container.clear()
-            if isinstance(container, list):
-                container.extend(content)
-            else:
-                container.update(content)
-
-
-def _holders(step: TrainingStep) -> list[Any]:
-    """Every object whose attributes the step may change: modules, optimizers, their groups, the function's own."""
-    found: dict[int, Any] = {}
-
-    def visit(value: Any) -> None:
-        if id(value) in found or isinstance(value, type | torch.Tensor):
-            return
-        if isinstance(value, list | tuple):
-            for item in value:
-                visit(item)
-        elif isinstance(value, nn.Module):
-            found.update((id(module), module) for module in value.modules())
-        elif callable(getattr(value, "state_dict", None)) and hasattr(value, "__dict__"):
-            found[id(value)] = value
-            if isinstance(value, torch.optim.Optimizer):
-                found.update((id(group), group) for group in value.param_groups)
-            for attribute in list(vars(value).values()):
-                visit(attribute)
-
-    for value in (*step.models.values(), *step.optimizers.values(), *_reached_from(step.function)):
-        visit(value)
-    return list(found.values())
-
-
-def _reached_from(function: Any) -> Iterator[Any]:
-    """What a function can reach by its closure, its defaults, its bound object and the globals that it names."""
-    if isinstance(function, functools.partial):
-        yield from (*function.args, *function.keywords.values(), *_reached_from(function.func))
-        return
-    if (owner := getattr(function, "__self__", None)) is not None:
-        yield owner
-        yield from vars(owner).values() if hasattr(owner, "__dict__") else ()
-    function = getattr(function, "__func__", function)
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # an empty cell: the name is not bound yet
-            yield cell.cell_contents
-    yield from getattr(function, "__defaults__", None) or ()
-    code, scope = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-    yield from (scope[name] for name in getattr(code, "co_names", ()) if name in scope)
+        before.restore()
 
 
 def _replace_in_module(module: nn.Module, stand_ins: StandIns) -> None:
@@ -280,7 +236,7 @@ def _optimizer_value(key: str, value: Any, parameter: torch.Tensor, on_device: b
     if not isinstance(value, torch.Tensor):
         return stand_ins.replace(value)
     elsewhere = value.device.type == "cpu" and parameter.device.type != "cpu"
-    if value.dim() == 0 and not on_device and (key == "step" or elsewhere):
+    if value.dim() == 0 and not on_device and (key in _COUNTERS or elsewhere):
         return stand_ins.host_scalar(value)
     return stand_ins.of(value)
 

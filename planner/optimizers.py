@@ -1,8 +1,8 @@
 """Optimizers as the target would run them, while their tensors are fake and on the CPU.
 
 CUDA's default is the foreach implementation, the CPU's the for-loop; the difference is hundreds of operators. An
-optimizer whose step needs data to go on (Adafactor, for one) becomes one opaque operator: eager training has no anchor
-inside of it anyway.
+optimizer whose step needs data to go on (SparseAdam, or one of the user's own that decides upon a number) becomes one
+opaque operator: eager training has no anchor inside of it anyway.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from checkflow.errors import TraceError
+from checkflow.planner.numbers import RECORD, ReadNumbers, UndecidedError
 
 Target = Literal["cuda", "cpu"]
 # What a fake tensor raises where only data could tell how to go on.
@@ -32,6 +33,7 @@ NEEDS_DATA = (
     GuardOnDataDependentSymNode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
+    UndecidedError,
 )
 
 
@@ -46,9 +48,9 @@ FUSED_STEPS = (
 class OptimizerSteps:
     """The steps of a trace's optimizers; finds out in the untraced iteration which of them are opaque."""
 
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], target: Target) -> None:
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], target: Target, numbers: ReadNumbers) -> None:
         self._optimizers = list(optimizers)
-        self._target = target
+        self._target, self._numbers = target, numbers
         self._opaque: set[int] = set()
         self._stepping: list[torch.Tensor] | None = None
 
@@ -79,13 +81,13 @@ class OptimizerSteps:
             if id(optimizer) in self._opaque:
                 return self._run_opaque(optimizer, step)
             try:
-                with _capturable(optimizer, self._target):
+                with _capturable(optimizer, self._target), self._numbers.in_step():
                     return step(*arguments, **keywords)
             except NEEDS_DATA as error:
                 if not _make_state(optimizer, step):
                     reason = str(error).partition("\n")[0]
                     raise TraceError(
-                        f"cannot trace {kind}: its state is not known before it has run ({reason})"
+                        f"cannot trace {kind}: its state is not known before it has run ({reason}): {RECORD}"
                     ) from error
                 self._opaque.add(id(optimizer))
                 return None

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from checkflow.planner import operators as op
 from checkflow.planner import sparse
 from checkflow.planner.iteration import Iteration
-from checkflow.planner.optimizers import NEEDS_DATA
+from checkflow.planner.numbers import ReadNumbers
 from checkflow.planner.placement import NO_CROSSING, HostMemory
 
 # Calls that reach a dispatch mode but are no operators of the model.
@@ -28,28 +28,32 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Before :meth:`begin` it only watches which storages the first run leaves behind.
     """
 
-    def __init__(self, iteration: Iteration, host: HostMemory) -> None:
+    def __init__(self, iteration: Iteration, host: HostMemory, numbers: ReadNumbers) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._iteration, self._host = iteration, host
+        self._iteration, self._host, self._numbers = iteration, host, numbers
         self._tracer: Any = None
         self._last: Node | None = None
         self._left: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by address: the newest that was seen there
         self._failure: tuple[Exception, OpOverload] | None = None  # the last error that an operator raised
-        self._read: OpOverload | None = None  # the last operator that gave a number which only the data can tell
 
     def culprit(self, error: BaseException) -> OpOverload | None:
-        """The operator that is to blame for an error, if one is: it raised, or its number was decided upon."""
+        """The operator that raised an error, if one did."""
         link: BaseException | None = error
         while link is not None:
             if self._failure is not None and link is self._failure[0]:
                 return self._failure[1]
             link = link.__cause__ or link.__context__
-        return self._read if isinstance(error, NEEDS_DATA) else None
+        return None
 
     def begin(self, proxies: ProxyTorchDispatchMode) -> None:
         """The traced run begins. What make_fx later removes from its graph as dead code is an operator all the same."""
         self._tracer = proxies.tracer
+        self._numbers.begin_traced()
         self._failure = None  # where an optimizer's step broke off, the frames of its error hold gradients
+
+    def end(self) -> None:
+        """The traced run is over."""
+        self._tracer = None
 
     def add_inputs(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Make tensors inputs of the graph, but no arguments of the traced function, which would keep them alive."""
@@ -104,8 +108,9 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if result is not NotImplemented:
                     return result
             try:
-                call = sparse.run(func, args, keywords)
+                call = self._call(func, args, keywords)
                 result = call.result
+                self._numbers.note_operator(call.ran, args, result)
                 self._host.settle(call.func, call.args, keywords, result)
                 if self._tracer is None:
                     self._watch(result)
@@ -115,9 +120,18 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if self._failure is None or self._failure[0] is not error:  # the innermost of nested calls counts
                     self._failure = (error, func)
                 raise
-            if torch.Tag.data_dependent_output in func.tags and not isinstance(result, int | float | complex):
-                self._read = func
             return result
+
+    def _call(self, func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> sparse.Call:
+        """Run an operator on fake tensors; one that reads a number gets an ordinary one."""
+        if self._numbers.reads(func, args):
+            if self._tracer is not None:
+                self._tracer.create_node("call_function", func, (), {})
+            return sparse.Call(func, func, args, self._numbers.read(func, args))
+        call = sparse.run(func, args, keywords)
+        if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
+            self._numbers.know(args[1], 0.0)  # no gradient is infinite: the optimizer steps
+        return call
 
     def _watch(self, result: Any) -> None:
         for tensor in op.tensors_in(result):

@@ -3,7 +3,8 @@
 The step runs twice on fake tensors. The first run is not traced: it makes what is made lazily (optimizer state) and
 leaves the gradients that every later iteration finds. The second runs under ``make_fx``, with parameters, buffers,
 optimizer state and those gradients as inputs of the graph; a dispatch mode above it notes for every operator what it
-reads and writes, and for every storage when eager training frees it (:mod:`checkflow.planner.lifetimes`).
+reads and writes, and for every storage when eager training frees it (:mod:`checkflow.planner.lifetimes`). Where the
+step reads numbers from tensors, a third run tries whether they matter (:mod:`checkflow.planner.numbers`).
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy
 import checkflow.training_step
 from checkflow.errors import CheckflowError, TraceError
 from checkflow.graph import TrainingGraph
+from checkflow.planner.belongings import Belongings
 from checkflow.planner.faking import CPU, StandIns, autocast_on_cpu, stand_in
 from checkflow.planner.iteration import Iteration
 from checkflow.planner.moving import DeviceStandIns
+from checkflow.planner.numbers import RECORD, NumberError, refusal
 from checkflow.planner.optimizers import NEEDS_DATA, OptimizerSteps, Target, foreach_on_fakes, fused_kernels_faked
 from checkflow.planner.recording import OperatorRecorder
 from checkflow.state import host_counters, optimizer_implementation
@@ -40,7 +43,7 @@ def trace(step: TrainingStep, *, name: str, target: Target = "cuda") -> Training
     are as before afterwards. Sizes and flops are those of the operators that torch's CPU dispatch chooses.
 
     Args:
-        step: its models, optimizers and batch; its function is called twice.
+        step: its models, optimizers and batch; its function is called two or three times.
         name: what the user calls the model.
         target: the kind of device to plan for; optimizers are traced in the implementation that it would choose.
 
@@ -54,9 +57,9 @@ def trace(step: TrainingStep, *, name: str, target: Target = "cuda") -> Training
         (key, optimizer_implementation(optimizer, target)) for key, optimizer in step.optimizers.items()
     )
     stand_ins = DeviceStandIns() if target == "cuda" else StandIns()
-    with stand_in(step, stand_ins):
-        steps = OptimizerSteps(step.optimizers.values(), target)
-        session = _Session(step, name, stand_ins, steps)
+    with stand_in(step, stand_ins) as belongings:
+        steps = OptimizerSteps(step.optimizers.values(), target, stand_ins.numbers)
+        session = _Session(step, name, stand_ins, steps, belongings)
         with _environment(stand_ins), fused_kernels_faked(), steps.in_place():
             session.run()
         return session.graph(implementations)
@@ -100,15 +103,18 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
 class _Session:
     """One trace: the two runs of the step, and what they showed."""
 
-    def __init__(self, step: TrainingStep, name: str, stand_ins: StandIns, steps: OptimizerSteps) -> None:
+    def __init__(
+        self, step: TrainingStep, name: str, stand_ins: StandIns, steps: OptimizerSteps, belongings: Belongings
+    ) -> None:
         self._step, self._name, self._stand_ins, self._steps = step, name, stand_ins, steps
+        self._belongings = belongings
         self._batch = stand_ins.replace(step.batch)
         self._iteration = Iteration(step.models, step.optimizers, stand_ins.host, on_step=self._record_opaque_step)
-        self._recorder = OperatorRecorder(self._iteration, stand_ins.host)
+        self._recorder = OperatorRecorder(self._iteration, stand_ins.host, stand_ins.numbers)
 
     def run(self) -> None:
         """Run the iteration that makes the steady state, then the one that is traced."""
-        recorder, watched = self._recorder, self._iteration
+        recorder, watched, numbers = self._recorder, self._iteration, self._stand_ins.numbers
         try:
             # A training loop holds what its last iteration returned until the next one returns.
             with recorder:
@@ -118,6 +124,7 @@ class _Session:
             for optimizer in self._step.optimizers.values():
                 for counter in host_counters(optimizer):
                     self._stand_ins.host.mark_counter(counter)
+            steady = self._belongings.remember_plain()
             with _use_lazy_graph_module(True):  # the graph is read, never run: no code need be made of it
 
                 def iteration() -> None:
@@ -133,9 +140,16 @@ class _Session:
                     watched.end()
 
                 make_fx(iteration, _allow_fake_constant=True)()
+            recorder.end()
+            with recorder:
+                numbers.try_others(lambda: self._step.run(self._batch), steady.restore)
+        except NumberError as error:
+            raise TraceError(f"cannot trace {self._name}: {error}") from error
         except CheckflowError:
             raise
         except Exception as error:
+            if (blamed := numbers.blame(error)) is not None:
+                raise TraceError(f"cannot trace {self._name}: {refusal(*blamed)} ({_reason(error)})") from error
             raise TraceError(_explain(self._name, error, recorder.culprit(error))) from error
 
     def graph(self, implementations: tuple[tuple[str, str], ...]) -> TrainingGraph:
@@ -150,20 +164,21 @@ class _Session:
 
 def _explain(name: str, error: Exception, culprit: OpOverload | None) -> str:
     """One line: the operator, the user's source line, the reason, and what to change."""
-    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    reason = _reason(error)
     line = user_line(error)
     place = f" at {line}" if line else ""
     if isinstance(error, UnsupportedOperatorException):
         return (
             f"cannot trace {name}: {culprit or reason} has no fake implementation{place}: "
-            "register one with torch.library.register_fake"
+            f"register one with torch.library.register_fake, or {RECORD}"
         )
     if isinstance(error, NEEDS_DATA):
-        return (
-            f"cannot trace {name}: {culprit or 'it'} needs the values of tensors{place}: move what depends on data "
-            f"(if, while, data-dependent sizes) out of the training step, or compute it with torch.where ({reason})"
-        )
+        return f"cannot trace {name}: {refusal(culprit or 'it', line)} ({reason})"
     return f"cannot trace {name}: {culprit or 'the training step'} raised {type(error).__name__}{place}: {reason}"
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def user_line(error: Exception) -> str:

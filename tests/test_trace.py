@@ -343,11 +343,26 @@ def test_capturable_state_lies_on_the_device() -> None:
     assert not torch.compiler.is_compiling()
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.ASGD])
-def test_an_optimizer_that_needs_data_is_one_operator(optimizer: Any) -> None:
+class Choosy(torch.optim.Optimizer):
+    """Signed steps of small gradients only: which operators run depends on the data."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                momentum.lerp_(parameter.grad, 0.1)
+                if momentum.abs().max().item() < 10:
+                    parameter.sub_(momentum.sign(), alpha=group["lr"])
+
+
+def test_an_optimizer_that_decides_upon_data_is_one_operator() -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         first, *rest = parameters
-        return optimizer([{"params": [first]}, {"params": rest}], lr=0.01)  # type: ignore[no-any-return]
+        return Choosy([{"params": [first]}, {"params": rest}])
 
     graph = trace(on_meta(lambda: steps.parallel(make)), name="n")
     step = steps.parallel(make)
@@ -355,7 +370,7 @@ def test_an_optimizer_that_needs_data_is_one_operator(optimizer: Any) -> None:
     state = collect_state(step.models, step.optimizers)
     assert [e.name for e in graph.state] == [t.name for t in state.tensors]
     opaque = [i for i, o in enumerate(graph.operators) if o.phase == "optimizer"]
-    assert [graph.operators[i].target for i in opaque] == [f"{optimizer.__name__}.step"]
+    assert [graph.operators[i].target for i in opaque] == ["Choosy.step"]
     assert {e.first_write for e in graph.state if e.placement == "device"} == set(opaque)
     assert [a.key.kind for a in graph.anchors[-2:]] == [AnchorKind.OPTIMIZER_PRE, AnchorKind.OPTIMIZER_POST]
     assert [a.position for a in graph.anchors[-2:]] == [opaque[0], opaque[0] + 1]
@@ -371,7 +386,7 @@ class LateState(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad.sum().item() > 0:
+                if parameter.grad.nonzero().shape[0] > 3:
                     parameter.sub_(parameter.grad)
                 self.state[parameter]["seen"] = torch.ones_like(parameter)
 
@@ -671,7 +686,7 @@ def test_a_number_that_is_only_looked_at_does_not_end_the_trace() -> None:
 
     totals: list[Any] = []
     assert len(trace(failing(loss), name="n").operators) > 0
-    assert len(totals) == 2
+    assert totals == []  # the user's own, as it was
 
 
 def test_closures_are_refused() -> None:
