@@ -216,17 +216,17 @@ def optimizer_implementation(optimizer: torch.optim.Optimizer, device_type: str)
     """Class and implementation of an optimizer, such as "Adam foreach": what decides which operators update the state.
 
     Args:
-        device_type: where the parameters lie ("cuda", "cpu"): torch chooses foreach by default on CUDA only.
+        device_type: where the parameters lie ("cuda", "cpu"). torch chooses foreach by default on CUDA only, and not
+            for a learning rate in a tensor (unless capturable) or a differentiable step.
     """
     kind = type(optimizer).__name__
-    flags = {
-        (bool(group.get("fused")), group.get("foreach") if "foreach" in group else False, bool(group.get("capturable")))
-        for group in optimizer.param_groups
-    }
     names = set()
-    for fused, foreach, capturable in flags:
-        chosen = foreach if foreach is not None else device_type == "cuda"
-        names.add(("fused" if fused else "foreach" if chosen else "for-loop") + (" capturable" if capturable else ""))
+    for group in optimizer.param_groups:
+        fused, capturable = bool(group.get("fused")), bool(group.get("capturable"))
+        plain_rate = capturable or not isinstance(group.get("lr"), torch.Tensor)
+        usual = device_type == "cuda" and plain_rate and not group.get("differentiable")
+        foreach = group["foreach"] if group.get("foreach") is not None else usual and "foreach" in group
+        names.add(("fused" if fused else "foreach" if foreach else "for-loop") + (" capturable" if capturable else ""))
     return " ".join([kind, *sorted(names)])
 
 

@@ -44,7 +44,11 @@ def run(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Call:
     ran, given = func, args
     if func is aten._embedding_bag_backward.default and args[_SPARSE]:
         given = _with_rows(args)
-    elif func is aten.clone.default and is_sparse(args[0]) and _accumulates_gradient():
+    elif func is aten.index.Tensor and _differentiates("Embedding"):
+        # Rows of padding are left out of the gradient. How many they are only the data can tell: here none.
+        mask = args[1][0]
+        ran, given = aten.clone.default, (args[0].reshape(-1, *args[0].shape[mask.dim() :]),)
+    elif func is aten.clone.default and is_sparse(args[0]) and _differentiates("AccumulateGrad"):
         # Autograd takes a new sparse gradient over without a copy where it alone refers to it; the wrappers of fake
         # tensors are references, too.
         ran = aten.detach.default
@@ -79,6 +83,7 @@ def _append_rows(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) 
     return Call(func, aten.cat.default, ([indices, more_indices, values, more_values],), result)
 
 
-def _accumulates_gradient() -> bool:
+def _differentiates(name: str) -> bool:
+    """Whether autograd runs a node of this name."""
     node = torch._C._current_autograd_node()
-    return node is not None and "AccumulateGrad" in node.name()
+    return node is not None and name in node.name()
