@@ -26,7 +26,8 @@ Policy = Literal["direct", "snapshot"]
 _ITEM_BYTES = {
     dtype: size
     for size, dtypes in (
-        (1, "bool uint8 int8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"),
+        (1, "bool uint8 int8 float4_e2m1fn_x2"),
+        (1, "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"),
         (2, "uint16 int16 float16 bfloat16"),
         (4, "uint32 int32 float32 complex32"),
         (8, "uint64 int64 float64 complex64"),

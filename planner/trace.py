@@ -24,12 +24,12 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy
 import checkflow.training_step
 from checkflow.errors import CheckflowError, TraceError
 from checkflow.graph import TrainingGraph
-from checkflow.planner.faking import CPU, StandIns, autocast_on_cpu, stand_in
+from checkflow.planner.faking import CPU, RECORD, StandIns, autocast_on_cpu, stand_in
 from checkflow.planner.iteration import Iteration
 from checkflow.planner.moving import DeviceStandIns
 from checkflow.planner.optimizers import NEEDS_DATA, OptimizerSteps, Target, foreach_on_fakes, fused_kernels_faked
 from checkflow.planner.recording import OperatorRecorder
-from checkflow.state import host_counters, optimizer_implementation
+from checkflow.state import collect_state, host_counters, optimizer_implementation, refuse_closures
 from checkflow.training_step import TrainingStep
 
 
@@ -50,6 +50,8 @@ def trace(step: TrainingStep, *, name: str, target: Target = "cuda") -> Training
     """
     import torch._dynamo  # make_fx imports it; under the modes of a trace that import would be traced  # noqa: F401
 
+    refuse_closures(step.optimizers)
+    collect_state(step.models, step.optimizers)  # what is refused is named before anything takes its place
     implementations = tuple(
         (key, optimizer_implementation(optimizer, target)) for key, optimizer in step.optimizers.items()
     )
@@ -162,6 +164,11 @@ def _explain(name: str, error: Exception, culprit: OpOverload | None) -> str:
         return (
             f"cannot trace {name}: {culprit or 'it'} needs the values of tensors{place}: move what depends on data "
             f"(if, while, data-dependent sizes) out of the training step, or compute it with torch.where ({reason})"
+        )
+    if ".numpy() is not supported" in reason:
+        return (
+            f"cannot trace {name}: a tensor is turned into a numpy array{place}, and a trace has no values: "
+            f"move that out of the training step, or {RECORD}"
         )
     return f"cannot trace {name}: {culprit or 'the training step'} raised {type(error).__name__}{place}: {reason}"
 
