@@ -117,6 +117,7 @@ def region(tensor: torch.Tensor) -> Region:
     )
 
 
+_PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 _SPARSE_PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -128,6 +129,8 @@ _SPARSE_PARTS = {
 
 def is_composite(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no memory of its own: its values lie in other tensors."""
+    if type(tensor) in _PLAIN_TYPES:  # nearly all, and this is asked for every tensor of every operator
+        return tensor.layout in _SPARSE_PARTS
     return tensor.layout in _SPARSE_PARTS or is_traceable_wrapper_subclass(tensor)
 
 
@@ -267,6 +270,11 @@ def _in_parts(item: StateTensor) -> Iterator[StateTensor]:
     if tensor.is_nested and not is_traceable_wrapper_subclass(tensor):
         raise UnsupportedError(
             f"state tensor {item.name} is a nested tensor of strided layout: make it with layout=torch.jagged"
+        )
+    if item.kind == "optimizer" and tensor.layout in _SPARSE_PARTS:
+        raise UnsupportedError(
+            f"state tensor {item.name} is sparse and grows with the rows that gradients touch: choose an optimizer "
+            "whose state is dense, such as torch.optim.SparseAdam"
         )
     if not is_composite(tensor):
         _refuse_memory(item.name, tensor)

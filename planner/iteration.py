@@ -167,7 +167,7 @@ class Iteration:
                 raise TraceError(
                     f"cannot plan {name}: {item.name} is {_described(item.tensor)} before its second iteration and "
                     f"{_described(after[item.name])} after it: state keeps its shape; give it its full size from the "
-                    "start, keep it out of the state (a buffer with persistent=False), or choose another optimizer"
+                    "start, or keep it out of the state (a buffer with persistent=False)"
                 )
         fired = {anchor.key for anchor in self.where.anchors}
         return TrainingGraph(
