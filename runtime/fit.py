@@ -179,9 +179,7 @@ def make_guards(plan: Plan, models: Models, optimizers: Optimizers) -> Guards:
     at_step: dict[str, tuple[tuple[torch.Tensor | None, int], ...]] = {}
     for owner, optimizer in optimizers.items():
         managed = {id(parameter) for _, parameter in optimizer_parameters(models, optimizer)}
-        written: dict[str, torch.Tensor | None] = {
-            item.name: item.held for item in tensors if id(item.held) in managed
-        }
+        written: dict[str, torch.Tensor | None] = {item.name: item.held for item in tensors if id(item.held) in managed}
         written |= {name: None for name in chunks if name.partition("/")[0] == owner}
         here = steps.get(AnchorKey(AnchorKind.OPTIMIZER_PRE, owner), -1)
         at_step[owner] = tuple(
