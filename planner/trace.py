@@ -158,7 +158,7 @@ def _explain(name: str, error: Exception, culprit: OpOverload | None) -> str:
     if isinstance(error, UnsupportedOperatorException):
         return (
             f"cannot trace {name}: {culprit or reason} has no fake implementation{place}: "
-            "register one with torch.library.register_fake"
+            f"register one with torch.library.register_fake, or {RECORD}"
         )
     if isinstance(error, NEEDS_DATA):
         return (
