@@ -261,6 +261,30 @@ class EightBitMomentum(torch.optim.Optimizer):
                     parameter.sub_(group["lr"] * moved)
 
 
+class TrainedSubclass(nn.Module):
+    """A weight of the subclass that has gradients itself, in 32 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(scaled(3, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+class Rounding(torch.optim.Optimizer):
+    """SGD for parameters of the subclass."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.write(parameter.full() - group["lr"] * parameter.grad)
+
+
 class Jagged(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -345,6 +369,7 @@ KINDS: dict[str, Build] = {
     "orders": lambda: training(Orders()),
     "lazy views": lambda: training(Lazy()),
     "subclasses": lambda: training(Subclasses(), adam),
+    "trained subclass": lambda: training(TrainedSubclass(), Rounding),
     "8-bit momentum": lambda: training(nn.Linear(3, 2), EightBitMomentum),
     "jagged": lambda: training(Jagged()),
     "empty groups": empty_groups,
@@ -434,10 +459,11 @@ def test_sparse_state_is_recorded_and_saved_in_its_parts(name: str, tmp_path: Pa
     assert parts <= safetensors.torch.load_file(newest / "model-00000-of-00001.safetensors").keys()
 
 
-@pytest.mark.parametrize("name", ["subclasses", "8-bit momentum", "jagged", "complex64, Adam", "sizes"])
+@pytest.mark.parametrize("name", ["subclasses", "trained subclass", "8-bit momentum", "jagged", "complex64, Adam", "sizes"])
 def test_a_record_agrees_with_the_trace(name: str) -> None:
     traced, recorded = trace(make(name), name=name, target="cpu"), record_step(make(name), name=name).graph
     assert len(recorded.operators) == len(traced.operators)
+    assert recorded.live_bytes(eager=True) == traced.live_bytes(eager=True)
     assert [(e.name, e.shape, e.first_write) for e in recorded.state] == [
         (e.name, e.shape, e.first_write) for e in traced.state
     ]
