@@ -51,6 +51,19 @@ class AnchorKey:
         times = f" #{self.occurrence}" if self.occurrence else ""
         return f"{self.kind} {self.name}{times}"
 
+    @property
+    def words(self) -> str:
+        """As people say it: "layer4.1.bn2's forward", "the start of optimizer.step()"."""
+        if self.kind is AnchorKind.BOUNDARY:
+            return "the boundary"
+        again = f" (time {self.occurrence + 1})" if self.occurrence else ""
+        if self.kind in (AnchorKind.OPTIMIZER_PRE, AnchorKind.OPTIMIZER_POST):
+            side = "start" if self.kind is AnchorKind.OPTIMIZER_PRE else "end"
+            return f"the {side} of {self.name}.step(){again}"
+        owner, _, path = self.name.partition("/")
+        place = path or f"the {owner}"
+        return f"{place}'s {self.kind}{again}"
+
 
 BOUNDARY = AnchorKey(AnchorKind.BOUNDARY, "", 0)
 

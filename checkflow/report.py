@@ -141,7 +141,7 @@ def _stall_text(planned: Planned) -> str:
         share = _share(plan.stall_seconds, plan.interval * planned.timeline.iteration_seconds)
         parts.insert(0, f"a checkpoint, {share} of training's time")
         if plan.wait is not None:
-            step = planned.timeline.steps[plan.wait.step % len(planned.timeline.steps)].label
+            step = planned.timeline.steps[plan.wait.step % len(planned.timeline.steps)].words
             parts.append(f"{stall(plan.wait.seconds)} of it waits for the link at {step}")
     return ", ".join(parts)
 

@@ -17,7 +17,7 @@ from checkflow.report import added, iterations, stall
 
 if TYPE_CHECKING:
     from checkflow.plan import Plan
-    from checkflow.planner.explain import Interval
+    from checkflow.planner.explain import Span
     from checkflow.planner.replay import Replay
 
 CHART_COLUMNS = 96
@@ -51,7 +51,7 @@ def check_line(plan: Plan, replay: Replay) -> str:
     )
 
 
-def show_json(plan: Plan, replay: Replay, least_bandwidth: int | None, interval: Interval | None) -> dict[str, Any]:
+def show_json(plan: Plan, replay: Replay, least_bandwidth: int | None, interval: Span | None) -> dict[str, Any]:
     """The object that ``checkflow show --json`` prints: what the screen shows, step by step."""
     steps = plan.timeline.steps * plan.interval
 
@@ -95,19 +95,28 @@ def show_json(plan: Plan, replay: Replay, least_bandwidth: int | None, interval:
     }
 
 
-def _interval_json(interval: Interval) -> dict[str, Any]:
+def _interval_json(interval: Span) -> dict[str, Any]:
     needed = interval.bytes_per_second
     return {**dataclasses.asdict(interval), "bytes_per_second": needed if math.isfinite(needed) else None}
 
 
 def _label(plan: Plan, step: int) -> str:
-    """A step of the horizon, in words."""
+    """A step of the horizon, by its name."""
     iteration, index = divmod(step, len(plan.timeline.steps))
-    later = f" of iteration {iteration + 1}" if iteration else ""
-    return f"{plan.timeline.steps[index].label}{later}"
+    return plan.timeline.steps[index].label + _later(iteration)
 
 
-def show_lines(plan: Plan, replay: Replay, least_bandwidth: int | None, interval: Interval | None) -> Iterable[Text]:
+def _words(plan: Plan, step: int) -> str:
+    """A step of the horizon, for people."""
+    iteration, index = divmod(step, len(plan.timeline.steps))
+    return plan.timeline.steps[index].words + _later(iteration)
+
+
+def _later(iteration: int) -> str:
+    return f" of iteration {iteration + 1}" if iteration else ""
+
+
+def show_lines(plan: Plan, replay: Replay, least_bandwidth: int | None, interval: Span | None) -> Iterable[Text]:
     """A plan on one screen: the link and the memory from checkpoint to checkpoint, the peak, and what binds."""
     steps = plan.timeline.steps * plan.interval
     durations_seconds = [step.duration_seconds for step in steps]
@@ -136,17 +145,17 @@ def show_lines(plan: Plan, replay: Replay, least_bandwidth: int | None, interval
     yield Text(f"0{format_seconds(profile.seconds):>{CHART_COLUMNS - 1}}\n")
     yield Text(
         f"every    {iterations(plan.interval)}"
-        + (f", waiting {stall(plan.wait.seconds)} at {_label(plan, plan.wait.step)}" if plan.wait else "")
+        + (f", waiting {stall(plan.wait.seconds)} at {_words(plan, plan.wait.step)}" if plan.wait else "")
     )
     yield Text(
         f"peak     {format_size(replay.peak_bytes)}, training alone {format_size(plan.timeline.training_peak_bytes)}, "
-        f"in step {replay.peak_step} of {len(steps)}: {_label(plan, replay.peak_step)}"
+        f"in step {replay.peak_step} of {len(steps)}: {_words(plan, replay.peak_step)}"
     )
     yield Text(
         f"moved    {format_size(plan.timeline.state_bytes)} in {len(plan.chunks)} chunks, "
         f"{format_size(plan.snapshot_bytes)} through snapshots (stall: {stall(plan.stall_seconds)})"
     )
-    yield Text(f"ends     in step {replay.finish_step}: {_label(plan, replay.finish_step)}")
+    yield Text(f"ends     in step {replay.finish_step}: {_words(plan, replay.finish_step)}")
     yield Text("binding  " + binding_text(plan, least_bandwidth, interval))
 
 
@@ -169,7 +178,7 @@ def _besides(plan: Plan) -> str:
     return "" if plan.wait is None else f", besides what leaves in the wait of {stall(plan.wait.seconds)}"
 
 
-def binding_text(plan: Plan, least_bandwidth: int | None, interval: Interval | None) -> str:
+def binding_text(plan: Plan, least_bandwidth: int | None, interval: Span | None) -> str:
     """What would break first on a slower link."""
     if not least_bandwidth:
         return "nothing: there is nothing to move"

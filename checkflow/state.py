@@ -3,18 +3,25 @@
 A state tensor is named ``<owner>/<key>``. The owner is the name of a model or an optimizer; the key is the model's own
 ``state_dict`` key, or ``<parameter>.<state>`` for an optimizer, where ``<parameter>`` is the model's key (preceded by
 ``<model>.`` where there are several models). Wrappers' prefixes ("module.", "_orig_mod.") are no part of a name.
+
+A tensor whose values lie in several dense tensors (a sparse one, a subclass that ``__tensor_flatten__`` takes apart) is
+that many state tensors, each named after the whole and its part: ``model/adjacency.indices``.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
+import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from checkflow.errors import UnsupportedError
 from checkflow.graph import StateKind
@@ -30,6 +37,12 @@ class StateTensor:
     kind: StateKind
     tensor: torch.Tensor
     module: str = ""  # buffers: "<model>/<path of the owning module>"
+    whole: torch.Tensor | None = None  # what the job holds, where ``tensor`` is only a part of it
+
+    @property
+    def held(self) -> torch.Tensor:
+        """The tensor as models and optimizers know it: with its gradient, and with its identity."""
+        return self.tensor if self.whole is None else self.whole
 
 
 @dataclass(frozen=True)
@@ -80,9 +93,59 @@ def module_names(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Modu
                 yield f"{owner}/{clean_key(path)}", module
 
 
-def region(tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-    """What makes two tensors the same memory: storage, offset, shape and strides (real and fake tensors alike)."""
-    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
+@dataclass(frozen=True, slots=True)
+class Region:
+    """What makes two tensors the same values in the same memory (real and fake tensors alike)."""
+
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    lazy: tuple[bool, bool]  # whether the values are the memory's conjugates, its negatives
+
+
+def region(tensor: torch.Tensor) -> Region:
+    """The region of a dense tensor."""
+    return Region(
+        tensor.untyped_storage()._cdata,
+        int(tensor.storage_offset()),
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        tensor.dtype,
+        (tensor.is_conj(), tensor.is_neg()),
+    )
+
+
+_PLAIN_TYPES = (torch.Tensor, nn.Parameter)
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def is_composite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no memory of its own: its values lie in other tensors."""
+    if type(tensor) in _PLAIN_TYPES:  # nearly all, and this is asked for every tensor of every operator
+        return tensor.layout in _SPARSE_PARTS
+    return tensor.layout in _SPARSE_PARTS or is_traceable_wrapper_subclass(tensor)
+
+
+def dense_parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The dense tensors whose memory holds a tensor's values, each with what its name has beyond the tensor's."""
+    if is_traceable_wrapper_subclass(tensor):  # jagged tensors are such subclasses, too
+        for attribute in tensor.__tensor_flatten__()[0]:
+            for suffix, part in dense_parts(getattr(tensor, attribute)):
+                yield f".{attribute}{suffix}", part
+    elif tensor.layout in _SPARSE_PARTS:
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():  # a look is no operator
+            parts = [(name, getattr(tensor, name)()) for name in _SPARSE_PARTS[tensor.layout]]
+        yield from ((f".{name.removeprefix('_')}", part) for name, part in parts)
+    else:
+        yield "", tensor
 
 
 @functools.cache
@@ -165,23 +228,19 @@ def collect_state(models: Mapping[str, nn.Module], optimizers: Mapping[str, torc
     """Every state tensor as it is now: persistent buffers and parameters, then optimizer state that exists.
 
     Raises:
-        UnsupportedError: two models or optimizers share a name, or a tensor has no dense memory of its own
-            (an expanded tensor, or one that overlaps another without being the same region).
+        UnsupportedError: a model and an optimizer share a name, or a tensor has no dense memory of its own
+            (an expanded tensor, one that overlaps another without being the same region, one without values).
     """
     if clash := set(models) & set(optimizers):
-        raise UnsupportedError(f"a model and an optimizer have the same name: {sorted(clash)[0]}")
+        raise UnsupportedError(f"a model and an optimizer are both named {sorted(clash)[0]}: give one another name")
     found: list[StateTensor] = []
     for owner, model in models.items():
         found.extend(_model_tensors(owner, model))
     for owner, optimizer in optimizers.items():
         found.extend(_optimizer_tensors(owner, models, optimizer))
-    first: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], str] = {}
+    first: dict[Region, str] = {}
     unique, ties = [], []
-    for item in found:
-        if item.tensor.layout is not torch.strided:
-            raise UnsupportedError(
-                f"state tensor {item.name} is {item.tensor.layout}; only strided tensors can be checkpointed"
-            )
+    for item in itertools.chain.from_iterable(map(_in_parts, found)):
         here = region(item.tensor)
         if here in first and item.tensor.numel():
             ties.append((item.name, first[here]))
@@ -192,24 +251,84 @@ def collect_state(models: Mapping[str, nn.Module], optimizers: Mapping[str, torc
     return TrainingState(tuple(unique), tuple(ties))
 
 
+def _in_parts(item: StateTensor) -> Iterator[StateTensor]:
+    """A state tensor as the dense tensors that hold it.
+
+    Raises:
+        UnsupportedError: there are none such.
+    """
+    tensor = item.tensor
+    if is_lazy(tensor):
+        raise UnsupportedError(
+            f"state tensor {item.name} has no shape yet: run a batch through the model first, as lazy modules ask for"
+        )
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(tensor, distributed.DTensor):
+        raise UnsupportedError(
+            f"state tensor {item.name} is a DTensor: this version checkpoints the whole tensors of one process"
+        )
+    if tensor.is_nested and not is_traceable_wrapper_subclass(tensor):
+        raise UnsupportedError(
+            f"state tensor {item.name} is a nested tensor of strided layout: make it with layout=torch.jagged"
+        )
+    if item.kind == "optimizer" and tensor.layout in _SPARSE_PARTS:
+        raise UnsupportedError(
+            f"state tensor {item.name} is sparse and grows with the rows that gradients touch: choose an optimizer "
+            "whose state is dense, such as torch.optim.SparseAdam"
+        )
+    if not is_composite(tensor):
+        _refuse_memory(item.name, tensor)
+        yield item
+        return
+    for suffix, part in dense_parts(tensor):
+        _refuse_memory(item.name + suffix, part)
+        yield replace(item, name=item.name + suffix, tensor=part, whole=tensor)
+
+
+def _refuse_memory(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise UnsupportedError(f"state tensor {name} is {tensor.layout}: make it dense with .to_dense()")
+    if tensor.is_quantized:
+        raise UnsupportedError(
+            f"state tensor {name} is quantized ({tensor.dtype}), which no safetensors file can hold: keep its "
+            ".int_repr(), scale and zero point instead"
+        )
+    if tensor.numel() and memory_order(tensor) is None:
+        raise UnsupportedError(f"state tensor {name} is expanded or has gaps in memory: call .contiguous() on it")
+
+
 def _refuse_overlap(tensors: list[StateTensor]) -> None:
-    """Each tensor must be dense (its elements fill one range of its storage, in any order), and the ranges disjoint."""
+    """The ranges that tensors fill of their storages must be disjoint."""
     ranges: dict[int, list[tuple[int, int, str]]] = {}
     for item in tensors:
         tensor = item.tensor
         if not tensor.numel():
             continue
-        if memory_order(tensor) is None:
-            raise UnsupportedError(
-                f"state tensor {item.name} is expanded or has gaps in memory; call .contiguous() on it"
-            )
         begin = int(tensor.storage_offset()) * tensor.element_size()
         ranges.setdefault(tensor.untyped_storage()._cdata, []).append((begin, begin + tensor.nbytes, item.name))
     for spans in ranges.values():
         spans.sort()
         for (_, end, one), (begin, _, other) in itertools.pairwise(spans):
             if begin < end:
-                raise UnsupportedError(f"state tensors {one} and {other} overlap in memory without being the same")
+                raise UnsupportedError(
+                    f"state tensors {one} and {other} overlap in memory without being the same: make one of them a "
+                    ".clone(), or a buffer with persistent=False"
+                )
+
+
+def refuse_closures(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    """Refuse optimizers that cannot step without a closure, as LBFGS.
+
+    Raises:
+        UnsupportedError: there is one; it is named.
+    """
+    for name, optimizer in optimizers.items():
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise UnsupportedError(
+                f"optimizer {name} is {type(optimizer).__name__}, which cannot step without a closure that runs "
+                "forward again inside the step: choose an optimizer that can"
+            )
 
 
 def optimizer_implementation(optimizer: torch.optim.Optimizer, device_type: str) -> str:

@@ -13,12 +13,15 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from checkflow.errors import PlanError
 from checkflow.graph import STRICT, AnchorKey
+from checkflow.hardware import MOST_BYTES
 
 StepKind = Literal["anchor", "segment", "operator"]
 Granularity = Literal["segment", "operator"]
 # Relative, and absolute in units: more than doubles lose over a timeline, and far less than a unit.
 _ROUNDING = 1e-10
+MOST_SECONDS = 1e9  # of an iteration, and of a wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,11 @@ class Step:
     live_bytes: int  # device memory of training itself, checkpointing excluded; the largest within a segment
     link_bytes: int = 0  # bytes that training itself moves from device to host during this step
     anchor: AnchorKey | None = None  # set iff kind == "anchor" and eager training has a hook there
+
+    @property
+    def words(self) -> str:
+        """The step in a sentence."""
+        return self.label if self.anchor is None else self.anchor.words
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,3 +148,36 @@ def whole_units(amount_bytes: float, unit_bytes: int) -> int:
     """Whole units in an amount that was added up in floating point: its rounding costs no unit."""
     units = amount_bytes / unit_bytes
     return int(units + units * _ROUNDING + _ROUNDING)
+
+
+def check_timeline(timeline: Timeline) -> None:
+    """Refuse numbers that make no sense.
+
+    Raises:
+        PlanError: a duration is negative, no number, or beyond any training; a size is negative, no whole number, or
+            beyond what memory counts; or a first write lies outside of the timeline.
+    """
+    if not timeline.steps:
+        raise PlanError("the timeline has no steps")
+    for step in timeline.steps:
+        if not (math.isfinite(step.duration_seconds) and step.duration_seconds >= 0):
+            raise PlanError(f"step {step.label!r} lasts {step.duration_seconds} seconds")
+        _check_bytes(f"step {step.label!r} has live memory", step.live_bytes)
+        _check_bytes(f"step {step.label!r} has link traffic", step.link_bytes)
+    if timeline.iteration_seconds > MOST_SECONDS:
+        raise PlanError(
+            f"an iteration lasts {timeline.iteration_seconds:g} seconds; at most {MOST_SECONDS:g} are planned"
+        )
+    for group in timeline.groups:
+        if group.first_write is not None and not 1 <= group.first_write < len(timeline.steps):
+            raise PlanError(f"state is first written at step {group.first_write} of {len(timeline.steps)}")
+        for name, size in group.members:
+            _check_bytes(f"state tensor {name} has a size", size)
+    if timeline.training_peak_bytes + timeline.state_bytes >= MOST_BYTES:
+        raise PlanError("training's peak and a copy of its state are more bytes than any memory has")
+
+
+def _check_bytes(what: str, size_bytes: int) -> None:
+    # a float would pass for a number of bytes here, and hold no odd one above 2**53
+    if not isinstance(size_bytes, int) or not 0 <= size_bytes < MOST_BYTES:
+        raise PlanError(f"{what} of {size_bytes} bytes: not a whole number from 0 to 2**63 - 1")

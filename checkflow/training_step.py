@@ -27,7 +27,7 @@ class TrainingStep:
     optimizer steps; the general form only notes it in the plan's fingerprint.
 
     Raises:
-        ModelError: neither or both forms are given, or an argument is of the wrong kind.
+        ModelError: neither or both forms are given, an argument is missing or of the wrong kind.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class TrainingStep:
         micro_batches: int = 1,
     ) -> None:
         if (loss is None) == (step is None):
-            raise ModelError("TrainingStep takes either loss= (short form) or step= (general form)")
+            raise ModelError("TrainingStep takes either loss= (short form) or step= (general form), one of the two")
         if (model is not None and models is not None) or (optimizer is not None and optimizers is not None):
             raise ModelError("TrainingStep takes model or models=, optimizer or optimizers=, not both")
         chosen = models if models is not None else model
         if chosen is None:
-            raise ModelError("TrainingStep needs a model")
+            raise ModelError("TrainingStep needs a model: pass model= or models=")
         if not isinstance(micro_batches, int) or micro_batches < 1:
             raise ModelError(f"micro_batches must be a whole number of at least 1, not {micro_batches!r}")
         self.models: dict[str, nn.Module] = as_models(chosen)
@@ -61,6 +61,10 @@ class TrainingStep:
         for name, one in self.optimizers.items():
             if not isinstance(one, torch.optim.Optimizer):
                 raise ModelError(f"optimizer {name!r} is a {type(one).__name__}, not a torch.optim.Optimizer")
+        if loss is not None and not self.optimizers:
+            raise ModelError(
+                "loss= (short form) ends in an optimizer's step: pass optimizer=, or write the iteration as step="
+            )
         if loss is not None and len(self.models) != 1:
             raise ModelError("loss= takes one model; write several models' iteration as step=")
         self.batch = batch

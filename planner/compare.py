@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from checkflow.plan import Fingerprint, Plan
 from checkflow.planner.baselines import baselines
-from checkflow.planner.explain import Interval, least_bandwidth, tight_interval
+from checkflow.planner.explain import Span, least_bandwidth, tight_interval
 from checkflow.planner.interval import Question
 from checkflow.planner.replay import snapshot_stall_seconds
 from checkflow.timeline import Timeline
@@ -121,7 +121,7 @@ def _batch_text(fingerprint: Fingerprint) -> str:
     return "x".join(str(size) for size in fingerprint.batch[0][0]) if fingerprint.batch else ""
 
 
-def binding_interval(plan: Plan) -> tuple[int | None, Interval | None]:
+def binding_interval(plan: Plan) -> tuple[int | None, Span | None]:
     """What would break first on a slower link, at the plan's interval and peak (and its stall, where training waits).
 
     Returns:

@@ -16,7 +16,7 @@ _RATE_DIGITS = 1e-9
 
 
 @dataclass(frozen=True)
-class Interval:
+class Span:
     """From the boundary to ``end`` at least ``leave_bytes`` must cross the link."""
 
     end: str
@@ -67,7 +67,7 @@ def _fastest(question: Question, interval: int) -> int:
     return max(1, min(math.ceil(2 * most / min(lasting, default=math.inf)), MOST_BYTES - 1))
 
 
-def tight_interval(question: Question, interval: int = 1) -> Interval | None:
+def tight_interval(question: Question, interval: int = 1) -> Span | None:
     """Of the intervals in which the link cannot carry what must leave, the one that needs the fastest link.
 
     Without waiting for the link, and with as many snapshots as the budget allows. None where there is none: then it is
@@ -77,7 +77,7 @@ def tight_interval(question: Question, interval: int = 1) -> Interval | None:
     count = len(timeline.steps)
     ends = question.shrunk(interval).ends
     elapsed = list(accumulate(step.duration_seconds for step in timeline.steps))
-    tight: Interval | None = None
+    tight: Span | None = None
     for end, need, reached in zip(ends, _must_leave(question, problem, interval), problem.reached, strict=True):
         if need <= reached:
             continue
@@ -87,7 +87,7 @@ def tight_interval(question: Question, interval: int = 1) -> Interval | None:
         rate = _needed_rate(timeline, end, leave_bytes, seconds, 0.0 if tight is None else tight.bytes_per_second)
         if rate is not None:
             short_bytes = min((need - reached) * problem.unit_bytes, timeline.state_bytes)
-            tight = Interval(_moment(timeline, end, interval), leave_bytes, seconds, rate, short_bytes)
+            tight = Span(_moment(timeline, end, interval), leave_bytes, seconds, rate, short_bytes)
     return tight
 
 
@@ -234,9 +234,9 @@ def _moment(timeline: Timeline, end: int, interval: int) -> str:
     if step == 0:
         return f"the end of the boundary{later}"
     if steps[step].duration_seconds == 0:
-        return steps[step].label + later
+        return steps[step].words + later
     if step + 1 < len(steps) and steps[step + 1].duration_seconds == 0:
-        return steps[step + 1].label + later
+        return steps[step + 1].words + later
     return f"the end of {steps[step].label}{later}"
 
 

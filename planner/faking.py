@@ -21,15 +21,19 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from checkflow.errors import TraceError
 from checkflow.planner.belongings import Belongings
-from checkflow.planner.numbers import ARRAYS, TELLING, ReadNumbers, format_number
+from checkflow.planner.numbers import ARRAYS, RECORD, TELLING, ReadNumbers, format_number
 from checkflow.planner.placement import CAPTURED, COPIED, HostMemory
+from checkflow.state import is_composite
 from checkflow.training_step import TrainingStep
 
 CPU = torch.device("cpu")
 _COUNTERS = frozenset(("step", "mu_product"))  # what torch's optimizers keep in host memory for each parameter
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
 class StandIns(TorchFunctionMode):
@@ -63,11 +67,11 @@ class StandIns(TorchFunctionMode):
         Args:
             captured: the tensor is none of the step's models, optimizers or batch: what it reaches in other ways.
         """
-        if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode:
+        if self._is_stand_in(tensor):
             return tensor
         known = self._fakes.get(id(tensor))
         if known is None:
-            shared = tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._storages
+            shared = not is_composite(tensor) and tensor.untyped_storage()._cdata in self._storages
             with torch._C.DisableTorchFunction():
                 known = self._fakes[id(tensor)] = (tensor, self._make(tensor))
             on_cpu = type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.dim() > 0
@@ -96,17 +100,22 @@ class StandIns(TorchFunctionMode):
         """A function of the user's that autograd calls, with the mode active in it, if it is needed there."""
         return function
 
+    def _is_stand_in(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) in _PLAIN:
+            return False
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode is self.mode
+        if not is_traceable_wrapper_subclass(tensor):
+            return False
+        return all(self._is_stand_in(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+
     def replace(self, value: Any) -> Any:
         """A structure (lists, tuples, dictionaries, …) with the stand-ins of its tensors."""
         return pytree.tree_map_only(torch.Tensor, self.of, value)
 
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor):
-            raise TraceError(f"cannot trace a tensor of type {type(tensor).__name__}: pass the plain tensor")
-        if tensor.layout is not torch.strided:
-            raise TraceError(f"cannot trace a {tensor.layout} tensor: make it dense with .to_dense()")
         with self.mode, torch.no_grad():
-            fake = self._memory(tensor)
+            fake = self._values(tensor)
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
             elif tensor.requires_grad:
@@ -121,6 +130,30 @@ class StandIns(TorchFunctionMode):
             called = self.active_in(hook)
             fake.register_post_accumulate_grad_hook(lambda _, hook=called: hook(tensor))  # type: ignore[no-untyped-call]
         return fake
+
+    def _values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor in the place of a tensor's values; of a tensor that consists of others, fake ones in theirs."""
+        if is_traceable_wrapper_subclass(tensor):
+            names, context = tensor.__tensor_flatten__()
+            parts = {name: self.of(getattr(tensor, name)) for name in names}
+            whole: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
+            return whole
+        if tensor.layout is torch.sparse_coo:
+            with _disable_current_modes():
+                indices, values = tensor._indices(), tensor._values()
+            return torch.sparse_coo_tensor(self.of(indices), self.of(values), tensor.shape, check_invariants=False)
+        kind = type(tensor)
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+            what = tensor.dtype if tensor.is_quantized else "nested" if tensor.is_nested else tensor.layout
+            raise TraceError(f"cannot trace a {what} tensor, which torch cannot fake: {RECORD}")
+        if kind.__torch_dispatch__ is not _NO_DISPATCH and not isinstance(tensor, FakeTensor):
+            raise TraceError(
+                f"cannot trace a {kind.__name__}, which does operators in its own way: give its class "
+                f"__tensor_flatten__ and __tensor_unflatten__, or {RECORD}"
+            )
+        fake = self._memory(tensor)
+        fake = fake.conj() if tensor.is_conj() else fake
+        return torch._neg_view(fake) if tensor.is_neg() else fake
 
     def _memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """Fake memory with the tensor's layout; views of one storage share one fake storage."""

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
-from checkflow.plan import MOST_SECONDS, MOST_STEPS, Policy
+from checkflow.plan import MOST_STEPS, Policy
 from checkflow.planner import greedy, optimum
 from checkflow.planner.optimum import Budget, Prices, Terms
 from checkflow.planner.problem import Problem, make_problem
 from checkflow.planner.shrink import Shrunk, shrink
-from checkflow.timeline import Timeline
+from checkflow.timeline import MOST_SECONDS, Timeline
 
 _MOST_SNAPSHOT_STEPS = 2**20  # of a horizon under the snapshot policy, which is searched step by step
 MOST_INTERVAL = 1000  # iterations, where nobody says otherwise

@@ -6,7 +6,7 @@ own tensors, :mod:`checkflow.planner.record`). They see the same things, which a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from checkflow.errors import TraceError
 from checkflow.graph import AnchorKey, AnchorKind, Operator, StateEntry, StorageKind, TrainingGraph
@@ -21,7 +22,7 @@ from checkflow.planner import operators as op
 from checkflow.planner.hooks import Whereabouts
 from checkflow.planner.lifetimes import StorageLedger
 from checkflow.planner.placement import Crossing
-from checkflow.state import StateTensor, TrainingState, collect_state, dtype_name
+from checkflow.state import StateTensor, TrainingState, collect_state, dense_parts, dtype_name
 
 
 class Places(Protocol):
@@ -84,7 +85,7 @@ class Iteration:
             *((item.name, item.tensor, item.kind) for item in self._before.tensors),
             *_named(batch, "batch", "input"),
             # After the batch, whose indices a sparse gradient may hold.
-            *((f"gradient of {item.name}", item.tensor.grad, "gradient") for item in parameters),
+            *((f"gradient of {item.name}", item.held.grad, "gradient") for item in parameters),
             *(("captured", tensor, "input") for tensor in captured),
             *(("gradient of a captured tensor", tensor.grad, "gradient") for tensor in captured),
             *_named(held, "result", "activation"),
@@ -93,7 +94,7 @@ class Iteration:
         for name, tensor, kind in found:
             self.enter(tensor, name, kind)
         self._indices = [self._index(item.tensor) for item in self._before.tensors]
-        return [(name, tensor) for name, tensor, _ in found]
+        return [(name, part) for name, tensor, _ in found for part in _without_wrapper(tensor)]
 
     def enter(self, tensor: torch.Tensor, name: str, kind: StorageKind) -> None:
         """Enter what lives at the boundary, unless it lies in host memory."""
@@ -155,9 +156,19 @@ class Iteration:
         """
         have, had = ({item.name for item in state.tensors} for state in (self._after, self._before))
         if odd := have ^ had:
-            raise TraceError(f"cannot plan {name}: its second iteration changes the set of state: {min(odd)}")
+            raise TraceError(
+                f"cannot plan {name}: its second iteration changes the set of state ({min(odd)}): make all state "
+                "before training, or in the first iteration"
+            )
         storages, places = self.ledger.storages()
         after = {item.name: item.tensor for item in self._after.tensors}
+        for item in self._before.tensors:
+            if item.tensor.shape != after[item.name].shape or item.tensor.dtype != after[item.name].dtype:
+                raise TraceError(
+                    f"cannot plan {name}: {item.name} is {_described(item.tensor)} before its second iteration and "
+                    f"{_described(after[item.name])} after it: state keeps its shape; give it its full size from the "
+                    "start, or keep it out of the state (a buffer with persistent=False)"
+                )
         fired = {anchor.key for anchor in self.where.anchors}
         return TrainingGraph(
             model=name,
@@ -173,8 +184,12 @@ class Iteration:
             ),
             anchors=tuple(self.where.anchors),
             ties=self._before.ties,
-            parameters=sum(item.tensor.numel() for item in self._before.tensors if item.kind == "parameter"),
+            parameters=sum(tensor.numel() for tensor in self._parameters()),
         )
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """Each once, also where it consists of several state tensors."""
+        return list({id(item.held): item.held for item in self._before.tensors if item.kind == "parameter"}.values())
 
     def _index(self, tensor: torch.Tensor) -> int | None:
         return None if self.places.holds(tensor) else self.ledger.find(tensor)
@@ -226,6 +241,18 @@ def _named(structure: Any, name: str, kind: StorageKind) -> list[tuple[str, torc
     """The tensors of a structure, numbered in its order."""
     leaves = enumerate(pytree.tree_leaves(structure))
     return [(f"{name}.{number}", leaf, kind) for number, leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+
+
+def _without_wrapper(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that operators really get: those inside of a subclass that is no more than a wrapper of them."""
+    if is_traceable_wrapper_subclass(tensor):
+        yield from (part for _, part in dense_parts(tensor))
+    else:
+        yield tensor
 
 
 def _renumbered(operator: Operator, places: Mapping[int, int]) -> Operator:

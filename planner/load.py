@@ -304,8 +304,6 @@ def _replace_optimizers(step: TrainingStep, kind: str) -> TrainingStep:
             "--optimizer cannot change a TrainingStep made with step=: its function steps the optimizers it was "
             "written with; make the optimizer an argument of build and give it with --set"
         )
-    if not step.optimizers:
-        raise ModelError("--optimizer has nothing to replace: the TrainingStep has no optimizer")
     replaced = {
         name: OPTIMIZERS[kind]([{"params": group["params"]} for group in optimizer.param_groups])
         for name, optimizer in step.optimizers.items()

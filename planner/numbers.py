@@ -44,7 +44,7 @@ TELLING: Final[frozenset[Any]] = frozenset(
     )
 )
 ARRAYS: Final[frozenset[Any]] = frozenset((torch.Tensor.numpy, torch.Tensor.__array__))
-RECORD: Final = "plan by recording: Checkpointer(plan=None)"
+RECORD: Final = "let checkflow record a real iteration instead (Checkpointer(plan=None))"
 ADVICE: Final = (
     "move what depends on data (if, while, data-dependent sizes) out of the training step, metrics and logging too, "
     f"compute it with torch.where, or {RECORD}"

@@ -117,7 +117,8 @@ def is_view(func: OpOverload) -> bool:
     """Whether all that an operator gives is a view of what it was given, which it leaves as it is."""
     returns = func._schema.returns
     only_views = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-    return only_views and not func._schema.is_mutable
+    # What is composite (``to``, ``reshape``) may be a view by its schema and a copy in truth.
+    return only_views and not func._schema.is_mutable and not is_composite(func)
 
 
 @functools.cache

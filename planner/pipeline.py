@@ -235,15 +235,22 @@ def check_model(plan: Plan, subject: Subject) -> None:
 
 def _other_settings(planned: Fingerprint, graph: TrainingGraph) -> list[str]:
     pairs = {
-        "batch": (planned.batch, graph.batch),
-        "micro-batches": (planned.micro_batches, graph.micro_batches),
-        "autocast": (planned.autocast, graph.autocast),
-        "optimizers": (planned.optimizers, graph.optimizers),
-        "tied tensors": (planned.ties, graph.ties),
+        "batch": (_batch_text(planned.batch), _batch_text(graph.batch)),
+        "micro-batches": (str(planned.micro_batches), str(graph.micro_batches)),
+        "autocast": (planned.autocast or "off", graph.autocast or "off"),
+        "optimizers": (_pairs_text(planned.optimizers, ": "), _pairs_text(graph.optimizers, ": ")),
+        "tied tensors": (_pairs_text(planned.ties, " = "), _pairs_text(graph.ties, " = ")),
     }
-    return [
-        f"{name}: {have!r} in the model, {want!r} in the plan" for name, (want, have) in pairs.items() if have != want
-    ]
+    return [f"{name}: {have} in the model, {want} in the plan" for name, (want, have) in pairs.items() if have != want]
+
+
+def _batch_text(batch: tuple[tuple[tuple[int, ...], str], ...]) -> str:
+    """As "float32 32×3×224×224, int64 32"."""
+    return ", ".join(f"{dtype} {'×'.join(map(str, shape)) or 'scalar'}" for shape, dtype in batch) or "no tensor"
+
+
+def _pairs_text(pairs: tuple[tuple[str, str], ...], between: str) -> str:
+    return ", ".join(between.join(pair) for pair in pairs) or "none"
 
 
 def _other_steps(planned: Timeline, found: Timeline) -> list[str]:

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._device import _device_constructors
 
 from checkflow.planner.operators import is_host_scalar, tensors_in
+from checkflow.state import is_composite
 
 # Why a tensor lies in host memory. The first two are certain; the others mean the device where the step shows it.
 Reason = Literal["copied", "pinned", "cpu", "default", "captured"]
@@ -118,6 +119,8 @@ class HostMemory:
 
     def place(self, tensor: torch.Tensor) -> Place:
         """Where a tensor lies."""
+        if is_composite(tensor):
+            return self._common_place(list(tensors_in(tensor)))
         place = self._proved(self._places.get(tensor.untyped_storage()._cdata, DEVICE))
         return COPIED if not place and is_host_scalar(tensor) else place
 

@@ -9,7 +9,6 @@ be partly filled is the first: it leaves first, so it is counted whole in a peak
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -18,8 +17,7 @@ import numpy as np
 
 from checkflow.errors import PlanError
 from checkflow.hardware import MOST_BYTES
-from checkflow.plan import MOST_SECONDS
-from checkflow.timeline import Timeline
+from checkflow.timeline import Timeline, check_timeline
 
 SMALLEST_UNIT_BYTES = 512  # what CUDA allocators hand out
 MOST_UNITS = 2**24  # whole numbers up to here survive every solver's text files and tolerances
@@ -191,36 +189,3 @@ def check_bandwidth(bytes_per_second: float) -> None:
     """
     if not 0 < bytes_per_second < MOST_BYTES:  # NaN neither
         raise PlanError(f"not a bandwidth: {bytes_per_second} bytes per second")
-
-
-def check_timeline(timeline: Timeline) -> None:
-    """Refuse numbers that make no sense.
-
-    Raises:
-        PlanError: a duration is negative, no number, or beyond any training; a size is negative, no whole number, or
-            beyond what memory counts; or a first write lies outside of the timeline.
-    """
-    if not timeline.steps:
-        raise PlanError("the timeline has no steps")
-    for step in timeline.steps:
-        if not (math.isfinite(step.duration_seconds) and step.duration_seconds >= 0):
-            raise PlanError(f"step {step.label!r} lasts {step.duration_seconds} seconds")
-        _check_bytes(f"step {step.label!r} has live memory", step.live_bytes)
-        _check_bytes(f"step {step.label!r} has link traffic", step.link_bytes)
-    if timeline.iteration_seconds > MOST_SECONDS:
-        raise PlanError(
-            f"an iteration lasts {timeline.iteration_seconds:g} seconds; at most {MOST_SECONDS:g} are planned"
-        )
-    for group in timeline.groups:
-        if group.first_write is not None and not 1 <= group.first_write < len(timeline.steps):
-            raise PlanError(f"state is first written at step {group.first_write} of {len(timeline.steps)}")
-        for name, size in group.members:
-            _check_bytes(f"state tensor {name} has a size", size)
-    if timeline.training_peak_bytes + timeline.state_bytes >= MOST_BYTES:
-        raise PlanError("training's peak and a copy of its state are more bytes than any memory has")
-
-
-def _check_bytes(what: str, size_bytes: int) -> None:
-    # a float would pass for a number of bytes here, and hold no odd one above 2**53
-    if not isinstance(size_bytes, int) or not 0 <= size_bytes < MOST_BYTES:
-        raise PlanError(f"{what} of {size_bytes} bytes: not a whole number from 0 to 2**63 - 1")

@@ -21,7 +21,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+    is_traceable_wrapper_subclass_type,
+)
 
 from checkflow.errors import TraceError
 from checkflow.graph import AnchorKind, TrainingGraph
@@ -259,6 +265,8 @@ class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         keywords = kwargs or {}
         if not self._watching or func.namespace in _NO_OPERATORS or func is torch.ops.aten.lift_fresh.default:
             return func(*args, **keywords)
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # the subclass does it by other operators, which come by here
         if op.is_view(func):
             result = func(*args, **keywords)
             self._iteration.where.note_forward()

@@ -10,7 +10,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, track_tensor_tree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from checkflow.planner import operators as op
 from checkflow.planner import sparse
@@ -102,6 +102,8 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunction():  # stand-ins are for the user's calls, not for what torch does below them
             if func.namespace in _NO_OPERATORS:
                 return func(*args, **keywords)
+            if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+                return NotImplemented  # the subclass does it by other operators, which come by here
             if op.is_composite(func):
                 with self:
                     result = func.decompose(*args, **keywords)

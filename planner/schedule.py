@@ -31,10 +31,10 @@ from checkflow.planner.certify import (
 from checkflow.planner.chunks import make_chunks
 from checkflow.planner.explain import explain, least_bandwidth
 from checkflow.planner.interval import FrontierRow, Question, frontier, longest_interval, smallest_interval
-from checkflow.planner.problem import check_bandwidth, check_timeline, unit_for
+from checkflow.planner.problem import check_bandwidth, unit_for
 from checkflow.planner.replay import check_plan, simulate
 from checkflow.planner.solvers import SolverChoice, SolveStatus
-from checkflow.timeline import Timeline
+from checkflow.timeline import Timeline, check_timeline
 
 _LAST_DIGITS = 1e-9
 

@@ -36,12 +36,11 @@ from checkflow.planner.problem import (
     Flow,
     Problem,
     check_bandwidth,
-    check_timeline,
     count_units,
     due_units,
     unit_for,
 )
-from checkflow.timeline import Timeline, whole_units
+from checkflow.timeline import Timeline, check_timeline, whole_units
 
 _Block = tuple[int, int, int]  # last step, live bytes, units due
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from checkflow.state import dense_parts, is_composite
+
 aten = torch.ops.aten
 _OFFSET2BAG, _SPARSE, _PADDING = 3, 9, 11  # arguments of aten._embedding_bag_backward
 
@@ -32,11 +34,9 @@ def is_sparse(value: Any) -> bool:
 
 
 def parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors whose storages hold a tensor: itself, or the indices and the values of a sparse one."""
-    if tensor.layout is not torch.sparse_coo:
-        return (tensor,)
-    with _disable_current_modes(), torch._C.DisableTorchFunction():  # a look is no operator of the trace
-        return tensor._indices(), tensor._values()
+    """The tensors whose storages hold a tensor: itself, or those that it consists of, as a sparse one of its indices
+    and its values."""
+    return tuple(part for _, part in dense_parts(tensor)) if is_composite(tensor) else (tensor,)
 
 
 def run(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Call:

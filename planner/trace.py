@@ -32,7 +32,7 @@ from checkflow.planner.moving import DeviceStandIns
 from checkflow.planner.numbers import RECORD, NumberError, refusal
 from checkflow.planner.optimizers import NEEDS_DATA, OptimizerSteps, Target, foreach_on_fakes, fused_kernels_faked
 from checkflow.planner.recording import OperatorRecorder
-from checkflow.state import host_counters, optimizer_implementation
+from checkflow.state import collect_state, host_counters, optimizer_implementation, refuse_closures
 from checkflow.training_step import TrainingStep
 
 
@@ -53,6 +53,8 @@ def trace(step: TrainingStep, *, name: str, target: Target = "cuda") -> Training
     """
     import torch._dynamo  # make_fx imports it; under the modes of a trace that import would be traced  # noqa: F401
 
+    refuse_closures(step.optimizers)
+    collect_state(step.models, step.optimizers)  # what is refused is named before anything takes its place
     implementations = tuple(
         (key, optimizer_implementation(optimizer, target)) for key, optimizer in step.optimizers.items()
     )
@@ -174,6 +176,11 @@ def _explain(name: str, error: Exception, culprit: OpOverload | None) -> str:
         )
     if isinstance(error, NEEDS_DATA):
         return f"cannot trace {name}: {refusal(culprit or 'it', line)} ({reason})"
+    if ".numpy() is not supported" in reason:
+        return (
+            f"cannot trace {name}: a tensor is turned into a numpy array{place}, and a trace has no values: "
+            f"move that out of the training step, or {RECORD}"
+        )
     return f"cannot trace {name}: {culprit or 'the training step'} raised {type(error).__name__}{place}: {reason}"
 
 

@@ -297,6 +297,7 @@ class Capturer:
     def _arrange(self, state: TrainingState) -> None:
         """Lay the files out for the state as it is now, and make room for them."""
         self._arrangement = None  # if what follows fails, the next capture tries again
+        fit.refuse_other_memory(state)  # optimizers make theirs late
         deadlines = self._plan.deadlines
         last = self._plan.horizon_steps
         live = {item.name: item for item in state.tensors}
@@ -390,5 +391,5 @@ def tensor_record(item: StateTensor, deadline: int) -> TensorRecord:
     row_major = order is None or order == tuple(range(tensor.dim()))
     return TensorRecord(
         item.name, dtype_name(tensor.dtype), tuple(tensor.shape), tensor.nbytes, tensor.element_size(), deadline,
-        None if row_major else order,
+        None if row_major else order, conjugated=tensor.is_conj(), negated=tensor.is_neg(),
     )  # fmt: skip

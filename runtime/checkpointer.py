@@ -50,7 +50,7 @@ from checkflow.runtime.reader import Checkpoint, open_checkpoint, recover
 from checkflow.runtime.resume import restore
 from checkflow.runtime.settled import WrittenError
 from checkflow.runtime.store import Store
-from checkflow.state import as_models, as_optimizers, collect_state
+from checkflow.state import as_models, as_optimizers, collect_state, refuse_closures
 
 logger = logging.getLogger("checkflow")
 
@@ -119,6 +119,8 @@ class Checkpointer:
         self._loader = loader
         self._walk = StateWalk(self._models, self._optimizers)
         fit.refuse_devices(self._models, self._optimizers)
+        refuse_closures(self._optimizers)
+        fit.refuse_objects(self._objects)
         self._implementations = fit.implementations(self._models, self._optimizers)
         fit.refuse_other_job(self._plan, collect_state(self._models, {}), self._implementations)
         program = compile_plan(self._plan)
@@ -219,6 +221,7 @@ class Checkpointer:
                 self._leave_loop()
                 raise
             if not self._explicit:
+                self._began = self._began or not self._optimizers
                 self._count_batches()
                 self._boundary(last=self.iteration + 1 >= count)
         self._in_steps = False
@@ -237,6 +240,7 @@ class Checkpointer:
             batches: how many batches reached this step; None: as many as the plan has micro-batches.
         """
         self._explicit = True
+        self._began = self._began or not self._optimizers
         count = self._plan.fingerprint.micro_batches if batches is None else batches
         for _ in range(min(count, len(self._positions))):
             self._loader_epoch, self._position = self._positions.pop(0)
@@ -333,7 +337,8 @@ class Checkpointer:
 
     def _on_forward(self) -> None:
         if self._loader is None:
-            if not self._explicit and not self._in_steps and self._stepped.issuperset(self._optimizers):
+            stepped = bool(self._optimizers) and self._stepped.issuperset(self._optimizers)
+            if stepped and not self._explicit and not self._in_steps:
                 self._boundary()
             self._restore_generators()
 
@@ -423,9 +428,14 @@ class Checkpointer:
 
     # Boundaries
 
+    @property
+    def _iterated(self) -> bool:
+        """Whether there was an iteration since the last boundary: without optimizers it takes none of their steps."""
+        return bool(self._stepped) or (not self._optimizers and self._began)
+
     def _count_batches(self) -> None:
         """Every batch handed out so far has reached a step, if one was made."""
-        if self._stepped and self._positions:
+        if self._iterated and self._positions:
             self._loader_epoch, self._position = self._positions[-1]
             self._positions.clear()
 
@@ -436,7 +446,7 @@ class Checkpointer:
         interval is over (an epoch's end, the last iteration, and the first regular boundary after them), training waits
         for what is left of it.
         """
-        if not self._stepped:
+        if not self._iterated:
             return
         begun = time.perf_counter()
         due = self._is_due(self.iteration + 1, extra=epoch_end or last)

@@ -12,7 +12,13 @@ from checkflow.errors import MismatchError, UnsupportedError
 from checkflow.graph import AnchorKey, AnchorKind
 from checkflow.plan import Plan, describe_mismatch
 from checkflow.runtime.loader import DataLoader
-from checkflow.state import TrainingState, collect_state, dtype_name, optimizer_implementation, optimizer_parameters
+from checkflow.state import (
+    TrainingState,
+    collect_state,
+    dtype_name,
+    optimizer_implementation,
+    optimizer_parameters,
+)
 
 Models = Mapping[str, nn.Module]
 Optimizers = Mapping[str, torch.optim.Optimizer]
@@ -66,9 +72,45 @@ def refuse_devices(models: Models, optimizers: Optimizers) -> None:
     Raises:
         UnsupportedError: a state tensor does not lie in host memory.
     """
-    for item in collect_state(models, optimizers).tensors:
-        if item.tensor.device.type != "cpu":
-            raise UnsupportedError(f"{item.name} lies on {item.tensor.device}: this version trains on the CPU only")
+    refuse_other_memory(collect_state(models, optimizers))
+
+
+def refuse_other_memory(state: TrainingState) -> None:
+    """Refuse state tensors whose bytes do not lie in host memory: to copy them would read what is not there.
+
+    Raises:
+        UnsupportedError: there is one; it is named.
+    """
+    for item in state.tensors:
+        tensor = item.tensor
+        if tensor.is_meta:
+            raise UnsupportedError(
+                f"state tensor {item.name} is on the meta device, without values: initialise it before training "
+                "(model.to_empty(device=...), then load or reset its parameters)"
+            )
+        if tensor.device.type != "cpu":
+            raise UnsupportedError(
+                f"state tensor {item.name} lies on {tensor.device}: this version trains on the CPU only"
+            )
+        if tensor.nbytes and not tensor.data_ptr():
+            raise UnsupportedError(
+                f"state tensor {item.name} is a {type(tensor).__name__} without memory of its own: give its class "
+                "__tensor_flatten__ and __tensor_unflatten__, which name the tensors that hold its values"
+            )
+
+
+def refuse_objects(objects: Mapping[str, object]) -> None:
+    """Refuse what cannot be saved and put back as ``state=``.
+
+    Raises:
+        UnsupportedError: there is such; it is named.
+    """
+    for name, value in objects.items():
+        if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise UnsupportedError(
+                f"state[{name!r}] is a {type(value).__name__}, without state_dict and load_state_dict: pass an object "
+                "that has both, such as a scheduler"
+            )
 
 
 def implementations(models: Models, optimizers: Optimizers) -> dict[str, str]:
@@ -137,9 +179,7 @@ def make_guards(plan: Plan, models: Models, optimizers: Optimizers) -> Guards:
     at_step: dict[str, tuple[tuple[torch.Tensor | None, int], ...]] = {}
     for owner, optimizer in optimizers.items():
         managed = {id(parameter) for _, parameter in optimizer_parameters(models, optimizer)}
-        written: dict[str, torch.Tensor | None] = {
-            item.name: item.tensor for item in tensors if id(item.tensor) in managed
-        }
+        written: dict[str, torch.Tensor | None] = {item.name: item.held for item in tensors if id(item.held) in managed}
         written |= {name: None for name in chunks if name.partition("/")[0] == owner}
         here = steps.get(AnchorKey(AnchorKind.OPTIMIZER_PRE, owner), -1)
         at_step[owner] = tuple(

@@ -5,8 +5,9 @@ each beginning at a multiple of 4096 bytes, so that persisting is writing the bu
 nor shared ranges; tensors are therefore packed by element size, largest first, which keeps every tensor aligned without
 padding, then by deadline, then by name.
 
-The one difference between buffer and file: a tensor whose memory does not run in row-major order (channels_last) is
-staged as it lies in memory and written in row-major order, so that any reader of safetensors sees it right.
+The one difference between buffer and file: a tensor whose memory does not run in row-major order (channels_last), or
+holds the conjugates or negatives of its values (``torch.conj``, the imaginary part of such a tensor), is staged as it
+lies in memory and written as its values in row-major order, so that any reader of safetensors sees it right.
 
 Free of torch: dtypes go by their torch names ("float32").
 """
@@ -91,6 +92,7 @@ class TensorRecord:
         deadline: sort key: tensors that are due earlier lie earlier.
         permutation: the dimensions in the order in which memory runs through them, outermost first, as the tensor is
             staged; None: row-major.
+        conjugated, negated: whether its values are the conjugates, the negatives of what is staged.
     """
 
     name: str
@@ -100,14 +102,16 @@ class TensorRecord:
     element_bytes: int
     deadline: int = 0
     permutation: tuple[int, ...] | None = None
+    conjugated: bool = False
+    negated: bool = False
 
     @property
     def turned(self) -> bool:
-        """Whether memory order and row-major order give different bytes."""
-        if self.permutation is None or not self.size_bytes:
+        """Whether the file has other bytes than memory: in another order, or of other values."""
+        if not self.size_bytes:
             return False
-        order = [d for d in self.permutation if self.shape[d] != 1]
-        return order != sorted(order)
+        order = [d for d in self.permutation or () if self.shape[d] != 1]
+        return order != sorted(order) or self.conjugated or self.negated
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,12 +256,27 @@ def file_image(file: FileLayout, staging: memoryview, limit_bytes: int) -> Itera
 
 
 def _turn(placed: Placed, staging: memoryview, limit_bytes: int) -> Iterator[memoryview]:
-    """The row-major bytes of a tensor that is staged in another memory order."""
+    """The row-major bytes of the values of a tensor that is staged as it lies in memory."""
     record = placed.record
     order = record.permutation or tuple(range(len(record.shape)))
     flat = np.frombuffer(staging, np.uint8, record.size_bytes, placed.staging_offset).view(element(record.dtype))
-    logical = flat.reshape([record.shape[d] for d in order]).transpose(np.argsort(order))
-    yield from _rows(logical, limit_bytes)
+    logical = np.atleast_1d(flat.reshape([record.shape[d] for d in order]).transpose(np.argsort(order)))
+    for rows in _rows(logical, limit_bytes):
+        yield _resolved(record, rows) if record.conjugated or record.negated else rows
+
+
+def _resolved(record: TensorRecord, rows: memoryview) -> memoryview:
+    """Elements with the signs of their values: imaginary parts of conjugated ones, all parts of negated ones, turned.
+
+    Only floating and complex tensors are ever so (views of complex ones); the sign is the topmost bit of each part.
+    """
+    bits = 8 * record.element_bytes // (2 if record.dtype.startswith("complex") else 1)
+    parts = np.frombuffer(rows, f"u{bits // 8}").copy()
+    if record.negated:
+        parts ^= parts.dtype.type(1 << (bits - 1))
+    if record.conjugated:
+        parts[1::2] ^= parts.dtype.type(1 << (bits - 1))
+    return parts.view(np.uint8).data
 
 
 def _rows(array: np.ndarray[Any, Any], limit_bytes: int) -> Iterator[memoryview]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from checkflow.errors import MismatchError
-from checkflow.state import TrainingState, collect_state, module_names, optimizer_parameters
+from checkflow.state import TrainingState, collect_state, dense_parts, module_names, optimizer_parameters
 
 Models = Mapping[str, nn.Module]
 Optimizers = Mapping[str, torch.optim.Optimizer]
@@ -34,7 +34,7 @@ class StateWalk:
 
     What is checked at each call, all of it by identity: that each optimizer has the containers it had
     (``load_state_dict`` makes new ones), that each container holds what it held and no more, and each tensor's address
-    (``.data`` may have been reassigned).
+    (``.data`` may have been reassigned, a sparse tensor may have taken other values).
     """
 
     def __init__(self, models: Models, optimizers: Optimizers) -> None:
@@ -46,6 +46,8 @@ class StateWalk:
         self._members: list[int] = []
         self._containers: list[Any] = []
         self._sizes: list[int] = []
+        self._composites: list[torch.Tensor] = []
+        self._parts: list[int] = []
         self._addresses: list[int] = []
         #: As of the last call of ``current``: by optimizer, ``id(parameter)`` to its name; and modules by name.
         self.names: dict[str, dict[int, str]] = {}
@@ -66,6 +68,7 @@ class StateWalk:
             and all(container.get(key) is value for container, key, value in self._slots)
             and [id(parameter) for parameters in self._groups for parameter in parameters] == self._members
             and [item.tensor.data_ptr() for item in self._state.tensors] == self._addresses
+            and _addresses_of_parts(self._composites) == self._parts
         )
 
     def _remember(self) -> None:
@@ -88,11 +91,18 @@ class StateWalk:
         self._sizes = [len(container) for container in self._containers]
         self._members = [id(parameter) for parameters in self._groups for parameter in parameters]
         self._addresses = [item.tensor.data_ptr() for item in self._state.tensors]
+        wholes = {id(item.whole): item.whole for item in self._state.tensors if item.whole is not None}
+        self._composites = list(wholes.values())
+        self._parts = _addresses_of_parts(self._composites)
         self.names = {
             owner: {id(parameter): name for name, parameter in optimizer_parameters(self._models, optimizer)}
             for owner, optimizer in self._optimizers.items()
         }
         self.modules_with_extra_state = dict(_modules_with_extra_state(self._models))
+
+
+def _addresses_of_parts(composites: list[torch.Tensor]) -> list[int]:
+    return [part.data_ptr() for tensor in composites for _, part in dense_parts(tensor)]
 
 
 def capture_generators() -> dict[str, Any]:
@@ -234,6 +244,30 @@ def make_lazy_state(
     return tensor
 
 
+def make_state_by_stepping(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer make the state of all its parameters: by a step with zeros for gradients and learning rate.
+
+    For state that only the optimizer knows how to make (8-bit moments). What the step does to values is undone by the
+    restore that follows.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    try:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = torch.zeros_like(rate) if torch.is_tensor(rate) else 0.0
+        optimizer.step()
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate
+
+
 def drop_state(names: set[str], models: Models, optimizers: Optimizers) -> None:
     """Take optimizer state tensors of these names out of their optimizers: the checkpoint says that they are absent."""
     for owner, optimizer in optimizers.items():
@@ -241,7 +275,10 @@ def drop_state(names: set[str], models: Models, optimizers: Optimizers) -> None:
             table = optimizer.state.get(parameter)
             if not table:
                 continue
-            for key in [key for key in table if f"{owner}/{path}.{key}" in names]:
-                del table[key]
+            for key, value in list(table.items()):
+                if isinstance(value, torch.Tensor):
+                    parts = [f"{owner}/{path}.{key}{suffix}" for suffix, _ in dense_parts(value)]
+                    if not names.isdisjoint(parts):
+                        del table[key]
             if not table:
                 del optimizer.state[parameter]

@@ -17,10 +17,17 @@ from torch import nn
 
 from checkflow.errors import MismatchError
 from checkflow.runtime import extra_state
-from checkflow.runtime.live_state import Stateful, drop_state, make_lazy_state, refuse_extra_mismatch, restore_extra
+from checkflow.runtime.live_state import (
+    Stateful,
+    drop_state,
+    make_lazy_state,
+    make_state_by_stepping,
+    refuse_extra_mismatch,
+    restore_extra,
+)
 from checkflow.runtime.manifest import TensorEntry
 from checkflow.runtime.reader import Checkpoint
-from checkflow.state import collect_state, dtype_name
+from checkflow.state import collect_state, dtype_name, optimizer_parameters
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,14 @@ def restore(
     _refuse_mismatch(checkpoint, live, sources, models, optimizers)
     extra = extra_state.decode(checkpoint.extra_bytes)
     refuse_extra_mismatch(extra["job"], models, optimizers, objects)
+    if makers := _makers(checkpoint, live, models, optimizers):
+        for owner in makers:
+            make_state_by_stepping(optimizers[owner])
+        state = collect_state(models, optimizers)
+        live = {item.name: item.tensor for item in state.tensors}
+        _refuse_mismatch(checkpoint, live, sources, models, optimizers)
     drop_state({name for name in live if name not in sources}, models, optimizers)
+    live = {name: tensor for name, tensor in live.items() if name in sources}
     ties = dict(state.ties)
     for name, entry in checkpoint.tensors.items():
         owner = name.partition("/")[0]
@@ -65,10 +79,26 @@ def restore(
             )  # fmt: skip
     with torch.no_grad():
         for name, tensor in live.items():
-            if name in sources:
-                _fill(checkpoint, sources[name], tensor)
+            _fill(checkpoint, sources[name], tensor)
     restore_extra(extra["job"], models, optimizers, objects)
     return Resumed(checkpoint.step, extra)
+
+
+def _makers(
+    checkpoint: Checkpoint,
+    live: Mapping[str, torch.Tensor],
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+) -> list[str]:
+    """The optimizers whose state is missing here and can be made by no one else: a part of a tensor, not a tensor."""
+    makers = []
+    missing = [name.partition("/") for name in checkpoint.tensors.keys() - live.keys()]
+    for owner, optimizer in optimizers.items():
+        paths = {path for path, _ in optimizer_parameters(models, optimizer)}
+        odd = [key for of, _, key in missing if of == owner and key.rpartition(".")[0] not in paths]
+        if any(key.startswith(f"{path}.") for key in odd for path in paths):
+            makers.append(owner)
+    return makers
 
 
 def _refuse_mismatch(
@@ -99,11 +129,12 @@ def _compare(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, entry: Ten
 
 
 def _fill(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> None:
-    """Read a tensor's row-major bytes, straight into its memory where that is row-major host memory."""
+    """Read a tensor's row-major values, straight into its memory where that holds them so."""
     size_bytes = math.prod(tensor.shape) * tensor.element_size()
     if not size_bytes:
         return
-    direct = tensor.device.type == "cpu" and tensor.is_contiguous()
+    lazy = tensor.is_conj() or tensor.is_neg()
+    direct = tensor.device.type == "cpu" and tensor.is_contiguous() and not lazy
     target = tensor if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
     memory = (ctypes.c_char * size_bytes).from_address(target.data_ptr())
     checkpoint.read_into(name, memoryview(memory).cast("B"))

@@ -26,7 +26,7 @@ def plan_graph(graph: TrainingGraph, *, link_use: float = 0.9, chunk_bytes: int 
     device = find_device("cpu")
     timeline = make_timeline(graph, durations_seconds(graph, device), "segment")
     request = Request(
-        bandwidth_bytes_per_second=timeline.state_bytes / timeline.iteration_seconds / link_use,
+        bandwidth_bytes_per_second=max(1.0, timeline.state_bytes / timeline.iteration_seconds / link_use),
         memory_bandwidth_bytes_per_second=device.memory_bandwidth_bytes_per_second,
         chunk_bytes=chunk_bytes,
         **limits,

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies
 from checkflow.graph import AnchorKey, AnchorKind
 from checkflow.plan import Policy
 from checkflow.planner import flow, solvers
-from checkflow.planner.explain import Interval, explain, least_bandwidth, tight_interval
+from checkflow.planner.explain import Span, explain, least_bandwidth, tight_interval
 from checkflow.planner.interval import Question
 from checkflow.timeline import StateGroup, Step, Timeline
 from tests.timelines import make_timeline, random_timeline, search, timelines
@@ -107,7 +107,7 @@ def sentence(
 
 def test_words_of_a_link_that_is_too_slow_for_a_deadline() -> None:
     assert sentence(trained_model(), 63e9, "direct", 1_000_000_000) == (
-        "from the boundary to forward model/layer4.1.bn2 212 MB must leave in 1.80 ms: 118 GB/s;"
+        "from the boundary to layer4.1.bn2's forward 212 MB must leave in 1.80 ms: 118 GB/s;"
         " the link gives 63.0 GB/s, and the memory limit of 1.00 GB leaves no room for more snapshots;"
         " it takes 118 GB/s, or 98.6 MB (98600448 bytes) more device memory,"
         " or --overhead 0.270 (1.57 ms a checkpoint)"
@@ -202,5 +202,5 @@ def test_tight_interval_is_a_proof(timeline, policy: Policy, peak: int, interval
 def test_rate_of_no_time_is_infinite() -> None:
     timeline = make_timeline([(0, 9), (1, 9)], [(1, [5])])
     tight = tight_interval(ask(timeline, 1.0, peak=10))
-    assert tight == Interval("the end of the boundary", 4, 0.0, float("inf"), 4)
+    assert tight == Span("the end of the boundary", 4, 0.0, float("inf"), 4)
     assert tight.own_bytes == 0.0

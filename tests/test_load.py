@@ -274,7 +274,7 @@ def test_general_form_keeps_its_optimizers(write: Write) -> None:
 
 def test_nothing_to_replace(write: Write) -> None:
     path = write(GOOD.replace("TrainingStep(model, optimizer, ", "TrainingStep(model, "))
-    assert "has no optimizer" in _refusal(path, optimizer="adam")
+    assert "ends in an optimizer's step: pass optimizer=" in _refusal(path, optimizer="adam")
 
 
 # --- refusals
@@ -361,7 +361,7 @@ def test_messages_of_several_lines_become_one(write: Write) -> None:
 
 def test_errors_of_the_training_step_itself(write: Write) -> None:
     path = write("from checkflow.training_step import TrainingStep\ndef build():\n    return TrainingStep(batch=1)\n")
-    assert _refusal(path) == f"{path}:3: TrainingStep takes either loss= (short form) or step= (general form)"
+    assert _refusal(path).startswith(f"{path}:3: TrainingStep takes either loss= (short form) or step= (general form)")
 
 
 def test_exiting_in_build(write: Write) -> None:

@@ -138,12 +138,14 @@ FAULTS: list[tuple[str, Callable[[Plan], Plan], str]] = [
     ("a graph's peak below zero", claim(graph_peak_bytes=-1), "peak of -1 bytes"),
     ("no link", claim(bandwidth_bytes_per_second=-1.0), "link gives -1.0 bytes"),
     ("device memory below zero", claim(memory_bandwidth_bytes_per_second=-1.0), "memory gives -1.0 bytes"),
-    ("a link beyond numbers", step(1, duration_seconds=1e308), "link takes more bytes in an iteration"),
-    ("memory beyond numbers", step(1, live_bytes=2**63), "more bytes than any memory"),
+    ("a link beyond numbers", claim(bandwidth_bytes_per_second=1.7e308), "link takes more bytes in an iteration"),
+    ("memory beyond numbers", step(1, live_bytes=2**63), "not a whole number from 0"),
+    ("memory and state beyond numbers", step(1, live_bytes=2**63 - 1), "more bytes than any memory"),
+    ("durations beyond training", step(1, duration_seconds=1e308), "an iteration lasts"),
     (
         "durations beyond numbers",
         lambda plan: step(1, duration_seconds=1e308)(step(3, duration_seconds=1e308)(plan)),
-        "add up to more",
+        "an iteration lasts inf seconds",
     ),
 ]
 

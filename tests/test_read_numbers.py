@@ -220,7 +220,7 @@ def test_what_a_number_decides_is_refused_by_operator_and_line(
     assert message.startswith("cannot trace mine: aten._local_scalar_dense.default needs the values of tensors at ")
     assert __file__ in message
     assert "# the line" in message
-    assert "plan by recording: Checkpointer(plan=None)" in message
+    assert "let checkflow record a real iteration instead (Checkpointer(plan=None))" in message
     assert "\n" not in message
 
 

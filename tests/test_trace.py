@@ -689,25 +689,12 @@ def test_a_number_that_is_only_looked_at_does_not_end_the_trace() -> None:
     assert totals == []  # the user's own, as it was
 
 
-def test_closures_are_refused() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.LBFGS(model.parameters())
-
-    def step(x: torch.Tensor) -> None:
-        optimizer.step(lambda: model(x).sum())
-
-    with pytest.raises(TraceError, match="LBFGS with a closure"):
-        trace(
-            TrainingStep(step=step, models={"m": model}, optimizers={"o": optimizer}, batch=torch.randn(1, 2)), name="n"
-        )
-
-
 def test_state_that_changes_from_iteration_to_iteration_is_refused() -> None:
     model = nn.Linear(2, 2)
 
     def step(x: torch.Tensor) -> None:
         model.register_buffer(f"buffer{len(model._buffers)}", torch.zeros(3))
 
-    with pytest.raises(TraceError, match="changes the set of state: m/buffer1"):
+    with pytest.raises(TraceError, match=r"changes the set of state \(m/buffer1\)"):
         trace(TrainingStep(step=step, models={"m": model}, batch=torch.randn(1, 2)), name="n")
     assert not model._buffers

@@ -1,0 +1,514 @@
+"""The list of refusals is closed: docs/refusals.md, the code, and what really happens say the same."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import datetime
+import importlib
+import re
+import zoneinfo
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from planned_jobs import plan_by_trace
+from store_tools import record, small_layout
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from training_steps import sgd
+
+from checkflow.errors import CheckflowError, ModelError, TraceError, UnsupportedError
+from checkflow.plan import Plan
+from checkflow.planner.record import record_step
+from checkflow.planner.trace import trace
+from checkflow.runtime import extra_state, layout, manifest
+from checkflow.runtime.capture import planned_records
+from checkflow.runtime.checkpointer import Checkpointer
+from checkflow.runtime.layout import TensorRecord, make_layout
+from checkflow.runtime.loader import DataLoader
+from checkflow.runtime.store import Store
+from checkflow.training_step import TrainingStep
+
+ROOT = Path(__file__).parent.parent
+KINDS = ("UnsupportedError", "TraceError", "ModelError")
+Directory = Path
+Run = Callable[[Path], Any]
+
+
+# The code's own messages, and those of the document
+
+
+def template(node: ast.expr, names: dict[str, Any]) -> str:
+    """A message as it stands in the code, with "…" for what is filled in; named constants are written out."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    assert isinstance(node, ast.JoinedStr), ast.unparse(node)
+    parts = []
+    for part in node.values:
+        if isinstance(part, ast.Constant):
+            parts.append(str(part.value))
+        else:
+            assert isinstance(part, ast.FormattedValue)
+            constant = names.get(part.value.id) if isinstance(part.value, ast.Name) else None
+            parts.append(constant if isinstance(constant, str) else "…")
+    return "".join(parts)
+
+
+def messages_of(path: Path) -> Iterator[str]:
+    """What a file refuses. A message that a function makes counts with each string that it returns."""
+    tree = ast.parse(path.read_text())
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    names = vars(
+        importlib.import_module(f"checkflow.{path.parent.name}.{path.stem}".replace("checkflow.checkflow", "checkflow"))
+    )
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name)):
+            continue
+        kind, message = node.exc.func.id, node.exc.args[0] if node.exc.args else None
+        if kind not in KINDS or (kind == "ModelError" and path.name != "training_step.py"):
+            continue  # model files that cannot be built are no refusals of a training step
+        assert message is not None
+        if isinstance(message, ast.Call) and isinstance(message.func, ast.Name):
+            for part in ast.walk(functions[message.func.id]):
+                if isinstance(part, ast.Return) and part.value is not None:
+                    yield template(part.value, names)
+        else:
+            yield template(message, names)
+
+
+def in_the_code() -> set[str]:
+    files = [path for folder in ("checkflow", "planner", "runtime") for path in sorted((ROOT / folder).glob("*.py"))]
+    return {message for path in files if not path.name.startswith("__") for message in messages_of(path)}
+
+
+def in_the_document() -> list[str]:
+    return re.findall(r"^- `(.+)`$", (ROOT / "docs" / "refusals.md").read_text(), re.MULTILINE)
+
+
+def test_the_document_lists_what_the_code_refuses_and_nothing_else() -> None:
+    listed = in_the_document()
+    assert len(listed) == len(set(listed))
+    assert set(listed) - in_the_code() == set()
+    assert in_the_code() - set(listed) == set()
+
+
+# State that is refused, by the planner and by the runtime
+
+
+class Opaque(torch.Tensor):
+    """A subclass that says nowhere what its values are."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> Opaque:
+        made = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
+        made.values_of_mine = values
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(func)
+
+
+def with_buffer(tensor: torch.Tensor) -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_buffer("odd", tensor)
+    return model
+
+
+def with_flat_buffer() -> nn.Module:
+    flat = torch.zeros(4)
+    model = with_buffer(flat)
+    model.weight = nn.Parameter(flat.view(2, 2))
+    return model
+
+
+def with_sparse_momentum(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = sgd(model.parameters())
+    optimizer.state[model.weight]["momentum_buffer"] = torch.eye(2).to_sparse()
+    return optimizer
+
+
+def quantized() -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8)
+
+
+STATE: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "expanded": (lambda: with_buffer(torch.zeros(1).expand(3)), "model/odd is expanded"),
+    "gaps": (lambda: with_buffer(torch.zeros(6)[::2]), "model/odd is expanded or has gaps"),
+    "overlap": (with_flat_buffer, "model/odd and model/weight overlap|model/weight and model/odd overlap"),
+    "two dtypes": (lambda: with_two_dtypes(), "overlap in memory"),
+    "a conjugate beside its base": (lambda: with_conjugate(), "overlap in memory"),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), "model/0.weight has no shape yet"),
+    "nested": (
+        lambda: with_buffer(torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])),
+        "model/odd is a nested",
+    ),
+    "mkldnn": (lambda: with_buffer(torch.zeros(2, 2).to_mkldnn()), "model/odd is torch._mkldnn"),
+    "quantized": (lambda: with_buffer(quantized()), "model/odd is quantized"),
+}
+
+
+def with_two_dtypes() -> nn.Module:
+    model = with_buffer(torch.zeros(3))
+    model.register_buffer("bits", model.odd.view(torch.int32))
+    return model
+
+
+def with_conjugate() -> nn.Module:
+    model = with_buffer(torch.zeros(3, dtype=torch.complex64))
+    model.register_buffer("turned", model.odd.conj())
+    return model
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    dense = [p for p in model.parameters() if not nn.parameter.is_lazy(p)]
+    return torch.optim.SGD(dense or [nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[Any], Any] = id) -> TrainingStep:
+    return TrainingStep(step=step, models={"model": model}, optimizers={"optimizer": optimizer}, batch=None)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """A plan of another job: what is refused is refused before it is looked at."""
+    model = nn.Linear(2, 2)
+    return plan_by_trace(
+        TrainingStep(model, sgd(model.parameters()), loss=lambda m, x: m(x).sum(), batch=torch.zeros(1, 2))
+    )
+
+
+seen: set[str] = set()  # messages that were provoked, as the document has them
+
+
+def assert_refused(run: Callable[[], Any], kind: type[CheckflowError], says: str) -> None:
+    with pytest.raises(kind, match=says) as caught:
+        run()
+    message = str(caught.value)
+    assert "\n" not in message
+    found = [row for row in in_the_document() if re.fullmatch(re.escape(row).replace("…", ".*"), message)]
+    assert found, message
+    seen.update(found)
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_state_is_refused_by_planner_and_runtime(name: str, tmp_path: Path, plan: Plan) -> None:
+    build, says = STATE[name]
+    model = build()
+    optimizer = optimizer_of(model)
+    assert_refused(lambda: trace(step_of(model, optimizer), name="n"), UnsupportedError, says)
+    assert_refused(lambda: Checkpointer(model, optimizer, directory=tmp_path, plan=plan), UnsupportedError, says)
+
+
+def test_sparse_state_of_an_optimizer(tmp_path: Path, plan: Plan) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = with_sparse_momentum(model)
+    says = "optimizer/weight.momentum_buffer is sparse"
+    assert_refused(lambda: trace(step_of(model, optimizer), name="n"), UnsupportedError, says)
+    assert_refused(lambda: Checkpointer(model, optimizer, directory=tmp_path, plan=plan), UnsupportedError, says)
+
+
+def test_one_name_for_two(tmp_path: Path, plan: Plan) -> None:
+    model = nn.Linear(2, 2)
+    models, optimizers = {"a": model}, {"a": sgd(model.parameters())}
+    step = TrainingStep(step=id, models=models, optimizers=optimizers, batch=None)
+    assert_refused(lambda: trace(step, name="n"), UnsupportedError, "both named a")
+    assert_refused(lambda: Checkpointer(models, optimizers, directory=tmp_path, plan=plan), UnsupportedError, "named a")
+
+
+def test_distributed_tensors(tmp_path: Path, plan: Plan) -> None:
+    import torch.distributed as dist
+    from torch.distributed.tensor import DeviceMesh, DTensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh("cpu", [0])
+        model = with_buffer(DTensor.from_local(torch.zeros(2), mesh))
+        optimizer = sgd(model.parameters())
+        assert_refused(lambda: trace(step_of(model, optimizer), name="n"), UnsupportedError, "model/odd is a DTensor")
+        assert_refused(
+            lambda: Checkpointer(model, optimizer, directory=tmp_path, plan=plan), UnsupportedError, "DTensor"
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+# What only the planner refuses: a live job may do it
+
+
+def tracing(
+    step: Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], Any],
+    model: Callable[[], nn.Module] = lambda: nn.Linear(2, 2),
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+) -> Callable[[Path], Any]:
+    def run(_: Path) -> Any:
+        made = model()
+        optimizing = optimizer(made.parameters())
+        return trace(
+            TrainingStep(
+                step=lambda x: step(made, optimizing, x),
+                models={"model": made},
+                optimizers={"optimizer": optimizing},
+                batch=torch.ones(1, 2),
+            ),
+            name="n",
+        )
+
+    return run
+
+
+def grow(model: nn.Module, _: Any, x: torch.Tensor) -> None:
+    model.odd = torch.cat([model.odd, x[0]])
+
+
+class LateState(torch.optim.Optimizer):
+    """An optimizer that looks at the data before it makes any state."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None and torch.nonzero(parameter.grad).shape[0] > 2:
+                self.state[parameter]["sum"] = torch.zeros_like(parameter)
+
+
+def backward_and_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    model(x).sum().backward()
+    optimizer.step()
+
+
+def branch(model: nn.Module, _: Any, x: torch.Tensor) -> None:
+    if model(x).sum() > 0:
+        model(x)
+
+
+TRACED: dict[str, tuple[Run, str]] = {
+    "closure": (tracing(lambda m, o, x: o.step(lambda: m(x).sum())), "cannot trace SGD with a closure"),
+    "growing state": (tracing(grow, lambda: with_buffer(torch.zeros(2))), r"model/odd is float32\[4\] before"),
+    "new state": (
+        tracing(lambda m, o, x: m.register_buffer(f"b{len(m._buffers)}", torch.zeros(1))),
+        r"changes the set of state \(model/b1\)",
+    ),
+    "branch": (tracing(branch), r"aten\.\w+\.default needs the values of tensors at .*if model"),
+    "numpy": (tracing(lambda m, o, x: m(x).detach().numpy()), r"numpy array at .*detach\(\)\.numpy\(\)"),
+    "asarray": (tracing(lambda m, o, x: np.asarray(m(x).detach().cpu())), "numpy array at"),
+    "sparse product": (
+        tracing(lambda m, o, x: m.odd @ m(x).t(), lambda: with_buffer(torch.eye(2).to_sparse())),
+        "no fake implementation at .*Checkpointer",
+    ),
+    "an error of the step": (tracing(lambda m, o, x: m(x[:, :1])), r"aten\.addmm\.default raised RuntimeError at"),
+    "csr": (tracing(branch, lambda: with_buffer(torch.eye(2).to_sparse_csr())), r"cannot trace a torch\.sparse_csr"),
+    "opaque": (tracing(branch, lambda: with_buffer(Opaque(torch.zeros(2)))), "cannot trace a Opaque"),
+    "late state": (tracing(backward_and_step, optimizer=LateState), "cannot trace LateState: its state"),
+    "no step": (lambda _: record_step(step_of(nn.Linear(2, 2), LateState([torch.zeros(1)])), name="n"), "no optimizer"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+@pytest.mark.parametrize("name", TRACED)
+def test_what_cannot_be_planned(name: str, tmp_path: Path) -> None:
+    run, says = TRACED[name]
+    assert_refused(lambda: run(tmp_path), TraceError, says)
+
+
+def test_a_trace_that_refuses_leaves_no_mode_behind() -> None:
+    with pytest.raises(TraceError):
+        TRACED["opaque"][0](Path())
+    assert not isinstance(torch.utils._python_dispatch._get_current_dispatch_mode(), TorchDispatchMode)
+
+
+# What the runtime refuses
+
+
+class NoPosition:
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+
+def open_with(model: nn.Module | None = None, **arguments: Any) -> Callable[[Path, Plan], Any]:
+    def run(directory: Path, plan: Plan) -> Any:
+        chosen = model if model is not None else nn.Linear(2, 2)
+        keywords = {"optimizer": sgd([nn.Parameter(torch.zeros(1))]), "directory": directory, "plan": plan}
+        return Checkpointer(chosen, **{**keywords, **arguments})
+
+    return run
+
+
+def on_another_device(directory: Path, plan: Plan) -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model = nn.Linear(2, 2, bias=False)
+    with FakeTensorMode():  # which makes tensors for devices that are not there
+        model.weight = nn.Parameter(torch.empty(2, 2, device="cuda"))
+    return open_with(model)(directory, plan)
+
+
+def with_lbfgs(directory: Path, plan: Plan) -> Any:
+    return open_with(optimizer=torch.optim.LBFGS(nn.Linear(2, 2).parameters()))(directory, plan)
+
+
+def plan_with_lbfgs(_directory: Path, _plan: Plan) -> Any:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    batch = torch.zeros(1, 2)
+    return trace(TrainingStep(model, optimizer, loss=lambda m, x: m(x).sum(), batch=batch), name="n")
+
+
+def fitting(plan: Plan, directory: Path) -> tuple[nn.Module, torch.optim.Optimizer, Checkpointer]:
+    model = nn.Linear(2, 2)
+    optimizer = sgd(model.parameters())
+    return model, optimizer, Checkpointer(model, optimizer, directory=directory, plan=plan, on_error="raise")
+
+
+def steps_with_closure(directory: Path, plan: Plan) -> None:
+    model, optimizer, checkpointer = fitting(plan, directory)
+    with checkpointer:
+        optimizer.step(lambda: model(torch.zeros(1, 2)).sum())
+
+
+def asks_for_the_loader(directory: Path, plan: Plan) -> None:
+    with fitting(plan, directory)[2] as checkpointer:
+        checkpointer.loader  # noqa: B018
+
+
+def iterates_twice(directory: Path, plan: Plan) -> None:
+    model = nn.Linear(2, 2)
+    loader = DataLoader([0, 1], 1)
+    with Checkpointer(model, sgd(model.parameters()), loader, directory=directory, plan=plan) as checkpointer:
+        for _ in checkpointer.epochs(1):
+            list(checkpointer.loader)
+            list(checkpointer.loader)
+
+
+RUNTIME: dict[str, tuple[Callable[[Path, Plan], Any], str]] = {
+    "LBFGS": (with_lbfgs, "optimizer optimizer is LBFGS"),
+    "LBFGS, planned": (plan_with_lbfgs, "optimizer optimizer is LBFGS"),
+    "closure": (steps_with_closure, "optimizer optimizer steps with a closure"),
+    "meta": (open_with(nn.Linear(2, 2, device="meta")), "model/weight is on the meta device"),
+    "device": (on_another_device, "model/weight lies on cuda"),
+    "opaque": (open_with(with_buffer(Opaque(torch.zeros(2)))), "model/odd is a Opaque"),
+    "no state_dict": (open_with(state={"x": 3}), r"state\['x'\] is a int"),
+    "loader": (open_with(loader=NoPosition()), "loader is a NoPosition"),
+    "no loader": (asks_for_the_loader, "without a loader"),
+    "twice": (iterates_twice, "iterated twice"),
+    "iterable data": (lambda _, __: DataLoader(NoPosition(), 1), "map-style"),
+    "bits": (lambda _, __: make_layout([TensorRecord("m/q", "bits8", (1,), 1, 1)]), "m/q is bits8"),
+    "owner": (lambda _, __: make_layout([record("a b/x", ())]), "letters"),
+    "unicode": (lambda _, __: make_layout([record("m/\udc80", ())]), "Unicode"),
+    "twice named": (lambda _, __: make_layout([record("m/x", ()), record("m/x", ())]), "two state tensors"),
+    "size": (lambda _, __: make_layout([TensorRecord("m/x", "float32", (2,), 4, 4)]), "4 bytes in elements of 4"),
+    "packed scalar": (
+        lambda _, __: make_layout([TensorRecord("m/x", "float4_e2m1fn_x2", (), 1, 1)]),
+        "at least one dimension",
+    ),
+    "order": (lambda _, __: make_layout([record("m/x", (2, 3), order=(0, 0))]), "no order"),
+    "planned dtype": (lambda _, plan: planned_records(with_dtype(plan, "bits8")), "dtype 'bits8'"),
+    "information": (lambda _, __: manifest.to_info({"x": object()}), "must be JSON"),
+    "information in the manifest": (lambda _, __: manifest.dumps(make_manifest({"x": object()})), "written as JSON"),
+}
+
+
+def with_dtype(plan: Plan, dtype: str) -> Plan:
+    specs = tuple(replace(spec, dtype=dtype) for spec in plan.fingerprint.state)
+    return replace(plan, fingerprint=replace(plan.fingerprint, state=specs))
+
+
+def make_manifest(info: dict[str, Any]) -> manifest.Manifest:
+    return manifest.Manifest(1, "run", "", 1, {}, {}, info=info)
+
+
+@pytest.mark.parametrize("name", RUNTIME)
+def test_what_the_runtime_refuses(name: str, tmp_path: Path, plan: Plan) -> None:
+    run, says = RUNTIME[name]
+    assert_refused(lambda: run(tmp_path, plan), UnsupportedError, says)
+
+
+class Own:
+    pass
+
+
+def circular() -> list[Any]:
+    one: list[Any] = []
+    one.append(one)
+    return one
+
+
+EXTRA: dict[str, Callable[[], Any]] = {
+    "an own object": Own,
+    "a zone by name": lambda: datetime.datetime(2024, 1, 1, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin")),
+    "objects in an array": lambda: np.array([Own()]),
+    "a sparse tensor": lambda: torch.eye(2).to_sparse(),
+    "a factory": lambda: collections.defaultdict(lambda: 3),
+    "a huge integer": lambda: 1 << (8 << 16),
+    "a circle": circular,
+}
+
+
+@pytest.mark.parametrize("name", EXTRA)
+def test_what_no_checkpoint_holds_as_extra_state(name: str) -> None:
+    assert_refused(lambda: extra_state.encode(EXTRA[name](), name="state"), UnsupportedError, "^state")
+
+
+def test_limits_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too large to be reached in a test: the limits are lowered."""
+
+    def too_large(*_: Any, **__: Any) -> bytes:
+        raise ValueError("memoryview is too large")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(extra_state.msgpack, "packb", too_large)  # what msgpack says beyond 4 GiB
+        assert_refused(lambda: extra_state.encode("x"), UnsupportedError, "too large to be saved")
+    monkeypatch.setattr(layout, "MAX_HEADER_BYTES", 4000)
+    assert_refused(lambda: make_layout([record("m/x", ())]), UnsupportedError, "do not fit")
+    monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 10)
+    assert_refused(lambda: manifest.dumps(make_manifest({})), UnsupportedError, "more than 10")
+    monkeypatch.setattr(manifest, "MAX_EXTRA_BYTES", 3)
+    monkeypatch.setattr(layout, "MAX_HEADER_BYTES", 100_000_000)
+    store, small = Store(tmp_path, run_id="r"), small_layout()
+    try:
+        staging = memoryview(bytearray(small.buffer_bytes))
+        assert_refused(lambda: store.commit(1, small, staging, b"four", {}), UnsupportedError, "more than 3")
+    finally:
+        store.close()
+
+
+LINEAR = nn.Linear(1, 1)
+SGD = sgd(LINEAR.parameters())
+STEPS: dict[str, tuple[dict[str, Any], str]] = {
+    "no form": ({"model": LINEAR}, "either"),
+    "both forms": ({"model": LINEAR, "loss": id, "step": id}, "either"),
+    "model twice": ({"model": LINEAR, "models": {}, "step": id}, "not both"),
+    "no model": ({"step": id}, "needs a model"),
+    "no optimizer": ({"model": LINEAR, "loss": id}, "pass optimizer="),
+    "two models": (
+        {"models": {"a": LINEAR, "b": LINEAR}, "optimizer": sgd(LINEAR.parameters()), "loss": id},
+        "one model",
+    ),
+    "a function": ({"models": {"a": id}, "step": id}, "not an nn.Module"),
+    "a list": ({"model": LINEAR, "optimizers": {"a": []}, "step": id}, "not a torch.optim.Optimizer"),
+    "half a batch": ({"model": LINEAR, "step": id, "micro_batches": 0.5}, "micro_batches"),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_how_a_training_step_is_made(name: str) -> None:
+    arguments, says = STEPS[name]
+    assert_refused(lambda: TrainingStep(batch=None, **arguments), ModelError, says)
+
+
+def test_every_row_of_the_document_was_provoked(request: pytest.FixtureRequest) -> None:
+    """Last in the file; says nothing where tests of it were left out."""
+    here = [item for item in request.session.items if item.path == request.node.path]
+    mine = ast.parse(Path(__file__).read_text()).body
+    functions = {node.name for node in mine if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+    if {item.originalname for item in here} != functions or request.session.testsfailed:
+        pytest.skip("not all tests of this file ran")
+    assert set(in_the_document()) - seen == set()
