@@ -83,8 +83,8 @@ class Capturer:
     """Gathers captures for one plan.
 
     Args:
+        buffers: staging buffers; they are made as large as the plan foretells.
         deliver: called with each complete capture, on any thread.
-        buffers: how many staging buffers there are.
 
     Raises:
         StorageError: no host memory for the staging buffers.
@@ -96,13 +96,12 @@ class Capturer:
         program: Program,
         walk: StateWalk,
         engine: CopyEngine,
-        buffers: int,
+        buffers: StagingBuffers,
         deliver: Callable[[Capture], None],
     ) -> None:
         self._plan, self._program, self._walk, self._engine = plan, program, walk, engine
-        self._buffer_count, self._deliver = buffers, deliver
-        # Allocated before training, in the size that the plan foretells: touching so much memory takes long.
-        self._buffers: StagingBuffers | None = StagingBuffers(buffers, make_layout(planned_records(plan)).buffer_bytes)
+        self._buffers, self._deliver = buffers, deliver
+        buffers.grow(make_layout(planned_records(plan)).buffer_bytes)  # now: touching so much memory takes long
         self._arrangement: _Arrangement | None = None
         self._fits = False  # the job was held against the plan once
         self._distrusted = False  # an audit failed: everything is copied at the boundary
@@ -144,7 +143,6 @@ class Capturer:
             self._arrange(state)
         arrangement = self._arrangement
         assert arrangement is not None
-        assert self._buffers is not None
         begun = time.perf_counter()
         buffer = self._buffers.take()
         waited_seconds = time.perf_counter() - begun
@@ -261,20 +259,10 @@ class Capturer:
     def abort(self) -> bool:
         """Give up the capture in flight; returns whether one was lost (it may have been delivered already)."""
         lost = not self._engine.abort() and self._capture is not None
-        if lost and self._capture is not None and self._buffers is not None:
+        if lost and self._capture is not None:
             self._buffers.give_back(self._capture.buffer)
         self._capture = None
         return lost
-
-    def recycle(self, capture: Capture) -> None:
-        """The writer is done with a capture."""
-        if self._buffers is not None:
-            self._buffers.give_back(capture.buffer)
-
-    def close(self) -> None:
-        if self._buffers is not None:
-            self._buffers.close()
-            self._buffers = None
 
     def _work_until(self, end: int) -> None:
         while self._next < end:
@@ -328,12 +316,7 @@ class Capturer:
             for chunk in self._plan.chunks
         )
         self._tensors = {name: live[name].tensor for name in sorted(planned)}
-        if self._buffers is None or self._buffers.size_bytes < layout.buffer_bytes:
-            if self._buffers is not None:
-                self._buffers.wait_all_free()
-                self._buffers.close()
-                self._buffers = None
-            self._buffers = StagingBuffers(self._buffer_count, layout.buffer_bytes)
+        self._buffers.grow(layout.buffer_bytes)
         self._prepared = {}
         self.settled.forget()
         self.layout_changes += 1

@@ -1,7 +1,7 @@
 """Checkpointer: what a training script holds. It knows when boundaries are, and leaves the rest to its parts.
 
 At each boundary that is captured: the capture in flight is brought to its end, then the next one begins
-(:mod:`.capture`); anchors drive it through the plan's iterations (:mod:`.anchors`); the writer commits it
+(:mod:`.capture`); anchors drive it through the plan's iterations (:mod:`.execution`); the writer commits it
 (:mod:`.persist`, :mod:`.store`). Captured are the boundaries whose number, counted over the whole job, is a multiple of
 the plan's interval; a resume does not change the count, and what it resumed from is not captured again.
 
@@ -28,14 +28,14 @@ import torch
 from torch import nn
 
 from checkflow import plan as plans
-from checkflow.errors import CheckflowError, ConsistencyError, StorageError, UnsupportedError
-from checkflow.graph import AnchorKey, AnchorKind
+from checkflow.errors import CheckflowError, UnsupportedError
+from checkflow.graph import AnchorKey
 from checkflow.plan import Plan
 from checkflow.runtime import extra_state, fit
-from checkflow.runtime.anchors import AnchorHooks
 from checkflow.runtime.barriers import compile_plan
-from checkflow.runtime.capture import Capture, Capturer, CaptureReport
+from checkflow.runtime.capture import Capture, CaptureReport
 from checkflow.runtime.copy_engine import HostCopyEngine
+from checkflow.runtime.execution import Execution
 from checkflow.runtime.live_state import (
     Stateful,
     StateWalk,
@@ -44,11 +44,9 @@ from checkflow.runtime.live_state import (
     restore_generators,
 )
 from checkflow.runtime.loader import DataLoader
-from checkflow.runtime.opening import step_name
 from checkflow.runtime.persist import Writer
-from checkflow.runtime.reader import Checkpoint, open_checkpoint, recover
-from checkflow.runtime.resume import restore
-from checkflow.runtime.settled import WrittenError
+from checkflow.runtime.resume import resume_from
+from checkflow.runtime.staging import StagingBuffers
 from checkflow.runtime.store import Store
 from checkflow.state import as_models, as_optimizers, collect_state
 
@@ -112,21 +110,20 @@ class Checkpointer:
         )
         self._models, self._optimizers = as_models(model), as_optimizers(optimizer)
         self._objects = dict(state or {})
-        self._plan = plan if isinstance(plan, Plan) else plans.load(plan)
-        check_plan(self._plan)
-        fit.check_every(every, self._plan.interval)
+        chosen = plan if isinstance(plan, Plan) else plans.load(plan)
+        check_plan(chosen)
+        fit.check_every(every, chosen.interval)
         self._every, self._on_error, self._audit_every = every, on_error, audit
         self._loader = loader
         self._walk = StateWalk(self._models, self._optimizers)
         fit.refuse_devices(self._models, self._optimizers)
-        self._implementations = fit.implementations(self._models, self._optimizers)
-        fit.refuse_other_job(self._plan, collect_state(self._models, {}), self._implementations)
-        program = compile_plan(self._plan)
+        implementations = fit.implementations(self._models, self._optimizers)
+        fit.refuse_other_job(chosen, collect_state(self._models, {}), implementations)
+        program = compile_plan(chosen)
 
         self.iteration = 0
         self.resumed_from: int | None = None
         self._epoch = 0
-        self._stepped: set[str] = set()
         self._explicit = self._in_steps = False
         self._began = False  # an iteration, since the last boundary
         # Version counters of all state at a boundary that was not captured, in case it is the last one.
@@ -137,9 +134,7 @@ class Checkpointer:
         self._loader_epoch = 0
         self._position = 0  # samples of this epoch that reached a step
         self._generators: Mapping[str, Any] | None = None  # to be restored when training goes on
-        self._captures = self._aborted = 0
-        self._distrusted = False
-        self._said = ""
+        self._captures = 0
         self._held = {"boundary": 0.0, "anchors": 0.0, "buffers": 0.0}
         self._longest_hold_seconds = 0.0
         self._closed = False
@@ -149,17 +144,18 @@ class Checkpointer:
                 directory, run_id=uuid.uuid4().hex[:16], keep_latest=keep_latest, keep_epochs=keep_epochs
             )
             undo.callback(self._store.close)
-            self._resume(resume)
+            self._resume(resume, chosen)
             self._captured_iteration = self.iteration  # at the start there is nothing to save, after a resume it is
             self._engine = HostCopyEngine()
             undo.callback(self._engine.close)
+            self._buffers = StagingBuffers(host_buffers)
+            undo.callback(self._buffers.close)
             self._writer = Writer(self._commit, self._recycle, supersede=every is None)
             undo.callback(self._writer.close)
-            self._capturer = Capturer(self._plan, program, self._walk, self._engine, host_buffers, self._writer.submit)
-            self._guards = fit.make_guards(self._plan, self._models, self._optimizers)
-            self._keys = [*(work.key for work in program.works), *self._guards.at_forward]
-            self._hooks = self._hook()
-            self._hooked_state = self._walk.current()
+            self._execution = Execution(
+                chosen, program, self._models, self._optimizers, self._walk, self._engine, self._buffers,
+                self._writer.submit, self, implementations=implementations, raising=on_error == "raise",
+            )  # fmt: skip
             undo.pop_all()
         if loader is not None:
             loader.listener = self
@@ -227,8 +223,7 @@ class Checkpointer:
 
     def _leave_loop(self) -> None:
         """No training follows to copy behind, and what does may write at no anchor: put the best weights back."""
-        with self._surviving():
-            self._capturer.finish()
+        self._execution.finish()
 
     def step(self, batches: int | None = None) -> None:
         """Mark the boundary here: for loops that fetch batches ahead of using them.
@@ -237,20 +232,20 @@ class Checkpointer:
             batches: how many batches reached this step; None: as many as the plan has micro-batches.
         """
         self._explicit = True
-        count = self._plan.fingerprint.micro_batches if batches is None else batches
+        count = self._execution.plan.fingerprint.micro_batches if batches is None else batches
         for _ in range(min(count, len(self._positions))):
             self._loader_epoch, self._position = self._positions.pop(0)
         self._boundary()
 
     def report(self) -> dict[str, Any]:
         """What checkpointing did and cost so far, in bytes and seconds."""
-        writer, last = self._writer, self._capturer.last_report
+        writer, last = self._writer, self._execution.capturer.last_report
         return {
             "iteration": self.iteration,
             "resumed_from": self.resumed_from,
             "captures": self._captures,
             "committed": writer.committed,
-            "failed": writer.failed + self._aborted,
+            "failed": writer.failed + self._execution.aborted,
             "superseded": writer.superseded,
             "audited": writer.audited,
             "breaches": writer.breaches,
@@ -258,8 +253,8 @@ class Checkpointer:
             "longest_hold_seconds": self._longest_hold_seconds,
             "last_persist_seconds": writer.last.seconds if writer.last else None,
             "checkpoint_bytes": writer.last.size_bytes if writer.last else None,
-            "planned_peak_bytes": self._plan.plan_peak_bytes,
-            "planned_stall_seconds": self._plan.stall_seconds,
+            "planned_peak_bytes": self._execution.plan.plan_peak_bytes,
+            "planned_stall_seconds": self._execution.plan.stall_seconds,
             "snapshot_peak_bytes": last.statistics.snapshot_peak_bytes if last else 0,
             "boundary_bytes": last.boundary_bytes if last else 0,
         }
@@ -267,7 +262,7 @@ class Checkpointer:
     @property
     def last_capture(self) -> CaptureReport | None:
         """The last capture that ended: its log of executed copies, and what it cost."""
-        return self._capturer.last_report
+        return self._execution.capturer.last_report
 
     def close(self) -> None:
         """Finish and commit what is in flight, then give everything back: hooks, threads, memory, the lock.
@@ -280,13 +275,12 @@ class Checkpointer:
         if self._closed:
             return
         try:
-            self._hooks.remove()
+            self._execution.remove_hooks()
             if self._loader is not None and self._loader.listener is self:
                 self._loader.listener = None
                 self._loader.epochs_counted_elsewhere = False
             # Whatever has not been copied yet has not been written either: the capture in flight can still be whole.
-            with self._surviving():
-                self._capturer.finish()
+            self._execution.finish()
         except CheckflowError as error:
             if raising:
                 raise
@@ -294,7 +288,7 @@ class Checkpointer:
         finally:
             self._writer.close()
             self._engine.close()
-            self._capturer.close()
+            self._buffers.close()
             self._store.close()
             self._closed = True
         if raising:
@@ -331,101 +325,25 @@ class Checkpointer:
         self._positions.append((self._loader.epoch, self._loader.position))
         self._restore_generators()
 
-    def _on_forward(self) -> None:
+    def on_forward(self) -> None:
         if self._loader is None:
-            if not self._explicit and not self._in_steps and self._stepped.issuperset(self._optimizers):
+            if not self._explicit and not self._in_steps and self._execution.stepped.issuperset(self._optimizers):
                 self._boundary()
             self._restore_generators()
 
-    def _on_training(self) -> None:
+    def on_training(self) -> None:
         self._began = True
 
-    def _on_anchor(self, key: AnchorKey) -> None:
+    def on_anchor(self, key: AnchorKey) -> None:
         begun = time.perf_counter()
-        with self._surviving():
-            self._guard(key)
-        if key.kind is AnchorKind.OPTIMIZER_POST:
-            self._stepped.add(key.name)
+        self._execution.reached(key)
         self._note_hold("anchors", time.perf_counter() - begun)
-
-    @contextlib.contextmanager
-    def _surviving(self) -> Iterator[None]:
-        """A fault of checkpointing voids the checkpoint under way and goes no further, unless errors are to be raised.
-
-        Everything that runs inside the user's loop, forward, backward or step is run in this.
-        """
-        try:
-            yield
-        except Exception as error:
-            step = self._capturer.step or self.iteration
-            lost = self._capturer.abort()
-            self._aborted += lost
-            if isinstance(error, WrittenError):
-                self._capturer.settled.drop([error.name])
-            elif isinstance(error, ConsistencyError):
-                self._distrust()
-            if self._on_error == "raise":
-                raise
-            reason = " ".join(str(error).split())
-            said = f"{type(error).__name__}: {reason}"
-            if said != self._said:  # the same reason at every boundary is said once
-                what = "is given up" if lost else "was complete before this"
-                trace = None if isinstance(error, CheckflowError) else error
-                logger.warning("the checkpoint of step %d %s: %s", step, what, said, exc_info=trace)
-            self._said = said
-
-    def _hook(self) -> AnchorHooks:
-        return AnchorHooks(
-            self._models, self._optimizers, self._keys, self._on_anchor, self._on_forward, self._on_training
-        )  # fmt: skip
-
-    def _follow(self) -> None:
-        """Put hooks on modules that took the place of others; without them a deadline would pass unseen."""
-        state = self._walk.current()
-        if state is not self._hooked_state:
-            with self._surviving():  # its last tensors might be written where no hook is any more
-                self._capturer.finish()
-            self._guards = fit.make_guards(self._plan, self._models, self._optimizers)
-            self._hooks.remove()
-            self._hooked_state = state
-            try:
-                self._hooks = self._hook()
-            except CheckflowError as error:
-                logger.warning("the job no longer has what the plan was made for: %s", error)
-                self._keys = []
-                self._hooks = self._hook()
-                self._distrust()
-
-    def _distrust(self) -> None:
-        if not self._distrusted:
-            self._distrusted = True
-            logger.error(
-                "the plan does not fit this job: from now on all state is copied at each boundary, which holds "
-                "training; make a new plan"
-            )
-            self._capturer.distrust()
-
-    def _guard(self, key: AnchorKey) -> None:
-        """Do what the plan, and caution beyond it, ask for before the job goes on from an anchor."""
-        self._capturer.reached(key)
-        if key in self._guards.at_forward:
-            self._capturer.require(self._guards.at_forward[key])
-        if key.kind is AnchorKind.OPTIMIZER_PRE:
-            if fit.group_sizes(self._optimizers[key.name]) != self._guards.sizes[key.name]:  # gradual unfreezing
-                self._guards = fit.make_guards(self._plan, self._models, self._optimizers)
-            late = self._guards.at_step[key.name]
-            self._capturer.require([chunk for owner, chunk in late if owner is None or owner.grad is not None])
-        elif key.kind is AnchorKind.OPTIMIZER_POST:
-            # What follows (EMA, clamps, another optimizer) may write what no operator was seen to write.
-            self._capturer.require_after_step()
-            if self._optimizers.keys() <= self._stepped | {key.name}:
-                self._capturer.complete_iteration()
 
     # Boundaries
 
     def _count_batches(self) -> None:
         """Every batch handed out so far has reached a step, if one was made."""
-        if self._stepped and self._positions:
+        if self._execution.stepped and self._positions:
             self._loader_epoch, self._position = self._positions[-1]
             self._positions.clear()
 
@@ -436,22 +354,15 @@ class Checkpointer:
         interval is over (an epoch's end, the last iteration, and the first regular boundary after them), training waits
         for what is left of it.
         """
-        if not self._stepped:
+        if not self._execution.stepped:
             return
         begun = time.perf_counter()
         due = self._is_due(self.iteration + 1, extra=epoch_end or last)
-        with self._surviving():
-            if due:
-                self._capturer.finish()
-            else:
-                self._capturer.go_on()
-        self._stepped.clear()
+        self._execution.end_iteration(due=due)
         self._began = False
-        self._follow()
-        self._hooks.reset()
         self.iteration += 1
         self._raise_if_asked()
-        self._heed_writer()
+        self._execution.heed(self._writer)
         if not due and self._every is None:
             self._passed = self._versions()
         waited_seconds = self._capture(epoch_end) if due else 0.0
@@ -464,7 +375,7 @@ class Checkpointer:
         Args:
             extra: whether it is the last one, or an epoch's: captured too, unless the user has said how often.
         """
-        return iteration % (self._every or self._plan.interval) == 0 or (extra and self._every is None)
+        return iteration % (self._every or self._execution.plan.interval) == 0 or (extra and self._every is None)
 
     def _capture_last_boundary(self) -> None:
         """Training has ended, and did not say so at its last boundary: save that if the state is still what it was.
@@ -473,31 +384,23 @@ class Checkpointer:
         back), as far as version counters tell.
         """
         captured = self._captured_iteration == self.iteration
-        if captured or self._stepped or self._began or not self._is_due(self.iteration, extra=True):
+        if captured or self._execution.stepped or self._began or not self._is_due(self.iteration, extra=True):
             return
         if self._versions() != self._passed:
             logger.warning("the state was changed after step %d, which is not saved therefore", self.iteration)
             return
-        with self._surviving():
-            self._capturer.finish()
-        self._follow()
-        self._heed_writer()
+        self._execution.finish()
+        self._execution.follow()
+        self._execution.heed(self._writer)
         self._held["buffers"] += self._capture(epoch_end=False)
 
     def _versions(self) -> list[int]:
         return [item.tensor._version for item in self._walk.current().tensors]
 
-    def _heed_writer(self) -> None:
-        """What its audits found out about the job."""
-        self._capturer.settled.drop(self._writer.take_written())
-        if self._writer.breaches and not self._distrusted:
-            self._aborted += self._capturer.abort()  # one in flight was begun in the same way
-            self._distrust()
-
     def _capture(self, epoch_end: bool) -> float:
         """Capture this boundary; returns the seconds waited for storage and buffers."""
         # The first capture tells whether the job can be checkpointed at all; later ones must not end it.
-        with self._surviving() if self._captures else contextlib.nullcontext():
+        with self._execution.surviving() if self._captures else contextlib.nullcontext():
             return self._begin(epoch_end)
         return 0.0
 
@@ -507,9 +410,7 @@ class Checkpointer:
         info = {"epoch": self._epoch, "epoch_end": epoch_end, "created": round(time.time(), 3)}
         # One being gathered, one being committed, none queueing: that bounds what a failure can cost.
         waited_seconds = 0.0 if self._every is None else self._writer.wait_until_at_most(1)
-        waited_seconds += self._capturer.begin(
-            self.iteration, extra, info, audit=bool(audit), optimizers=self._implementations
-        )
+        waited_seconds += self._execution.begin(self.iteration, extra, info, audit=bool(audit))
         self._captures += 1
         self._captured_iteration = self.iteration
         return waited_seconds
@@ -537,11 +438,11 @@ class Checkpointer:
             capture.info,
             ties=capture.ties,
             absent=capture.absent,
-            plan_digest=self._plan.digest,
+            plan_digest=self._execution.plan.digest,
         )
 
     def _recycle(self, capture: Capture) -> None:
-        self._capturer.recycle(capture)
+        self._buffers.give_back(capture.buffer)
 
     def _raise_if_asked(self) -> None:
         error = self._writer.take_error()
@@ -554,24 +455,12 @@ class Checkpointer:
 
     # Resume
 
-    def _resume(self, mode: str | int) -> None:
-        if mode == "never":
-            if found := self._store.checkpoints():
-                raise StorageError(
-                    f'resume="never", but {self._store.directory} holds {found[0].name}: choose another one'
-                )
+    def _resume(self, mode: str | int, plan: Plan) -> None:
+        resumed = resume_from(
+            self._store, mode, self._models, self._optimizers, self._objects, host_tensors=plan.host_tensors
+        )
+        if resumed is None:
             return
-        checkpoint = self._open(mode) if isinstance(mode, int) else recover(self._store)
-        if checkpoint is None:
-            if mode == "must":
-                raise StorageError(f'resume="must", but {self._store.directory} holds no valid checkpoint')
-            return
-        with checkpoint:
-            resumed = restore(
-                checkpoint, self._models, self._optimizers, self._objects, host_tensors=self._plan.host_tensors
-            )
-        if isinstance(mode, int):
-            self._store.rewind(mode)  # only now: what was refused must not have hidden anything
         extra = resumed.extra
         self.iteration = self.resumed_from = extra["iteration"]
         self._epoch, self._position, self._generators = extra["epoch"], extra["position"], extra["generators"]
@@ -579,15 +468,6 @@ class Checkpointer:
         if self._loader is not None and extra["loader"] is not None:
             self._loader.load_state_dict(extra["loader"])
         logger.info("resumed from step %d of %s", self.iteration, self._store.directory)
-
-    def _open(self, step: int) -> Checkpoint:
-        """Exactly this checkpoint, verified."""
-        for path in self._store.checkpoints():
-            if path.name == step_name(step):
-                checkpoint = open_checkpoint(path)
-                checkpoint.verify()
-                return checkpoint
-        raise StorageError(f"resume={step}, but {self._store.directory} holds no checkpoint of that step")
 
     def _restore_generators(self) -> None:
         if self._generators is not None:

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from checkflow.errors import MismatchError
+from checkflow.errors import MismatchError, StorageError
 from checkflow.runtime import extra_state
 from checkflow.runtime.live_state import Stateful, drop_state, make_lazy_state, refuse_extra_mismatch, restore_extra
 from checkflow.runtime.manifest import TensorEntry
-from checkflow.runtime.reader import Checkpoint
+from checkflow.runtime.opening import step_name
+from checkflow.runtime.reader import Checkpoint, open_checkpoint, recover
+from checkflow.runtime.store import Store
 from checkflow.state import collect_state, dtype_name
 
 
@@ -29,6 +31,47 @@ class Resumed:
 
     step: int
     extra: Mapping[str, Any]  # as the checkpointer saved it
+
+
+def resume_from(
+    store: Store,
+    mode: str | int,
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    objects: Mapping[str, Stateful],
+    *,
+    host_tensors: Collection[str] = (),
+) -> Resumed | None:
+    """Restore what ``Checkpointer(resume=mode)`` asks for; None where the job begins anew.
+
+    Raises:
+        StorageError: what the mode demands is not there.
+        MismatchError, CorruptCheckpointError: as :func:`restore`.
+    """
+    if mode == "never":
+        if found := store.checkpoints():
+            raise StorageError(f'resume="never", but {store.directory} holds {found[0].name}: choose another one')
+        return None
+    checkpoint = _open(store, mode) if isinstance(mode, int) else recover(store)
+    if checkpoint is None:
+        if mode == "must":
+            raise StorageError(f'resume="must", but {store.directory} holds no valid checkpoint')
+        return None
+    with checkpoint:
+        resumed = restore(checkpoint, models, optimizers, objects, host_tensors=host_tensors)
+    if isinstance(mode, int):
+        store.rewind(mode)  # only now: what was refused must not have hidden anything
+    return resumed
+
+
+def _open(store: Store, step: int) -> Checkpoint:
+    """Exactly this checkpoint, verified."""
+    for path in store.checkpoints():
+        if path.name == step_name(step):
+            checkpoint = open_checkpoint(path)
+            checkpoint.verify()
+            return checkpoint
+    raise StorageError(f"resume={step}, but {store.directory} holds no checkpoint of that step")
 
 
 def restore(
