@@ -28,11 +28,12 @@ import torch
 from torch import nn
 
 from checkflow import plan as plans
-from checkflow.errors import CheckflowError, UnsupportedError
+from checkflow.errors import CheckflowError, PlanError, UnsupportedError
 from checkflow.graph import AnchorKey
+from checkflow.handover import Planner, Wishes
 from checkflow.plan import Plan
 from checkflow.runtime import extra_state, fit
-from checkflow.runtime.barriers import compile_plan
+from checkflow.runtime.barriers import Program, compile_plan
 from checkflow.runtime.capture import Capture, CaptureReport
 from checkflow.runtime.copy_engine import HostCopyEngine
 from checkflow.runtime.execution import Execution
@@ -45,6 +46,9 @@ from checkflow.runtime.live_state import (
 )
 from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.persist import Writer
+from checkflow.runtime.plan_cache import PlanCache
+from checkflow.runtime.plan_in_place import PlanInPlace
+from checkflow.runtime.planning import Planning
 from checkflow.runtime.resume import resume_from
 from checkflow.runtime.staging import StagingBuffers
 from checkflow.runtime.store import Store
@@ -52,8 +56,15 @@ from checkflow.state import as_models, as_optimizers, collect_state
 
 logger = logging.getLogger("checkflow")
 
-# Set by the package's face: replays a plan before it is executed (the runtime knows nothing of the planner).
+
+def _no_planner() -> Planner:
+    raise PlanError("a job that makes its own plan needs the planner: use checkflow.Checkpointer")
+
+
+# Set by the package's face (the runtime knows nothing of the planner): what replays a plan before it is executed, and
+# what makes the planner of a job that brings no plan.
 check_plan: Callable[[Plan], object] = plans.validate
+make_planner: Callable[[], Planner] = _no_planner
 
 FIRST_AUDITS = 3
 
@@ -65,9 +76,18 @@ class Checkpointer:
         model, optimizer: one of each, or dicts of several.
         loader: a ``checkflow.DataLoader``; iterate ``checkpointer.loader`` instead of it.
         directory: where checkpoints go; made if it is missing.
-        plan: a plan file, or a Plan, made for this job (``checkflow plan``).
+        plan: None: the job makes its own plan. One of its first iterations is recorded, which takes up to twice its
+            usual time; the plan is made in another process while training goes on, and kept in the directory for the
+            next start. Until it is there, what is saved is copied at the boundary itself (ends of epochs, the end of
+            training, and what ``every`` asks for). "auto": likewise, and a job that becomes another one (layers added,
+            parameters unfrozen, another batch size, optimizer or autocast) gets a new plan. Or a plan file, or a Plan,
+            made for this job (``checkflow plan``).
         state: further objects with ``state_dict`` and ``load_state_dict``, by name (schedulers, scalers).
-        every: iterations from one durable checkpoint to the next, a multiple of the plan's interval. Each is committed
+        overhead, extra_memory: what the plan that a job makes may cost: of training's time, the share that it may stand
+            still (0.035 are 3.5 %), and the memory that snapshots may add to training's own peak, in bytes or as text
+            ("2GB"); None: what the device has. A plan that is given has its own.
+        every: iterations from one durable checkpoint to the next, a multiple of the plan's interval (it is rounded up
+            to one where the job makes its plan, and the log says so). Each is committed
             while the next one is gathered, and training waits if storage is slower, so that a failure costs at most two
             intervals and the one under way. None: as often as planned (each boundary whose number is a multiple of the
             plan's interval), at the ends of epochs and at the end of training, in host memory; storage takes the newest
@@ -95,8 +115,10 @@ class Checkpointer:
         loader: DataLoader | None = None,
         *,
         directory: str | os.PathLike[str],
-        plan: Plan | str | os.PathLike[str],
+        plan: Plan | str | os.PathLike[str] | None = None,
         state: Mapping[str, Stateful] | None = None,
+        overhead: float = 0.035,
+        extra_memory: int | str | None = None,
         every: int | None = None,
         host_buffers: int = 3,
         keep_latest: int = 2,
@@ -110,16 +132,22 @@ class Checkpointer:
         )
         self._models, self._optimizers = as_models(model), as_optimizers(optimizer)
         self._objects = dict(state or {})
-        chosen = plan if isinstance(plan, Plan) else plans.load(plan)
-        check_plan(chosen)
-        fit.check_every(every, chosen.interval)
+        self._wishes = Wishes(fit.read_share(overhead), fit.read_size(extra_memory))
+        self._own_plan = plan is None or plan == "auto"
+        given = None
+        if plan is not None and plan != "auto":
+            given = plan if isinstance(plan, Plan) else plans.load(plan)
+        if given is not None:
+            check_plan(given)
+            fit.check_every(every, given.interval)
         self._every, self._on_error, self._audit_every = every, on_error, audit
         self._loader = loader
         self._walk = StateWalk(self._models, self._optimizers)
         fit.refuse_devices(self._models, self._optimizers)
-        implementations = fit.implementations(self._models, self._optimizers)
-        fit.refuse_other_job(chosen, collect_state(self._models, {}), implementations)
-        program = compile_plan(chosen)
+        if given is not None:
+            implementations = fit.implementations(self._models, self._optimizers)
+            fit.refuse_other_job(given, collect_state(self._models, {}), implementations)
+            compile_plan(given)
 
         self.iteration = 0
         self.resumed_from: int | None = None
@@ -135,7 +163,7 @@ class Checkpointer:
         self._position = 0  # samples of this epoch that reached a step
         self._generators: Mapping[str, Any] | None = None  # to be restored when training goes on
         self._captures = 0
-        self._held = {"boundary": 0.0, "anchors": 0.0, "buffers": 0.0}
+        self._held = {"boundary": 0.0, "anchors": 0.0, "buffers": 0.0, "planning": 0.0}
         self._longest_hold_seconds = 0.0
         self._closed = False
 
@@ -144,7 +172,8 @@ class Checkpointer:
                 directory, run_id=uuid.uuid4().hex[:16], keep_latest=keep_latest, keep_epochs=keep_epochs
             )
             undo.callback(self._store.close)
-            self._resume(resume, chosen)
+            planning = None if given is not None else self._make_planning(follow=plan == "auto")
+            self._resume(resume, given)
             self._captured_iteration = self.iteration  # at the start there is nothing to save, after a resume it is
             self._engine = HostCopyEngine()
             undo.callback(self._engine.close)
@@ -152,13 +181,28 @@ class Checkpointer:
             undo.callback(self._buffers.close)
             self._writer = Writer(self._commit, self._recycle, supersede=every is None)
             undo.callback(self._writer.close)
-            self._execution = Execution(
-                chosen, program, self._models, self._optimizers, self._walk, self._engine, self._buffers,
-                self._writer.submit, self, implementations=implementations, raising=on_error == "raise",
-            )  # fmt: skip
+            self._place = PlanInPlace(given, planning, self._execute, every)
             undo.pop_all()
         if loader is not None:
             loader.listener = self
+
+    def _make_planning(self, *, follow: bool) -> Planning:
+        cache = PlanCache(self._store.directory, self._wishes)
+        return Planning(
+            self._models, self._optimizers, self._walk, cache, make_planner(), check_plan, self._wishes, follow=follow
+        )
+
+    def _execute(self, plan: Plan, program: Program) -> Execution:
+        return Execution(
+            plan, program, self._models, self._optimizers, self._walk, self._engine, self._buffers, self._writer.submit,
+            self, implementations=fit.implementations(self._models, self._optimizers),
+            raising=self._on_error == "raise", known_to_fit=self._own_plan,
+        )  # fmt: skip
+
+    @property
+    def _execution(self) -> Execution:
+        """The plan that runs now."""
+        return self._place.execution
 
     # What users call
 
@@ -223,19 +267,22 @@ class Checkpointer:
 
     def _leave_loop(self) -> None:
         """No training follows to copy behind, and what does may write at no anchor: put the best weights back."""
+        if self._place.planning is not None:
+            self._place.planning.abandon()
         self._execution.finish()
 
     def step(self, batches: int | None = None) -> None:
         """Mark the boundary here: for loops that fetch batches ahead of using them.
 
         Args:
-            batches: how many batches reached this step; None: as many as the plan has micro-batches.
+            batches: how many batches reached this step; None: as many as the plan has micro-batches (one, as long as a
+                job that makes its own plan has none).
         """
         self._explicit = True
         count = self._execution.plan.fingerprint.micro_batches if batches is None else batches
         for _ in range(min(count, len(self._positions))):
             self._loader_epoch, self._position = self._positions.pop(0)
-        self._boundary()
+        self._boundary(micro_batches=count)
 
     def report(self) -> dict[str, Any]:
         """What checkpointing did and cost so far, in bytes and seconds."""
@@ -245,7 +292,7 @@ class Checkpointer:
             "resumed_from": self.resumed_from,
             "captures": self._captures,
             "committed": writer.committed,
-            "failed": writer.failed + self._execution.aborted,
+            "failed": writer.failed + self._place.aborted,
             "superseded": writer.superseded,
             "audited": writer.audited,
             "breaches": writer.breaches,
@@ -253,8 +300,7 @@ class Checkpointer:
             "longest_hold_seconds": self._longest_hold_seconds,
             "last_persist_seconds": writer.last.seconds if writer.last else None,
             "checkpoint_bytes": writer.last.size_bytes if writer.last else None,
-            "planned_peak_bytes": self._execution.plan.plan_peak_bytes,
-            "planned_stall_seconds": self._execution.plan.stall_seconds,
+            **self._place.report(),
             "snapshot_peak_bytes": last.statistics.snapshot_peak_bytes if last else 0,
             "boundary_bytes": last.boundary_bytes if last else 0,
         }
@@ -275,6 +321,8 @@ class Checkpointer:
         if self._closed:
             return
         try:
+            if self._place.planning is not None:
+                self._place.planning.close()
             self._execution.remove_hooks()
             if self._loader is not None and self._loader.listener is self:
                 self._loader.listener = None
@@ -319,17 +367,27 @@ class Checkpointer:
             self._count_batches()
             self._boundary()
 
-    def on_batch_handed(self) -> None:
+    def on_batch_handed(self, batch: Any) -> None:
         """The loader is about to hand out a batch."""
         assert self._loader is not None
         self._positions.append((self._loader.epoch, self._loader.position))
         self._restore_generators()
+        if (planning := self._place.planning) is not None:
+            planning.watch.batch_handed(batch)
+            if not self._explicit:
+                planning.begin(batch)
 
-    def on_forward(self) -> None:
+    def on_forward(self, model: str, arguments: Any) -> None:
         if self._loader is None:
             if not self._explicit and not self._in_steps and self._execution.stepped.issuperset(self._optimizers):
                 self._boundary()
             self._restore_generators()
+        if (planning := self._place.planning) is not None:
+            planning.watch.forward(model, arguments)
+
+    def on_evaluation(self) -> None:
+        if (planning := self._place.planning) is not None:
+            planning.watch.evaluated()
 
     def on_training(self) -> None:
         self._began = True
@@ -347,7 +405,7 @@ class Checkpointer:
             self._loader_epoch, self._position = self._positions[-1]
             self._positions.clear()
 
-    def _boundary(self, *, epoch_end: bool = False, last: bool = False) -> None:
+    def _boundary(self, *, epoch_end: bool = False, last: bool = False, micro_batches: int | None = None) -> None:
         """The state is now that of one more whole iteration.
 
         A boundary to be captured brings the capture in flight to its end first. Where that comes before the plan's
@@ -357,8 +415,11 @@ class Checkpointer:
         if not self._execution.stepped:
             return
         begun = time.perf_counter()
-        due = self._is_due(self.iteration + 1, extra=epoch_end or last)
-        self._execution.end_iteration(due=due)
+        self._turn(micro_batches)
+        turned = time.perf_counter()
+        self._note_hold("planning", turned - begun)
+        due = self._place.is_due(self.iteration + 1, extra=epoch_end or last)
+        self._execution.end_iteration(due=due or self._place.quiet)
         self._began = False
         self.iteration += 1
         self._raise_if_asked()
@@ -367,15 +428,23 @@ class Checkpointer:
             self._passed = self._versions()
         waited_seconds = self._capture(epoch_end) if due else 0.0
         self._held["buffers"] += waited_seconds
-        self._note_hold("boundary", time.perf_counter() - begun - waited_seconds)
+        self._note_hold("boundary", time.perf_counter() - turned - waited_seconds)
+        if self._place.planning is not None and not last and (self._loader is None or self._explicit):
+            self._place.planning.begin()  # otherwise when the loader hands a batch out
 
-    def _is_due(self, iteration: int, *, extra: bool) -> bool:
-        """Whether a boundary is captured.
-
-        Args:
-            extra: whether it is the last one, or an epoch's: captured too, unless the user has said how often.
-        """
-        return iteration % (self._every or self._execution.plan.interval) == 0 or (extra and self._every is None)
+    def _turn(self, micro_batches: int | None) -> None:
+        """What planning has come to, before this boundary is looked at."""
+        planning = self._place.planning
+        if planning is None:
+            return
+        if self._loader is None:
+            micro_batches = None  # nobody counts
+        elif not self._explicit:
+            micro_batches = planning.watch.handed
+        self._place.turn(micro_batches)
+        error = planning.take_error()
+        if error is not None and self._on_error == "raise":
+            raise error
 
     def _capture_last_boundary(self) -> None:
         """Training has ended, and did not say so at its last boundary: save that if the state is still what it was.
@@ -384,7 +453,7 @@ class Checkpointer:
         back), as far as version counters tell.
         """
         captured = self._captured_iteration == self.iteration
-        if captured or self._execution.stepped or self._began or not self._is_due(self.iteration, extra=True):
+        if captured or self._execution.stepped or self._began or not self._place.is_due(self.iteration, extra=True):
             return
         if self._versions() != self._passed:
             logger.warning("the state was changed after step %d, which is not saved therefore", self.iteration)
@@ -401,7 +470,11 @@ class Checkpointer:
         """Capture this boundary; returns the seconds waited for storage and buffers."""
         # The first capture tells whether the job can be checkpointed at all; later ones must not end it.
         with self._execution.surviving() if self._captures else contextlib.nullcontext():
-            return self._begin(epoch_end)
+            self._place.tell_unplanned()
+            waited_seconds = self._begin(epoch_end)
+            if self._place.quiet:
+                self._execution.capturer.finish()
+            return waited_seconds
         return 0.0
 
     def _begin(self, epoch_end: bool) -> float:
@@ -438,7 +511,7 @@ class Checkpointer:
             capture.info,
             ties=capture.ties,
             absent=capture.absent,
-            plan_digest=self._execution.plan.digest,
+            plan_digest=capture.plan_digest,
         )
 
     def _recycle(self, capture: Capture) -> None:
@@ -455,10 +528,11 @@ class Checkpointer:
 
     # Resume
 
-    def _resume(self, mode: str | int, plan: Plan) -> None:
+    def _resume(self, mode: str | int, plan: Plan | None) -> None:
         resumed = resume_from(
-            self._store, mode, self._models, self._optimizers, self._objects, host_tensors=plan.host_tensors
-        )
+            self._store, mode, self._models, self._optimizers, self._objects,
+            host_tensors=None if plan is None else plan.host_tensors,
+        )  # fmt: skip
         if resumed is None:
             return
         extra = resumed.extra

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from checkflow.errors import CheckflowError, ConsistencyError
-from checkflow.graph import AnchorKey, AnchorKind
-from checkflow.plan import Plan
+from checkflow.graph import BOUNDARY, AnchorKey, AnchorKind
+from checkflow.plan import Certificate, Fingerprint, Plan
 from checkflow.runtime import fit
 from checkflow.runtime.anchors import AnchorHooks
 from checkflow.runtime.barriers import Program
@@ -27,8 +27,25 @@ from checkflow.runtime.live_state import StateWalk
 from checkflow.runtime.persist import Writer
 from checkflow.runtime.settled import WrittenError
 from checkflow.runtime.staging import StagingBuffers
+from checkflow.timeline import Step, Timeline
 
 logger = logging.getLogger("checkflow")
+
+
+#: What runs as long as a job has no plan: nothing is scheduled, all state is copied at the boundary itself.
+UNPLANNED = Plan(
+    fingerprint=Fingerprint("", (), (), (), 1, "", (), ""),
+    policy="direct",
+    bandwidth_bytes_per_second=1.0,
+    unit_bytes=1,
+    timeline=Timeline("segment", (Step("anchor", str(BOUNDARY), 0.0, 0, anchor=BOUNDARY),), ()),
+    chunks=(),
+    graph_peak_bytes=0,
+    plan_peak_bytes=0,
+    stall_seconds=0.0,
+    interval=1,
+    certificate=Certificate("feasible", "none", "none", "", 0, 0),
+)
 
 
 class Listener(Protocol):
@@ -37,8 +54,9 @@ class Listener(Protocol):
     iteration: int  # finished so far
 
     def on_anchor(self, key: AnchorKey) -> None: ...
-    def on_forward(self) -> None: ...
+    def on_forward(self, model: str, arguments: Any) -> None: ...
     def on_training(self) -> None: ...
+    def on_evaluation(self) -> None: ...
 
 
 class Execution:
@@ -49,6 +67,7 @@ class Execution:
         implementations: of the optimizers by name, as plans name them.
         deliver: takes each complete capture, on any thread.
         raising: whether a fault is raised inside the user's loop, after it has been dealt with.
+        known_to_fit: as in :class:`.capture.Capturer`.
 
     Raises:
         MismatchError: the plan has an anchor that the job does not have.
@@ -69,11 +88,14 @@ class Execution:
         *,
         implementations: Mapping[str, str],
         raising: bool,
+        known_to_fit: bool = False,
     ) -> None:
         self.plan = plan
         self._models, self._optimizers, self._walk = models, optimizers, walk
         self._implementations, self._listener, self._raising = implementations, listener, raising
-        self.capturer = Capturer(plan, program, walk, engine, buffers, deliver)
+        self.capturer = Capturer(
+            plan, program, walk, engine, buffers, deliver, known_to_fit=known_to_fit, at_boundary=plan is UNPLANNED
+        )
         self.stepped: set[str] = set()  # optimizers, since the last boundary
         self.aborted = 0
         self.distrusted = False
@@ -162,7 +184,8 @@ class Execution:
     def _hook(self) -> AnchorHooks:
         listener = self._listener
         return AnchorHooks(
-            self._models, self._optimizers, self._keys, listener.on_anchor, listener.on_forward, listener.on_training
+            self._models, self._optimizers, self._keys,
+            listener.on_anchor, listener.on_forward, listener.on_training, listener.on_evaluation,
         )  # fmt: skip
 
     def _distrust(self) -> None:

@@ -40,7 +40,7 @@ def resume_from(
     optimizers: Mapping[str, torch.optim.Optimizer],
     objects: Mapping[str, Stateful],
     *,
-    host_tensors: Collection[str] = (),
+    host_tensors: Collection[str] | None = (),
 ) -> Resumed | None:
     """Restore what ``Checkpointer(resume=mode)`` asks for; None where the job begins anew.
 
@@ -80,12 +80,13 @@ def restore(
     optimizers: Mapping[str, torch.optim.Optimizer],
     objects: Mapping[str, Stateful],
     *,
-    host_tensors: Collection[str] = (),
+    host_tensors: Collection[str] | None = (),
 ) -> Resumed:
     """Make the job's state equal to the checkpoint's, bit for bit.
 
     Args:
-        host_tensors: names of state tensors that the optimizers keep in host memory.
+        host_tensors: names of state tensors that the optimizers keep in host memory; None: not known, torch's own step
+            counters are taken to lie there.
 
     Raises:
         MismatchError: the checkpoint is of another job; nothing was changed.
@@ -104,7 +105,8 @@ def restore(
         if name not in live and name not in ties:
             live[name] = make_lazy_state(
                 name, owner, models, optimizers[owner],
-                shape=tuple(entry.shape), dtype=getattr(torch, entry.dtype), on_host=name in host_tensors,
+                shape=tuple(entry.shape), dtype=getattr(torch, entry.dtype),
+                on_host=None if host_tensors is None else name in host_tensors,
             )  # fmt: skip
     with torch.no_grad():
         for name, tensor in live.items():
