@@ -47,11 +47,18 @@ def answer(handover: Handover) -> Answer:
             graph_peak_bytes=handover.graph_peak_bytes,
         )
         if outcome.plan is None:
-            return Answer(None, outcome.explanation, final=True)
+            return Answer(None, _for_scripts(outcome.explanation), final=True)
         plans.save(outcome.plan, handover.path)
     except CheckflowError as error:
         return Answer(None, str(error))
     return Answer(handover.path)
+
+
+def _for_scripts(explanation: str) -> str:
+    """What to do about it, as one who holds a Checkpointer does it."""
+    return explanation.replace("--overhead ", "overhead=").replace(
+        ", another device, or --relax-memory", " or another device"
+    )
 
 
 def main(arguments: Sequence[str]) -> int:

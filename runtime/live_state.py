@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from checkflow.errors import MismatchError
-from checkflow.state import TrainingState, collect_state, is_host_counter, module_names, optimizer_parameters
+from checkflow.state import TrainingState, collect_state, module_names, optimizer_parameters
 
 Models = Mapping[str, nn.Module]
 Optimizers = Mapping[str, torch.optim.Optimizer]
@@ -220,7 +220,7 @@ def make_lazy_state(
     """Create an optimizer state tensor that the optimizer would create at its first step, and return it.
 
     Args:
-        on_host: whether it lies in host memory, wherever its parameter does; None: if it is one of torch's counters.
+        on_host: whether it lies in host memory, wherever its parameter does; None: if it has no dimension.
 
     Raises:
         MismatchError: the optimizer has no such parameter.
@@ -231,7 +231,7 @@ def make_lazy_state(
         raise MismatchError(f"the checkpoint has {name}, but optimizer {owner} has no parameter {path!r}")
     if on_host is None:
         (group,) = (g for g in optimizer.param_groups if any(one is parameter for one in g["params"]))
-        on_host = is_host_counter(key, torch.empty(shape, device="meta"), group)
+        on_host = not shape and not (group.get("capturable") or group.get("fused"))  # as torch makes its step counters
     if tuple(parameter.shape) == shape and not on_host:
         tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     else:
