@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from checkflow.errors import CheckflowError
+from checkflow.errors import CheckflowError, MismatchError, PlanError
 from checkflow.hardware import format_seconds
 from checkflow.plan import Plan
 from checkflow.runtime import fit
@@ -43,11 +43,14 @@ class PlanInPlace:
         self.seconds = 0.0  # that it took to make it
         self._aborted = 0  # captures, under plans that run no more
         self._told = False
-        kept = None if planning is None else planning.find_kept()
-        plan = given or (kept.plan if kept is not None else None) or UNPLANNED
-        self.execution = execute(plan, compile_plan(plan))
-        if planning is not None and kept is not None:
-            self._placed(planning, kept)
+        if planning is not None and (kept := planning.find_kept()) is not None and kept.plan is not None:
+            try:
+                self.execution = execute(kept.plan, compile_plan(kept.plan))
+                self._placed(planning, kept)
+                return
+            except (PlanError, MismatchError) as error:
+                logger.warning("passing over a plan: %s: %s", kept.path, error)
+        self.execution = execute(given or UNPLANNED, compile_plan(given or UNPLANNED))
 
     @property
     def plan(self) -> Plan | None:
