@@ -3,11 +3,12 @@
 ``python benchmarks/recording.py [--only alexnet …] [--batch-size 4] [--iterations 12] [--output FILE]``: a table, and
 the same as JSON in FILE, by default ``benchmarks/results/recording-<cores>-cores.json``.
 
-Each model trains for real on this machine's CPU, first without checkflow, then with ``Checkpointer(plan=None)``. "ratio"
-is the recorded iteration's time over the median of the usual ones; its promise is 2 at most. "seconds until the plan"
-count from the boundary before the recorded iteration to the one at which the plan is put in place: the recorded
-iteration, two that are timed, and planning in a process of its own while training goes on. "held" is what the boundaries
-took of the training thread for it: starting that process, measuring the link, reading the plan.
+Each model trains for real on this machine's CPU, first without checkflow, then with ``Checkpointer(plan=None)``.
+"ratio" is the recorded iteration's time, from its first operator to its last, over the median of the usual ones; its
+promise is 2 at most. "until the plan" counts from the boundary before the recorded iteration to the one at which the
+plan is put in place: the recorded iteration, two that are timed, and planning in a process of its own while training
+goes on. "held" is what the boundaries took of the training thread for it: what was recorded is made a timeline, the
+link is measured, that process is started, and its plan read.
 """
 
 from __future__ import annotations

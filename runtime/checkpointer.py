@@ -20,7 +20,6 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -34,23 +33,16 @@ from checkflow.handover import Planner, Wishes
 from checkflow.plan import Plan
 from checkflow.runtime import extra_state, fit
 from checkflow.runtime.barriers import Program, compile_plan
-from checkflow.runtime.capture import Capture, CaptureReport
-from checkflow.runtime.copy_engine import HostCopyEngine
+from checkflow.runtime.capture import CaptureReport
 from checkflow.runtime.execution import Execution
-from checkflow.runtime.live_state import (
-    Stateful,
-    StateWalk,
-    capture_extra,
-    capture_generators,
-    restore_generators,
-)
+from checkflow.runtime.live_state import Stateful, StateWalk, capture_extra
 from checkflow.runtime.loader import DataLoader
-from checkflow.runtime.persist import Writer
 from checkflow.runtime.plan_cache import PlanCache
 from checkflow.runtime.plan_in_place import PlanInPlace
 from checkflow.runtime.planning import Planning
+from checkflow.runtime.progress import Progress
 from checkflow.runtime.resume import resume_from
-from checkflow.runtime.staging import StagingBuffers
+from checkflow.runtime.saving import Saving
 from checkflow.runtime.store import Store
 from checkflow.state import as_models, as_optimizers, collect_state
 
@@ -65,8 +57,6 @@ def _no_planner() -> Planner:
 # what makes the planner of a job that brings no plan.
 check_plan: Callable[[Plan], object] = plans.validate
 make_planner: Callable[[], Planner] = _no_planner
-
-FIRST_AUDITS = 3
 
 
 class Checkpointer:
@@ -140,7 +130,7 @@ class Checkpointer:
         if given is not None:
             check_plan(given)
             fit.check_every(every, given.interval)
-        self._every, self._on_error, self._audit_every = every, on_error, audit
+        self._every, self._on_error = every, on_error
         self._loader = loader
         self._walk = StateWalk(self._models, self._optimizers)
         fit.refuse_devices(self._models, self._optimizers)
@@ -151,18 +141,12 @@ class Checkpointer:
 
         self.iteration = 0
         self.resumed_from: int | None = None
-        self._epoch = 0
+        self._progress = Progress(loader)
         self._explicit = self._in_steps = False
         self._began = False  # an iteration, since the last boundary
         # Version counters of all state at a boundary that was not captured, in case it is the last one.
         self._passed: list[int] = []
         self._left_epochs = False  # with ``break``, after the epoch's last batch
-        # Loader epoch and position after each batch that was handed out and has not reached a step.
-        self._positions: list[tuple[int, int]] = []
-        self._loader_epoch = 0
-        self._position = 0  # samples of this epoch that reached a step
-        self._generators: Mapping[str, Any] | None = None  # to be restored when training goes on
-        self._captures = 0
         self._held = {"boundary": 0.0, "anchors": 0.0, "buffers": 0.0, "planning": 0.0}
         self._longest_hold_seconds = 0.0
         self._closed = False
@@ -175,12 +159,8 @@ class Checkpointer:
             planning = None if given is not None else self._make_planning(follow=plan == "auto")
             self._resume(resume, given)
             self._captured_iteration = self.iteration  # at the start there is nothing to save, after a resume it is
-            self._engine = HostCopyEngine()
-            undo.callback(self._engine.close)
-            self._buffers = StagingBuffers(host_buffers)
-            undo.callback(self._buffers.close)
-            self._writer = Writer(self._commit, self._recycle, supersede=every is None)
-            undo.callback(self._writer.close)
+            self._saving = Saving(self._store, each=every is not None, host_buffers=host_buffers, audit=audit)
+            undo.callback(self._saving.close)
             self._place = PlanInPlace(given, planning, self._execute, every)
             undo.pop_all()
         if loader is not None:
@@ -194,8 +174,9 @@ class Checkpointer:
 
     def _execute(self, plan: Plan, program: Program) -> Execution:
         return Execution(
-            plan, program, self._models, self._optimizers, self._walk, self._engine, self._buffers, self._writer.submit,
-            self, implementations=fit.implementations(self._models, self._optimizers),
+            plan, program, self._models, self._optimizers, self._walk,
+            self._saving.engine, self._saving.buffers, self._saving.writer.submit, self,
+            implementations=fit.implementations(self._models, self._optimizers),
             raising=self._on_error == "raise", known_to_fit=self._own_plan,
         )  # fmt: skip
 
@@ -221,30 +202,32 @@ class Checkpointer:
         """
         loader = self.loader
         loader.epochs_counted_elsewhere = True
-        while self._epoch < count:
-            loader.set_epoch(self._epoch, self._position)
-            if self._position == 0 or loader.exhausted:  # no first batch will come, or code before it may draw numbers
-                self._restore_generators()
+        progress = self._progress
+        while progress.epoch < count:
+            loader.set_epoch(progress.epoch, progress.position)
+            if (
+                progress.position == 0 or loader.exhausted
+            ):  # no first batch will come, or code before it may draw numbers
+                self._progress.restore_generators()
             try:
-                yield self._epoch
+                yield progress.epoch
             except GeneratorExit:  # the loop was left with ``break``
                 self._left_epochs = loader.exhausted
                 self._leave_loop()
                 raise
             self._end_epoch()
         self._leave_loop()
-        self._restore_generators()  # a run that was finished already: what follows the loop sees them as it did then
+        # A run that was finished already: what follows the loop sees them as it did then.
+        self._progress.restore_generators()
 
     def _end_epoch(self) -> None:
-        if self._explicit and self._positions:
+        if self._explicit and self._progress.waiting:
             logger.warning(
                 "%d batches of epoch %d were handed out and not counted by step(): after a resume they are used again; "
                 "pass their number to step()",
-                len(self._positions), self._epoch,
+                self._progress.waiting, self._progress.epoch,
             )  # fmt: skip
-        self._epoch += 1
-        self._position = 0
-        self._positions.clear()
+        self._progress.end_epoch()
         if not self._explicit:
             self._boundary(epoch_end=True)
 
@@ -252,7 +235,7 @@ class Checkpointer:
         """Iterations from where the last run stopped up to ``count``, for loops without epochs."""
         self._in_steps = True
         while self.iteration < count:
-            self._restore_generators()
+            self._progress.restore_generators()
             try:
                 yield self.iteration
             except GeneratorExit:  # the loop was left with ``break``
@@ -263,7 +246,7 @@ class Checkpointer:
                 self._boundary(last=self.iteration + 1 >= count)
         self._in_steps = False
         self._leave_loop()
-        self._restore_generators()
+        self._progress.restore_generators()
 
     def _leave_loop(self) -> None:
         """No training follows to copy behind, and what does may write at no anchor: put the best weights back."""
@@ -280,26 +263,19 @@ class Checkpointer:
         """
         self._explicit = True
         count = self._execution.plan.fingerprint.micro_batches if batches is None else batches
-        for _ in range(min(count, len(self._positions))):
-            self._loader_epoch, self._position = self._positions.pop(0)
+        self._progress.count(count)
         self._boundary(micro_batches=count)
 
     def report(self) -> dict[str, Any]:
         """What checkpointing did and cost so far, in bytes and seconds."""
-        writer, last = self._writer, self._execution.capturer.last_report
+        last = self._execution.capturer.last_report
         return {
             "iteration": self.iteration,
             "resumed_from": self.resumed_from,
-            "captures": self._captures,
-            "committed": writer.committed,
-            "failed": writer.failed + self._place.aborted,
-            "superseded": writer.superseded,
-            "audited": writer.audited,
-            "breaches": writer.breaches,
+            **self._saving.report(),
+            "failed": self._saving.writer.failed + self._place.aborted,
             "held_seconds": dict(self._held),
             "longest_hold_seconds": self._longest_hold_seconds,
-            "last_persist_seconds": writer.last.seconds if writer.last else None,
-            "checkpoint_bytes": writer.last.size_bytes if writer.last else None,
             **self._place.report(),
             "snapshot_peak_bytes": last.statistics.snapshot_peak_bytes if last else 0,
             "boundary_bytes": last.boundary_bytes if last else 0,
@@ -334,9 +310,7 @@ class Checkpointer:
                 raise
             logger.warning("%s", error)
         finally:
-            self._writer.close()
-            self._engine.close()
-            self._buffers.close()
+            self._saving.close()
             self._store.close()
             self._closed = True
         if raising:
@@ -369,9 +343,8 @@ class Checkpointer:
 
     def on_batch_handed(self, batch: Any) -> None:
         """The loader is about to hand out a batch."""
-        assert self._loader is not None
-        self._positions.append((self._loader.epoch, self._loader.position))
-        self._restore_generators()
+        self._progress.batch_handed()
+        self._progress.restore_generators()
         if (planning := self._place.planning) is not None:
             planning.watch.batch_handed(batch)
             if not self._explicit:
@@ -381,7 +354,7 @@ class Checkpointer:
         if self._loader is None:
             if not self._explicit and not self._in_steps and self._execution.stepped.issuperset(self._optimizers):
                 self._boundary()
-            self._restore_generators()
+            self._progress.restore_generators()
         if (planning := self._place.planning) is not None:
             planning.watch.forward(model, arguments)
 
@@ -401,9 +374,8 @@ class Checkpointer:
 
     def _count_batches(self) -> None:
         """Every batch handed out so far has reached a step, if one was made."""
-        if self._execution.stepped and self._positions:
-            self._loader_epoch, self._position = self._positions[-1]
-            self._positions.clear()
+        if self._execution.stepped:
+            self._progress.count()
 
     def _boundary(self, *, epoch_end: bool = False, last: bool = False, micro_batches: int | None = None) -> None:
         """The state is now that of one more whole iteration.
@@ -423,7 +395,7 @@ class Checkpointer:
         self._began = False
         self.iteration += 1
         self._raise_if_asked()
-        self._execution.heed(self._writer)
+        self._execution.heed(self._saving.writer)
         if not due and self._every is None:
             self._passed = self._versions()
         waited_seconds = self._capture(epoch_end) if due else 0.0
@@ -460,7 +432,7 @@ class Checkpointer:
             return
         self._execution.finish()
         self._execution.follow()
-        self._execution.heed(self._writer)
+        self._execution.heed(self._saving.writer)
         self._held["buffers"] += self._capture(epoch_end=False)
 
     def _versions(self) -> list[int]:
@@ -469,7 +441,7 @@ class Checkpointer:
     def _capture(self, epoch_end: bool) -> float:
         """Capture this boundary; returns the seconds waited for storage and buffers."""
         # The first capture tells whether the job can be checkpointed at all; later ones must not end it.
-        with self._execution.surviving() if self._captures else contextlib.nullcontext():
+        with self._execution.surviving() if self._saving.captures else contextlib.nullcontext():
             self._place.tell_unplanned()
             waited_seconds = self._begin(epoch_end)
             if self._place.quiet:
@@ -478,47 +450,15 @@ class Checkpointer:
         return 0.0
 
     def _begin(self, epoch_end: bool) -> float:
-        extra = extra_state.encode(self._extra())
-        audit = self._captures < FIRST_AUDITS or (self._audit_every and self._captures % self._audit_every == 0)
-        info = {"epoch": self._epoch, "epoch_end": epoch_end, "created": round(time.time(), 3)}
-        # One being gathered, one being committed, none queueing: that bounds what a failure can cost.
-        waited_seconds = 0.0 if self._every is None else self._writer.wait_until_at_most(1)
-        waited_seconds += self._execution.begin(self.iteration, extra, info, audit=bool(audit))
-        self._captures += 1
+        job = capture_extra(self._walk, self._optimizers, self._objects)
+        extra = extra_state.encode({"iteration": self.iteration, **self._progress.capture(), "job": job})
+        info = {"epoch": self._progress.epoch, "epoch_end": epoch_end, "created": round(time.time(), 3)}
+        waited_seconds = self._saving.begin(self._execution, self.iteration, extra, info)
         self._captured_iteration = self.iteration
         return waited_seconds
 
-    def _extra(self) -> dict[str, Any]:
-        loader = None
-        if self._loader is not None:
-            epoch = self._epoch if self._loader.epochs_counted_elsewhere else self._loader_epoch
-            loader = {**self._loader.state_dict(), "epoch": epoch, "position": self._position}
-        return {
-            "iteration": self.iteration,
-            "epoch": self._epoch,
-            "position": self._position,
-            "loader": loader,
-            "generators": capture_generators(),
-            "job": capture_extra(self._walk, self._optimizers, self._objects),
-        }
-
-    def _commit(self, capture: Capture) -> Path:
-        return self._store.commit(
-            capture.step,
-            capture.layout,
-            capture.buffer.view,
-            capture.extra,
-            capture.info,
-            ties=capture.ties,
-            absent=capture.absent,
-            plan_digest=capture.plan_digest,
-        )
-
-    def _recycle(self, capture: Capture) -> None:
-        self._buffers.give_back(capture.buffer)
-
     def _raise_if_asked(self) -> None:
-        error = self._writer.take_error()
+        error = self._saving.writer.take_error()
         if error is not None and self._on_error == "raise":
             raise error
 
@@ -535,15 +475,6 @@ class Checkpointer:
         )  # fmt: skip
         if resumed is None:
             return
-        extra = resumed.extra
-        self.iteration = self.resumed_from = extra["iteration"]
-        self._epoch, self._position, self._generators = extra["epoch"], extra["position"], extra["generators"]
-        self._loader_epoch = extra["loader"]["epoch"] if extra["loader"] is not None else 0
-        if self._loader is not None and extra["loader"] is not None:
-            self._loader.load_state_dict(extra["loader"])
+        self.iteration = self.resumed_from = resumed.extra["iteration"]
+        self._progress.resume(resumed.extra)
         logger.info("resumed from step %d of %s", self.iteration, self._store.directory)
-
-    def _restore_generators(self) -> None:
-        if self._generators is not None:
-            restore_generators(self._generators)
-            self._generators = None

@@ -97,7 +97,7 @@ class Execution:
             plan, program, walk, engine, buffers, deliver, known_to_fit=known_to_fit, at_boundary=plan is UNPLANNED
         )
         self.stepped: set[str] = set()  # optimizers, since the last boundary
-        self.aborted = 0
+        self.captures = self.aborted = 0
         self.distrusted = False
         self._said = ""
         self._guards = fit.make_guards(plan, models, optimizers)
@@ -176,7 +176,9 @@ class Execution:
 
     def begin(self, step: int, extra: bytes, info: Mapping[str, Any], *, audit: bool) -> float:
         """Start the capture of this boundary; see :meth:`.capture.Capturer.begin`."""
-        return self.capturer.begin(step, extra, info, audit=audit, optimizers=self._implementations)
+        waited_seconds = self.capturer.begin(step, extra, info, audit=audit, optimizers=self._implementations)
+        self.captures += 1
+        return waited_seconds
 
     def remove_hooks(self) -> None:
         self._hooks.remove()

@@ -163,7 +163,7 @@ def test_snapshots_are_made_and_freed_in_the_planned_iteration(seed: int, tmp_pa
         for n in checkpointer.steps(12):
             if n >= 6:
                 now = (n % 3) * length
-                engine = checkpointer._engine
+                engine = checkpointer._saving.engine
                 released = [
                     index
                     for index, chunk in enumerate(plan.chunks)
@@ -533,7 +533,7 @@ def test_a_tensor_that_is_written_at_last_costs_at_most_one_checkpoint(
         kept = step.models["side"].kept
 
         def after(n: int) -> None:
-            checkpointer._writer.wait_until_at_most(0)
+            checkpointer._saving.writer.wait_until_at_most(0)
             if n == when or n > 20:
                 (kept.data if hidden else kept).add_(1)
 
@@ -630,7 +630,7 @@ def test_a_breach_voids_what_was_begun_in_the_same_way(
         step.run(step.batch)
         if n == 12:
             gate.set()
-            checkpointer._writer.wait_until_at_most(0)
+            checkpointer._saving.writer.wait_until_at_most(0)
 
     late = dataclasses.replace(plan, chunks=chunks).sealed()
     with open_job(step, tmp_path, late, audit=4, on_error="warn") as checkpointer:

@@ -173,10 +173,10 @@ with checkflow.Checkpointer(model, optimizer, directory="checkpoints", plan="pla
 
 
 def test_job_that_makes_its_plan_imports_no_solver_and_no_command_line(tmp_path: Path) -> None:
-    """Nor does it wait for anything but the plan: the script has no main guard, and no process runs it a second time."""
+    """And its script needs no main guard: nothing runs it a second time."""
     code = """
 import time, torch, checkflow
-print("once")
+open("begun", "a").write("once")
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 with checkflow.Checkpointer(model, optimizer, directory="checkpoints") as checkpointer:
@@ -190,6 +190,7 @@ with checkflow.Checkpointer(model, optimizer, directory="checkpoints") as checkp
     assert checkpointer.report()["plan_source"] == "recorded"
 """
     added = modules_after(code, tmp_path)
+    assert (tmp_path / "begun").read_text() == "once"
     assert added & {*SOLVERS, *COMMAND_LINE} == set()
     assert "checkflow.cli" not in added
 
