@@ -1,4 +1,4 @@
-"""What a job without a plan pays for one: the recorded iteration, what holds training beside it, and the time till then.
+"""What a job without a plan pays for one: the recorded iteration, what else holds training, and the time till then.
 
 ``python benchmarks/recording.py [--only alexnet …] [--batch-size 4] [--iterations 12] [--output FILE]``: a table, and
 the same as JSON in FILE, by default ``benchmarks/results/recording-<cores>-cores.json``.

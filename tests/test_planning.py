@@ -299,27 +299,50 @@ def test_optimizers_of_different_cadence_are_recorded_when_all_step(tmp_path: Pa
 # What does not go well
 
 
-def test_a_plan_of_several_iterations_and_every(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
-    """On a slow link the plan takes several iterations; ``every`` becomes a multiple of them, and says so."""
+@pytest.fixture
+def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two iterations and a half for one checkpoint."""
     real = LivePlanner.handover
 
     def slow(self: LivePlanner, recorded: Recorded, **asked: Any) -> Handover:
         handover = real(self, recorded, **asked)
-        timeline = handover.timeline
-        rate = timeline.state_bytes / timeline.iteration_seconds / 2.5
+        rate = handover.timeline.state_bytes / handover.timeline.iteration_seconds / 2.5
         return dataclasses.replace(handover, bandwidth_bytes_per_second=rate)
 
     monkeypatch.setattr(LivePlanner, "handover", slow)
+
+
+@pytest.mark.usefixtures("slow_link")
+def test_a_plan_of_several_iterations_and_every(tmp_path: Path, caplog: Any) -> None:
+    """``every`` becomes a multiple of the interval, and says so."""
     job = Job()
-    with open_job(job, tmp_path, every=4, overhead=0.5, extra_memory="1MB") as checkpointer:
+    with open_job(job, tmp_path, every=5, overhead=0.5, extra_memory="1MB") as checkpointer:
         truths = train(job, checkpointer, 30)
     interval = checkpointer.report()["plan_interval"]
-    assert interval > 1
-    rounded = 4 + -4 % interval
-    steps = check(tmp_path, truths)
-    assert steps == sorted({4, *range(rounded, 31, rounded)} if rounded != 4 else {*range(4, 31, 4)})
-    assert ("is no multiple" in caplog.text) == (rounded != 4)
+    assert 1 < interval < 5
+    rounded = 5 + -5 % interval
+    assert check(tmp_path, truths) == list(range(rounded, 31, rounded))
+    assert f"every=5 is no multiple of the interval of this job's plan, {interval}" in caplog.text
     assert checkpointer.report()["breaches"] == 0
+
+
+@pytest.mark.usefixtures("slow_link")
+@pytest.mark.parametrize("at", [13, 14, 15])  # where the plan makes a checkpoint, and in the midst of one
+def test_a_capture_in_flight_is_finished_before_the_job_is_recorded_again(tmp_path: Path, at: int) -> None:
+    job, quiet = Job(), []
+
+    def before(n: int) -> None:
+        if n == at:
+            grow_layer(job)
+        if checkpointer._place.quiet:  # nothing is copied beside an iteration that is recorded or timed
+            quiet.append(n)
+            assert checkpointer._execution.capturer.step is None
+
+    with open_job(job, tmp_path, plan="auto", overhead=0.5, extra_memory="1MB") as checkpointer:
+        truths = train(job, checkpointer, 30, before)
+    assert quiet == [1, 2, 3, at + 1, at + 2, at + 3]
+    assert set(check(tmp_path, truths)) >= {30}
+    assert checkpointer.report()["breaches"] == checkpointer.report()["failed"] == 0
 
 
 def test_no_plan_satisfies_what_was_asked(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
@@ -490,8 +513,15 @@ def changing(change: Callable[[Job], None]) -> Job:
 @pytest.mark.parametrize("change", CHANGES)
 def test_auto_follows_a_job_that_becomes_another_one(tmp_path: Path, change: Callable[[Job], None]) -> None:
     job = changing(change)
+
+    def before(n: int) -> None:
+        if n == 10:
+            change(job)
+        if checkpointer._place.quiet:  # nothing is copied beside an iteration that is recorded or timed
+            assert checkpointer._execution.capturer.step is None
+
     with open_job(job, tmp_path, every=1, plan="auto") as checkpointer:
-        truths = train(job, checkpointer, 30, lambda n: change(job) if n == 10 else None)
+        truths = train(job, checkpointer, 30, before)
     report = checkpointer.report()
     assert check(tmp_path, truths) == list(range(1, 31))
     assert (report["breaches"], report["failed"], report["plan_source"], Beside.recordings) == (0, 0, "recorded", 2)
