@@ -20,7 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-import psutil
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
@@ -31,7 +30,8 @@ from checkflow.handover import Answer, Handover, Making, Recorder, Wishes
 from checkflow.hardware import DeviceKind, usable_bytes
 from checkflow.plan import Fingerprint
 from checkflow.planner.bandwidth import Bandwidths, measure_bandwidths
-from checkflow.planner.record import Recorded, device_type
+from checkflow.planner.machine import host_memory_bytes
+from checkflow.planner.record import Recorded
 from checkflow.planner.record import Recorder as IterationRecorder
 from checkflow.planner.schedule import fingerprint_for
 from checkflow.planner.steps import make_timeline
@@ -43,12 +43,12 @@ class LivePlanner:
     """Plans for one job: see :class:`checkflow.handover.Planner`."""
 
     def __init__(self) -> None:
-        self._device_type = "cpu"
+        self._device = torch.device("cpu")
 
     def recorder(
         self, models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer], *, name: str
     ) -> Recorder:
-        self._device_type = device_type(models)
+        self._device = _training_device(models)
         return IterationRecorder(models, optimizers, name=name)
 
     def start(
@@ -80,16 +80,16 @@ class LivePlanner:
         """What the process that plans is given; the arguments are those of ``start``."""
         graph = recorded.graph
         durations = scaled_seconds(recorded, usual_seconds)
-        kind: DeviceKind = "cuda" if self._device_type == "cuda" else "cpu"
+        kind: DeviceKind = "cuda" if self._device.type == "cuda" else "cpu"
         fingerprint = replace(fingerprint_for(graph, device, kind), autocast=autocast)
-        bandwidths = _bandwidths(self._device_type)
+        bandwidths = _bandwidths(self._device)
         return Handover(
             timeline=make_timeline(graph, durations, "segment"),
             fingerprint=fingerprint,
             graph_peak_bytes=max(max(part, default=0) for part in graph.live_bytes(eager=False)),
             bandwidth_bytes_per_second=bandwidths.link_bytes_per_second,
             memory_bandwidth_bytes_per_second=bandwidths.memory_bytes_per_second,
-            memory_limit_bytes=usable_bytes(_memory_bytes(self._device_type)),
+            memory_limit_bytes=usable_bytes(_memory_bytes(self._device)),
             wishes=wishes,
             path=str(file(fingerprint)),
         )
@@ -198,15 +198,19 @@ def _search_path() -> str:
 
 
 @functools.cache
-def _bandwidths(device_type: str) -> Bandwidths:
+def _bandwidths(device: torch.device) -> Bandwidths:
     try:
-        return measure_bandwidths(device_type)
+        return measure_bandwidths(device)
     except RuntimeError as error:  # no device memory left for it
         raise CheckflowError(f"cannot measure the link: {str(error).partition(chr(10))[0]}") from error
 
 
-def _memory_bytes(device_type: str) -> int:
+def _memory_bytes(device: torch.device) -> int:
     """Of the device that the job trains on."""
-    if device_type == "cpu":
-        return int(psutil.virtual_memory().total)
-    return int(torch.cuda.mem_get_info()[1])
+    return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else host_memory_bytes()
+
+
+def _training_device(models: Mapping[str, nn.Module]) -> torch.device:
+    """Of the first parameter on an accelerator, else the CPU."""
+    devices = (parameter.device for model in models.values() for parameter in model.parameters())
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from own_plans import Job, all_planned, check, kept, open_job, train
 from timelines import make_fingerprint, make_timeline
 
@@ -190,6 +191,6 @@ def test_a_job_that_ends_ends_its_planning(tmp_path: Path, end: str) -> None:
 
 
 def test_the_link_is_measured() -> None:
-    found = measure_bandwidths("cpu")
+    found = measure_bandwidths(torch.device("cpu"))
     assert 1e8 < found.link_bytes_per_second < 1e13
     assert found.memory_bytes_per_second == 2 * found.link_bytes_per_second
