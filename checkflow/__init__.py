@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         TraceError,
         UnsupportedError,
     )
+    from checkflow.handover import Planner
     from checkflow.plan import Plan
     from checkflow.runtime.checkpointer import Checkpointer
     from checkflow.runtime.loader import DataLoader
@@ -64,15 +65,22 @@ _HOMES = {
 }
 
 
+def _live_planner() -> Planner:
+    from checkflow.planner.live import LivePlanner
+
+    return LivePlanner()
+
+
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'checkflow' has no attribute {name!r}")
     if name == "Checkpointer":
-        # The wings do not know each other: here the runtime is handed the planner's replay of plans.
+        # The wings do not know each other: here the runtime is handed the planner's replay of plans, and a planner for
+        # jobs that make their own.
         from checkflow.planner.replay import check_plan
         from checkflow.runtime import checkpointer
 
-        checkpointer.check_plan = check_plan
+        checkpointer.check_plan, checkpointer.make_planner = check_plan, _live_planner
     return getattr(importlib.import_module(_HOMES.get(name, "checkflow.errors")), name)
 
 

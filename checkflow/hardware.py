@@ -20,6 +20,7 @@ DeviceKind = Literal["cuda", "cpu"]
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*([kKMGTP]?)(i?)B?\s*$")
 MOST_BYTES = 2**63  # sizes stay below: files and memory count no further
 _MOST = 1e18  # of bytes, bytes per second, or operations per second: an exabyte; no device comes near
+RESERVED_SHARE = 0.05  # of a device's memory: what its driver and its allocator's gaps take
 _PREFIX = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
 
@@ -88,6 +89,11 @@ def format_seconds(seconds: float) -> str:
             value = seconds / scale
             return f"{value:.{max(0, 3 - len(str(int(abs(value)))))}f} {unit}"
     raise AssertionError("unreachable")
+
+
+def usable_bytes(memory_bytes: int) -> int:
+    """What a job may use of a device's memory, unless the user says otherwise."""
+    return int(memory_bytes * (1 - RESERVED_SHARE))
 
 
 @dataclass(frozen=True)

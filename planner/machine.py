@@ -36,7 +36,7 @@ def this_machine() -> Machine:
         return Machine(device, "cuda", properties.name, software, properties.total_memory)
     threads = torch.get_num_threads()
     name = f"{_processor()}, {threads} thread{'' if threads == 1 else 's'}"
-    return Machine(torch.device("cpu"), "cpu", name, f"torch {torch.__version__}", _host_memory_bytes())
+    return Machine(torch.device("cpu"), "cpu", name, f"torch {torch.__version__}", host_memory_bytes())
 
 
 def free_memory_bytes(device: torch.device) -> int:
@@ -55,7 +55,8 @@ def free_host_memory_bytes() -> int:
     return free if limit is None else max(0, min(free, limit - _container_used_bytes()))
 
 
-def _host_memory_bytes() -> int:
+def host_memory_bytes() -> int:
+    """All of the host's that this process may use: a container may have less than the machine."""
     import psutil
 
     total, limit = int(psutil.virtual_memory().total), _container_limit_bytes()

@@ -14,7 +14,7 @@ import torch
 
 from checkflow.errors import MismatchError, TraceError
 from checkflow.graph import TrainingGraph
-from checkflow.hardware import Device
+from checkflow.hardware import Device, usable_bytes
 from checkflow.plan import Fingerprint, Plan, describe_mismatch
 from checkflow.planner.baselines import Baselines, baselines
 from checkflow.planner.compare import Comparison, make_comparison
@@ -40,7 +40,6 @@ from checkflow.timeline import Granularity, Step, Timeline
 from checkflow.training_step import TrainingStep
 
 _NUMBER = re.compile(r"_\d+\b")
-RESERVED_SHARE = 0.05  # of a device's memory: what its driver and its allocator's gaps take
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Planned:
 
 def default_memory_limit_bytes(device: Device) -> int:
     """What a job may use of a device's memory."""
-    return int(device.memory_bytes * (1 - RESERVED_SHARE))
+    return usable_bytes(device.memory_bytes)
 
 
 def plan_model(subject: Subject, device: Device, request: Request, granularity: Granularity) -> Planned:

@@ -96,6 +96,8 @@ class Recorder:
             TraceError: the iteration was not like those to come: state was made or taken away, or no optimizer stepped.
         """
         self.abandon()
+        if self._mode.failure is not None:
+            raise self._mode.failure
         self._iteration.where.forget_running()
         self._iteration.end()
         stepped = {a.key.name for a in self._iteration.where.anchors if a.key.kind is AnchorKind.OPTIMIZER_POST}
@@ -239,6 +241,7 @@ class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names: dict[str, int] = {}
         self._thread: int | None = None  # that entered it
         self._watching = False
+        self.failure: Exception | None = None  # in noting an operator
         # Autograd runs backward for several devices on several threads.
         self._lock = threading.RLock()
 
@@ -275,9 +278,12 @@ class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._clock.start()
             result = func(*args, **keywords)
             self._clock.stop()
-            effect = op.effects(func, args, keywords, result, self._places.holds)
-            if effect.reads or effect.writes:
-                self._note(func, args, keywords, result, effect)
+            try:
+                effect = op.effects(func, args, keywords, result, self._places.holds)
+                if effect.reads or effect.writes:
+                    self._note(func, args, keywords, result, effect)
+            except Exception as error:  # noqa: BLE001 — the job goes on as if nobody watched; ``end`` raises it
+                self.failure, self._watching = error, False
             return result
 
     def _note(

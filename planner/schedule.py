@@ -18,7 +18,7 @@ from typing import Literal
 
 from checkflow.errors import PlanError
 from checkflow.graph import TrainingGraph
-from checkflow.hardware import MOST_BYTES, Device, format_size
+from checkflow.hardware import MOST_BYTES, Device, DeviceKind, format_size
 from checkflow.plan import Fingerprint, Plan, Policy, StateSpec, Wait
 from checkflow.planner.certify import (
     Formulation,
@@ -129,6 +129,11 @@ class Outcome:
 
 def fingerprint_of(graph: TrainingGraph, device: Device) -> Fingerprint:
     """What a plan for this graph on this device is made for."""
+    return fingerprint_for(graph, device.name, device.kind)
+
+
+def fingerprint_for(graph: TrainingGraph, device_name: str, device_kind: DeviceKind) -> Fingerprint:
+    """The same for a device of which only this is known."""
     return Fingerprint(
         model=graph.model,
         state=tuple(
@@ -140,8 +145,8 @@ def fingerprint_of(graph: TrainingGraph, device: Device) -> Fingerprint:
         micro_batches=graph.micro_batches,
         autocast=graph.autocast,
         optimizers=graph.optimizers,
-        device=device.name,
-        device_kind=device.kind,
+        device=device_name,
+        device_kind=device_kind,
     )
 
 

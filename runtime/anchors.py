@@ -28,7 +28,9 @@ class AnchorHooks:
 
     Args:
         fire: called with each key in ``keys`` when it is reached, and with every optimizer's pre- and post-step.
-        on_forward: called at each forward pass of a whole model in training mode, outside of backward.
+        on_forward: called at each forward pass of a whole model in training mode, outside of backward, with the model's
+            name and what it was given.
+        on_evaluation: called at each forward pass of a whole model in evaluation mode.
         on_training: called when a hooked module, or a whole model, runs forward in training mode, outside of backward.
 
     Raises:
@@ -41,17 +43,19 @@ class AnchorHooks:
         optimizers: Mapping[str, torch.optim.Optimizer],
         keys: Iterable[AnchorKey],
         fire: Fire,
-        on_forward: Callable[[], None],
+        on_forward: Callable[[str, Any], None],
         on_training: Callable[[], None],
+        on_evaluation: Callable[[], None],
     ) -> None:
         self._fire, self._on_training = fire, on_training
+        self._on_forward, self._on_evaluation = on_forward, on_evaluation
         self._counts: dict[tuple[AnchorKind, str], int] = {}
         self._handles: list[RemovableHandle] = []
         self._optimizers = {id(optimizer): name for name, optimizer in optimizers.items()}
         try:
             self._watch(models, keys)
             # Last, and so put before all others: a boundary comes before the forward's keys.
-            self._watch_forward(models, on_forward)
+            self._watch_forward(models)
             self._handles.append(register_optimizer_step_pre_hook(self._before_step))
             self._handles.append(register_optimizer_step_post_hook(self._after_step))
         except BaseException:
@@ -87,14 +91,22 @@ class AnchorHooks:
             elif kind is not AnchorKind.BOUNDARY and name not in self._optimizers.values():
                 raise MismatchError(f"the plan has an anchor at optimizer {name}, which the job does not have")
 
-    def _watch_forward(self, models: Mapping[str, nn.Module], on_forward: Callable[[], None]) -> None:
-        def hook(module: nn.Module, _arguments: Any) -> None:
-            if module.training and not _in_backward():
-                on_forward()
-                self._on_training()
+    def _watch_forward(self, models: Mapping[str, nn.Module]) -> None:
+        for name, model in models.items():
+            handle = model.register_forward_pre_hook(self._whole_forward_hook(name), prepend=True, with_kwargs=True)
+            self._handles.append(handle)
 
-        for model in models.values():
-            self._handles.append(model.register_forward_pre_hook(hook, prepend=True))
+    def _whole_forward_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, arguments: Any, keywords: Any) -> None:
+            if _in_backward():
+                return
+            if module.training:
+                self._on_forward(name, (arguments, keywords))
+                self._on_training()
+            else:
+                self._on_evaluation()
+
+        return hook
 
     def _reached(self, kind: AnchorKind, name: str) -> None:
         occurrence = self._counts.get((kind, name), 0)

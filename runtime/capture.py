@@ -50,6 +50,7 @@ class Capture:
     absent: tuple[str, ...]
     digests: Mapping[str, int] | None  # of every tensor at the boundary, where this capture is audited
     settled: Mapping[str, int]  # digests of the settled tensors, known from before
+    plan_digest: str  # of the plan that it was begun under, "" where there was none
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,10 @@ class Capturer:
     """Gathers captures for one plan.
 
     Args:
+        buffers: staging buffers; they are made as large as the plan foretells.
         deliver: called with each complete capture, on any thread.
-        buffers: how many staging buffers there are.
+        known_to_fit: whether somebody else holds the job against the plan; otherwise the first capture does.
+        at_boundary: whether everything is copied at the boundary itself, whatever the plan says.
 
     Raises:
         StorageError: no host memory for the staging buffers.
@@ -96,16 +99,18 @@ class Capturer:
         program: Program,
         walk: StateWalk,
         engine: CopyEngine,
-        buffers: int,
+        buffers: StagingBuffers,
         deliver: Callable[[Capture], None],
+        *,
+        known_to_fit: bool = False,
+        at_boundary: bool = False,
     ) -> None:
         self._plan, self._program, self._walk, self._engine = plan, program, walk, engine
-        self._buffer_count, self._deliver = buffers, deliver
-        # Allocated before training, in the size that the plan foretells: touching so much memory takes long.
-        self._buffers: StagingBuffers | None = StagingBuffers(buffers, make_layout(planned_records(plan)).buffer_bytes)
+        self._buffers, self._deliver = buffers, deliver
+        buffers.grow(make_layout(planned_records(plan)).buffer_bytes)  # now: touching so much memory takes long
         self._arrangement: _Arrangement | None = None
-        self._fits = False  # the job was held against the plan once
-        self._distrusted = False  # an audit failed: everything is copied at the boundary
+        self._fits = known_to_fit  # the job was held against the plan once
+        self._at_boundary = at_boundary  # there is no plan, or an audit failed
         self._prepared: dict[int, list[Transfer]] = {}  # by buffer: headers are in place, addresses computed
         self._capture: Capture | None = None
         self._iteration = 0  # since the boundary of the capture in flight
@@ -144,7 +149,6 @@ class Capturer:
             self._arrange(state)
         arrangement = self._arrangement
         assert arrangement is not None
-        assert self._buffers is not None
         begun = time.perf_counter()
         buffer = self._buffers.take()
         waited_seconds = time.perf_counter() - begun
@@ -159,7 +163,7 @@ class Capturer:
             raise
         ties, absent = arrangement.state.ties, arrangement.absent
         self._capture = capture = Capture(
-            step, buffer, arrangement.layout, extra, info, ties, absent, digests, settled
+            step, buffer, arrangement.layout, extra, info, ties, absent, digests, settled, self._plan.digest
         )  # fmt: skip
         self._iteration = self._next = 0
         self._versions = {name: tensor._version for name, tensor in self._tensors.items()}
@@ -228,7 +232,11 @@ class Capturer:
 
         No capture may be in flight: the memory that it reads is held no longer.
         """
-        self._distrusted = True
+        self._at_boundary = True
+        self._arrangement = None
+
+    def rearrange(self) -> None:
+        """The staging buffers are others now. No capture may be in flight."""
         self._arrangement = None
 
     def complete_iteration(self) -> None:
@@ -261,20 +269,10 @@ class Capturer:
     def abort(self) -> bool:
         """Give up the capture in flight; returns whether one was lost (it may have been delivered already)."""
         lost = not self._engine.abort() and self._capture is not None
-        if lost and self._capture is not None and self._buffers is not None:
+        if lost and self._capture is not None:
             self._buffers.give_back(self._capture.buffer)
         self._capture = None
         return lost
-
-    def recycle(self, capture: Capture) -> None:
-        """The writer is done with a capture."""
-        if self._buffers is not None:
-            self._buffers.give_back(capture.buffer)
-
-    def close(self) -> None:
-        if self._buffers is not None:
-            self._buffers.close()
-            self._buffers = None
 
     def _work_until(self, end: int) -> None:
         while self._next < end:
@@ -307,11 +305,11 @@ class Capturer:
         layout = make_layout(records)
         sizes = {name: size for group in self._plan.timeline.groups for name, size in group.members}
         planned = {name for name, size in sizes.items() if name in live and live[name].tensor.nbytes == size}
-        if self._distrusted:
+        if self._at_boundary:
             planned = set()
         host = set(self._plan.host_tensors)
         unknown = [item for item in state.tensors if item.name not in planned and item.name not in host]
-        if unknown and not self._distrusted:
+        if unknown and not self._at_boundary:
             size = sum(item.tensor.nbytes for item in unknown)
             logger.warning(
                 "%d state tensors (%s) are not in the plan, %s is the first: they are copied at each boundary, "
@@ -329,12 +327,7 @@ class Capturer:
             for chunk in self._plan.chunks
         )
         self._tensors = {name: live[name].tensor for name in sorted(planned)}
-        if self._buffers is None or self._buffers.size_bytes < layout.buffer_bytes:
-            if self._buffers is not None:
-                self._buffers.wait_all_free()
-                self._buffers.close()
-                self._buffers = None
-            self._buffers = StagingBuffers(self._buffer_count, layout.buffer_bytes)
+        self._buffers.grow(layout.buffer_bytes)
         self._prepared = {}
         self.settled.forget()
         self.layout_changes += 1

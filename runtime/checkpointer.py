@@ -1,7 +1,7 @@
 """Checkpointer: what a training script holds. It knows when boundaries are, and leaves the rest to its parts.
 
 At each boundary that is captured: the capture in flight is brought to its end, then the next one begins
-(:mod:`.capture`); anchors drive it through the plan's iterations (:mod:`.anchors`); the writer commits it
+(:mod:`.capture`); anchors drive it through the plan's iterations (:mod:`.execution`); the writer commits it
 (:mod:`.persist`, :mod:`.store`). Captured are the boundaries whose number, counted over the whole job, is a multiple of
 the plan's interval; a resume does not change the count, and what it resumed from is not captured again.
 
@@ -20,7 +20,6 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -28,36 +27,36 @@ import torch
 from torch import nn
 
 from checkflow import plan as plans
-from checkflow.errors import CheckflowError, ConsistencyError, StorageError, UnsupportedError
-from checkflow.graph import AnchorKey, AnchorKind
+from checkflow.errors import CheckflowError, PlanError, UnsupportedError
+from checkflow.graph import AnchorKey
+from checkflow.handover import Planner, Wishes
 from checkflow.plan import Plan
 from checkflow.runtime import extra_state, fit
-from checkflow.runtime.anchors import AnchorHooks
-from checkflow.runtime.barriers import compile_plan
-from checkflow.runtime.capture import Capture, Capturer, CaptureReport
-from checkflow.runtime.copy_engine import HostCopyEngine
-from checkflow.runtime.live_state import (
-    Stateful,
-    StateWalk,
-    capture_extra,
-    capture_generators,
-    restore_generators,
-)
+from checkflow.runtime.barriers import Program, compile_plan
+from checkflow.runtime.capture import CaptureReport
+from checkflow.runtime.execution import Execution
+from checkflow.runtime.live_state import Stateful, StateWalk, capture_extra
 from checkflow.runtime.loader import DataLoader
-from checkflow.runtime.opening import step_name
-from checkflow.runtime.persist import Writer
-from checkflow.runtime.reader import Checkpoint, open_checkpoint, recover
-from checkflow.runtime.resume import restore
-from checkflow.runtime.settled import WrittenError
+from checkflow.runtime.plan_cache import PlanCache
+from checkflow.runtime.plan_in_place import PlanInPlace
+from checkflow.runtime.planning import Planning
+from checkflow.runtime.progress import Progress
+from checkflow.runtime.resume import resume_from
+from checkflow.runtime.saving import Saving
 from checkflow.runtime.store import Store
 from checkflow.state import as_models, as_optimizers, collect_state, refuse_closures
 
 logger = logging.getLogger("checkflow")
 
-# Set by the package's face: replays a plan before it is executed (the runtime knows nothing of the planner).
-check_plan: Callable[[Plan], object] = plans.validate
 
-FIRST_AUDITS = 3
+def _no_planner() -> Planner:
+    raise PlanError("a job that makes its own plan needs the planner: use checkflow.Checkpointer")
+
+
+# Set by the package's face (the runtime knows nothing of the planner): what replays a plan before it is executed, and
+# what makes the planner of a job that brings no plan.
+check_plan: Callable[[Plan], object] = plans.validate
+make_planner: Callable[[], Planner] = _no_planner
 
 
 class Checkpointer:
@@ -67,9 +66,18 @@ class Checkpointer:
         model, optimizer: one of each, or dicts of several.
         loader: a ``checkflow.DataLoader``; iterate ``checkpointer.loader`` instead of it.
         directory: where checkpoints go; made if it is missing.
-        plan: a plan file, or a Plan, made for this job (``checkflow plan``).
+        plan: None: the job makes its own plan. One of its first iterations is recorded, which takes up to twice its
+            usual time; the plan is made in another process while training goes on, and kept in the directory for the
+            next start. Until it is there, what is saved is copied at the boundary itself (ends of epochs, the end of
+            training, and what ``every`` asks for). "auto": likewise, and a job that becomes another one (layers added,
+            parameters unfrozen, another batch size, optimizer or autocast) gets a new plan. Or a plan file, or a Plan,
+            made for this job (``checkflow plan``).
         state: further objects with ``state_dict`` and ``load_state_dict``, by name (schedulers, scalers).
-        every: iterations from one durable checkpoint to the next, a multiple of the plan's interval. Each is committed
+        overhead, extra_memory: what the plan that a job makes may cost: of training's time, the share that it may stand
+            still (0.035 are 3.5 %), and the memory that snapshots may add to training's own peak, in bytes or as text
+            ("2GB"); None: what the device has. A plan that is given has its own.
+        every: iterations from one durable checkpoint to the next, a multiple of the plan's interval (it is rounded up
+            to one where the job makes its plan, and the log says so). Each is committed
             while the next one is gathered, and training waits if storage is slower, so that a failure costs at most two
             intervals and the one under way. None: as often as planned (each boundary whose number is a multiple of the
             plan's interval), at the ends of epochs and at the end of training, in host memory; storage takes the newest
@@ -97,8 +105,10 @@ class Checkpointer:
         loader: DataLoader | None = None,
         *,
         directory: str | os.PathLike[str],
-        plan: Plan | str | os.PathLike[str],
+        plan: Plan | str | os.PathLike[str] | None = None,
         state: Mapping[str, Stateful] | None = None,
+        overhead: float = 0.035,
+        extra_memory: int | str | None = None,
         every: int | None = None,
         host_buffers: int = 3,
         keep_latest: int = 2,
@@ -112,37 +122,34 @@ class Checkpointer:
         )
         self._models, self._optimizers = as_models(model), as_optimizers(optimizer)
         self._objects = dict(state or {})
-        self._plan = plan if isinstance(plan, Plan) else plans.load(plan)
-        check_plan(self._plan)
-        fit.check_every(every, self._plan.interval)
-        self._every, self._on_error, self._audit_every = every, on_error, audit
+        self._wishes = Wishes(fit.read_share(overhead), fit.read_size(extra_memory))
+        self._own_plan = plan is None or plan == "auto"
+        given = None
+        if plan is not None and plan != "auto":
+            given = plan if isinstance(plan, Plan) else plans.load(plan)
+        if given is not None:
+            check_plan(given)
+            fit.check_every(every, given.interval)
+        self._every, self._on_error = every, on_error
         self._loader = loader
         self._walk = StateWalk(self._models, self._optimizers)
         fit.refuse_devices(self._models, self._optimizers)
         refuse_closures(self._optimizers)
         fit.refuse_objects(self._objects)
-        self._implementations = fit.implementations(self._models, self._optimizers)
-        fit.refuse_other_job(self._plan, collect_state(self._models, {}), self._implementations)
-        program = compile_plan(self._plan)
+        if given is not None:
+            implementations = fit.implementations(self._models, self._optimizers)
+            fit.refuse_other_job(given, collect_state(self._models, {}), implementations)
+            compile_plan(given)
 
         self.iteration = 0
         self.resumed_from: int | None = None
-        self._epoch = 0
-        self._stepped: set[str] = set()
+        self._progress = Progress(loader)
         self._explicit = self._in_steps = False
         self._began = False  # an iteration, since the last boundary
         # Version counters of all state at a boundary that was not captured, in case it is the last one.
         self._passed: list[int] = []
         self._left_epochs = False  # with ``break``, after the epoch's last batch
-        # Loader epoch and position after each batch that was handed out and has not reached a step.
-        self._positions: list[tuple[int, int]] = []
-        self._loader_epoch = 0
-        self._position = 0  # samples of this epoch that reached a step
-        self._generators: Mapping[str, Any] | None = None  # to be restored when training goes on
-        self._captures = self._aborted = 0
-        self._distrusted = False
-        self._said = ""
-        self._held = {"boundary": 0.0, "anchors": 0.0, "buffers": 0.0}
+        self._held = {"boundary": 0.0, "anchors": 0.0, "buffers": 0.0, "planning": 0.0}
         self._longest_hold_seconds = 0.0
         self._closed = False
 
@@ -151,20 +158,34 @@ class Checkpointer:
                 directory, run_id=uuid.uuid4().hex[:16], keep_latest=keep_latest, keep_epochs=keep_epochs
             )
             undo.callback(self._store.close)
-            self._resume(resume)
+            planning = None if given is not None else self._make_planning(follow=plan == "auto")
+            self._resume(resume, given)
             self._captured_iteration = self.iteration  # at the start there is nothing to save, after a resume it is
-            self._engine = HostCopyEngine()
-            undo.callback(self._engine.close)
-            self._writer = Writer(self._commit, self._recycle, supersede=every is None)
-            undo.callback(self._writer.close)
-            self._capturer = Capturer(self._plan, program, self._walk, self._engine, host_buffers, self._writer.submit)
-            self._guards = fit.make_guards(self._plan, self._models, self._optimizers)
-            self._keys = [*(work.key for work in program.works), *self._guards.at_forward]
-            self._hooks = self._hook()
-            self._hooked_state = self._walk.current()
+            self._saving = Saving(self._store, each=every is not None, host_buffers=host_buffers, audit=audit)
+            undo.callback(self._saving.close)
+            self._place = PlanInPlace(given, planning, self._execute, every)
             undo.pop_all()
         if loader is not None:
             loader.listener = self
+
+    def _make_planning(self, *, follow: bool) -> Planning:
+        cache = PlanCache(self._store.directory, self._wishes)
+        return Planning(
+            self._models, self._optimizers, self._walk, cache, make_planner(), check_plan, self._wishes, follow=follow
+        )
+
+    def _execute(self, plan: Plan, program: Program) -> Execution:
+        return Execution(
+            plan, program, self._models, self._optimizers, self._walk,
+            self._saving.engine, self._saving.buffers, self._saving.writer.submit, self,
+            implementations=fit.implementations(self._models, self._optimizers),
+            raising=self._on_error == "raise", known_to_fit=self._own_plan,
+        )  # fmt: skip
+
+    @property
+    def _execution(self) -> Execution:
+        """The plan that runs now."""
+        return self._place.execution
 
     # What users call
 
@@ -183,30 +204,32 @@ class Checkpointer:
         """
         loader = self.loader
         loader.epochs_counted_elsewhere = True
-        while self._epoch < count:
-            loader.set_epoch(self._epoch, self._position)
-            if self._position == 0 or loader.exhausted:  # no first batch will come, or code before it may draw numbers
-                self._restore_generators()
+        progress = self._progress
+        while progress.epoch < count:
+            loader.set_epoch(progress.epoch, progress.position)
+            if (
+                progress.position == 0 or loader.exhausted
+            ):  # no first batch will come, or code before it may draw numbers
+                self._progress.restore_generators()
             try:
-                yield self._epoch
+                yield progress.epoch
             except GeneratorExit:  # the loop was left with ``break``
                 self._left_epochs = loader.exhausted
                 self._leave_loop()
                 raise
             self._end_epoch()
         self._leave_loop()
-        self._restore_generators()  # a run that was finished already: what follows the loop sees them as it did then
+        # A run that was finished already: what follows the loop sees them as it did then.
+        self._progress.restore_generators()
 
     def _end_epoch(self) -> None:
-        if self._explicit and self._positions:
+        if self._explicit and self._progress.waiting:
             logger.warning(
                 "%d batches of epoch %d were handed out and not counted by step(): after a resume they are used again; "
                 "pass their number to step()",
-                len(self._positions), self._epoch,
+                self._progress.waiting, self._progress.epoch,
             )  # fmt: skip
-        self._epoch += 1
-        self._position = 0
-        self._positions.clear()
+        self._progress.end_epoch()
         if not self._explicit:
             self._boundary(epoch_end=True)
 
@@ -214,7 +237,7 @@ class Checkpointer:
         """Iterations from where the last run stopped up to ``count``, for loops without epochs."""
         self._in_steps = True
         while self.iteration < count:
-            self._restore_generators()
+            self._progress.restore_generators()
             try:
                 yield self.iteration
             except GeneratorExit:  # the loop was left with ``break``
@@ -226,44 +249,38 @@ class Checkpointer:
                 self._boundary(last=self.iteration + 1 >= count)
         self._in_steps = False
         self._leave_loop()
-        self._restore_generators()
+        self._progress.restore_generators()
 
     def _leave_loop(self) -> None:
         """No training follows to copy behind, and what does may write at no anchor: put the best weights back."""
-        with self._surviving():
-            self._capturer.finish()
+        if self._place.planning is not None:
+            self._place.planning.abandon()
+        self._execution.finish()
 
     def step(self, batches: int | None = None) -> None:
         """Mark the boundary here: for loops that fetch batches ahead of using them.
 
         Args:
-            batches: how many batches reached this step; None: as many as the plan has micro-batches.
+            batches: how many batches reached this step; None: as many as the plan has micro-batches (one, as long as a
+                job that makes its own plan has none).
         """
         self._explicit = True
         self._began = self._began or not self._optimizers
-        count = self._plan.fingerprint.micro_batches if batches is None else batches
-        for _ in range(min(count, len(self._positions))):
-            self._loader_epoch, self._position = self._positions.pop(0)
-        self._boundary()
+        count = self._execution.plan.fingerprint.micro_batches if batches is None else batches
+        self._progress.count(count)
+        self._boundary(micro_batches=count)
 
     def report(self) -> dict[str, Any]:
         """What checkpointing did and cost so far, in bytes and seconds."""
-        writer, last = self._writer, self._capturer.last_report
+        last = self._execution.capturer.last_report
         return {
             "iteration": self.iteration,
             "resumed_from": self.resumed_from,
-            "captures": self._captures,
-            "committed": writer.committed,
-            "failed": writer.failed + self._aborted,
-            "superseded": writer.superseded,
-            "audited": writer.audited,
-            "breaches": writer.breaches,
+            **self._saving.report(),
+            "failed": self._saving.writer.failed + self._place.aborted,
             "held_seconds": dict(self._held),
             "longest_hold_seconds": self._longest_hold_seconds,
-            "last_persist_seconds": writer.last.seconds if writer.last else None,
-            "checkpoint_bytes": writer.last.size_bytes if writer.last else None,
-            "planned_peak_bytes": self._plan.plan_peak_bytes,
-            "planned_stall_seconds": self._plan.stall_seconds,
+            **self._place.report(),
             "snapshot_peak_bytes": last.statistics.snapshot_peak_bytes if last else 0,
             "boundary_bytes": last.boundary_bytes if last else 0,
         }
@@ -271,7 +288,7 @@ class Checkpointer:
     @property
     def last_capture(self) -> CaptureReport | None:
         """The last capture that ended: its log of executed copies, and what it cost."""
-        return self._capturer.last_report
+        return self._execution.capturer.last_report
 
     def close(self) -> None:
         """Finish and commit what is in flight, then give everything back: hooks, threads, memory, the lock.
@@ -284,21 +301,20 @@ class Checkpointer:
         if self._closed:
             return
         try:
-            self._hooks.remove()
+            if self._place.planning is not None:
+                self._place.planning.close()
+            self._execution.remove_hooks()
             if self._loader is not None and self._loader.listener is self:
                 self._loader.listener = None
                 self._loader.epochs_counted_elsewhere = False
             # Whatever has not been copied yet has not been written either: the capture in flight can still be whole.
-            with self._surviving():
-                self._capturer.finish()
+            self._execution.finish()
         except CheckflowError as error:
             if raising:
                 raise
             logger.warning("%s", error)
         finally:
-            self._writer.close()
-            self._engine.close()
-            self._capturer.close()
+            self._saving.close()
             self._store.close()
             self._closed = True
         if raising:
@@ -329,117 +345,49 @@ class Checkpointer:
             self._count_batches()
             self._boundary()
 
-    def on_batch_handed(self) -> None:
+    def on_batch_handed(self, batch: Any) -> None:
         """The loader is about to hand out a batch."""
-        assert self._loader is not None
-        self._positions.append((self._loader.epoch, self._loader.position))
-        self._restore_generators()
+        self._progress.batch_handed()
+        self._progress.restore_generators()
+        if (planning := self._place.planning) is not None:
+            planning.watch.batch_handed(batch)
+            if not self._explicit:
+                planning.begin(batch)
 
-    def _on_forward(self) -> None:
+    def on_forward(self, model: str, arguments: Any) -> None:
         if self._loader is None:
-            stepped = bool(self._optimizers) and self._stepped.issuperset(self._optimizers)
+            stepped = bool(self._optimizers) and self._execution.stepped.issuperset(self._optimizers)
             if stepped and not self._explicit and not self._in_steps:
                 self._boundary()
-            self._restore_generators()
+            self._progress.restore_generators()
+        if (planning := self._place.planning) is not None:
+            planning.watch.forward(model, arguments)
 
-    def _on_training(self) -> None:
+    def on_evaluation(self) -> None:
+        if (planning := self._place.planning) is not None:
+            planning.watch.evaluated()
+
+    def on_training(self) -> None:
         self._began = True
 
-    def _on_anchor(self, key: AnchorKey) -> None:
+    def on_anchor(self, key: AnchorKey) -> None:
         begun = time.perf_counter()
-        with self._surviving():
-            self._guard(key)
-        if key.kind is AnchorKind.OPTIMIZER_POST:
-            self._stepped.add(key.name)
+        self._execution.reached(key)
         self._note_hold("anchors", time.perf_counter() - begun)
-
-    @contextlib.contextmanager
-    def _surviving(self) -> Iterator[None]:
-        """A fault of checkpointing voids the checkpoint under way and goes no further, unless errors are to be raised.
-
-        Everything that runs inside the user's loop, forward, backward or step is run in this.
-        """
-        try:
-            yield
-        except Exception as error:
-            step = self._capturer.step or self.iteration
-            lost = self._capturer.abort()
-            self._aborted += lost
-            if isinstance(error, WrittenError):
-                self._capturer.settled.drop([error.name])
-            elif isinstance(error, ConsistencyError):
-                self._distrust()
-            if self._on_error == "raise":
-                raise
-            reason = " ".join(str(error).split())
-            said = f"{type(error).__name__}: {reason}"
-            if said != self._said:  # the same reason at every boundary is said once
-                what = "is given up" if lost else "was complete before this"
-                trace = None if isinstance(error, CheckflowError) else error
-                logger.warning("the checkpoint of step %d %s: %s", step, what, said, exc_info=trace)
-            self._said = said
-
-    def _hook(self) -> AnchorHooks:
-        return AnchorHooks(
-            self._models, self._optimizers, self._keys, self._on_anchor, self._on_forward, self._on_training
-        )  # fmt: skip
-
-    def _follow(self) -> None:
-        """Put hooks on modules that took the place of others; without them a deadline would pass unseen."""
-        state = self._walk.current()
-        if state is not self._hooked_state:
-            with self._surviving():  # its last tensors might be written where no hook is any more
-                self._capturer.finish()
-            self._guards = fit.make_guards(self._plan, self._models, self._optimizers)
-            self._hooks.remove()
-            self._hooked_state = state
-            try:
-                self._hooks = self._hook()
-            except CheckflowError as error:
-                logger.warning("the job no longer has what the plan was made for: %s", error)
-                self._keys = []
-                self._hooks = self._hook()
-                self._distrust()
-
-    def _distrust(self) -> None:
-        if not self._distrusted:
-            self._distrusted = True
-            logger.error(
-                "the plan does not fit this job: from now on all state is copied at each boundary, which holds "
-                "training; make a new plan"
-            )
-            self._capturer.distrust()
-
-    def _guard(self, key: AnchorKey) -> None:
-        """Do what the plan, and caution beyond it, ask for before the job goes on from an anchor."""
-        self._capturer.reached(key)
-        if key in self._guards.at_forward:
-            self._capturer.require(self._guards.at_forward[key])
-        if key.kind is AnchorKind.OPTIMIZER_PRE:
-            if fit.group_sizes(self._optimizers[key.name]) != self._guards.sizes[key.name]:  # gradual unfreezing
-                self._guards = fit.make_guards(self._plan, self._models, self._optimizers)
-            late = self._guards.at_step[key.name]
-            self._capturer.require([chunk for owner, chunk in late if owner is None or owner.grad is not None])
-        elif key.kind is AnchorKind.OPTIMIZER_POST:
-            # What follows (EMA, clamps, another optimizer) may write what no operator was seen to write.
-            self._capturer.require_after_step()
-            if self._optimizers.keys() <= self._stepped | {key.name}:
-                self._capturer.complete_iteration()
 
     # Boundaries
 
     @property
     def _iterated(self) -> bool:
         """Whether there was an iteration since the last boundary: without optimizers it takes none of their steps."""
-        return bool(self._stepped) or (not self._optimizers and self._began)
+        return bool(self._execution.stepped) or (not self._optimizers and self._began)
 
     def _count_batches(self) -> None:
         """Every batch handed out so far has reached a step, if one was made."""
-        if self._iterated and self._positions:
-            self._loader_epoch, self._position = self._positions[-1]
-            self._positions.clear()
+        if self._iterated:
+            self._progress.count()
 
-    def _boundary(self, *, epoch_end: bool = False, last: bool = False) -> None:
+    def _boundary(self, *, epoch_end: bool = False, last: bool = False, micro_batches: int | None = None) -> None:
         """The state is now that of one more whole iteration.
 
         A boundary to be captured brings the capture in flight to its end first. Where that comes before the plan's
@@ -449,32 +397,36 @@ class Checkpointer:
         if not self._iterated:
             return
         begun = time.perf_counter()
-        due = self._is_due(self.iteration + 1, extra=epoch_end or last)
-        with self._surviving():
-            if due:
-                self._capturer.finish()
-            else:
-                self._capturer.go_on()
-        self._stepped.clear()
+        self._turn(micro_batches)
+        turned = time.perf_counter()
+        self._note_hold("planning", turned - begun)
+        due = self._place.is_due(self.iteration + 1, extra=epoch_end or last)
+        self._execution.end_iteration(due=due or self._place.quiet)
         self._began = False
-        self._follow()
-        self._hooks.reset()
         self.iteration += 1
         self._raise_if_asked()
-        self._heed_writer()
+        self._execution.heed(self._saving.writer)
         if not due and self._every is None:
             self._passed = self._versions()
         waited_seconds = self._capture(epoch_end) if due else 0.0
         self._held["buffers"] += waited_seconds
-        self._note_hold("boundary", time.perf_counter() - begun - waited_seconds)
+        self._note_hold("boundary", time.perf_counter() - turned - waited_seconds)
+        if self._place.planning is not None and not last and (self._loader is None or self._explicit):
+            self._place.planning.begin()  # otherwise when the loader hands a batch out
 
-    def _is_due(self, iteration: int, *, extra: bool) -> bool:
-        """Whether a boundary is captured.
-
-        Args:
-            extra: whether it is the last one, or an epoch's: captured too, unless the user has said how often.
-        """
-        return iteration % (self._every or self._plan.interval) == 0 or (extra and self._every is None)
+    def _turn(self, micro_batches: int | None) -> None:
+        """What planning has come to, before this boundary is looked at."""
+        planning = self._place.planning
+        if planning is None:
+            return
+        if self._loader is None:
+            micro_batches = None  # nobody counts
+        elif not self._explicit:
+            micro_batches = planning.watch.handed
+        self._place.turn(micro_batches)
+        error = planning.take_error()
+        if error is not None and self._on_error == "raise":
+            raise error
 
     def _capture_last_boundary(self) -> None:
         """Training has ended, and did not say so at its last boundary: save that if the state is still what it was.
@@ -483,78 +435,40 @@ class Checkpointer:
         back), as far as version counters tell.
         """
         captured = self._captured_iteration == self.iteration
-        if captured or self._stepped or self._began or not self._is_due(self.iteration, extra=True):
+        if captured or self._execution.stepped or self._began or not self._place.is_due(self.iteration, extra=True):
             return
         if self._versions() != self._passed:
             logger.warning("the state was changed after step %d, which is not saved therefore", self.iteration)
             return
-        with self._surviving():
-            self._capturer.finish()
-        self._follow()
-        self._heed_writer()
+        self._execution.finish()
+        self._execution.follow()
+        self._execution.heed(self._saving.writer)
         self._held["buffers"] += self._capture(epoch_end=False)
 
     def _versions(self) -> list[int]:
         return [item.tensor._version for item in self._walk.current().tensors]
 
-    def _heed_writer(self) -> None:
-        """What its audits found out about the job."""
-        self._capturer.settled.drop(self._writer.take_written())
-        if self._writer.breaches and not self._distrusted:
-            self._aborted += self._capturer.abort()  # one in flight was begun in the same way
-            self._distrust()
-
     def _capture(self, epoch_end: bool) -> float:
         """Capture this boundary; returns the seconds waited for storage and buffers."""
         # The first capture tells whether the job can be checkpointed at all; later ones must not end it.
-        with self._surviving() if self._captures else contextlib.nullcontext():
-            return self._begin(epoch_end)
+        with self._execution.surviving() if self._saving.captures else contextlib.nullcontext():
+            self._place.tell_unplanned()
+            waited_seconds = self._begin(epoch_end)
+            if self._place.quiet:
+                self._execution.capturer.finish()
+            return waited_seconds
         return 0.0
 
     def _begin(self, epoch_end: bool) -> float:
-        extra = extra_state.encode(self._extra())
-        audit = self._captures < FIRST_AUDITS or (self._audit_every and self._captures % self._audit_every == 0)
-        info = {"epoch": self._epoch, "epoch_end": epoch_end, "created": round(time.time(), 3)}
-        # One being gathered, one being committed, none queueing: that bounds what a failure can cost.
-        waited_seconds = 0.0 if self._every is None else self._writer.wait_until_at_most(1)
-        waited_seconds += self._capturer.begin(
-            self.iteration, extra, info, audit=bool(audit), optimizers=self._implementations
-        )
-        self._captures += 1
+        job = capture_extra(self._walk, self._optimizers, self._objects)
+        extra = extra_state.encode({"iteration": self.iteration, **self._progress.capture(), "job": job})
+        info = {"epoch": self._progress.epoch, "epoch_end": epoch_end, "created": round(time.time(), 3)}
+        waited_seconds = self._saving.begin(self._execution, self.iteration, extra, info)
         self._captured_iteration = self.iteration
         return waited_seconds
 
-    def _extra(self) -> dict[str, Any]:
-        loader = None
-        if self._loader is not None:
-            epoch = self._epoch if self._loader.epochs_counted_elsewhere else self._loader_epoch
-            loader = {**self._loader.state_dict(), "epoch": epoch, "position": self._position}
-        return {
-            "iteration": self.iteration,
-            "epoch": self._epoch,
-            "position": self._position,
-            "loader": loader,
-            "generators": capture_generators(),
-            "job": capture_extra(self._walk, self._optimizers, self._objects),
-        }
-
-    def _commit(self, capture: Capture) -> Path:
-        return self._store.commit(
-            capture.step,
-            capture.layout,
-            capture.buffer.view,
-            capture.extra,
-            capture.info,
-            ties=capture.ties,
-            absent=capture.absent,
-            plan_digest=self._plan.digest,
-        )
-
-    def _recycle(self, capture: Capture) -> None:
-        self._capturer.recycle(capture)
-
     def _raise_if_asked(self) -> None:
-        error = self._writer.take_error()
+        error = self._saving.writer.take_error()
         if error is not None and self._on_error == "raise":
             raise error
 
@@ -564,42 +478,13 @@ class Checkpointer:
 
     # Resume
 
-    def _resume(self, mode: str | int) -> None:
-        if mode == "never":
-            if found := self._store.checkpoints():
-                raise StorageError(
-                    f'resume="never", but {self._store.directory} holds {found[0].name}: choose another one'
-                )
+    def _resume(self, mode: str | int, plan: Plan | None) -> None:
+        resumed = resume_from(
+            self._store, mode, self._models, self._optimizers, self._objects,
+            host_tensors=None if plan is None else plan.host_tensors,
+        )  # fmt: skip
+        if resumed is None:
             return
-        checkpoint = self._open(mode) if isinstance(mode, int) else recover(self._store)
-        if checkpoint is None:
-            if mode == "must":
-                raise StorageError(f'resume="must", but {self._store.directory} holds no valid checkpoint')
-            return
-        with checkpoint:
-            resumed = restore(
-                checkpoint, self._models, self._optimizers, self._objects, host_tensors=self._plan.host_tensors
-            )
-        if isinstance(mode, int):
-            self._store.rewind(mode)  # only now: what was refused must not have hidden anything
-        extra = resumed.extra
-        self.iteration = self.resumed_from = extra["iteration"]
-        self._epoch, self._position, self._generators = extra["epoch"], extra["position"], extra["generators"]
-        self._loader_epoch = extra["loader"]["epoch"] if extra["loader"] is not None else 0
-        if self._loader is not None and extra["loader"] is not None:
-            self._loader.load_state_dict(extra["loader"])
+        self.iteration = self.resumed_from = resumed.extra["iteration"]
+        self._progress.resume(resumed.extra)
         logger.info("resumed from step %d of %s", self.iteration, self._store.directory)
-
-    def _open(self, step: int) -> Checkpoint:
-        """Exactly this checkpoint, verified."""
-        for path in self._store.checkpoints():
-            if path.name == step_name(step):
-                checkpoint = open_checkpoint(path)
-                checkpoint.verify()
-                return checkpoint
-        raise StorageError(f"resume={step}, but {self._store.directory} holds no checkpoint of that step")
-
-    def _restore_generators(self) -> None:
-        if self._generators is not None:
-            restore_generators(self._generators)
-            self._generators = None

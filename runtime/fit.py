@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import nn
 
-from checkflow.errors import MismatchError, UnsupportedError
+from checkflow.errors import CheckflowError, MismatchError, UnsupportedError
 from checkflow.graph import AnchorKey, AnchorKind
+from checkflow.hardware import parse_size
 from checkflow.plan import Plan, describe_mismatch
 from checkflow.runtime.loader import DataLoader
 from checkflow.state import (
@@ -19,6 +23,8 @@ from checkflow.state import (
     optimizer_implementation,
     optimizer_parameters,
 )
+
+logger = logging.getLogger("checkflow")
 
 Models = Mapping[str, nn.Module]
 Optimizers = Mapping[str, torch.optim.Optimizer]
@@ -50,6 +56,33 @@ def check_arguments(
         raise ValueError(f"audit must be a whole number of at least 0, not {audit!r}")
 
 
+def read_share(overhead: object) -> float:
+    """A share of training's time.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(overhead, bool) or not isinstance(overhead, int | float) or not 0 <= overhead < math.inf:
+        raise ValueError(f"overhead must be a share of training's time, 0 or more, such as 0.035, not {overhead!r}")
+    return float(overhead)
+
+
+def read_size(extra_memory: object) -> int | None:
+    """Bytes, given as a number or as text such as "2GB".
+
+    Raises:
+        ValueError: neither.
+    """
+    if extra_memory is None or _is_count(extra_memory, 0):
+        return extra_memory
+    if isinstance(extra_memory, str):
+        try:
+            return parse_size(extra_memory)
+        except CheckflowError as error:
+            raise ValueError(f"extra_memory: {error}") from None
+    raise ValueError(f'extra_memory must be bytes, text such as "2GB", or None, not {extra_memory!r}')
+
+
 def check_every(every: int | None, interval: int) -> None:
     """Refuse checkpoints at boundaries that the plan does not make checkpoints of.
 
@@ -62,7 +95,19 @@ def check_every(every: int | None, interval: int) -> None:
         raise ValueError(f"every={every} is no multiple of the plan's interval of {interval}: use {near}")
 
 
-def _is_count(value: object, least: int) -> bool:
+def round_every(every: int | None, interval: int) -> int | None:
+    """``every``, rounded up to boundaries that a plan of this interval makes checkpoints of; says so if it changes."""
+    if every is None or every % interval == 0:
+        return every
+    rounded = every + interval - every % interval
+    logger.warning(
+        "every=%d is no multiple of the interval of this job's plan, %d: from now on a checkpoint every %d iterations",
+        every, interval, rounded,
+    )  # fmt: skip
+    return rounded
+
+
+def _is_count(value: object, least: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
@@ -123,14 +168,30 @@ def implementations(models: Models, optimizers: Optimizers) -> dict[str, str]:
 def refuse_other_job(plan: Plan, state: TrainingState, optimizers: Mapping[str, str]) -> None:
     """Hold the state that exists, and the optimizers' implementations, against the plan's fingerprint.
 
-    Optimizer state that is planned and does not exist is let pass: optimizers make it late (at their first step, or
-    when a parameter gets its first gradient).
-
     Args:
         optimizers: name to implementation.
 
     Raises:
         MismatchError: the plan was made for another job; it says what differs.
+    """
+    lines = differences(plan, state, optimizers)
+    if lines:
+        more = f" (and {len(lines) - 1} more differences)" if len(lines) > 1 else ""
+        raise MismatchError(
+            f"the plan was made for another job, on {plan.fingerprint.device}: {lines[0]}{more}; "
+            "make a new one: checkflow plan MODEL --device NAME (cpu, for a job on the CPU), or have this job make its "
+            'own: plan="auto"'
+        )
+
+
+def differences(plan: Plan, state: TrainingState, optimizers: Mapping[str, str]) -> list[str]:
+    """What differs between a plan's fingerprint and the state that exists, and the optimizers: a line each.
+
+    Optimizer state that is planned and does not exist is let pass: optimizers make it late (at their first step, or
+    when a parameter gets its first gradient).
+
+    Args:
+        optimizers: name to implementation.
     """
     live = {item.name: (tuple(item.tensor.shape), dtype_name(item.tensor.dtype)) for item in state.tensors}
     late = {
@@ -138,13 +199,7 @@ def refuse_other_job(plan: Plan, state: TrainingState, optimizers: Mapping[str, 
         for spec in plan.fingerprint.state
         if spec.name not in live and spec.name.partition("/")[0] in optimizers
     }
-    lines = describe_mismatch(plan, {**live, **late}, dict(optimizers))
-    if lines:
-        more = f" (and {len(lines) - 1} more differences)" if len(lines) > 1 else ""
-        raise MismatchError(
-            f"the plan was made for another job, on {plan.fingerprint.device}: {lines[0]}{more}; "
-            "make a new one: checkflow plan MODEL --device NAME (cpu, for a job on the CPU)"
-        )
+    return describe_mismatch(plan, {**live, **late}, dict(optimizers))
 
 
 @dataclass(frozen=True)

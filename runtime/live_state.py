@@ -225,9 +225,12 @@ def make_lazy_state(
     *,
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    on_host: bool,
+    on_host: bool | None,
 ) -> torch.Tensor:
     """Create an optimizer state tensor that the optimizer would create at its first step, and return it.
+
+    Args:
+        on_host: whether it lies in host memory, wherever its parameter does; None: if it has no dimension.
 
     Raises:
         MismatchError: the optimizer has no such parameter.
@@ -236,6 +239,9 @@ def make_lazy_state(
     parameter = dict(optimizer_parameters(models, optimizer)).get(path)
     if parameter is None:
         raise MismatchError(f"the checkpoint has {name}, but optimizer {owner} has no parameter {path!r}")
+    if on_host is None:
+        (group,) = (g for g in optimizer.param_groups if any(one is parameter for one in g["params"]))
+        on_host = not shape and not (group.get("capturable") or group.get("fused"))  # as torch makes its step counters
     if tuple(parameter.shape) == shape and not on_host:
         tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     else:

@@ -31,7 +31,7 @@ class LoaderListener(Protocol):
     def on_batch_requested(self) -> None:
         """A batch is asked for, and there is one: what the loop did so far belongs to the iteration before."""
 
-    def on_batch_handed(self) -> None:
+    def on_batch_handed(self, batch: Any) -> None:
         """A batch is about to be handed out."""
 
 
@@ -217,7 +217,7 @@ class DataLoader:
             batch = next(batches)
             self._handed = min(self._handed + self.batch_size, self._sampler.samples)
             if self.listener is not None:
-                self.listener.on_batch_handed()
+                self.listener.on_batch_handed(batch)
             yield batch
 
     def set_epoch(self, epoch: int, position: int = 0) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from checkflow.errors import MismatchError
+from checkflow.errors import MismatchError, StorageError
 from checkflow.runtime import extra_state
 from checkflow.runtime.live_state import (
     Stateful,
@@ -26,7 +26,9 @@ from checkflow.runtime.live_state import (
     restore_extra,
 )
 from checkflow.runtime.manifest import TensorEntry
-from checkflow.runtime.reader import Checkpoint
+from checkflow.runtime.opening import step_name
+from checkflow.runtime.reader import Checkpoint, open_checkpoint, recover
+from checkflow.runtime.store import Store
 from checkflow.state import collect_state, dtype_name, optimizer_parameters
 
 
@@ -38,18 +40,60 @@ class Resumed:
     extra: Mapping[str, Any]  # as the checkpointer saved it
 
 
+def resume_from(
+    store: Store,
+    mode: str | int,
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    objects: Mapping[str, Stateful],
+    *,
+    host_tensors: Collection[str] | None = (),
+) -> Resumed | None:
+    """Restore what ``Checkpointer(resume=mode)`` asks for; None where the job begins anew.
+
+    Raises:
+        StorageError: what the mode demands is not there.
+        MismatchError, CorruptCheckpointError: as :func:`restore`.
+    """
+    if mode == "never":
+        if found := store.checkpoints():
+            raise StorageError(f'resume="never", but {store.directory} holds {found[0].name}: choose another one')
+        return None
+    checkpoint = _open(store, mode) if isinstance(mode, int) else recover(store)
+    if checkpoint is None:
+        if mode == "must":
+            raise StorageError(f'resume="must", but {store.directory} holds no valid checkpoint')
+        return None
+    with checkpoint:
+        resumed = restore(checkpoint, models, optimizers, objects, host_tensors=host_tensors)
+    if isinstance(mode, int):
+        store.rewind(mode)  # only now: what was refused must not have hidden anything
+    return resumed
+
+
+def _open(store: Store, step: int) -> Checkpoint:
+    """Exactly this checkpoint, verified."""
+    for path in store.checkpoints():
+        if path.name == step_name(step):
+            checkpoint = open_checkpoint(path)
+            checkpoint.verify()
+            return checkpoint
+    raise StorageError(f"resume={step}, but {store.directory} holds no checkpoint of that step")
+
+
 def restore(
     checkpoint: Checkpoint,
     models: Mapping[str, nn.Module],
     optimizers: Mapping[str, torch.optim.Optimizer],
     objects: Mapping[str, Stateful],
     *,
-    host_tensors: Collection[str] = (),
+    host_tensors: Collection[str] | None = (),
 ) -> Resumed:
     """Make the job's state equal to the checkpoint's, bit for bit.
 
     Args:
-        host_tensors: names of state tensors that the optimizers keep in host memory.
+        host_tensors: names of state tensors that the optimizers keep in host memory; None: not known, torch's own step
+            counters are taken to lie there.
 
     Raises:
         MismatchError: the checkpoint is of another job; nothing was changed.
@@ -75,7 +119,8 @@ def restore(
         if name not in live and name not in ties:
             live[name] = make_lazy_state(
                 name, owner, models, optimizers[owner],
-                shape=tuple(entry.shape), dtype=getattr(torch, entry.dtype), on_host=name in host_tensors,
+                shape=tuple(entry.shape), dtype=getattr(torch, entry.dtype),
+                on_host=None if host_tensors is None else name in host_tensors,
             )  # fmt: skip
     with torch.no_grad():
         for name, tensor in live.items():

@@ -31,23 +31,34 @@ class StagingBuffer:
 
 
 class StagingBuffers:
-    """A fixed number of buffers of one size; ``take`` waits for a free one.
+    """A fixed number of buffers of one size, none until :meth:`grow` made them; ``take`` waits for a free one."""
 
-    Raises:
-        StorageError: the memory cannot be had.
-    """
-
-    def __init__(self, count: int, size_bytes: int) -> None:
-        self.size_bytes = max(size_bytes, 1)
+    def __init__(self, count: int) -> None:
+        self.size_bytes = 0
+        self._count = count
+        self._all: list[StagingBuffer] = []
         self._free: list[StagingBuffer] = []
         self._changed = threading.Condition()
+
+    def grow(self, size_bytes: int) -> None:
+        """Make the buffers at least so large. Where they are smaller: waits until all are free, and makes new ones.
+
+        Raises:
+            StorageError: the memory cannot be had; there are no buffers then.
+        """
+        wanted_bytes = max(size_bytes, 1)
+        if wanted_bytes <= self.size_bytes:
+            return
+        self.wait_all_free()
+        self.close()
         available = psutil.virtual_memory().available
-        if count * self.size_bytes > available:  # the kernel would grant it, and kill the job when it is touched
+        if self._count * wanted_bytes > available:  # the kernel would grant it, and kill the job when it is touched
             raise StorageError(
-                f"{count} staging buffers of {format_size(size_bytes)} do not fit into the {format_size(available)} "
-                "of host memory that are free: pass host_buffers=2 or 1, or free some"
+                f"{self._count} staging buffers of {format_size(size_bytes)} do not fit into the "
+                f"{format_size(available)} of host memory that are free: pass host_buffers=2 or 1, or free some"
             )
-        self._all = [_allocate(index, self.size_bytes) for index in range(count)]
+        self._all = [_allocate(index, wanted_bytes) for index in range(self._count)]
+        self.size_bytes = wanted_bytes
         self._free.extend(self._all)
 
     def take(self) -> StagingBuffer:
@@ -71,6 +82,7 @@ class StagingBuffers:
 
     def close(self) -> None:
         """Give the memory back to the system, as soon as nobody looks at it any more."""
+        self.size_bytes = 0
         self._free.clear()
         self._all.clear()
 

@@ -36,6 +36,7 @@ class Job:
     explicit: bool = False  # mark boundaries with step(), fetching a batch ahead
     interval: int = 1  # of the plan
     every: int | None = 1
+    planless: bool = False  # the job makes its own plan, and waits for it
 
 
 class Net(nn.Module):
@@ -89,15 +90,21 @@ def run(job: Job) -> None:
     loader = DataLoader(
         data(1), BATCH, shuffle=True, seed=3, num_workers=job.workers, multiprocessing_context=fork
     )  # fmt: skip
+    if job.planless:
+        import checkflow
+
+        _ = checkflow.Checkpointer  # hands the runtime its planner
+    plan = make_plan(interval=job.interval)  # in any case: it draws numbers
     with Checkpointer(
-        model, optimizer, loader,
-        directory=job.directory / "checkpoints", plan=make_plan(interval=job.interval),
+        model, optimizer, loader, directory=job.directory / "checkpoints", plan=None if job.planless else plan,
         state={"scheduler": scheduler}, every=job.every, audit=1,
     ) as checkpointer:  # fmt: skip
         for epoch in checkpointer.epochs(EPOCHS):
             model.train()
             batches = ahead(checkpointer.loader) if job.explicit else checkpointer.loader
             for number, (indices, x, y) in enumerate(batches):
+                if job.planless:
+                    wait_for_plan(job, checkpointer, killer)
                 killer.at("forward", epoch, number)
                 optimizer.zero_grad()
                 loss = F.cross_entropy(model(x), y)
@@ -118,6 +125,17 @@ def run(job: Job) -> None:
     state = clone_state({"model": model}, {"optimizer": optimizer})
     final = {"state": state, "scheduler": scheduler.state_dict(), "rng": torch.get_rng_state()}
     torch.save(final, job.directory / "final.pt")
+
+
+def wait_for_plan(job: Job, checkpointer: Checkpointer, killer: Killer) -> None:
+    """Where it is being made, wait for the end of the process that does; or be killed before it ends."""
+    making = checkpointer._place.planning._making
+    if making is not None:
+        os.kill(making.pid, signal.SIGSTOP)
+        (job.directory / "planning process").write_text(str(making.pid))
+        killer.at("planning", 0, 0)
+        os.kill(making.pid, signal.SIGCONT)
+        making._process.wait()
 
 
 def ahead(batches: Any) -> Any:

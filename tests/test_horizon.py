@@ -163,7 +163,7 @@ def test_snapshots_are_made_and_freed_in_the_planned_iteration(seed: int, tmp_pa
         for n in checkpointer.steps(12):
             if n >= 6:
                 now = (n % 3) * length
-                engine = checkpointer._engine
+                engine = checkpointer._saving.engine
                 released = [
                     index
                     for index, chunk in enumerate(plan.chunks)
@@ -323,7 +323,7 @@ def test_what_follows_the_last_boundary_is_not_saved_as_its_state(
             if way == "step()":
                 job.step()
         if way != "steps":  # the others do not tell when the loop is left: the capture in flight would be given up
-            job._capturer.finish()
+            job._execution.finish()
         model.load_state_dict(best)
     assert begun == check(tmp_path, truths) == [3]
     assert "changed after step 5" in caplog.text
@@ -533,7 +533,7 @@ def test_a_tensor_that_is_written_at_last_costs_at_most_one_checkpoint(
         kept = step.models["side"].kept
 
         def after(n: int) -> None:
-            checkpointer._writer.wait_until_at_most(0)
+            checkpointer._saving.writer.wait_until_at_most(0)
             if n == when or n > 20:
                 (kept.data if hidden else kept).add_(1)
 
@@ -630,7 +630,7 @@ def test_a_breach_voids_what_was_begun_in_the_same_way(
         step.run(step.batch)
         if n == 12:
             gate.set()
-            checkpointer._writer.wait_until_at_most(0)
+            checkpointer._saving.writer.wait_until_at_most(0)
 
     late = dataclasses.replace(plan, chunks=chunks).sealed()
     with open_job(step, tmp_path, late, audit=4, on_error="warn") as checkpointer:

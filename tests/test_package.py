@@ -172,6 +172,29 @@ with checkflow.Checkpointer(model, optimizer, directory="checkpoints", plan="pla
     }
 
 
+def test_job_that_makes_its_plan_imports_no_solver_and_no_command_line(tmp_path: Path) -> None:
+    """And its script needs no main guard: nothing runs it a second time."""
+    code = """
+import time, torch, checkflow
+open("begun", "a").write("once")
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+with checkflow.Checkpointer(model, optimizer, directory="checkpoints") as checkpointer:
+    for _ in checkpointer.steps(10_000):
+        optimizer.zero_grad()
+        model(torch.rand(2, 8)).sum().backward()
+        optimizer.step()
+        if checkpointer.report()["plan"]:
+            break
+        time.sleep(0.01)
+    assert checkpointer.report()["plan_source"] == "recorded"
+"""
+    added = modules_after(code, tmp_path)
+    assert (tmp_path / "begun").read_text() == "once"
+    assert added & {*SOLVERS, *COMMAND_LINE} == set()
+    assert "checkflow.cli" not in added
+
+
 def test_help_imports_no_torch(tmp_path: Path) -> None:
     code = "from checkflow.cli import main\nassert main(['--help']) == 0\nassert main(['plan', '--help']) == 0"
     assert "torch" not in modules_after(code, tmp_path)

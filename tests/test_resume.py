@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jobs
+import psutil
 import pytest
 import torch
 from oracle import same_bits
 
-from checkflow.runtime.reader import find
+from checkflow.runtime.reader import find, open_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +103,26 @@ def test_a_finished_job_has_nothing_left_to_do(tmp_path: Path, uninterrupted: tu
     (tmp_path / "final.pt").unlink()
     assert jobs.start(jobs.Job(tmp_path)) == 0
     assert_same_end(tmp_path, uninterrupted)
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < end, "it does not happen"
+        time.sleep(0.02)
+
+
+def test_killed_while_a_plan_is_made(tmp_path: Path, uninterrupted: tuple[Any, list[list[int]]]) -> None:
+    """In the recorded iteration, in one that is timed, while the plan is made, and under it."""
+    job = jobs.Job(tmp_path, planless=True)
+    for kill in (("backward", 0, 1), ("step", 0, 3), ("planning", 0, 0), ("after step", 2, 5)):
+        assert jobs.start(dataclasses.replace(job, kill=kill)) == -9
+        assert bool(list(tmp_path.glob("checkpoints/plans/*.json"))) == (kill[0] == "after step")
+        if kill[0] == "planning":  # it was stopped, and ends with the job all the same
+            number = int((tmp_path / "planning process").read_text())
+            wait_for(lambda number=number: not psutil.pid_exists(number))
+    assert jobs.start(job) == 0
+    assert_same_end(tmp_path, uninterrupted)
+    with open_checkpoint(find(tmp_path / "checkpoints")[0]) as checkpoint:
+        assert checkpoint.manifest.plan_digest
+    assert len(list(tmp_path.glob("checkpoints/plans/*"))) == 1

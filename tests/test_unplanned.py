@@ -21,6 +21,7 @@ from checkflow.graph import AnchorKind
 from checkflow.plan import Plan
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.checkpointer import Checkpointer
+from checkflow.runtime.execution import Execution
 from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.reader import find
 
@@ -245,13 +246,13 @@ def test_a_module_that_is_taken_away_costs_the_plan_and_not_the_checkpoints(tmp_
 def test_recomputed_forwards_are_no_anchors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Activation checkpointing runs a module's forward again inside backward; its second key must not fire there."""
     job, fired = Job(), []
-    guard = Checkpointer._guard
+    reached = Execution.reached
 
-    def noting(self: Checkpointer, key: Any) -> None:
+    def noting(self: Execution, key: Any) -> None:
         fired.append(key)
-        guard(self, key)
+        reached(self, key)
 
-    monkeypatch.setattr(Checkpointer, "_guard", noting)
+    monkeypatch.setattr(Execution, "reached", noting)
     with open_job(job, tmp_path, warmed()) as checkpointer:
         for _ in checkpointer.steps(3):
             fired.clear()
@@ -293,7 +294,7 @@ def test_two_optimizers_of_which_one_rarely_steps(tmp_path: Path) -> None:
 def test_growing_state_without_memory_for_it_stops_checkpoints_and_not_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from checkflow.runtime import capture
+    from checkflow.runtime import staging
 
     job = Job()
     with open_job(job, tmp_path, warmed()) as checkpointer:
@@ -302,10 +303,10 @@ def test_growing_state_without_memory_for_it_stops_checkpoints_and_not_training(
             if n == 2:
                 job.optimizer.state[job.model[0].weight]["grown"] = torch.zeros(100_000)
 
-                def refuse(count: int, size: int) -> None:
+                def refuse(index: int, size: int) -> None:
                     raise StorageError("no host memory")
 
-                monkeypatch.setattr(capture, "StagingBuffers", refuse)
+                monkeypatch.setattr(staging, "_allocate", refuse)
             if n == 5:
                 monkeypatch.undo()
 

@@ -1,0 +1,110 @@
+"""What a job without a plan pays for one: the recorded iteration, what else holds training, and the time till then.
+
+``python benchmarks/recording.py [--only alexnet …] [--batch-size 4] [--iterations 12] [--output FILE]``: a table, and
+the same as JSON in FILE, by default ``benchmarks/results/recording-<cores>-cores.json``.
+
+Each model trains for real on this machine's CPU, first without checkflow, then with ``Checkpointer(plan=None)``.
+"ratio" is the recorded iteration's time, from its first operator to its last, over the median of the usual ones; its
+promise is 2 at most. "until the plan" counts from the boundary before the recorded iteration to the one at which the
+plan is put in place: the recorded iteration, two that are timed, and planning in a process of its own while training
+goes on. "held" is what the boundaries took of the training thread for it: what was recorded is made a timeline, the
+link is measured, that process is started, and its plan read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import checkflow
+from checkflow.hardware import format_seconds
+
+MODELS = ("alexnet", "mnasnet", "resnet18", "vgg11", "vit", "resnet3d", "transformer", "bert")
+MOST_RATIO = 2.0
+WARM_UP = 2  # iterations that are not counted
+PATIENCE_SECONDS = 300.0
+
+
+def real_step(model: str, batch_size: int) -> checkflow.TrainingStep:
+    """A shipped model with real tensors."""
+    torch.manual_seed(0)
+    step: checkflow.TrainingStep = importlib.import_module(f"checkflow.models.{model}").build(batch_size=batch_size)
+    return step
+
+
+def measure(model: str, batch_size: int, iterations: int) -> dict[str, Any]:
+    """Train one model until its plan is there."""
+    step = real_step(model, batch_size)
+    usual, recorded = [], []
+    for n in range(iterations + WARM_UP):
+        begun = time.perf_counter()
+        step.run(step.batch)
+        if n >= WARM_UP:
+            usual.append(time.perf_counter() - begun)
+    with tempfile.TemporaryDirectory() as directory:
+        end = time.monotonic() + PATIENCE_SECONDS
+        with checkflow.Checkpointer(step.models, step.optimizers, directory=directory) as checkpointer:
+            for _ in checkpointer.steps(2**31):
+                stage = checkpointer.report()["planning"]
+                begun = time.perf_counter()
+                step.run(step.batch)
+                if stage == "recording":
+                    recorded.append(time.perf_counter() - begun)
+                if checkpointer.report()["plan"] or checkpointer.report()["planning"] == "given up":
+                    break
+                if time.monotonic() > end:
+                    break
+            report = checkpointer.report()
+    if not report["plan"]:
+        raise SystemExit(f"{model} got no plan: {report['planning_failure'] or 'it took too long'}")
+    base = statistics.median(usual)
+    return {
+        "usual_iteration_seconds": base,
+        "usual_spread": (max(usual) - min(usual)) / base,
+        "recorded_iteration_seconds": recorded[-1],
+        "ratio": recorded[-1] / base,
+        "recordings": len(recorded),
+        "until_the_plan_seconds": report["planning_seconds"],
+        "held_seconds": report["held_seconds"]["planning"],
+        "interval": report["plan_interval"],
+    }
+
+
+def main() -> None:
+    cores = os.cpu_count()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--iterations", type=int, default=12)
+    results = Path(__file__).parent / "results" / f"recording-{cores}-cores.json"
+    parser.add_argument("--output", type=Path, default=results)
+    chosen = parser.parse_args()
+    print(f"{'model':12} {'usual':>9} {'recorded':>9} {'ratio':>6} {'until the plan':>15} {'held':>9} interval")
+    rows = {}
+    for model in chosen.only:
+        row = rows[model] = measure(model, chosen.batch_size, chosen.iterations)
+        print(
+            f"{model:12} {format_seconds(row['usual_iteration_seconds']):>9}"
+            f" {format_seconds(row['recorded_iteration_seconds']):>9} {row['ratio']:6.2f}"
+            f" {format_seconds(row['until_the_plan_seconds']):>15} {format_seconds(row['held_seconds']):>9}"
+            f" {row['interval']:8}",
+            flush=True,
+        )
+    slow = [model for model, row in rows.items() if row["ratio"] > MOST_RATIO]
+    content = {"cores": cores, "batch_size": chosen.batch_size, "most_ratio": MOST_RATIO, "models": rows}
+    chosen.output.write_text(json.dumps(content, indent=2) + "\n")
+    if slow:
+        raise SystemExit(f"recording took more than {MOST_RATIO:g} times an iteration: {', '.join(slow)}")
+
+
+if __name__ == "__main__":
+    main()

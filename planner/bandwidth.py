@@ -1,0 +1,45 @@
+"""How fast this machine copies state, measured in a moment: for a job that makes its own plan (see :mod:`.probe`).
+
+What is measured is what the runtime's copy engine does, alone on the machine: training that uses the same memory at the
+same time slows it down, and is slowed down by it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from checkflow.planner.probe import Effort, array_size_bytes, host_link_figure, repeat
+from checkflow.planner.timing import clock_of
+
+_BYTES = 32 * 2**20  # larger than most caches
+MOMENT = Effort(repetitions=7, seconds=0.05, array_bytes=_BYTES, product_seconds=0.0, disk_bytes=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidths:
+    """Medians of a few copies."""
+
+    link_bytes_per_second: float  # from device memory to staging memory
+    memory_bytes_per_second: float  # of device memory: a copy within it reads each byte once and writes it once
+
+
+def measure_bandwidths(device: torch.device) -> Bandwidths:
+    """Measure the copies that checkpoints will make; takes some 0.1 s.
+
+    On the CPU both are one thread's memmove. On a GPU the first is a copy into pinned host memory, the second one
+    inside its own memory, of which 64 MiB are taken for that moment.
+
+    Raises:
+        CheckflowError: so little memory is free that nothing can be measured.
+    """
+    clock, size_bytes = clock_of(device), array_size_bytes(MOMENT, device)
+    if device.type != "cuda":
+        rate = host_link_figure(clock, MOMENT, size_bytes).spread.median
+        return Bandwidths(rate, 2 * rate)
+    source, other = (torch.ones(size_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    here = torch.ones(size_bytes, dtype=torch.uint8, pin_memory=True)
+    link = repeat(lambda: here.copy_(source, non_blocking=True), clock, MOMENT).median
+    memory = repeat(lambda: other.copy_(source), clock, MOMENT).median
+    return Bandwidths(size_bytes / link, 2 * size_bytes / memory)

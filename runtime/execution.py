@@ -1,0 +1,216 @@
+"""A plan at work in a live job: its hooks, its guards, and the captures that it gathers.
+
+The Checkpointer says when boundaries are and which of them are captured; this does at each anchor what the plan, and
+caution beyond it, ask for. Everything that runs inside the user's loop, forward, backward or step is run in
+:meth:`Execution.surviving`: a fault of checkpointing voids the checkpoint under way and goes no further.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from checkflow.errors import CheckflowError, ConsistencyError
+from checkflow.graph import BOUNDARY, AnchorKey, AnchorKind
+from checkflow.plan import Certificate, Fingerprint, Plan
+from checkflow.runtime import fit
+from checkflow.runtime.anchors import AnchorHooks
+from checkflow.runtime.barriers import Program
+from checkflow.runtime.capture import Capture, Capturer
+from checkflow.runtime.copy_engine import CopyEngine
+from checkflow.runtime.live_state import StateWalk
+from checkflow.runtime.persist import Writer
+from checkflow.runtime.settled import WrittenError
+from checkflow.runtime.staging import StagingBuffers
+from checkflow.timeline import Step, Timeline
+
+logger = logging.getLogger("checkflow")
+
+
+#: What runs as long as a job has no plan: nothing is scheduled, all state is copied at the boundary itself.
+UNPLANNED = Plan(
+    fingerprint=Fingerprint("", (), (), (), 1, "", (), ""),
+    policy="direct",
+    bandwidth_bytes_per_second=1.0,
+    unit_bytes=1,
+    timeline=Timeline("segment", (Step("anchor", str(BOUNDARY), 0.0, 0, anchor=BOUNDARY),), ()),
+    chunks=(),
+    graph_peak_bytes=0,
+    plan_peak_bytes=0,
+    stall_seconds=0.0,
+    interval=1,
+    certificate=Certificate("feasible", "none", "none", "", 0, 0),
+)
+
+
+class Listener(Protocol):
+    """Whom the hooks call: the Checkpointer, which times them and finds boundaries."""
+
+    iteration: int  # finished so far
+
+    def on_anchor(self, key: AnchorKey) -> None: ...
+    def on_forward(self, model: str, arguments: Any) -> None: ...
+    def on_training(self) -> None: ...
+    def on_evaluation(self) -> None: ...
+
+
+class Execution:
+    """One plan in one job, from the boundary at which it is put in place.
+
+    Args:
+        program: the plan, compiled.
+        implementations: of the optimizers by name, as plans name them.
+        deliver: takes each complete capture, on any thread.
+        raising: whether a fault is raised inside the user's loop, after it has been dealt with.
+        known_to_fit: as in :class:`.capture.Capturer`.
+
+    Raises:
+        MismatchError: the plan has an anchor that the job does not have.
+        StorageError: no host memory for the staging buffers.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        program: Program,
+        models: Mapping[str, nn.Module],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        walk: StateWalk,
+        engine: CopyEngine,
+        buffers: StagingBuffers,
+        deliver: Callable[[Capture], None],
+        listener: Listener,
+        *,
+        implementations: Mapping[str, str],
+        raising: bool,
+        known_to_fit: bool = False,
+    ) -> None:
+        self.plan = plan
+        self._models, self._optimizers, self._walk = models, optimizers, walk
+        self._implementations, self._listener, self._raising = implementations, listener, raising
+        self.capturer = Capturer(
+            plan, program, walk, engine, buffers, deliver, known_to_fit=known_to_fit, at_boundary=plan is UNPLANNED
+        )
+        self.stepped: set[str] = set()  # optimizers, since the last boundary
+        self.captures = self.aborted = 0
+        self.distrusted = False
+        self._said = ""
+        self._guards = fit.make_guards(plan, models, optimizers)
+        self._keys = [*(work.key for work in program.works), *self._guards.at_forward]
+        self._hooks = self._hook()
+        self._hooked_state = walk.current()
+
+    @contextlib.contextmanager
+    def surviving(self) -> Iterator[None]:
+        """A fault of checkpointing voids the checkpoint under way and no more, unless errors are to be raised."""
+        try:
+            yield
+        except Exception as error:
+            step = self.capturer.step or self._listener.iteration
+            lost = self.capturer.abort()
+            self.aborted += lost
+            if isinstance(error, WrittenError):
+                self.capturer.settled.drop([error.name])
+            elif isinstance(error, ConsistencyError):
+                self._distrust()
+            if self._raising:
+                raise
+            reason = " ".join(str(error).split())
+            said = f"{type(error).__name__}: {reason}"
+            if said != self._said:  # the same reason at every boundary is said once
+                what = "is given up" if lost else "was complete before this"
+                trace = None if isinstance(error, CheckflowError) else error
+                logger.warning("the checkpoint of step %d %s: %s", step, what, said, exc_info=trace)
+            self._said = said
+
+    def reached(self, key: AnchorKey) -> None:
+        """An anchor fired: do what the plan, and caution beyond it, ask for before the job goes on from it."""
+        with self.surviving():
+            self._guard(key)
+        if key.kind is AnchorKind.OPTIMIZER_POST:
+            self.stepped.add(key.name)
+
+    def end_iteration(self, *, due: bool) -> None:
+        """A boundary: the capture in flight goes on, or is brought to its end if another one is due."""
+        with self.surviving():
+            if due:
+                self.capturer.finish()
+            else:
+                self.capturer.go_on()
+        self.stepped.clear()
+        self.follow()
+        self._hooks.reset()
+
+    def finish(self) -> None:
+        """Bring the capture in flight to its end."""
+        with self.surviving():
+            self.capturer.finish()
+
+    def follow(self) -> None:
+        """Put hooks on modules that took the place of others; without them a deadline would pass unseen."""
+        state = self._walk.current()
+        if state is not self._hooked_state:
+            self.finish()  # its last tensors might be written where no hook is any more
+            self._guards = fit.make_guards(self.plan, self._models, self._optimizers)
+            self._hooks.remove()
+            self._hooked_state = state
+            try:
+                self._hooks = self._hook()
+            except CheckflowError as error:
+                logger.warning("the job no longer has what the plan was made for: %s", error)
+                self._keys = []
+                self._hooks = self._hook()
+                self._distrust()
+
+    def heed(self, writer: Writer) -> None:
+        """What the writer's audits found out about the job."""
+        self.capturer.settled.drop(writer.take_written())
+        if writer.breaches and not self.distrusted:
+            self.aborted += self.capturer.abort()  # one in flight was begun in the same way
+            self._distrust()
+
+    def begin(self, step: int, extra: bytes, info: Mapping[str, Any], *, audit: bool) -> float:
+        """Start the capture of this boundary; see :meth:`.capture.Capturer.begin`."""
+        waited_seconds = self.capturer.begin(step, extra, info, audit=audit, optimizers=self._implementations)
+        self.captures += 1
+        return waited_seconds
+
+    def remove_hooks(self) -> None:
+        self._hooks.remove()
+
+    def _hook(self) -> AnchorHooks:
+        listener = self._listener
+        return AnchorHooks(
+            self._models, self._optimizers, self._keys,
+            listener.on_anchor, listener.on_forward, listener.on_training, listener.on_evaluation,
+        )  # fmt: skip
+
+    def _distrust(self) -> None:
+        if not self.distrusted:
+            self.distrusted = True
+            logger.error(
+                "the plan does not fit this job: from now on all state is copied at each boundary, which holds "
+                "training; make a new plan"
+            )
+            self.capturer.distrust()
+
+    def _guard(self, key: AnchorKey) -> None:
+        capturer = self.capturer
+        capturer.reached(key)
+        if key in self._guards.at_forward:
+            capturer.require(self._guards.at_forward[key])
+        if key.kind is AnchorKind.OPTIMIZER_PRE:
+            if fit.group_sizes(self._optimizers[key.name]) != self._guards.sizes[key.name]:  # gradual unfreezing
+                self._guards = fit.make_guards(self.plan, self._models, self._optimizers)
+            late = self._guards.at_step[key.name]
+            capturer.require([chunk for owner, chunk in late if owner is None or owner.grad is not None])
+        elif key.kind is AnchorKind.OPTIMIZER_POST:
+            # What follows (EMA, clamps, another optimizer) may write what no operator was seen to write.
+            capturer.require_after_step()
+            if self._optimizers.keys() <= self.stepped | {key.name}:
+                capturer.complete_iteration()

@@ -1,0 +1,76 @@
+"""How far training has come: its epoch, the samples that reached a step, and the generators of random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from checkflow.runtime.live_state import capture_generators, restore_generators
+from checkflow.runtime.loader import DataLoader
+
+
+class Progress:
+    """What a checkpoint says about the loop, and what a resume puts back.
+
+    The position is that of batches which reached a step, not of batches handed out: loops may fetch ahead.
+    """
+
+    def __init__(self, loader: DataLoader | None) -> None:
+        self._loader = loader
+        self.epoch = 0
+        self.position = 0  # samples of this epoch that reached a step
+        self._loader_epoch = 0
+        # Loader epoch and position after each batch that was handed out and has not reached a step.
+        self._handed: list[tuple[int, int]] = []
+        self._generators: Mapping[str, Any] | None = None  # to be restored when training goes on
+
+    @property
+    def waiting(self) -> int:
+        """Batches that were handed out and have not reached a step."""
+        return len(self._handed)
+
+    def batch_handed(self) -> None:
+        assert self._loader is not None
+        self._handed.append((self._loader.epoch, self._loader.position))
+
+    def count(self, batches: int | None = None) -> None:
+        """So many batches reached a step; None: all that were handed out."""
+        count = self.waiting if batches is None else min(batches, self.waiting)
+        if count:
+            self._loader_epoch, self.position = self._handed[count - 1]
+            del self._handed[:count]
+
+    def end_epoch(self) -> None:
+        self.epoch += 1
+        self.position = 0
+        self._handed.clear()
+
+    def capture(self) -> dict[str, Any]:
+        """As extra state."""
+        loader = None
+        if self._loader is not None:
+            epoch = self.epoch if self._loader.epochs_counted_elsewhere else self._loader_epoch
+            loader = {**self._loader.state_dict(), "epoch": epoch, "position": self.position}
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "loader": loader,
+            "generators": capture_generators(),
+        }
+
+    def resume(self, extra: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`capture` gave.
+
+        Raises:
+            MismatchError: the loader is another one.
+        """
+        self.epoch, self.position, self._generators = extra["epoch"], extra["position"], extra["generators"]
+        self._loader_epoch = extra["loader"]["epoch"] if extra["loader"] is not None else 0
+        if self._loader is not None and extra["loader"] is not None:
+            self._loader.load_state_dict(extra["loader"])
+
+    def restore_generators(self) -> None:
+        """Training goes on: the numbers drawn from here on are those that would have been drawn; once."""
+        if self._generators is not None:
+            restore_generators(self._generators)
+            self._generators = None
