@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from checkflow.errors import UnsupportedError
 from checkflow.graph import StateKind
@@ -166,7 +167,7 @@ def collect_state(models: Mapping[str, nn.Module], optimizers: Mapping[str, torc
 
     Raises:
         UnsupportedError: two models or optimizers share a name, or a tensor has no dense memory of its own
-            (an expanded tensor, or one that overlaps another without being the same region).
+            (an expanded tensor, one that overlaps another without being the same region, or a lazy one).
     """
     if clash := set(models) & set(optimizers):
         raise UnsupportedError(f"a model and an optimizer have the same name: {sorted(clash)[0]}")
@@ -178,6 +179,11 @@ def collect_state(models: Mapping[str, nn.Module], optimizers: Mapping[str, torc
     first: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], str] = {}
     unique, ties = [], []
     for item in found:
+        if is_lazy(item.tensor):
+            raise UnsupportedError(
+                f"state tensor {item.name} has no shape yet: run the model once on a batch first, as torch asks for "
+                "lazy modules, before the optimizer is made"
+            )
         if item.tensor.layout is not torch.strided:
             raise UnsupportedError(
                 f"state tensor {item.name} is {item.tensor.layout}; only strided tensors can be checkpointed"

@@ -24,11 +24,13 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy
 import checkflow.training_step
 from checkflow.errors import CheckflowError, TraceError
 from checkflow.graph import TrainingGraph
-from checkflow.planner.faking import CPU, StandIns, autocast_on_cpu, stand_in
+from checkflow.planner.faking import CPU, StandIns, stand_in
 from checkflow.planner.iteration import Iteration
 from checkflow.planner.moving import DeviceStandIns
 from checkflow.planner.optimizers import NEEDS_DATA, OptimizerSteps, Target, foreach_on_fakes, fused_kernels_faked
 from checkflow.planner.recording import OperatorRecorder
+from checkflow.planner.redirected import torch_redirected
+from checkflow.planner.sequences import ctc_loss_faked
 from checkflow.state import host_counters, optimizer_implementation
 from checkflow.training_step import TrainingStep
 
@@ -57,7 +59,7 @@ def trace(step: TrainingStep, *, name: str, target: Target = "cuda") -> Training
     with stand_in(step, stand_ins):
         steps = OptimizerSteps(step.optimizers.values(), target)
         session = _Session(step, name, stand_ins, steps)
-        with _environment(stand_ins), fused_kernels_faked(), steps.in_place():
+        with _environment(stand_ins), fused_kernels_faked(), ctc_loss_faked(), steps.in_place():
             session.run()
         return session.graph(implementations)
 
@@ -75,7 +77,7 @@ def _environment(stand_ins: StandIns) -> Iterator[None]:
             torch.compiler.set_stance("force_eager"),  # compiled regions show their operators
             torch._dynamo.config.patch(error_on_nested_fx_trace=False),
             _quiet(logging.getLogger("torch._subclasses.fake_tensor")),  # what it logs, it raises
-            autocast_on_cpu(),
+            torch_redirected(),
             foreach_on_fakes(),
             stand_ins.mode,
             CPU,
@@ -148,22 +150,29 @@ class _Session:
             self._recorder.record_opaque(optimizer, parameters)
 
 
+_RECORD = "have a live iteration recorded: Checkpointer(plan=None)"
+
+
 def _explain(name: str, error: Exception, culprit: OpOverload | None) -> str:
     """One line: the operator, the user's source line, the reason, and what to change."""
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
     line = user_line(error)
     place = f" at {line}" if line else ""
-    if isinstance(error, UnsupportedOperatorException):
+    if isinstance(error, UnsupportedOperatorException) or reason.startswith("There was no fake impl registered"):
         return (
             f"cannot trace {name}: {culprit or reason} has no fake implementation{place}: "
-            "register one with torch.library.register_fake"
+            f"register one with torch.library.register_fake, or {_RECORD}"
         )
     if isinstance(error, NEEDS_DATA):
         return (
             f"cannot trace {name}: {culprit or 'it'} needs the values of tensors{place}: move what depends on data "
-            f"(if, while, data-dependent sizes) out of the training step, or compute it with torch.where ({reason})"
+            f"(if, while, data-dependent sizes) out of the training step, compute it with torch.where, or {_RECORD} "
+            f"({reason})"
         )
-    return f"cannot trace {name}: {culprit or 'the training step'} raised {type(error).__name__}{place}: {reason}"
+    return (
+        f"cannot trace {name}: {culprit or 'the training step'} raised {type(error).__name__}{place}: {reason} "
+        f"(where the step itself runs, {_RECORD})"
+    )
 
 
 def user_line(error: Exception) -> str:

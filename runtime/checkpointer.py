@@ -311,6 +311,11 @@ class Checkpointer:
                 if not self._explicit and self._left_epochs:
                     self._end_epoch()
                 elif not self._explicit:
+                    if not self._optimizers and self._loader is None and self._began:
+                        logger.warning(
+                            "without an optimizer and a loader nothing tells where an iteration ends, and all that ran "
+                            "counts as one: iterate checkpointer.steps(), or call checkpointer.step() after each"
+                        )
                     self._count_batches()
                     self._boundary()
                 self._capture_last_boundary()
@@ -333,12 +338,24 @@ class Checkpointer:
 
     def _on_forward(self) -> None:
         if self._loader is None:
-            if not self._explicit and not self._in_steps and self._stepped.issuperset(self._optimizers):
+            if (
+                not self._explicit
+                and not self._in_steps
+                and self._stepped
+                and self._stepped.issuperset(self._optimizers)
+            ):
                 self._boundary()
             self._restore_generators()
 
     def _on_training(self) -> None:
         self._began = True
+
+    def _has_trained(self) -> bool:
+        """Whether an iteration lies between the last boundary and now.
+
+        An optimizer has stepped; in a job that updates its parameters without any, a model has run forward.
+        """
+        return bool(self._stepped) or (self._began and not self._optimizers)
 
     def _on_anchor(self, key: AnchorKey) -> None:
         begun = time.perf_counter()
@@ -425,7 +442,7 @@ class Checkpointer:
 
     def _count_batches(self) -> None:
         """Every batch handed out so far has reached a step, if one was made."""
-        if self._stepped and self._positions:
+        if self._has_trained() and self._positions:
             self._loader_epoch, self._position = self._positions[-1]
             self._positions.clear()
 
@@ -436,7 +453,7 @@ class Checkpointer:
         interval is over (an epoch's end, the last iteration, and the first regular boundary after them), training waits
         for what is left of it.
         """
-        if not self._stepped:
+        if not self._has_trained():
             return
         begun = time.perf_counter()
         due = self._is_due(self.iteration + 1, extra=epoch_end or last)
