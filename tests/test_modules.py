@@ -1,6 +1,6 @@
 """Training steps that people really have, the model half: each is planned by trace and by record, and kept true.
 
-A row of the tables in ``layer_steps`` and ``loop_steps`` is one kind of step.
+A row of the tables in ``layer_steps``, ``autograd_steps`` and ``loop_steps`` is one kind of step.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from checkflow.planner.steps import make_timeline
 from checkflow.planner.trace import trace
 from checkflow.state import collect_state
 from checkflow.training_step import TrainingStep
+from tests import autograd_steps as own
 from tests import layer_steps as layers
 from tests import loop_steps as loops
 
 Build = layers.Build
 EXACT: Mapping[str, Build] = {
     **layers.NUMBERS, **layers.RECOMPUTED, **layers.NORMS, **layers.WEIGHTS, **layers.SEQUENCES, **layers.LOOKUPS,
-    **loops.OWN, **loops.FUNCTIONAL, **loops.AFTERWARDS, **loops.KEPT, **loops.STRUCTURES,
+    **own.OWN, **own.FUNCTIONAL, **loops.AFTERWARDS, **loops.KEPT, **loops.STRUCTURES,
 }  # fmt: skip
 STEPS: Mapping[str, Build] = {**EXACT, **layers.PACKED}
 

@@ -21,8 +21,8 @@ from checkflow.planner.trace import trace
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.reader import find
 from checkflow.training_step import TrainingStep
+from tests.autograd_steps import Statistics, triple
 from tests.layer_steps import adam, mean_square, momentum, perceptron, step_of
-from tests.loop_steps import Statistics, triple
 
 
 def skipping() -> TrainingStep:
