@@ -1,5 +1,5 @@
-"""Small training steps, by what their loops do: averages and other writes after the step, state kept in modules, batches
-and results of every kind."""
+"""Small training steps, by what their loops do: averages and other writes after the step, state that modules keep,
+batches and results of every kind."""
 
 from __future__ import annotations
 
