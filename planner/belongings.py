@@ -118,6 +118,7 @@ class Snapshot:
             (held, {key: value for key, value in held.items() if isinstance(value, only)})
             for held in (value if isinstance(value, dict) else vars(value) for value in objects)
         ]
+        self._classes = [(value, type(value)) for value in objects if isinstance(value, nn.Module)]
         inner = [value for held, _ in self._attributes for value in held.values() if isinstance(value, _CONTAINERS)]
         self._contents = [
             (container, container.copy())
@@ -129,6 +130,9 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back, whatever has happened to it since."""
+        for module, kind in self._classes:
+            if type(module) is not kind:  # lazy modules become others
+                module.__class__ = kind
         for held, saved in reversed(self._attributes):
             if self._whole:
                 held.clear()

@@ -10,23 +10,27 @@ error too, the user's objects hold what they held before.
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from checkflow.errors import TraceError
 from checkflow.planner.belongings import Belongings
+from checkflow.planner.lazy import without_shape
 from checkflow.planner.numbers import ARRAYS, RECORD, TELLING, ReadNumbers, format_number
 from checkflow.planner.placement import CAPTURED, COPIED, HostMemory
+from checkflow.planner.sequences import replacement
+from checkflow.planner.structures import with_tensors
 from checkflow.state import is_composite
 from checkflow.training_step import TrainingStep
 
@@ -34,6 +38,7 @@ CPU = torch.device("cpu")
 _COUNTERS = frozenset(("step", "mu_product"))  # what torch's optimizers keep in host memory for each parameter
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # what ``tensor.data = other`` calls
 
 
 class StandIns(TorchFunctionMode):
@@ -59,7 +64,7 @@ class StandIns(TorchFunctionMode):
 
     def all(self) -> list[torch.Tensor]:
         """Every fake tensor made so far."""
-        return [fake for _, fake in self._fakes.values()]
+        return [fake for _, fake in self._fakes.values() if not is_lazy(fake)]
 
     def of(self, tensor: torch.Tensor, *, captured: bool = False) -> torch.Tensor:
         """The stand-in of a tensor; the tensor itself if it is one of the trace's already.
@@ -69,8 +74,12 @@ class StandIns(TorchFunctionMode):
         """
         if self._is_stand_in(tensor):
             return tensor
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # torch.func has wrapped a tensor of the trace
+            return tensor
         known = self._fakes.get(id(tensor))
         if known is None:
+            if is_lazy(tensor):
+                return self._without_shape(tensor)
             shared = not is_composite(tensor) and tensor.untyped_storage()._cdata in self._storages
             with torch._C.DisableTorchFunction():
                 known = self._fakes[id(tensor)] = (tensor, self._make(tensor))
@@ -84,13 +93,49 @@ class StandIns(TorchFunctionMode):
         """The stand-in of a one-element tensor in host memory: a fake tensor that knows its value, as eager training
         does when it reads such a counter with ``.item()``. Without data the value is 1."""
         with torch._C.DisableTorchFunction():
-            blank = tensor.is_meta or isinstance(tensor, FakeTensor)
-            value = torch.ones_like(tensor, device=CPU) if blank else tensor.detach().to(CPU, copy=True)
-            fake = self.mode.fake_tensor_converter.from_real_tensor(self.mode, value, make_constant=True)
-            self.host.mark(fake, COPIED)
-            self.host.name_device(fake)
+            one = torch.ones(tensor.shape, dtype=tensor.dtype, device=CPU)
+            fake = self.knowing(one if _is_blank(tensor) else tensor)
         self._fakes[id(tensor)] = (tensor, fake)
         return fake
+
+    def knowing(self, value: torch.Tensor) -> torch.Tensor:
+        """A fake tensor in host memory whose values are known."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            fake = self._knowing(value)
+            self.host.mark(fake, COPIED)
+            self.host.name_device(fake)
+        return fake
+
+    def _lengths(self, values: Sequence[int]) -> torch.Tensor:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return self.knowing(torch.tensor(values, device=CPU))
+
+    def _knowing(self, value: torch.Tensor) -> torch.Tensor:
+        copied = value.detach().to(CPU, copy=True)
+        return self.mode.fake_tensor_converter.from_real_tensor(self.mode, copied, make_constant=True)
+
+    def _counter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The stand-in of a buffer of one element on the device: it knows its value as long as nothing but known values
+        goes into it. Steps decide upon such (``n_averaged`` of AveragedModel, a queue's next place, "initialised").
+        Without data the value is 0, as counters begin."""
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            zero = torch.zeros(tensor.shape, dtype=tensor.dtype, device=CPU)
+            fake = self._knowing(zero if _is_blank(tensor) else tensor)
+            self.host.mark_known(fake)
+            self.host.name_device(fake)
+        for key, value in vars(tensor).items():
+            if key not in vars(fake):
+                setattr(fake, key, value)
+        self._fakes[id(tensor)] = (tensor, fake)
+        return fake
+
+    def of_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The stand-in of a module's buffer."""
+        plain = type(tensor) in (torch.Tensor, nn.Buffer, FakeTensor) and tensor.layout is torch.strided
+        if id(tensor) in self._fakes or not plain or tensor.numel() != 1 or tensor.requires_grad:
+            return self.of(tensor)
+        alone = tensor.untyped_storage().nbytes() == tensor.element_size()
+        return self._counter(tensor) if alone else self.of(tensor)
 
     def in_callbacks(self) -> contextlib.AbstractContextManager[None]:
         """A region in which the mode is active in the user's functions that autograd calls, if it is needed there."""
@@ -110,8 +155,11 @@ class StandIns(TorchFunctionMode):
         return all(self._is_stand_in(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
 
     def replace(self, value: Any) -> Any:
-        """A structure (lists, tuples, dictionaries, …) with the stand-ins of its tensors."""
-        return pytree.tree_map_only(torch.Tensor, self.of, value)
+        """A structure (lists, tuples, dictionaries, dataclasses, …) with the stand-ins of its tensors."""
+        for leaf in pytree.tree_leaves(value, is_leaf=lambda node: isinstance(node, PackedSequence)):
+            if isinstance(leaf, PackedSequence) and not _is_blank(leaf.batch_sizes):
+                self._fakes[id(leaf.batch_sizes)] = (leaf.batch_sizes, self.knowing(leaf.batch_sizes))
+        return with_tensors(value, self.of)
 
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.mode, torch.no_grad():
@@ -155,6 +203,13 @@ class StandIns(TorchFunctionMode):
         fake = fake.conj() if tensor.is_conj() else fake
         return torch._neg_view(fake) if tensor.is_neg() else fake
 
+    def _without_shape(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The stand-in of a lazy module's parameter or buffer, which its first forward gives a shape."""
+        with torch._C.DisableTorchFunction(), self.mode, torch.no_grad():
+            fake = without_shape(tensor)
+        self._fakes[id(tensor)] = (tensor, fake)
+        return fake
+
     def _memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """Fake memory with the tensor's layout; views of one storage share one fake storage."""
         shape, strides, itemsize = tensor.shape, tensor.stride(), tensor.element_size()
@@ -176,8 +231,9 @@ class StandIns(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         keywords = dict(kwargs or {})
-        if func is torch.Tensor.cuda:
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return self.of(args[0])
+        keywords.pop("pin_memory", None)  # as fakes have no such
         result = self.call(func, args, keywords)
         if isinstance(keywords.get("device"), torch.device):
             for made in pytree.tree_leaves(result):  # made for the device of other tensors: no host scalar
@@ -187,14 +243,22 @@ class StandIns(TorchFunctionMode):
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         """Call with stand-ins, and the CPU for every device."""
+        if (
+            func is torch._C._nn._parse_to
+        ):  # reads the arguments of nn.Module.to, and calls Tensor.to with what it finds
+            return func(*(_device(value) for value in args), **{key: _device(value) for key, value in keywords.items()})
         named = func is torch.Tensor.to  # the only method that takes a device's name by position
         arguments = [self._argument(value, named) for value in args]
         if func in ARRAYS:
             return self._as_array(arguments[0], force=bool(keywords.get("force")))
         if func is torch.Tensor.__format__:
             return format_number(arguments[0], arguments[1])
+        given = {key: self._argument(value, key == "device") for key, value in keywords.items()}
+        function = replacement(func, tuple(arguments), self._lengths) or func
         read = self.numbers.count
-        result = func(*arguments, **{key: self._argument(value, key == "device") for key, value in keywords.items()})
+        result = function(*arguments, **given)
+        if func == _SET_DATA and isinstance(arguments[0], FakeTensor):
+            arguments[0].constant = getattr(arguments[1], "constant", None)  # what it knew, it knows no more
         if self.numbers.count == read:
             return result
         if func in TELLING:
@@ -210,14 +274,22 @@ class StandIns(TorchFunctionMode):
     def _argument(self, value: Any, may_name_a_device: bool) -> Any:
         if isinstance(value, torch.Tensor):
             return self.of(value, captured=True)
-        if isinstance(value, torch.device) or (
-            may_name_a_device and isinstance(value, str | int) and value is not True
-        ):
-            return CPU if not isinstance(value, int) or isinstance(value, bool) else value
+        names_a_device = may_name_a_device and isinstance(value, str | int) and not isinstance(value, bool)
+        if isinstance(value, torch.device) or names_a_device:
+            return CPU
         if isinstance(value, list | tuple) and any(isinstance(item, torch.Tensor) for item in value):
             replaced = [self.of(item, captured=True) if isinstance(item, torch.Tensor) else item for item in value]
             return replaced if isinstance(value, list) else tuple(replaced)
         return value
+
+
+def _device(value: Any) -> Any:
+    """A number names an accelerator, be there one or not."""
+    return torch.device("cuda", value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _is_blank(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 @contextlib.contextmanager
@@ -243,11 +315,14 @@ def stand_in(step: TrainingStep, stand_ins: StandIns) -> Iterator[Belongings]:
 
 def _replace_in_module(module: nn.Module, stand_ins: StandIns) -> None:
     """Parameters and buffers; what a module holds elsewhere (nn.LSTM its weights in a list) is replaced in use."""
-    tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-    for table in tables:
+    tables: tuple[tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]], ...] = (
+        (module._parameters, stand_ins.of),
+        (module._buffers, stand_ins.of_buffer),
+    )
+    for table, of in tables:
         for key, tensor in table.items():
             if tensor is not None:
-                table[key] = stand_ins.of(tensor)
+                table[key] = of(tensor)
 
 
 def _replace_in_optimizer(optimizer: torch.optim.Optimizer, stand_ins: StandIns) -> None:
@@ -272,24 +347,6 @@ def _optimizer_value(key: str, value: Any, parameter: torch.Tensor, on_device: b
     if value.dim() == 0 and not on_device and (key in _COUNTERS or elsewhere):
         return stand_ins.host_scalar(value)
     return stand_ins.of(value)
-
-
-@contextlib.contextmanager
-def autocast_on_cpu() -> Iterator[None]:
-    """An autocast region that the step opens for its own device takes effect where the fake tensors are."""
-    original = torch.autocast.__init__
-
-    @functools.wraps(original)
-    def redirected(
-        self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *rest: Any, **more: Any
-    ) -> None:
-        original(self, "cpu", dtype or torch.get_autocast_dtype(device_type), *rest, **more)
-
-    torch.autocast.__init__ = redirected  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.autocast.__init__ = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

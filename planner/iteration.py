@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from checkflow.errors import TraceError
@@ -22,6 +21,7 @@ from checkflow.planner import operators as op
 from checkflow.planner.hooks import Whereabouts
 from checkflow.planner.lifetimes import StorageLedger
 from checkflow.planner.placement import Crossing
+from checkflow.planner.structures import tensors_of
 from checkflow.state import StateTensor, TrainingState, collect_state, dense_parts, dtype_name
 
 
@@ -239,8 +239,7 @@ class Iteration:
 
 def _named(structure: Any, name: str, kind: StorageKind) -> list[tuple[str, torch.Tensor, StorageKind]]:
     """The tensors of a structure, numbered in its order."""
-    leaves = enumerate(pytree.tree_leaves(structure))
-    return [(f"{name}.{number}", leaf, kind) for number, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [(f"{name}.{number}", tensor, kind) for number, tensor in enumerate(tensors_of(structure))]
 
 
 def _described(tensor: torch.Tensor) -> str:

@@ -16,12 +16,13 @@ import logging
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 import checkflow.models
 from checkflow.errors import CheckflowError, ModelError
@@ -51,6 +52,7 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-3),
 }
 
+_ACCELERATORS = frozenset(("cuda", "hip", "xpu", "mps"))
 _SHIPPED = Path(checkflow.models.__file__).parent
 _OWN = (Path(__file__).parent, Path(inspect.getfile(TrainingStep)).parent)  # checkflow's code, but for the models
 _FILE_MODULE = "checkflow_model_"  # modules made from files are called this, then a hash of the file's path
@@ -213,19 +215,53 @@ def _function(module: ModuleType, place: str, function: str) -> Callable[..., An
     raise ModelError(f"{place}: {problem}; checkflow needs one that returns a TrainingStep, such as:\n\n{TEMPLATE}")
 
 
+class _OneDevice(TorchFunctionMode):
+    """While a model is built, it stays where it is built: what it names of an accelerator need not be there."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        keywords = dict(kwargs or {})
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.cuda:
+            return args[0].to(self._device)
+        # There is nothing on "meta" that could go to the CPU.
+        moves_nothing = func is torch.Tensor.to and args[0].is_meta
+        names = (*_ACCELERATORS, "cpu") if moves_nothing else _ACCELERATORS
+        if func in (torch.Tensor.to, torch._C._nn._parse_to):  # which reads the arguments of nn.Module.to
+            args = tuple(self._instead(value, names) for value in args)
+        keywords.pop("pin_memory", None)
+        if "device" in keywords:
+            keywords["device"] = self._instead(keywords["device"], names)
+        return func(*args, **keywords)
+
+    def _instead(self, value: Any, names: Container[str]) -> Any:
+        if isinstance(value, bool) or not isinstance(value, int | str | torch.device):
+            return value
+        kind = value.type if isinstance(value, torch.device) else str(value).partition(":")[0]
+        return self._device if isinstance(value, int) or kind in names else value
+
+
 def _build(
     build: Callable[..., Any], arguments: Mapping[str, Any], place: str, home: Path, device: torch.device | None
 ) -> TrainingStep:
     if device is not None:
-        with device:
+        # An accelerator to measure on is there: what names it means it.
+        with device, _OneDevice(device) if device.type == "cpu" else contextlib.nullcontext():
             built = _build_for_real(build, arguments, place, home)
     else:
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), _OneDevice(torch.device("meta")):
                 built = build(**arguments)
         except Exception as error:  # noqa: BLE001 - users' code may raise anything; the next try raises what matters
             reason = _report(error, "building without allocating", place, home)
-            built = _build_for_real(build, arguments, place, home)
+            with _OneDevice(torch.device("cpu")):
+                built = _build_for_real(build, arguments, place, home)
             # Only now: where both tries fail, one error says everything.
             logger.warning("%s; the model was allocated instead", reason)
         except SystemExit as error:

@@ -83,6 +83,11 @@ class _Signature:
     rows_only: bool  # may touch only some rows of its first argument
     flops: Callable[..., Any] | None  # torch's formula
 
+    def hidden_in(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+        """The arguments that a call writes although the schema does not say so."""
+        always = self.hidden_if is None or bool(arguments.get(self.hidden_if))
+        return self.hidden if always else ()
+
 
 @functools.cache
 def _signature(func: OpOverload) -> _Signature:
@@ -156,6 +161,15 @@ def touched_bytes(tensor: torch.Tensor) -> int:
     return min(int(elements) * tensor.element_size(), int(tensor.untyped_storage().nbytes())) if tensor.numel() else 0
 
 
+def written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The arguments that an operator writes to."""
+    signature = _signature(func)
+    if signature.written or signature.hidden:
+        bound = {**dict(zip(signature.arguments, args, strict=False)), **kwargs}
+        for name in (*signature.written, *signature.hidden_in(bound)):
+            yield from tensors_in(bound.get(name))
+
+
 def effects(
     func: OpOverload,
     args: Sequence[Any],
@@ -166,9 +180,7 @@ def effects(
     """What ``func(*args, **kwargs)`` did, which gave ``result``. Tensors in host memory are left out."""
     signature = _signature(func)
     bound = [*zip(signature.arguments, args, strict=False), *kwargs.items()]
-    hidden = signature.hidden
-    if hidden and signature.hidden_if is not None and not dict(bound).get(signature.hidden_if):
-        hidden = ()
+    hidden = signature.hidden_in(dict(bound))
     reads: list[tuple[torch.Tensor, int]] = []
     writes: list[tuple[torch.Tensor, int]] = []
     inputs: list[torch.Tensor] = []

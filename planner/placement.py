@@ -27,7 +27,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._device import _device_constructors
 
-from checkflow.planner.operators import is_host_scalar, tensors_in
+from checkflow.planner.operators import is_host_scalar, tensors_in, written
 from checkflow.state import is_composite
 
 # Why a tensor lies in host memory. The first two are certain; the others mean the device where the step shows it.
@@ -95,6 +95,13 @@ def crossing(
     return Crossing(to_host, waited)
 
 
+def _default_is_cpu() -> bool:
+    try:
+        return torch.get_default_device().type == "cpu"
+    except (AssertionError, RuntimeError):  # set to a device that this machine does not have
+        return False
+
+
 class HostMemory:
     """The storages of a trace that lie in host memory.
 
@@ -107,7 +114,9 @@ class HostMemory:
         self.apart = apart
         self._places: dict[int, Place] = {}  # by the address of the storage
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._disproved: Place = DEVICE if torch.get_default_device().type == "cpu" else DEFAULT
+        # Storages on the device of which the value is known all the same, by address.
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._disproved: Place = DEVICE if _default_is_cpu() else DEFAULT
         self._concluded = False
         self._allocating: Place | None = None
         # torch.device objects are equal by what they name; these are told apart by identity.
@@ -122,7 +131,8 @@ class HostMemory:
         if is_composite(tensor):
             return self._common_place(list(tensors_in(tensor)))
         place = self._proved(self._places.get(tensor.untyped_storage()._cdata, DEVICE))
-        return COPIED if not place and is_host_scalar(tensor) else place
+        counts = not place and is_host_scalar(tensor) and tensor.untyped_storage()._cdata not in self._known
+        return COPIED if counts else place
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in host memory."""
@@ -140,6 +150,12 @@ class HostMemory:
         """Have a tensor of no dimension count as host memory where that is not apart from the device's."""
         if not self.apart:
             self._note(tensor, COPIED)
+
+    def mark_known(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor lies on the device although its value is known."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        self._known[address] = weakref.ref(storage, lambda _: self._known.pop(address, None))
 
     def name_device(self, tensor: torch.Tensor) -> None:
         """Have ``tensor.device`` tell later where the tensor lies, in spite of all being fake CPU tensors."""
@@ -182,9 +198,10 @@ class HostMemory:
 
     def settle(self, func: OpOverload, args: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> None:
         """Note where the results of an operator lie, which has just run."""
+        inputs = [tensor for value in (*args, *keywords.values()) for tensor in tensors_in(value)]
+        self._settle_known(func, args, keywords, inputs, result)
         if not self.apart:
             return
-        inputs = [tensor for value in (*args, *keywords.values()) for tensor in tensors_in(value)]
         self._learn(func, inputs)
         place = self._common_place(inputs) if self._allocating is None else self._allocating
         known = {tensor.untyped_storage()._cdata for tensor in inputs}
@@ -206,6 +223,22 @@ class HostMemory:
 
     def _proved(self, place: Place) -> Place:
         return DEVICE if place & self._disproved else place
+
+    def _settle_known(
+        self, func: OpOverload, args: Sequence[Any], keywords: Mapping[str, Any], inputs: Sequence[Any], result: Any
+    ) -> None:
+        """What is computed from known values on the device alone is known, too, and lies on the device.
+
+        torch forgets what it knew of a tensor that an operator writes, but for those in lists and hidden writes.
+        """
+        if any(tensor.untyped_storage()._cdata in self._known for tensor in inputs):
+            for made in tensors_in(result):
+                if is_host_scalar(made) and not self._allocating:
+                    self.mark_known(made)
+        if not all(is_host_scalar(tensor) for tensor in inputs):
+            for tensor in written(func, args, keywords):
+                if isinstance(tensor, FakeTensor) and tensor.constant is not None:
+                    tensor.fake_mode.fake_tensor_converter.invalidate_constant_aliases(tensor.constant)
 
     def _settle(self, made: torch.Tensor, place: Place) -> None:
         if self._allocating == DEVICE and isinstance(made, FakeTensor):

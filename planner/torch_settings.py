@@ -37,6 +37,12 @@ def _set_products(precision: str | None) -> None:
         torch.set_float32_matmul_precision(precision)
 
 
+def _default_device() -> torch.device | None:
+    """As ``torch.set_default_device`` was told, and None where it was not; the device may be one that is not there."""
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
+
+
 def _settings() -> list[_Setting]:
     """What is read before and written back after, the general before the special."""
     backends = torch.backends
@@ -52,6 +58,7 @@ def _settings() -> list[_Setting]:
     ]
     return [
         (torch.get_default_dtype, torch.set_default_dtype),
+        (_default_device, torch.set_default_device),
         (torch.is_grad_enabled, torch._C._set_grad_enabled),
         (_deterministic, _set_deterministic),
         *(_attribute(backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")),

@@ -26,12 +26,14 @@ import checkflow.training_step
 from checkflow.errors import CheckflowError, TraceError
 from checkflow.graph import TrainingGraph
 from checkflow.planner.belongings import Belongings
-from checkflow.planner.faking import CPU, StandIns, autocast_on_cpu, stand_in
+from checkflow.planner.faking import CPU, StandIns, stand_in
 from checkflow.planner.iteration import Iteration
 from checkflow.planner.moving import DeviceStandIns
 from checkflow.planner.numbers import RECORD, NumberError, refusal
 from checkflow.planner.optimizers import NEEDS_DATA, OptimizerSteps, Target, foreach_on_fakes, fused_kernels_faked
 from checkflow.planner.recording import OperatorRecorder
+from checkflow.planner.redirected import torch_redirected
+from checkflow.planner.sequences import ctc_loss_faked
 from checkflow.state import collect_state, host_counters, optimizer_implementation, refuse_closures
 from checkflow.training_step import TrainingStep
 
@@ -62,7 +64,7 @@ def trace(step: TrainingStep, *, name: str, target: Target = "cuda") -> Training
     with stand_in(step, stand_ins) as belongings:
         steps = OptimizerSteps(step.optimizers.values(), target, stand_ins.numbers)
         session = _Session(step, name, stand_ins, steps, belongings)
-        with _environment(stand_ins), fused_kernels_faked(), steps.in_place():
+        with _environment(stand_ins), fused_kernels_faked(), ctc_loss_faked(), steps.in_place():
             session.run()
         return session.graph(implementations)
 
@@ -80,7 +82,7 @@ def _environment(stand_ins: StandIns) -> Iterator[None]:
             torch.compiler.set_stance("force_eager"),  # compiled regions show their operators
             torch._dynamo.config.patch(error_on_nested_fx_trace=False),
             _quiet(logging.getLogger("torch._subclasses.fake_tensor")),  # what it logs, it raises
-            autocast_on_cpu(),
+            torch_redirected(),
             foreach_on_fakes(),
             stand_ins.mode,
             CPU,
@@ -169,7 +171,7 @@ def _explain(name: str, error: Exception, culprit: OpOverload | None) -> str:
     reason = _reason(error)
     line = user_line(error)
     place = f" at {line}" if line else ""
-    if isinstance(error, UnsupportedOperatorException):
+    if isinstance(error, UnsupportedOperatorException) or reason.startswith("There was no fake impl registered"):
         return (
             f"cannot trace {name}: {culprit or reason} has no fake implementation{place}: "
             f"register one with torch.library.register_fake, or {RECORD}"
@@ -181,7 +183,10 @@ def _explain(name: str, error: Exception, culprit: OpOverload | None) -> str:
             f"cannot trace {name}: a tensor is turned into a numpy array{place}, and a trace has no values: "
             f"move that out of the training step, or {RECORD}"
         )
-    return f"cannot trace {name}: {culprit or 'the training step'} raised {type(error).__name__}{place}: {reason}"
+    return (
+        f"cannot trace {name}: {culprit or 'the training step'} raised {type(error).__name__}{place}: {reason} "
+        f"(where the step itself runs, {RECORD})"
+    )
 
 
 def _reason(error: Exception) -> str:

@@ -331,6 +331,11 @@ class Checkpointer:
                 if not self._explicit and self._left_epochs:
                     self._end_epoch()
                 elif not self._explicit:
+                    if not self._optimizers and self._loader is None and self._began:
+                        logger.warning(
+                            "without an optimizer and a loader nothing tells where an iteration ends, and all that ran "
+                            "counts as one: iterate checkpointer.steps(), or call checkpointer.step() after each"
+                        )
                     self._count_batches()
                     self._boundary()
                 self._capture_last_boundary()

@@ -375,8 +375,28 @@ def test_returning_something_else(write: Write, returned: str, kind: str) -> Non
     assert f"build returned {kind}, not a checkflow.TrainingStep (it begins at line 2)" in message
 
 
-def test_moving_to_a_device_gets_advice(write: Write) -> None:
-    path = write(GOOD.replace("bias=bias)", "bias=bias).to('cuda')"))
+@pytest.mark.parametrize(
+    "move",
+    ["to('cuda')", "cuda()", "cuda(1)", "to('cuda:1')", "to(0)", "to(device=torch.device('cuda', 0))", "to('cpu')"],
+)
+def test_moving_to_a_device_moves_nothing(write: Write, move: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(GOOD.replace("bias=bias)", f"bias=bias).{move}.to(torch.float64)"))
+    with caplog.at_level(logging.WARNING, logger="checkflow"):
+        _, step = load_training_step(path)
+    assert _model(step).weight.is_meta
+    assert _model(step).weight.dtype == torch.float64
+    assert not caplog.records
+
+
+def test_a_device_may_be_named_where_building_needs_values(write: Write) -> None:
+    wide = "width = int(torch.full((), 3, device='cuda', pin_memory=False).item())\n        model = nn"
+    _, step = load_training_step(write(GOOD.replace("model = nn", wide).replace("bias=bias)", "bias=bias).cuda()")))
+    assert _model(step).weight.device.type == "cpu"
+    assert _model(step).weight.shape == (3, 3)
+
+
+def test_asking_for_a_device_gets_advice(write: Write) -> None:
+    path = write(GOOD.replace("model = nn", "torch.cuda.get_device_properties(0)\n        model = nn"))
     if torch.cuda.is_available():
         assert load_training_step(path)[0] == "model"
     else:

@@ -33,6 +33,7 @@ SETTINGS = {
     "cudnn": 'torch.backends.cudnn.conv.fp32_precision = "ieee"',
     "benchmark": "torch.backends.cudnn.benchmark = True",
     "deterministic": "torch.use_deterministic_algorithms(True, warn_only=True)",
+    "device": 'torch.set_default_device("meta")',
     "dtype": "torch.set_default_dtype(torch.float64)",
     "gradients": "torch.set_grad_enabled(False)",
     "attention": "torch.backends.cuda.enable_flash_sdp(False)",
@@ -47,6 +48,7 @@ def state() -> tuple[object, ...]:
         products = "set by another interface"
     return (
         torch.get_default_dtype(),
+        torch.get_default_device(),
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

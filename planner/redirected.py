@@ -1,0 +1,75 @@
+"""What torch itself does otherwise as long as a trace lasts, because all is fake and on the CPU.
+
+The functions that a step calls are replaced where no mode of torch's sees the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+
+@contextlib.contextmanager
+def torch_redirected() -> Iterator[None]:
+    """Autocast, moves of modules, selective checkpoints and questions to masks as a trace needs them."""
+    with (
+        _autocast_on_cpu(),
+        _modules_stay(),
+        # They take make_fx for a compiler, and leave it to it what to keep: they would keep all.
+        _replaced(torch.utils.checkpoint, "_is_compiling", lambda *_: False),
+        _replaced(torch.cuda, "synchronize", lambda device=None: None),
+        _replaced(nn.modules.transformer, "_detect_is_causal_mask", _is_causal),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _is_causal(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """nn.Transformer looks into masks for whether they are causal; here a square one is, where it is not said."""
+    return is_causal is True or (is_causal is None and mask is not None and mask.shape[-2:] == (mask.shape[-1],) * 2)
+
+
+@contextlib.contextmanager
+def _autocast_on_cpu() -> Iterator[None]:
+    """An autocast region that the step opens for its own device takes effect where the fake tensors are."""
+    original = torch.autocast.__init__
+
+    @functools.wraps(original)
+    def redirected(
+        self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *rest: Any, **more: Any
+    ) -> None:
+        original(self, "cpu", dtype or torch.get_autocast_dtype(device_type), *rest, **more)
+
+    with _replaced(torch.autocast, "__init__", redirected):
+        yield
+
+
+@contextlib.contextmanager
+def _modules_stay() -> Iterator[None]:
+    """``model.to(device)`` in a step changes nothing here; torch would try to exchange fake tensors for themselves."""
+    original = nn.Module._apply
+
+    @functools.wraps(original)
+    def applied(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        held = [*self.parameters(recurse), *self.buffers(recurse)]
+        if all(fn(tensor) is tensor for tensor in held):
+            return self
+        return original(self, fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+    with _replaced(nn.Module, "_apply", applied):
+        yield
