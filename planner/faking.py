@@ -240,6 +240,9 @@ def _reached_from(function: Any) -> Iterator[Any]:
     if isinstance(function, functools.partial):
         yield from (*function.args, *function.keywords.values(), *_reached_from(function.func))
         return
+    if (original := getattr(function, "_torchdynamo_orig_callable", None)) is not None:  # torch.compile made it
+        yield from _reached_from(original)
+        return
     if (owner := getattr(function, "__self__", None)) is not None:
         yield owner
         yield from vars(owner).values() if hasattr(owner, "__dict__") else ()

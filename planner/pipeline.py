@@ -240,6 +240,7 @@ def _other_settings(planned: Fingerprint, graph: TrainingGraph) -> list[str]:
         "autocast": (planned.autocast, graph.autocast),
         "optimizers": (planned.optimizers, graph.optimizers),
         "tied tensors": (planned.ties, graph.ties),
+        "compiled": (planned.compiled, graph.compiled),
     }
     return [
         f"{name}: {have!r} in the model, {want!r} in the plan" for name, (want, have) in pairs.items() if have != want

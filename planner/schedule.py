@@ -142,6 +142,7 @@ def fingerprint_of(graph: TrainingGraph, device: Device) -> Fingerprint:
         optimizers=graph.optimizers,
         device=device.name,
         device_kind=device.kind,
+        compiled=graph.compiled,
     )
 
 
