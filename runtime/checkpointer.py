@@ -29,10 +29,11 @@ from torch import nn
 
 from checkflow import plan as plans
 from checkflow.errors import CheckflowError, ConsistencyError, StorageError, UnsupportedError
-from checkflow.graph import AnchorKey, AnchorKind
+from checkflow.graph import BOUNDARY, AnchorKey, AnchorKind
+from checkflow.hardware import format_size
 from checkflow.plan import Plan
 from checkflow.runtime import extra_state, fit
-from checkflow.runtime.anchors import AnchorHooks
+from checkflow.runtime.anchors import AnchorHooks, Place, Sightings
 from checkflow.runtime.barriers import compile_plan
 from checkflow.runtime.capture import Capture, Capturer, CaptureReport
 from checkflow.runtime.copy_engine import HostCopyEngine
@@ -138,7 +139,11 @@ class Checkpointer:
         self._position = 0  # samples of this epoch that reached a step
         self._generators: Mapping[str, Any] | None = None  # to be restored when training goes on
         self._captures = self._aborted = 0
-        self._distrusted = False
+        self._distrusted = self._no_end_said = False
+        self._sightings = Sightings()
+        # What the plan's anchors do not tell: forwards that are not seen, and whether optimizers step unseen.
+        self._unseen: tuple[frozenset[Place], bool] = (frozenset(), False)
+        self._error_in_compiling: CheckflowError | None = None
         self._said = ""
         self._held = {"boundary": 0.0, "anchors": 0.0, "buffers": 0.0}
         self._longest_hold_seconds = 0.0
@@ -156,8 +161,8 @@ class Checkpointer:
             self._writer = Writer(self._commit, self._recycle, supersede=every is None)
             undo.callback(self._writer.close)
             self._capturer = Capturer(self._plan, program, self._walk, self._engine, host_buffers, self._writer.submit)
-            self._guards = fit.make_guards(self._plan, self._models, self._optimizers)
-            self._keys = [*(work.key for work in program.works), *self._guards.at_forward]
+            self._guards = self._make_guards()
+            self._keys = self._planned_keys()
             self._hooks = self._hook()
             self._hooked_state = self._walk.current()
             undo.pop_all()
@@ -333,6 +338,7 @@ class Checkpointer:
 
     def _on_forward(self) -> None:
         if self._loader is None:
+            self._note_unseen_steps()
             if not self._explicit and not self._in_steps and self._stepped.issuperset(self._optimizers):
                 self._boundary()
             self._restore_generators()
@@ -340,8 +346,32 @@ class Checkpointer:
     def _on_training(self) -> None:
         self._began = True
 
+    def _on_traced(self) -> None:
+        """A hook is being compiled into code, which will write what was to be copied there."""
+        try:
+            with self._surviving():
+                self._capturer.finish()
+        except CheckflowError as error:  # nothing may be raised into the compiler
+            self._error_in_compiling = error
+
+    def _note_unseen_steps(self) -> None:
+        if self._hooks.take_unseen_step():  # which optimizer it was is not known
+            self._stepped.update(self._optimizers)
+
+    def _miss_boundary(self) -> None:
+        """An optimizer steps, and all have stepped: an iteration has ended that nobody saw the end of."""
+        implicit = self._loader is None and not self._explicit and not self._in_steps
+        if implicit and not self._no_end_said and self._stepped.issuperset(self._optimizers):
+            self._no_end_said = True
+            logger.warning(
+                "no checkpoint is made: where an iteration ends is not seen, since no model that was passed runs "
+                "forward in uncompiled code; iterate checkpointer.steps(n), or call checkpointer.step() after each"
+            )
+
     def _on_anchor(self, key: AnchorKey) -> None:
         begun = time.perf_counter()
+        if key.kind is AnchorKind.OPTIMIZER_PRE:
+            self._miss_boundary()
         with self._surviving():
             self._guard(key)
         if key.kind is AnchorKind.OPTIMIZER_POST:
@@ -376,19 +406,32 @@ class Checkpointer:
 
     def _hook(self) -> AnchorHooks:
         return AnchorHooks(
-            self._models, self._optimizers, self._keys, self._on_anchor, self._on_forward, self._on_training
+            self._models, self._optimizers, self._keys, self._on_anchor, self._on_forward, self._on_training,
+            self._on_traced, self._sightings,
         )  # fmt: skip
 
+    def _planned_keys(self) -> list[AnchorKey]:
+        """The anchors that have work, or guard buffers, in the job as it is now."""
+        guards = fit.make_guards(self._plan, self._models, self._optimizers)
+        return [*(key for _, key in compile_plan(self._plan).position), *guards.at_forward]
+
+    def _make_guards(self) -> fit.Guards:
+        return fit.make_guards(self._plan, self._models, self._optimizers, self._unseen[0])
+
     def _follow(self) -> None:
-        """Put hooks on modules that took the place of others; without them a deadline would pass unseen."""
+        """Put hooks on modules that took the place of others, or were compiled; a deadline would pass unseen."""
         state = self._walk.current()
-        if state is not self._hooked_state:
+        replaced = state is not self._hooked_state
+        outdated = self._hooks.outdated(replaced=replaced)
+        if replaced or outdated:
             with self._surviving():  # its last tensors might be written where no hook is any more
                 self._capturer.finish()
-            self._guards = fit.make_guards(self._plan, self._models, self._optimizers)
-            self._hooks.remove()
+            self._guards = self._make_guards()
             self._hooked_state = state
+        if outdated:
+            self._hooks.remove()
             try:
+                self._keys = self._keys if self._distrusted else self._planned_keys()
                 self._hooks = self._hook()
             except CheckflowError as error:
                 logger.warning("the job no longer has what the plan was made for: %s", error)
@@ -412,7 +455,7 @@ class Checkpointer:
             self._capturer.require(self._guards.at_forward[key])
         if key.kind is AnchorKind.OPTIMIZER_PRE:
             if fit.group_sizes(self._optimizers[key.name]) != self._guards.sizes[key.name]:  # gradual unfreezing
-                self._guards = fit.make_guards(self._plan, self._models, self._optimizers)
+                self._guards = self._make_guards()
             late = self._guards.at_step[key.name]
             self._capturer.require([chunk for owner, chunk in late if owner is None or owner.grad is not None])
         elif key.kind is AnchorKind.OPTIMIZER_POST:
@@ -425,6 +468,7 @@ class Checkpointer:
 
     def _count_batches(self) -> None:
         """Every batch handed out so far has reached a step, if one was made."""
+        self._note_unseen_steps()
         if self._stepped and self._positions:
             self._loader_epoch, self._position = self._positions[-1]
             self._positions.clear()
@@ -436,6 +480,7 @@ class Checkpointer:
         interval is over (an epoch's end, the last iteration, and the first regular boundary after them), training waits
         for what is left of it.
         """
+        self._note_unseen_steps()
         if not self._stepped:
             return
         begun = time.perf_counter()
@@ -501,7 +546,31 @@ class Checkpointer:
             return self._begin(epoch_end)
         return 0.0
 
+    def _heed_anchors(self) -> None:
+        """Execute the plan at the anchors that fire in this job, since others, in compiled code above all, do not."""
+        unseen = self._hooks.silent, self._sightings.steps.known
+        if unseen == self._unseen:
+            return
+        newly = unseen[0] - self._unseen[0]
+        blind = unseen[1] and not self._unseen[1]
+        self._unseen = unseen
+        self._capturer.follow(compile_plan(self._plan, unseen[0], blind=unseen[1]))
+        self._guards = self._make_guards()
+        if blind:
+            logger.warning(
+                "an optimizer steps in code that is compiled in one piece, where nothing tells when: all state is "
+                "copied at each boundary, which holds training; call optimizer.step() outside of it"
+            )
+        elif size := fit.bytes_due_at(self._plan, newly):
+            logger.warning(
+                "%s is due where modules run forward unseen (%s is the first), inside of compiled code or not run yet: "
+                "it is copied earlier, which may hold training; where code is compiled, compile the model and pass "
+                "what torch.compile returns, and make a new plan",
+                format_size(size), min(newly)[1],
+            )  # fmt: skip
+
     def _begin(self, epoch_end: bool) -> float:
+        self._heed_anchors()
         extra = extra_state.encode(self._extra())
         audit = self._captures < FIRST_AUDITS or (self._audit_every and self._captures % self._audit_every == 0)
         info = {"epoch": self._epoch, "epoch_end": epoch_end, "created": round(time.time(), 3)}
@@ -512,6 +581,7 @@ class Checkpointer:
         )
         self._captures += 1
         self._captured_iteration = self.iteration
+        self._capturer.require(self._guards.at_forward.get(BOUNDARY, ()))
         return waited_seconds
 
     def _extra(self) -> dict[str, Any]:
@@ -545,6 +615,8 @@ class Checkpointer:
 
     def _raise_if_asked(self) -> None:
         error = self._writer.take_error()
+        if error is None:
+            error, self._error_in_compiling = self._error_in_compiling, None
         if error is not None and self._on_error == "raise":
             raise error
 
