@@ -122,7 +122,8 @@ class StateEntry:
     placement: Placement  # "host": lies in host memory already, such as Adam's step counters; copied at the boundary
     storage: int | None  # index into TrainingGraph.storages; None for host entries
     first_write: int | None  # operator index of the first write in an iteration; None if it is never written
-    # Where the runtime must assume a write, whether one was seen or not: the first forward of the buffer's module.
+    # Where the runtime must assume a write, whether one was seen or not: the first forward of the buffer's module, or
+    # of the compiled region around it; the boundary where nothing tells when a compiled optimizer steps.
     barrier: AnchorKey | None = None
 
 
@@ -141,6 +142,7 @@ class TrainingGraph:
     anchors: tuple[Anchor, ...]  # sorted by position, boundary first; equal positions in firing order
     ties: tuple[tuple[str, str], ...] = ()  # (further name, name in ``state``) of tied tensors
     parameters: int = 0  # number of elements of all parameters, each counted once
+    compiled: tuple[str, ...] = ()  # what torch.compile made: modules as in anchors, functions as "name()"
 
     @functools.cached_property
     def flops(self) -> int:

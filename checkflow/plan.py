@@ -87,6 +87,7 @@ class Fingerprint:
     device: str
     ranks: int = 1
     device_kind: DeviceKind = "cuda"
+    compiled: tuple[str, ...] = ()  # what torch.compile made: modules as in anchors, functions as "name()"
 
 
 @dataclass(frozen=True, slots=True)

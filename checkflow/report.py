@@ -128,6 +128,8 @@ def plan_table(planned: Planned) -> Table:
     seconds = interval * timeline.iteration_seconds
     slower = seconds / (seconds + (outcome.stall_seconds or 0.0)) if seconds else 1.0
     table.add_row("durable rate", format_rate(durable / interval * slower), needed)
+    if graph.compiled:
+        table.add_row("compiled", "", f"{', '.join(graph.compiled)}: planned with eager time and memory")
     if outcome.plan is not None and outcome.explanation:
         table.add_row("note", "", outcome.explanation)
     return table

@@ -79,6 +79,9 @@ class Belongings:
             for value in (*function.args, *function.keywords.values(), function.func):
                 self._visit(value)
             return
+        if (original := getattr(function, "_torchdynamo_orig_callable", None)) is not None:  # torch.compile made it
+            self._visit_function(original)
+            return
         if (owner := getattr(function, "__self__", None)) is not None:
             self._visit(owner)
         function = getattr(function, "__func__", function)

@@ -2,20 +2,47 @@
 
 The hooks are those that the runtime hangs into real training (forward-pre hooks before the user's own, global hooks of
 optimizers, post-accumulate-grad hooks), so that anchors fire in the same order here and there.
+
+A trace watches compiled code run eagerly, and anchors that would not fire in the job do not fire here: modules inside
+of compiled calls have none (:mod:`checkflow.regions`), an optimizer that steps inside of one has its own only where
+torch may leave the compiled code for them. Gradients of modules that run inside of one compiled call come when the
+whole of its backward has run. In a live job compiled code runs as ever, with no hooks inside of its regions.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from dataclasses import replace
+from types import FrameType
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from checkflow.graph import BOUNDARY, Anchor, AnchorKey, AnchorKind, Phase
+from checkflow.graph import BOUNDARY, Anchor, AnchorKey, AnchorKind, Phase, StateKind
+from checkflow.regions import (
+    After,
+    Before,
+    UnseenSteps,
+    anything_compiled,
+    around_forward,
+    compiled_regions,
+    step_hook,
+    uncompiled,
+    while_compiling,
+)
 from checkflow.state import module_names, parameter_paths
+
+
+class RegionWatcher(Protocol):
+    """Told when a compiled region's forward, or an optimizer's step in compiled code, begins and ends."""
+
+    def entered(self) -> None: ...
+    def left(self, modules: Mapping[str, nn.Module], result: Any) -> None: ...
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None: ...
 
 
 class Whereabouts:
@@ -38,9 +65,21 @@ class Whereabouts:
         on_step: Callable[[torch.optim.Optimizer], None],
         device_type: str = "cpu",
     ) -> None:
-        self.anchors: list[Anchor] = [Anchor(BOUNDARY, 0)]
         self.autocast = ""
+        self.compiled: set[str] = set()  # the compiled calls that were met: modules, and functions as "name()"
+        self._anchors: list[Anchor] = [Anchor(BOUNDARY, 0)]
         self._models = models
+        self._regions = compiled_regions(models)
+        self._within: dict[int, str] = {}  # the compiled call that a parameter is used in, by the parameter's id
+        self._brought_by: dict[str, str] = {}  # the same by the parameter's name, of those that had a gradient
+        self._instead: dict[str, AnchorKey] = {}  # the anchor before a module's first forward in compiled code
+        self._steps = UnseenSteps()
+        #: Set for a live job, whose compiled code runs compiled: no hooks go into its regions.
+        self.regions: RegionWatcher | None = None
+        self._members: dict[str, dict[str, nn.Module]] = {}  # of each region, by name
+        for name, module in module_names(models):
+            if (region := self._regions.get(name)) is not None:
+                self._members.setdefault(region.name, {})[name] = module
         self._optimizers = {id(optimizer): name for name, optimizer in optimizers.items()}
         self._device_type = device_type
         self._operators, self._on_gradient, self._on_step = operators, on_gradient, on_step
@@ -54,17 +93,56 @@ class Whereabouts:
         """Hang the hooks in, and take them out again."""
         with contextlib.ExitStack() as handles:
             for name, module in module_names(self._models):
-                handles.callback(module.register_forward_pre_hook(self._entering(name), prepend=True).remove)
-                handles.callback(module.register_forward_hook(self._leaving(name), always_call=True).remove)
+                region = self._regions.get(name)
+                entry = module if region is None else region.entry if region.name == name else None
+                if entry is not None or self.regions is None:
+                    entering, leaving = self._entering(name, module), self._leaving(name)
+                    handles.callback(around_forward(module if entry is None else entry, entering, leaving).remove)
             seen: set[int] = set()
             for name, parameter in parameter_paths(self._models).items():
                 if parameter.requires_grad and id(parameter) not in seen:
                     seen.add(id(parameter))
-                    handle = parameter.register_post_accumulate_grad_hook(self._accumulated(name))  # type: ignore[no-untyped-call]
+                    hook = uncompiled(self._accumulated(name))
+                    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     handles.callback(handle.remove)
-            handles.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-            handles.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            handles.callback(register_optimizer_step_pre_hook(step_hook(self._before_step, self._steps)).remove)
+            handles.callback(register_optimizer_step_post_hook(step_hook(self._after_step, self._steps)).remove)
             yield
+
+    @property
+    def steps_unseen(self) -> bool:
+        """Whether an optimizer steps in compiled code that torch may not leave for an anchor."""
+        return self._steps.known
+
+    @property
+    def anchors(self) -> tuple[Anchor, ...]:
+        """The anchors that fire in the job, by position."""
+        if self.steps_unseen:  # then nothing tells when the parameters are written either
+            return (self._anchors[0],)
+        last: dict[tuple[str, int], int] = {}
+        for anchor in self._anchors:
+            if (call := self._call_of(anchor.key)) is not None:
+                last[call] = anchor.position
+        moved = [
+            anchor if (call := self._call_of(anchor.key)) is None else replace(anchor, position=last[call])
+            for anchor in self._anchors
+        ]
+        return tuple(sorted(moved, key=lambda anchor: anchor.position))
+
+    def barrier(self, kind: StateKind, module: str) -> AnchorKey | None:
+        """The anchor at which a state tensor must be taken for written, whether an operator was seen to or not.
+
+        A module may write its buffers without being seen, so none passes its forward, which the runtime guards.
+        """
+        if self.steps_unseen:
+            return BOUNDARY
+        if kind != "buffer":
+            return None
+        if (AnchorKind.FORWARD, module) in self._counts:
+            return AnchorKey(AnchorKind.FORWARD, module)
+        # In a live job, code that was compiled before passes hooks by.
+        passed_by = self.regions is not None and anything_compiled()
+        return self._instead.get(module, BOUNDARY if passed_by else None)
 
     @property
     def phase(self) -> Phase:
@@ -89,30 +167,80 @@ class Whereabouts:
     def forget_running(self) -> None:
         """The iteration has ended in the forward that begins the next one: what runs now is no part of it."""
         for name in reversed(self._running):
-            if self.anchors[-1].key.name == name and self.anchors[-1].key.kind is AnchorKind.FORWARD:
-                self.anchors.pop()
+            if self._anchors[-1].key.name == name and self._anchors[-1].key.kind is AnchorKind.FORWARD:
+                self._anchors.pop()
         self._running.clear()
 
     def _fire(self, kind: AnchorKind, name: str) -> None:
         occurrence = self._counts.get((kind, name), 0)
         self._counts[kind, name] = occurrence + 1
-        self.anchors.append(Anchor(AnchorKey(kind, name, occurrence), self._operators()))
+        self._anchors.append(Anchor(AnchorKey(kind, name, occurrence), self._operators()))
 
-    def _entering(self, name: str) -> Callable[[nn.Module, Any], None]:
-        def hook(_module: nn.Module, _arguments: Any) -> None:
+    def _call_of(self, key: AnchorKey) -> tuple[str, int] | None:
+        """The compiled call whose backward brings a gradient, and for which time."""
+        if key.kind is not AnchorKind.GRADIENT or key.name not in self._brought_by:
+            return None
+        return self._brought_by[key.name], key.occurrence
+
+    def _entering(self, name: str, module: nn.Module) -> Before:
+        region = self._regions.get(name)
+
+        @uncompiled
+        def reached() -> None:
             if not in_backward():  # activation checkpointing runs forward again there: no anchor
                 self._phase = "forward"
-                self._fire(AnchorKind.FORWARD, name)
+                function = compiled_function()
+                if function is not None:
+                    known = region is not None and (region.entry is None or region.name in self.compiled)
+                    self._enter_compiled(
+                        region.name if region is not None and known else f"{function}()", {name: module}
+                    )
+                elif region is None or region.name == name:
+                    self._fire(AnchorKind.FORWARD, name)
+                    if region is not None:
+                        self._enter_compiled(name, self._members[name])
+                        if self.regions is not None:
+                            self.regions.entered()
                 if not self.autocast and torch.is_autocast_enabled(self._device_type):
                     self.autocast = str(torch.get_autocast_dtype(self._device_type)).removeprefix("torch.")
             self._running.append(name)
 
+        @while_compiling
+        def note_compiled() -> bool:
+            self._enter_compiled(f"{compiled_function() or 'compiled code'}()", {name: module})
+            return True
+
+        def hook(_entry: nn.Module, _arguments: Any) -> None:
+            if torch.compiler.is_dynamo_compiling():
+                note_compiled()
+            else:
+                reached()
+
         return hook
 
-    def _leaving(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(_module: nn.Module, _arguments: Any, _result: Any) -> None:
+    def _enter_compiled(self, call: str, modules: Mapping[str, nn.Module]) -> None:
+        """A compiled call begins, or within one a module's forward."""
+        self.compiled.add(call)
+        before = next(anchor.key for anchor in reversed(self._anchors) if anchor.key.kind is not AnchorKind.GRADIENT)
+        for name, module in modules.items():
+            self._instead.setdefault(name, before)
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._within.setdefault(id(parameter), call)
+
+    def _leaving(self, name: str) -> After:
+        region = self._regions.get(name)
+
+        @uncompiled
+        def left(result: Any) -> None:
             if self._running and self._running[-1] == name:  # hooks may have been hung in when it ran already
+                if region is not None and self.regions is not None and not in_backward():
+                    self.regions.left(self._members[name], result)
                 self._running.pop()
+
+        def hook(_entry: nn.Module, _arguments: Any, result: Any) -> None:
+            if not torch.compiler.is_dynamo_compiling():
+                left(result)
 
         return hook
 
@@ -121,19 +249,45 @@ class Whereabouts:
             self._phase = "optimizer"
             self._on_gradient(name, parameter)
             self._fire(AnchorKind.GRADIENT, name)
+            if (call := self._within.get(id(parameter))) is not None:
+                self._brought_by[name] = call
 
         return hook
 
     def _before_step(self, optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
         self._phase = "optimizer"
+        if (function := compiled_function()) is not None:
+            self.compiled.add(f"{function}()")
+            self._steps.known |= compiled_function(whole=True) is not None
         if id(optimizer) in self._optimizers:
             self._fire(AnchorKind.OPTIMIZER_PRE, self._optimizers[id(optimizer)])
         self._on_step(optimizer)
+        if self.regions is not None and function is not None:
+            self.regions.entered()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
+        if self.regions is not None and compiled_function() is not None:
+            self.regions.stepped(optimizer)
         if id(optimizer) in self._optimizers:
             self._fire(AnchorKind.OPTIMIZER_POST, self._optimizers[id(optimizer)])
 
 
 def in_backward() -> bool:
     return int(torch._C._current_graph_task_id()) != -1
+
+
+def compiled_function(*, whole: bool = False) -> str | None:
+    """The name of the outermost compiled function that is being called; None in uncompiled code.
+
+    Args:
+        whole: look only for functions that must be compiled in one piece (``fullgraph=True``).
+    """
+    name: str | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
+            enclosed = frame.f_locals
+            if not whole or getattr(enclosed.get("self"), "fullgraph", False):
+                name = str(getattr(enclosed.get("fn"), "__qualname__", "compiled code")).rpartition(".")[2]
+        frame = frame.f_back
+    return name

@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from checkflow.errors import TraceError
-from checkflow.graph import AnchorKey, AnchorKind, Operator, StateEntry, StorageKind, TrainingGraph
+from checkflow.graph import AnchorKey, Operator, StateEntry, StorageKind, TrainingGraph
 from checkflow.planner import operators as op
 from checkflow.planner.hooks import Whereabouts
 from checkflow.planner.lifetimes import StorageLedger
@@ -169,7 +169,8 @@ class Iteration:
                     f"{_described(after[item.name])} after it: state keeps its shape; give it its full size from the "
                     "start, or keep it out of the state (a buffer with persistent=False)"
                 )
-        fired = {anchor.key for anchor in self.where.anchors}
+        anchors = self.where.anchors
+        fired = {anchor.key for anchor in anchors}
         return TrainingGraph(
             model=name,
             batch=tuple((tuple(leaf.shape), dtype_name(leaf.dtype)) for _, leaf, _ in _named(batch, "", "input")),
@@ -182,9 +183,10 @@ class Iteration:
                 self._state_entry(item, index, after[item.name], places, fired)
                 for item, index in zip(self._before.tensors, self._indices, strict=True)
             ),
-            anchors=tuple(self.where.anchors),
+            anchors=anchors,
             ties=self._before.ties,
             parameters=sum(tensor.numel() for tensor in self._parameters()),
+            compiled=tuple(sorted(self.where.compiled)),
         )
 
     def _parameters(self) -> list[torch.Tensor]:
@@ -203,9 +205,7 @@ class Iteration:
         fired: set[AnchorKey],
     ) -> StateEntry:
         tensor = item.tensor
-        # A module may write its buffers without being seen, so none passes its forward, which the runtime guards.
-        barrier = AnchorKey(AnchorKind.FORWARD, item.module)
-        guarded = item.kind == "buffer" and index is not None and barrier in fired
+        barrier = self.where.barrier(item.kind, item.module)
         return StateEntry(
             name=item.name,
             kind=item.kind,
@@ -215,7 +215,7 @@ class Iteration:
             placement="host" if index is None else "device",
             storage=None if index is None else places[index],
             first_write=None if index is None else self._first_write(index, after),
-            barrier=barrier if guarded else None,
+            barrier=barrier if index is not None and barrier in fired else None,
         )
 
     def _first_write(self, index: int, after: torch.Tensor) -> int | None:
@@ -234,6 +234,8 @@ class Iteration:
 
     def _name_gradient(self, name: str, parameter: torch.Tensor) -> None:
         for part in op.tensors_in(parameter.grad):
+            if not self.places.holds(part):  # new here if compiled code made it
+                self.ledger.enter(part, f"gradient of {name}", "gradient", len(self.operators) - 1)
             self.ledger.rename(part, f"gradient of {name}", "gradient")
 
 

@@ -239,6 +239,7 @@ def _other_settings(planned: Fingerprint, graph: TrainingGraph) -> list[str]:
         "autocast": (planned.autocast or "off", graph.autocast or "off"),
         "optimizers": (_pairs_text(planned.optimizers, ": "), _pairs_text(graph.optimizers, ": ")),
         "tied tensors": (_pairs_text(planned.ties, " = "), _pairs_text(graph.ties, " = ")),
+        "compiled": (", ".join(planned.compiled) or "nothing", ", ".join(graph.compiled) or "nothing"),
     }
     return [f"{name}: {have} in the model, {want} in the plan" for name, (want, have) in pairs.items() if have != want]
 

@@ -2,7 +2,8 @@
 
 Between two boundaries a dispatch mode watches every operator of the training thread (and of the threads on which
 autograd runs backward for it): what it reads and writes, how long it takes, and when each storage is allocated and
-freed. Nothing is changed by being watched: the same kernels run on the same tensors in the same order.
+freed. Nothing is changed by being watched: the same kernels run on the same tensors in the same order, compiled ones
+too (:mod:`checkflow.planner.live_regions`).
 
 The iteration must be one like those to come: all optimizer state exists at its begin, and the gradients that training
 leaves from one iteration to the next. So a new job's first iteration is not recorded, its second is.
@@ -33,6 +34,7 @@ from checkflow.errors import TraceError
 from checkflow.graph import AnchorKind, TrainingGraph
 from checkflow.planner import operators as op
 from checkflow.planner.iteration import Iteration
+from checkflow.planner.live_regions import LiveRegions, Spans
 from checkflow.planner.placement import NO_CROSSING, Crossing, crossing
 from checkflow.state import host_counters, optimizer_implementation
 from checkflow.training_step import TrainingStep
@@ -68,6 +70,7 @@ class Recorder:
         self._iteration = Iteration(models, optimizers, places, device_type=self._device_type)
         self._clock: _Clock = _HostClock() if self._device_type == "cpu" else _EventClock(self._device_type)
         self._mode = _LiveMode(self._iteration, places, self._clock)
+        self._regions = self._iteration.where.regions = LiveRegions(self._iteration, self._clock)
         self._hooks = contextlib.ExitStack()
 
     def begin(self, batch: Any = None, *, held: Any = None) -> None:
@@ -84,6 +87,7 @@ class Recorder:
             self._iteration.ledger.enter_unseen("other", _allocated_bytes(self._device_type) - sum(seen.values()))
         del entered  # would keep alive what the iteration drops
         self._hooks.enter_context(self._iteration.where.watching())
+        self._regions.start()
         self._mode.enter()
 
     def end(self, *, batch: Any = None, micro_batches: int = 1) -> Recorded:
@@ -101,7 +105,7 @@ class Recorder:
         self._iteration.where.forget_running()
         self._iteration.end()
         stepped = {a.key.name for a in self._iteration.where.anchors if a.key.kind is AnchorKind.OPTIMIZER_POST}
-        if self._optimizers and not stepped:
+        if self._optimizers and not (stepped or self._iteration.where.steps_unseen):
             raise TraceError(f"cannot plan {self._name}: no optimizer stepped in the iteration that was recorded")
         implementations = tuple(
             (name, optimizer_implementation(optimizer, self._device_type))
@@ -113,6 +117,7 @@ class Recorder:
     def abandon(self) -> None:
         """Watch no more, and take all hooks away; safe at any time."""
         self._mode.leave()
+        self._regions.stop()
         self._hooks.close()
 
 
@@ -174,7 +179,7 @@ def _waits(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> bo
     return not (non_blocking and host.is_pinned())
 
 
-class _Clock(Protocol):
+class _Clock(Spans, Protocol):
     """Measures operators: ``start``, the operator, ``stop``; ``keep`` if it was one that counts."""
 
     def start(self) -> None: ...
@@ -199,6 +204,13 @@ class _HostClock:
     def keep(self) -> None:
         self._kept.append(self._last)
 
+    def open(self) -> object:
+        return len(self._kept), time.perf_counter()
+
+    def keep_rest(self, span: Any, apart_seconds: float, /) -> None:
+        first, begun = span
+        self._kept.append(max(0.0, time.perf_counter() - begun - apart_seconds - sum(self._kept[first:])))
+
     def seconds(self) -> tuple[float, ...]:
         return tuple(self._kept)
 
@@ -210,6 +222,8 @@ class _EventClock:
         self._device_type = device_type
         self._pair: tuple[torch.Event, torch.Event] | None = None
         self._kept: list[tuple[torch.Event, torch.Event]] = []
+        # Of kept ones that contain others: the first of these, and seconds that count for none.
+        self._containing: dict[int, tuple[int, float]] = {}
 
     def start(self) -> None:
         self._pair = (
@@ -226,10 +240,26 @@ class _EventClock:
         assert self._pair is not None
         self._kept.append(self._pair)
 
+    def open(self) -> object:
+        before = torch.Event(self._device_type, enable_timing=True)
+        before.record()
+        return len(self._kept), before
+
+    def keep_rest(self, span: Any, apart_seconds: float, /) -> None:
+        first, before = span
+        after = torch.Event(self._device_type, enable_timing=True)
+        after.record()
+        self._containing[len(self._kept)] = first, apart_seconds
+        self._kept.append((before, after))
+
     def seconds(self) -> tuple[float, ...]:
-        for _, after in self._kept:
+        seconds: list[float] = []
+        for index, (before, after) in enumerate(self._kept):
             after.synchronize()
-        return tuple(before.elapsed_time(after) / 1000 for before, after in self._kept)  # given in milliseconds
+            elapsed = before.elapsed_time(after) / 1000  # given in milliseconds
+            first, apart_seconds = self._containing.get(index, (index, 0.0))
+            seconds.append(max(0.0, elapsed - apart_seconds - sum(seconds[first:index])))
+        return tuple(seconds)
 
 
 class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -244,6 +274,11 @@ class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.failure: Exception | None = None  # in noting an operator
         # Autograd runs backward for several devices on several threads.
         self._lock = threading.RLock()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code goes on as it is. By default torch runs it eagerly under a mode, and never compiled again."""
+        return True
 
     def enter(self) -> None:
         self._thread = threading.get_ident()

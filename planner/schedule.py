@@ -147,6 +147,7 @@ def fingerprint_for(graph: TrainingGraph, device_name: str, device_kind: DeviceK
         optimizers=graph.optimizers,
         device=device_name,
         device_kind=device_kind,
+        compiled=graph.compiled,
     )
 
 

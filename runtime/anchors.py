@@ -4,23 +4,49 @@
   Hooks that fire inside backward (activation checkpointing runs forward again there) match no key.
 - Optimizer hooks are torch's global ones: pre-hooks of that kind run before an optimizer's own, post-hooks after.
 - Occurrences are counted since the boundary, for hooked anchors alone.
+
+torch.compile: a module inside of a known region has no hook; the region's anchor hangs before it
+(:mod:`checkflow.regions`). Hooks that come into compiled code all the same, because nothing tells that a function is
+compiled which calls the module, do nothing there: what they did would be done when the graph has run. That they were
+compiled is noted while it happens. Optimizers' hooks leave compiled code (a graph break, next to one that torch itself
+has in their steps), so that they fire at their time, unless it must be compiled in one piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from checkflow.errors import MismatchError, UnsupportedError
 from checkflow.graph import AnchorKey, AnchorKind
+from checkflow.regions import (
+    Hanging,
+    UnseenSteps,
+    anything_compiled,
+    around_forward,
+    compiled_regions,
+    step_hook,
+    uncompiled,
+    while_compiling,
+)
 from checkflow.state import module_names, parameter_paths
 
 Fire = Callable[[AnchorKey], None]
+Place = tuple[AnchorKind, str]  # of an anchor, whichever occurrence
+
+
+@dataclass
+class Sightings:
+    """What is known of a job's anchors: it outlives hooks that are taken away and hung in anew."""
+
+    fired: set[Place] = field(default_factory=set)  # in uncompiled code, at least once
+    traced: set[Place] = field(default_factory=set)  # into compiled code, and not fired since
+    steps: UnseenSteps = field(default_factory=UnseenSteps)
 
 
 class AnchorHooks:
@@ -32,6 +58,8 @@ class AnchorHooks:
             name and what it was given.
         on_evaluation: called at each forward pass of a whole model in evaluation mode.
         on_training: called when a hooked module, or a whole model, runs forward in training mode, outside of backward.
+        on_traced: called when a hook is compiled, before what it is compiled into runs.
+        sightings: what earlier hooks of the job have seen.
 
     Raises:
         MismatchError: a key names a module, a parameter or an optimizer that the job does not have.
@@ -46,18 +74,29 @@ class AnchorHooks:
         on_forward: Callable[[str, Any], None],
         on_training: Callable[[], None],
         on_evaluation: Callable[[], None],
+        on_traced: Callable[[], None] = lambda: None,
+        sightings: Sightings | None = None,
     ) -> None:
-        self._fire, self._on_training = fire, on_training
+        self._fire, self._on_training, self._on_traced = fire, on_training, on_traced
         self._on_forward, self._on_evaluation = on_forward, on_evaluation
+        self.sightings = Sightings() if sightings is None else sightings
+        self.regions = compiled_regions(models)
+        self._models = models
+        self._inside: set[Place] = set()  # anchors of modules inside of regions: they have no hooks
+        self._wanted: set[Place] = set()
+        self._targets: dict[Place, Any] = {}
         self._counts: dict[tuple[AnchorKind, str], int] = {}
-        self._handles: list[RemovableHandle] = []
+        self._removers: list[Callable[[], None]] = []
+        self._hangings: list[Hanging] = []
+        self._look_again = False  # a hook was compiled
         self._optimizers = {id(optimizer): name for name, optimizer in optimizers.items()}
         try:
-            self._watch(models, keys)
+            self._watch(keys)
             # Last, and so put before all others: a boundary comes before the forward's keys.
             self._watch_forward(models)
-            self._handles.append(register_optimizer_step_pre_hook(self._before_step))
-            self._handles.append(register_optimizer_step_post_hook(self._after_step))
+            before, after = (step_hook(hook, self.sightings.steps) for hook in (self._before_step, self._after_step))
+            self._removers.append(register_optimizer_step_pre_hook(before).remove)
+            self._removers.append(register_optimizer_step_post_hook(after).remove)
         except BaseException:
             self.remove()
             raise
@@ -68,36 +107,92 @@ class AnchorHooks:
 
     def remove(self) -> None:
         """Take all hooks away."""
-        while self._handles:
-            self._handles.pop().remove()
+        while self._removers:
+            self._removers.pop()()
 
-    def _watch(self, models: Mapping[str, nn.Module], keys: Iterable[AnchorKey]) -> None:
-        wanted = {(key.kind, key.name) for key in keys}
-        modules = dict(module_names(models))
-        parameters = parameter_paths(models)
-        for kind, name in sorted(wanted):
+    @property
+    def silent(self) -> frozenset[Place]:
+        """The forward anchors that were asked for and do not fire before their module runs.
+
+        Where anything is compiled, only those that have fired once are believed to: code that was compiled before the
+        hooks were hung in passes them by.
+        """
+        forward = {place for place in self._wanted if place[0] is AnchorKind.FORWARD}
+        passed_by = forward - self.sightings.fired if anything_compiled() else set()
+        return frozenset(forward & (self._inside | self.sightings.traced) | passed_by)
+
+    def outdated(self, *, replaced: bool) -> bool:
+        """Whether hooks are missing: on modules and parameters that took others' place, or were compiled since.
+
+        Args:
+            replaced: whether anything may have been replaced.
+        """
+        looking, self._look_again = replaced or self._look_again, False
+        if looking and (compiled_regions(self._models) != self.regions or not self._same_targets()):
+            return True
+        return not all(hanging.in_place() for hanging in self._hangings)
+
+    def _same_targets(self) -> bool:
+        found = self._find_targets()
+        return all(found.get(place) is target for place, target in self._targets.items())
+
+    def _find_targets(self) -> dict[Place, Any]:
+        """The modules and parameters of the anchors that are asked for; None for a frozen parameter."""
+        modules = dict(module_names(self._models))
+        parameters = parameter_paths(self._models)
+        found: dict[Place, Any] = {}
+        for kind, name in self._wanted:
+            if kind is AnchorKind.FORWARD and name in modules:
+                found[kind, name] = modules[name]
+            elif kind is AnchorKind.GRADIENT and name in parameters:
+                found[kind, name] = parameters[name] if parameters[name].requires_grad else None
+        return found
+
+    def take_unseen_step(self) -> bool:
+        """Whether an optimizer has stepped, since this was last called, in code that no anchor could leave."""
+        steps = self.sightings.steps
+        taken, steps.taken = steps.taken, False
+        return taken
+
+    def _watch(self, keys: Iterable[AnchorKey]) -> None:
+        self._wanted = {(key.kind, key.name) for key in keys}
+        self._targets = self._find_targets()
+        for place in sorted(self._wanted):
+            kind, name = place
+            if kind in (AnchorKind.FORWARD, AnchorKind.GRADIENT) and place not in self._targets:
+                what = "module" if kind is AnchorKind.FORWARD else "parameter"
+                raise MismatchError(f"the plan has an anchor at {what} {name}, which the job does not have")
             if kind is AnchorKind.FORWARD:
-                if name not in modules:
-                    raise MismatchError(f"the plan has an anchor at module {name}, which the job does not have")
-                forward = self._forward_hook(kind, name)
-                self._handles.append(modules[name].register_forward_pre_hook(forward, prepend=True))
+                self._watch_module(name, self._targets[place])
             elif kind is AnchorKind.GRADIENT:
-                if name not in parameters:
-                    raise MismatchError(f"the plan has an anchor at parameter {name}, which the job does not have")
-                if parameters[name].requires_grad:
-                    gradient = self._gradient_hook(kind, name)
-                    handle = parameters[name].register_post_accumulate_grad_hook(gradient)  # type: ignore[no-untyped-call]
-                    self._handles.append(handle)
+                parameter = self._targets[place]
+                if parameter is not None:
+                    hook = uncompiled(self._gradient_hook(kind, name))
+                    self._removers.append(parameter.register_post_accumulate_grad_hook(hook).remove)
             elif kind is not AnchorKind.BOUNDARY and name not in self._optimizers.values():
                 raise MismatchError(f"the plan has an anchor at optimizer {name}, which the job does not have")
 
+    def _watch_module(self, name: str, module: nn.Module) -> None:
+        """Its anchor, or none if it runs inside of compiled code."""
+        region = self.regions.get(name)
+        entry = module if region is None else region.entry if region.name == name else None
+        if entry is None:
+            self._inside.add((AnchorKind.FORWARD, name))
+        elif region is not None or (AnchorKind.FORWARD, name) not in self.sightings.traced:
+            # One that was compiled into a function once is not hung in again: the function would be compiled anew.
+            self._hang(around_forward(entry, self._forward_hook(AnchorKind.FORWARD, name)))
+
+    def _hang(self, hanging: Hanging) -> None:
+        self._removers.append(hanging.remove)
+        self._hangings.append(hanging)
+
     def _watch_forward(self, models: Mapping[str, nn.Module]) -> None:
         for name, model in models.items():
-            handle = model.register_forward_pre_hook(self._whole_forward_hook(name), prepend=True, with_kwargs=True)
-            self._handles.append(handle)
+            self._hang(around_forward(model, self._whole_forward_hook(name), with_keywords=True))
 
     def _whole_forward_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, arguments: Any, keywords: Any) -> None:
+        @uncompiled
+        def reached(module: nn.Module, arguments: Any, keywords: Any) -> None:
             if _in_backward():
                 return
             if module.training:
@@ -105,6 +200,10 @@ class AnchorHooks:
                 self._on_training()
             else:
                 self._on_evaluation()
+
+        def hook(module: nn.Module, arguments: Any, keywords: Any) -> None:
+            if not torch.compiler.is_dynamo_compiling():
+                reached(module, arguments, keywords)
 
         return hook
 
@@ -114,11 +213,27 @@ class AnchorHooks:
         self._fire(AnchorKey(kind, name, occurrence))
 
     def _forward_hook(self, kind: AnchorKind, name: str) -> Callable[[nn.Module, Any], None]:
-        def hook(module: nn.Module, _arguments: Any) -> None:
+        @uncompiled
+        def reached(module: nn.Module) -> None:
             if not _in_backward():
                 if module.training:
                     self._on_training()
+                self.sightings.fired.add((kind, name))
+                self.sightings.traced.discard((kind, name))
                 self._reached(kind, name)
+
+        @while_compiling  # runs when the hook is compiled, and leaves nothing in the code
+        def note_compiled() -> bool:
+            self.sightings.traced.add((kind, name))
+            self._look_again = True
+            self._on_traced()
+            return True
+
+        def hook(module: nn.Module, _arguments: Any) -> None:
+            if not torch.compiler.is_dynamo_compiling():
+                reached(module)
+            elif module.training:
+                note_compiled()
 
         return hook
 

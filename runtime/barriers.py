@@ -23,7 +23,7 @@ wait are freed at the same anchor, after it.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from checkflow.errors import PlanError
@@ -63,8 +63,13 @@ class Program:
         return bisect.bisect_right(self.works, iteration, key=lambda work: work.iteration)
 
 
-def compile_plan(plan: Plan) -> Program:
+def compile_plan(plan: Plan, silent: Collection[tuple[AnchorKind, str]] = (), *, blind: bool = False) -> Program:
     """Turn the steps of a plan into the work of anchors.
+
+    Args:
+        silent: anchors that do not fire; their work is done at the last one before them that does, and that has work
+            of its own: no other has a hook.
+        blind: no anchor tells when the optimizers step: everything is due at the boundary.
 
     Raises:
         PlanError: the plan was made at operator granularity, which eager training cannot act on.
@@ -72,7 +77,15 @@ def compile_plan(plan: Plan) -> Program:
     if plan.granularity != "segment":
         raise PlanError(f"a plan of {plan.granularity} granularity cannot be executed: plan with --granularity segment")
     steps = len(plan.timeline.steps)
-    anchors = {index: step.anchor for index, step in enumerate(plan.timeline.steps) if step.anchor is not None}
+    planned = {index: step.anchor for index, step in enumerate(plan.timeline.steps) if step.anchor is not None}
+    hooked = {key for _, key in compile_plan(plan).position} if silent else set(planned.values())
+    anchors = {
+        index: key
+        for index, key in planned.items()
+        if not index or not (blind or (key.kind, key.name) in silent or key not in hooked)
+    }
+    # A gradient may fail to come: what is due at an anchor that does not fire goes to one before it of another kind.
+    sure = _last_at_or_before({i: key for i, key in anchors.items() if key.kind is not AnchorKind.GRADIENT}, steps)
     before = _last_at_or_before(anchors, steps)
     after = _first_at_or_after(anchors, steps)
     tables: dict[int, dict[str, list[int]]] = {}
@@ -80,27 +93,34 @@ def compile_plan(plan: Plan) -> Program:
     def note(step: int, what: str, chunk: int) -> None:
         tables.setdefault(step, _empty_table())[what].append(chunk)
 
+    def in_time(due: int) -> int:
+        return due if due in anchors else sure[due]
+
     for due in plan.deadlines.values():
         if due is not None:
-            if due not in anchors:
+            if due not in planned:
                 raise PlanError(f"a deadline (step {due}) is no anchor of eager training")
             # Work that was planned earlier, at an anchor that did not fire, is caught up with here.
-            tables.setdefault(due, _empty_table())
+            tables.setdefault(in_time(due), _empty_table())
     after_step: list[int] = []
     for index, chunk in enumerate(plan.chunks):
         iteration, step = divmod(chunk.offload_step, steps)
         released = iteration * steps + before[step]
         deadline = plan.deadlines[chunk.tensor]
-        if deadline is None or anchors[deadline].kind is AnchorKind.OPTIMIZER_POST:
+        if deadline is None or planned[deadline].kind is AnchorKind.OPTIMIZER_POST:
             after_step.append(index)
         if chunk.snapshot_step is None:
-            if deadline is not None:
-                note(deadline, "due", index)
+            if blind or deadline is not None:
+                due = 0 if blind or deadline is None else in_time(deadline)
+                note(due, "due", index)
+                released = min(released, due)
         else:
-            if chunk.snapshot_step % steps not in anchors:
+            made_in, made_at = divmod(chunk.snapshot_step, steps)
+            if made_at not in planned:
                 raise PlanError(f"the snapshot of {chunk.tensor} (step {chunk.snapshot_step}) is made at no anchor")
-            note(chunk.snapshot_step, "snapshot", index)
-            released = max(released, chunk.snapshot_step)
+            made = 0 if blind else made_in * steps + in_time(made_at)
+            note(made, "snapshot", index)
+            released = max(released, made)
             if (gone := iteration * steps + after[step]) < plan.horizon_steps:
                 note(gone, "free", index)
         note(released, "release", index)

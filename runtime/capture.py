@@ -227,6 +227,10 @@ class Capturer:
                     raise WrittenError(self._capture.step, name)
                 raise ConsistencyError(f"{name} was written before its copy was made")
 
+    def follow(self, program: Program) -> None:
+        """The plan is executed at other anchors from now on. No capture may be in flight."""
+        self._program = program
+
     def distrust(self) -> None:
         """The plan does not fit the job: from now on everything is copied at the boundary itself.
 

@@ -28,10 +28,11 @@ from torch import nn
 
 from checkflow import plan as plans
 from checkflow.errors import CheckflowError, PlanError, UnsupportedError
-from checkflow.graph import AnchorKey
+from checkflow.graph import AnchorKey, AnchorKind
 from checkflow.handover import Planner, Wishes
 from checkflow.plan import Plan
 from checkflow.runtime import extra_state, fit
+from checkflow.runtime.anchors import Sightings
 from checkflow.runtime.barriers import Program, compile_plan
 from checkflow.runtime.capture import CaptureReport
 from checkflow.runtime.execution import Execution
@@ -149,6 +150,8 @@ class Checkpointer:
         # Version counters of all state at a boundary that was not captured, in case it is the last one.
         self._passed: list[int] = []
         self._left_epochs = False  # with ``break``, after the epoch's last batch
+        self._sightings = Sightings()
+        self._no_end_said = False
         self._held = {"boundary": 0.0, "anchors": 0.0, "buffers": 0.0, "planning": 0.0}
         self._longest_hold_seconds = 0.0
         self._closed = False
@@ -179,7 +182,7 @@ class Checkpointer:
             plan, program, self._models, self._optimizers, self._walk,
             self._saving.engine, self._saving.buffers, self._saving.writer.submit, self,
             implementations=fit.implementations(self._models, self._optimizers),
-            raising=self._on_error == "raise", known_to_fit=self._own_plan,
+            raising=self._on_error == "raise", known_to_fit=self._own_plan, sightings=self._sightings,
         )  # fmt: skip
 
     @property
@@ -361,6 +364,7 @@ class Checkpointer:
 
     def on_forward(self, model: str, arguments: Any) -> None:
         if self._loader is None:
+            self._execution.note_unseen_steps()
             stepped = bool(self._optimizers) and self._execution.stepped.issuperset(self._optimizers)
             if stepped and not self._explicit and not self._in_steps:
                 self._boundary()
@@ -377,8 +381,20 @@ class Checkpointer:
 
     def on_anchor(self, key: AnchorKey) -> None:
         begun = time.perf_counter()
+        if key.kind is AnchorKind.OPTIMIZER_PRE:
+            self._miss_boundary()
         self._execution.reached(key)
         self._note_hold("anchors", time.perf_counter() - begun)
+
+    def _miss_boundary(self) -> None:
+        """An optimizer steps, and all have stepped: an iteration has ended that nobody saw the end of."""
+        implicit = self._loader is None and not self._explicit and not self._in_steps
+        if implicit and not self._no_end_said and self._execution.stepped.issuperset(self._optimizers):
+            self._no_end_said = True
+            logger.warning(
+                "no checkpoint is made: where an iteration ends is not seen, since no model that was passed runs "
+                "forward in uncompiled code; iterate checkpointer.steps(n), or call checkpointer.step() after each"
+            )
 
     # Boundaries
 
@@ -389,6 +405,7 @@ class Checkpointer:
 
     def _count_batches(self) -> None:
         """Every batch handed out so far has reached a step, if one was made."""
+        self._execution.note_unseen_steps()
         if self._iterated:
             self._progress.count()
 
@@ -399,6 +416,7 @@ class Checkpointer:
         interval is over (an epoch's end, the last iteration, and the first regular boundary after them), training waits
         for what is left of it.
         """
+        self._execution.note_unseen_steps()
         if not self._iterated:
             return
         begun = time.perf_counter()
@@ -473,7 +491,7 @@ class Checkpointer:
         return waited_seconds
 
     def _raise_if_asked(self) -> None:
-        error = self._saving.writer.take_error()
+        error = self._saving.writer.take_error() or self._execution.take_error_in_compiling()
         if error is not None and self._on_error == "raise":
             raise error
 

@@ -17,10 +17,11 @@ from torch import nn
 
 from checkflow.errors import CheckflowError, ConsistencyError
 from checkflow.graph import BOUNDARY, AnchorKey, AnchorKind
+from checkflow.hardware import format_size
 from checkflow.plan import Certificate, Fingerprint, Plan
 from checkflow.runtime import fit
-from checkflow.runtime.anchors import AnchorHooks
-from checkflow.runtime.barriers import Program
+from checkflow.runtime.anchors import AnchorHooks, Place, Sightings
+from checkflow.runtime.barriers import Program, compile_plan
 from checkflow.runtime.capture import Capture, Capturer
 from checkflow.runtime.copy_engine import CopyEngine
 from checkflow.runtime.live_state import StateWalk
@@ -68,6 +69,7 @@ class Execution:
         deliver: takes each complete capture, on any thread.
         raising: whether a fault is raised inside the user's loop, after it has been dealt with.
         known_to_fit: as in :class:`.capture.Capturer`.
+        sightings: what is known of the job's anchors; it outlives one plan.
 
     Raises:
         MismatchError: the plan has an anchor that the job does not have.
@@ -89,8 +91,13 @@ class Execution:
         implementations: Mapping[str, str],
         raising: bool,
         known_to_fit: bool = False,
+        sightings: Sightings | None = None,
     ) -> None:
         self.plan = plan
+        self._sightings = Sightings() if sightings is None else sightings
+        # What the plan's anchors do not tell: forwards that are not seen, and whether optimizers step unseen.
+        self._unseen: tuple[frozenset[Place], bool] = (frozenset(), False)
+        self._error_in_compiling: CheckflowError | None = None
         self._models, self._optimizers, self._walk = models, optimizers, walk
         self._implementations, self._listener, self._raising = implementations, listener, raising
         self.capturer = Capturer(
@@ -100,8 +107,8 @@ class Execution:
         self.captures = self.aborted = 0
         self.distrusted = False
         self._said = ""
-        self._guards = fit.make_guards(plan, models, optimizers)
-        self._keys = [*(work.key for work in program.works), *self._guards.at_forward]
+        self._guards = self._make_guards()
+        self._keys = self._planned_keys()
         self._hooks = self._hook()
         self._hooked_state = walk.current()
 
@@ -152,20 +159,34 @@ class Execution:
             self.capturer.finish()
 
     def follow(self) -> None:
-        """Put hooks on modules that took the place of others; without them a deadline would pass unseen."""
+        """Put hooks on modules that took the place of others, or were compiled; a deadline would pass unseen."""
         state = self._walk.current()
-        if state is not self._hooked_state:
+        replaced = state is not self._hooked_state
+        outdated = self._hooks.outdated(replaced=replaced)
+        if replaced or outdated:
             self.finish()  # its last tensors might be written where no hook is any more
-            self._guards = fit.make_guards(self.plan, self._models, self._optimizers)
-            self._hooks.remove()
+            self._guards = self._make_guards()
             self._hooked_state = state
+        if outdated:
+            self._hooks.remove()
             try:
+                self._keys = self._keys if self.distrusted else self._planned_keys()
                 self._hooks = self._hook()
             except CheckflowError as error:
                 logger.warning("the job no longer has what the plan was made for: %s", error)
                 self._keys = []
                 self._hooks = self._hook()
                 self._distrust()
+
+    def note_unseen_steps(self) -> None:
+        """Optimizers may have stepped in code that no anchor could leave; which of them is not known."""
+        if self._hooks.take_unseen_step():
+            self.stepped.update(self._optimizers)
+
+    def take_error_in_compiling(self) -> CheckflowError | None:
+        """What could not be raised into the compiler."""
+        error, self._error_in_compiling = self._error_in_compiling, None
+        return error
 
     def heed(self, writer: Writer) -> None:
         """What the writer's audits found out about the job."""
@@ -176,8 +197,10 @@ class Execution:
 
     def begin(self, step: int, extra: bytes, info: Mapping[str, Any], *, audit: bool) -> float:
         """Start the capture of this boundary; see :meth:`.capture.Capturer.begin`."""
+        self._heed_anchors()
         waited_seconds = self.capturer.begin(step, extra, info, audit=audit, optimizers=self._implementations)
         self.captures += 1
+        self.capturer.require(self._guards.at_forward.get(BOUNDARY, ()))
         return waited_seconds
 
     def remove_hooks(self) -> None:
@@ -188,7 +211,46 @@ class Execution:
         return AnchorHooks(
             self._models, self._optimizers, self._keys,
             listener.on_anchor, listener.on_forward, listener.on_training, listener.on_evaluation,
+            self._on_traced, self._sightings,
         )  # fmt: skip
+
+    def _on_traced(self) -> None:
+        """A hook is being compiled into code, which will write what was to be copied there."""
+        try:
+            self.finish()
+        except CheckflowError as error:  # nothing may be raised into the compiler
+            self._error_in_compiling = error
+
+    def _planned_keys(self) -> list[AnchorKey]:
+        """The anchors that have work, or guard buffers, in the job as it is now."""
+        guards = fit.make_guards(self.plan, self._models, self._optimizers)
+        return [*(key for _, key in compile_plan(self.plan).position), *guards.at_forward]
+
+    def _make_guards(self) -> fit.Guards:
+        return fit.make_guards(self.plan, self._models, self._optimizers, self._unseen[0])
+
+    def _heed_anchors(self) -> None:
+        """Execute the plan at the anchors that fire in this job, since others, in compiled code above all, do not."""
+        unseen = self._hooks.silent, self._sightings.steps.known
+        if unseen == self._unseen:
+            return
+        newly = unseen[0] - self._unseen[0]
+        blind = unseen[1] and not self._unseen[1]
+        self._unseen = unseen
+        self.capturer.follow(compile_plan(self.plan, unseen[0], blind=unseen[1]))
+        self._guards = self._make_guards()
+        if blind:
+            logger.warning(
+                "an optimizer steps in code that is compiled in one piece, where nothing tells when: all state is "
+                "copied at each boundary, which holds training; call optimizer.step() outside of it"
+            )
+        elif size := fit.bytes_due_at(self.plan, newly):
+            logger.warning(
+                "%s is due where modules run forward unseen (%s is the first), inside of compiled code or not run yet: "
+                "it is copied earlier, which may hold training; where code is compiled, compile the model and pass "
+                "what torch.compile returns, and make a new plan",
+                format_size(size), min(newly)[1],
+            )  # fmt: skip
 
     def _distrust(self) -> None:
         if not self.distrusted:
@@ -206,7 +268,7 @@ class Execution:
             capturer.require(self._guards.at_forward[key])
         if key.kind is AnchorKind.OPTIMIZER_PRE:
             if fit.group_sizes(self._optimizers[key.name]) != self._guards.sizes[key.name]:  # gradual unfreezing
-                self._guards = fit.make_guards(self.plan, self._models, self._optimizers)
+                self._guards = self._make_guards()
             late = self._guards.at_step[key.name]
             capturer.require([chunk for owner, chunk in late if owner is None or owner.grad is not None])
         elif key.kind is AnchorKind.OPTIMIZER_POST:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from checkflow.errors import CheckflowError, MismatchError, UnsupportedError
-from checkflow.graph import AnchorKey, AnchorKind
+from checkflow.graph import BOUNDARY, AnchorKey, AnchorKind
 from checkflow.hardware import parse_size
 from checkflow.plan import Plan, describe_mismatch
+from checkflow.regions import compiled_regions
 from checkflow.runtime.loader import DataLoader
 from checkflow.state import (
     TrainingState,
@@ -215,7 +216,8 @@ class Guards:
     at_step: Mapping[str, tuple[tuple[torch.Tensor | None, int], ...]]
     #: By optimizer, how many parameters each of its groups had: where that changes, guards must be made anew.
     sizes: Mapping[str, tuple[int, ...]]
-    #: By a module's first forward, buffers of its own that it may write there although the plan says later or never.
+    #: By a module's first forward, or that of the compiled region around it, buffers of its own that it may write there
+    #: although the plan says later or never; those of a module whose forward is not seen are due at the boundary.
     at_forward: Mapping[AnchorKey, tuple[int, ...]]
 
 
@@ -224,8 +226,27 @@ def group_sizes(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
     return tuple(len(group["params"]) for group in optimizer.param_groups)
 
 
-def make_guards(plan: Plan, models: Models, optimizers: Optimizers) -> Guards:
-    """Find out which tensors could be written earlier than the plan says."""
+def bytes_due_at(plan: Plan, places: Collection[tuple[AnchorKind, str]]) -> int:
+    """How much state is due at these anchors."""
+    due = 0
+    for group in plan.timeline.groups:
+        key = None if group.first_write is None else plan.timeline.steps[group.first_write - 1].anchor
+        if key is not None and (key.kind, key.name) in places:
+            due += sum(size for _, size in group.members)
+    return due
+
+
+def make_guards(
+    plan: Plan,
+    models: Models,
+    optimizers: Optimizers,
+    silent: Collection[tuple[AnchorKind, str]] = (),
+) -> Guards:
+    """Find out which tensors could be written earlier than the plan says.
+
+    Args:
+        silent: forward anchors that do not fire.
+    """
     steps = {step.anchor: index for index, step in enumerate(plan.timeline.steps) if step.anchor is not None}
     chunks: dict[str, list[int]] = {}
     for index, chunk in enumerate(plan.chunks):
@@ -244,10 +265,14 @@ def make_guards(plan: Plan, models: Models, optimizers: Optimizers) -> Guards:
             for index in chunks.get(name, ())
         )
     at_forward: dict[AnchorKey, tuple[int, ...]] = {}
+    regions = compiled_regions(models)
     for item in tensors:
         if item.kind != "buffer" or item.name not in chunks:
             continue
-        key = AnchorKey(AnchorKind.FORWARD, item.module)
+        region = regions.get(item.module)
+        key = AnchorKey(AnchorKind.FORWARD, item.module if region is None else region.name)
+        if (key.kind, key.name) in silent:
+            key = BOUNDARY
         due = plan.deadlines[item.name]
         if due is None or due > steps.get(key, -1):
             at_forward[key] = (*at_forward.get(key, ()), *chunks[item.name])
