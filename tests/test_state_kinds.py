@@ -459,7 +459,9 @@ def test_sparse_state_is_recorded_and_saved_in_its_parts(name: str, tmp_path: Pa
     assert parts <= safetensors.torch.load_file(newest / "model-00000-of-00001.safetensors").keys()
 
 
-@pytest.mark.parametrize("name", ["subclasses", "trained subclass", "8-bit momentum", "jagged", "complex64, Adam", "sizes"])
+@pytest.mark.parametrize(
+    "name", ["subclasses", "trained subclass", "8-bit momentum", "jagged", "complex64, Adam", "sizes"]
+)
 def test_a_record_agrees_with_the_trace(name: str) -> None:
     traced, recorded = trace(make(name), name=name, target="cpu"), record_step(make(name), name=name).graph
     assert len(recorded.operators) == len(traced.operators)
