@@ -24,6 +24,7 @@ from training_steps import sgd
 
 from checkflow.errors import CheckflowError, ModelError, TraceError, UnsupportedError
 from checkflow.plan import Plan
+from checkflow.planner.measured import measure_step
 from checkflow.planner.record import record_step
 from checkflow.planner.trace import trace
 from checkflow.runtime import extra_state, layout, manifest
@@ -309,6 +310,27 @@ TRACED: dict[str, tuple[Run, str]] = {
     "opaque": (tracing(branch, lambda: with_buffer(Opaque(torch.zeros(2)))), "cannot trace a Opaque"),
     "late state": (tracing(backward_and_step, optimizer=LateState), "cannot trace LateState: its state"),
     "no step": (lambda _: record_step(step_of(nn.Linear(2, 2), LateState([torch.zeros(1)])), name="n"), "no optimizer"),
+}
+
+
+def never_the_same() -> TrainingStep:
+    """A step that does more in each iteration."""
+    done: list[int] = []
+
+    def step(_: Any) -> None:
+        done.append(1)
+        for _ in done:
+            torch.ones(1).add_(1)
+
+    return TrainingStep(step=step, models={"model": nn.Linear(1, 1)}, batch=None)
+
+
+TRACED |= {
+    "a step that fails when run": (
+        lambda _: measure_step(TrainingStep(step=len, models={"model": nn.Linear(1, 1)}, batch=None), name="n", runs=1),
+        "cannot run n: TypeError: object of type 'NoneType'",
+    ),
+    "iterations that differ": (lambda _: measure_step(never_the_same(), name="n", runs=3), "3 different orders"),
 }
 
 
