@@ -286,24 +286,6 @@ def _optimizer_value(key: str, value: Any, parameter: torch.Tensor, on_device: b
 
 
 @contextlib.contextmanager
-def autocast_on_cpu() -> Iterator[None]:
-    """An autocast region that the step opens for its own device takes effect where the fake tensors are."""
-    original = torch.autocast.__init__
-
-    @functools.wraps(original)
-    def redirected(
-        self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *rest: Any, **more: Any
-    ) -> None:
-        original(self, "cpu", dtype or torch.get_autocast_dtype(device_type), *rest, **more)
-
-    torch.autocast.__init__ = redirected  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.autocast.__init__ = original  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
 def _random_states_kept() -> Iterator[None]:
     """A trace draws no number from the generators of torch, Python and numpy."""
     import numpy

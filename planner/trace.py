@@ -24,7 +24,8 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy
 import checkflow.training_step
 from checkflow.errors import CheckflowError, TraceError
 from checkflow.graph import TrainingGraph
-from checkflow.planner.faking import CPU, StandIns, autocast_on_cpu, stand_in
+from checkflow.planner.autocasting import autocast_as_cuda, autocast_on_cpu
+from checkflow.planner.faking import CPU, StandIns, stand_in
 from checkflow.planner.iteration import Iteration
 from checkflow.planner.moving import DeviceStandIns
 from checkflow.planner.optimizers import NEEDS_DATA, OptimizerSteps, Target, foreach_on_fakes, fused_kernels_faked
@@ -75,7 +76,7 @@ def _environment(stand_ins: StandIns) -> Iterator[None]:
             torch.compiler.set_stance("force_eager"),  # compiled regions show their operators
             torch._dynamo.config.patch(error_on_nested_fx_trace=False),
             _quiet(logging.getLogger("torch._subclasses.fake_tensor")),  # what it logs, it raises
-            autocast_on_cpu(),
+            autocast_as_cuda() if isinstance(stand_ins, DeviceStandIns) else autocast_on_cpu(),
             foreach_on_fakes(),
             stand_ins.mode,
             CPU,
