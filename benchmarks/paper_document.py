@@ -64,6 +64,8 @@ def render(data: Data) -> str:
         memory_bandwidth=rate(given["memory_bandwidth_bytes_per_second"]),
         memory_limit=format_size(given["memory_limit_bytes"]),
         compute_efficiency=given["compute_efficiency"],
+        matrix_efficiency=given["matrix_efficiency"],
+        winograd_gain=given["winograd_gain"],
         memory_efficiency=given["memory_efficiency"],
         launch=format_seconds(given["launch_seconds"]),
         overhead=f"{100 * given['overhead']:g} %",

@@ -22,7 +22,7 @@ from checkflow.graph import TrainingGraph
 from checkflow.hardware import Device, find_device
 from checkflow.plan import Policy
 from checkflow.planner.baselines import baselines
-from checkflow.planner.cost import durations_seconds
+from checkflow.planner.cost import WINOGRAD_GAIN, durations_seconds
 from checkflow.planner.load import load_training_step
 from checkflow.planner.pipeline import default_memory_limit_bytes
 from checkflow.planner.schedule import Outcome, Request, fingerprint_of, make_plan
@@ -67,6 +67,8 @@ def inputs() -> dict[str, Any]:
         "memory_bandwidth_bytes_per_second": device.memory_bandwidth_bytes_per_second,
         "memory_limit_bytes": default_memory_limit_bytes(device),
         "compute_efficiency": device.compute_efficiency,
+        "matrix_efficiency": device.matrix_efficiency,
+        "winograd_gain": WINOGRAD_GAIN,
         "memory_efficiency": device.memory_efficiency,
         "launch_seconds": device.launch_seconds,
         "links_bytes_per_second": list(LINKS_BYTES_PER_SECOND),

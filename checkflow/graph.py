@@ -92,6 +92,8 @@ class Operator:
     writes: tuple[int, ...]  # likewise: outputs and everything mutated in place
     link_bytes: int = 0  # that it copies from device to host
     waited_bytes: int = 0  # that cross the link, in either direction, while training waits
+    winograd: bool = False  # a convolution that Winograd's algorithm can do with fewer multiplications
+    relaid_bytes: int = 0  # of a convolution's tensors, those that matrix units take in another layout than they have
 
 
 @dataclass(frozen=True, slots=True)

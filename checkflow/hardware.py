@@ -149,20 +149,16 @@ class Device:
                 raise CheckflowError(f"device {self.name}: {name} is a share of the peak, at most 1, not {number}")
 
 
-# Efficiencies. The paper gives none, so they are fitted: with these, the roofline of a ResNet-50 training iteration at
-# batch 256 comes near the throughput that was published for the card (tests/test_calibration.py). Where no one factor
-# fits, it is the larger one, which makes iterations short and leaves the link less time: plans err to the safe side.
-#   GTX 1080 Ti  0.64 of the general units: 209 images/s in float32 (Lambda, "RTX 2080 Ti deep learning benchmarks with
-#                TensorFlow", 2019).
-#   V100         0.80 of the general units: 367 images/s in float32; 0.45 of the matrix units: 1,200 in mixed precision
-#                (both NVIDIA DeepLearningExamples, ResNet-50 v1.5 for PyTorch, DGX-1 16GB).
-#   RTX 3090     0.70 of both: 561 images/s in float32 (TensorFlow 1.15, as QbitAI reported in October 2020), 1,205 in
-#                float16 (tf_cnn_benchmarks, batch 512). TF32 has no higher peak than float32 on this card.
-#   A100         0.40 of the matrix units: 938 images/s in TF32, 2,470 in mixed precision (DeepLearningExamples, A100
-#                80GB): the first alone would give 0.22, the second 0.37. General units as on the V100.
-#   H100, H200   as the A100; not fitted to any measurement.
+# Efficiencies. The paper gives none, so they are fitted to public training throughputs: docs/throughputs.md lists
+# these, six and more a card, with their sources and the predictions, all within a factor of 1.5. Each card has two:
+# for its general units, by products and convolutions in float32 (V100: BERT and VGG-16), and for its matrix units, by
+# transformers and ResNets in TF32 and halves. Where no one factor fits, it is the larger one, which makes iterations
+# short and leaves the link less time: plans err to the safe side. General units of the A100, H100 and H200: as the
+# V100's, since nobody publishes float32 without TF32 for them.
+_GENERAL = 0.85
 # Memory: plain copies stream at 85 to 92 % of the peak (BabelStream's results for these cards), kernels with several
-# inputs at less: 0.8.
+# inputs at less: 0.8. Where the same cores have faster memory they use less of it: from the A100 with 40 GB to that
+# with 80, and from the H100 to the H200, ResNet-50 gains 9 to 19 % by 31 and 43 % of bandwidth (Lambda's figures).
 _STREAMING = 0.8
 # Kernels that are launched back to back follow each other within 2 to 4 µs where the host keeps up (NVIDIA, "Getting
 # started with CUDA graphs", 2019, measured 3.8 µs for kernels of 2.9 µs); eager PyTorch's own calls keep it near 4.
@@ -180,7 +176,7 @@ _GTX_1080_TI = Device(
     link_bandwidth_bytes_per_second=_PCIE3,
     plain_flops_per_second={"float32": 11.34 * _T, "float64": 0.354 * _T},  # halves are computed in float32
     matrix_flops_per_second={},
-    compute_efficiency=0.64,
+    compute_efficiency=0.70,
     memory_efficiency=_STREAMING,
     launch_seconds=_LAUNCH_SECONDS,
     source="NVIDIA GeForce GTX 1080 Ti specifications (3,584 cores at 1,582 MHz, 11 GB of GDDR5X); PCIe 3.0 x16",
@@ -192,11 +188,11 @@ _V100 = Device(
     link_bandwidth_bytes_per_second=_PCIE3,
     plain_flops_per_second={"float32": 15.7 * _T, "float64": 7.8 * _T, "float16": 31.4 * _T},
     matrix_flops_per_second={"float16": 125 * _T},
-    compute_efficiency=0.80,
+    compute_efficiency=_GENERAL,
     memory_efficiency=_STREAMING,
     launch_seconds=_LAUNCH_SECONDS,
     source="NVIDIA V100 Tensor Core GPU datasheet (SXM2, 16 GB); PCIe 3.0 x16",
-    matrix_efficiency=0.45,
+    matrix_efficiency=0.60,
 )
 _RTX_3090 = Device(
     name="RTX 3090",
@@ -210,10 +206,11 @@ _RTX_3090 = Device(
         "bfloat16": 35.6 * _T,
     },
     matrix_flops_per_second={"tf32": 35.6 * _T, "float16": 71 * _T, "bfloat16": 71 * _T},
-    compute_efficiency=0.70,
+    compute_efficiency=0.75,
     memory_efficiency=_STREAMING,
     launch_seconds=_LAUNCH_SECONDS,
     source="NVIDIA Ampere GA102 GPU architecture whitepaper, appendix A (dense, accumulating in FP32); PCIe 4.0 x16",
+    matrix_efficiency=0.80,
 )
 _A100_40 = Device(
     name="A100 40GB",
@@ -227,11 +224,11 @@ _A100_40 = Device(
         "bfloat16": 312 * _T,
         "float64": 19.5 * _T,
     },
-    compute_efficiency=0.80,
+    compute_efficiency=_GENERAL,
     memory_efficiency=_STREAMING,
     launch_seconds=_LAUNCH_SECONDS,
     source="NVIDIA A100 Tensor Core GPU datasheet and architecture whitepaper (SXM4, 40 GB, dense); PCIe 4.0 x16",
-    matrix_efficiency=0.40,
+    matrix_efficiency=0.65,
 )
 _H100 = Device(
     name="H100",
@@ -250,11 +247,11 @@ _H100 = Device(
         "bfloat16": 989.4 * _T,
         "float64": 66.9 * _T,
     },
-    compute_efficiency=0.80,
-    memory_efficiency=_STREAMING,
+    compute_efficiency=_GENERAL,
+    memory_efficiency=0.75,
     launch_seconds=_LAUNCH_SECONDS,
     source="NVIDIA H100 Tensor Core GPU datasheet and architecture whitepaper (SXM5, 80 GB, dense); PCIe 5.0 x16",
-    matrix_efficiency=0.40,
+    matrix_efficiency=0.55,
 )
 # A small cloud machine, such as CI gives: two cores of a server and one of its memory channels. Each core does 64
 # float32 operations a cycle (two AVX-512 units) at 2.3 GHz; the channel is DDR4-3200. "Device to host" is one thread
@@ -288,6 +285,7 @@ CATALOGUE: Mapping[str, Device] = {
             name="A100 80GB",
             memory_bytes=80 * 2**30,
             memory_bandwidth_bytes_per_second=2039e9,
+            memory_efficiency=0.75,
             source=_A100_40.source.replace("40 GB", "80 GB"),
         ),
         _H100,
@@ -296,6 +294,7 @@ CATALOGUE: Mapping[str, Device] = {
             name="H200",
             memory_bytes=141 * 10**9,
             memory_bandwidth_bytes_per_second=4800e9,
+            memory_efficiency=0.62,
             source="NVIDIA H200 Tensor Core GPU datasheet (SXM, 141 GB; units as the H100's, dense); PCIe 5.0 x16",
         ),
         _CPU,

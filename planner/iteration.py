@@ -133,6 +133,8 @@ class Iteration:
                 writes=tuple(writes),
                 link_bytes=crossing.to_host_bytes,
                 waited_bytes=crossing.waited_bytes,
+                winograd=effect.winograd,
+                relaid_bytes=effect.relaid_bytes,
             )
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
+from checkflow.planner.convolutions import CONVOLUTION_FLOPS, CONVOLUTIONS, has_fast_algorithm, relaid_bytes
 from checkflow.planner.sparse import is_sparse, parts
 from checkflow.state import dtype_name
 
@@ -54,6 +55,7 @@ ATTENTION_FLOPS = {
         aten._scaled_dot_product_flash_attention_backward
     ],
 }
+
 # Operators that allocate without computing.
 ALLOCATIONS = _named("empty empty_like empty_strided new_empty new_empty_strided empty_permuted")
 
@@ -66,6 +68,8 @@ class Effects:
     writes: tuple[tuple[torch.Tensor, int], ...]  # outputs too
     outputs: tuple[torch.Tensor, ...]
     computes: bool  # False: views, metadata and bare allocations, which are no operators
+    winograd: bool = False  # see checkflow.graph.Operator
+    relaid_bytes: int = 0  # likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,7 @@ class _Signature:
 
 @functools.cache
 def _signature(func: OpOverload) -> _Signature:
-    schema = func._schema
+    schema, packet = func._schema, func._overloadpacket
     written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
     overwritten = {a.name for a in schema.arguments if a.is_out}
     if schema.name in OVERWRITES:
@@ -107,7 +111,7 @@ def _signature(func: OpOverload) -> _Signature:
         torch.Tag.inplace_view in func.tags,
         torch.Tag.data_dependent_output in func.tags,
         schema.name in BAGS | LOOKUPS | SCATTERS or schema.name == "aten::add_",
-        ATTENTION_FLOPS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket),
+        ATTENTION_FLOPS.get(packet) or CONVOLUTION_FLOPS.get(packet) or flop_registry.get(packet),
     )
 
 
@@ -203,7 +207,11 @@ def effects(
     if signature.rows_only:
         added = signature.name == "aten::add_" and any(is_sparse(value) for _, value in bound)
         _restrict_to_rows(signature.name, reads, writes, inputs, scatters=added or signature.name in SCATTERS)
-    return Effects(tuple(reads), tuple(writes), outputs, computes)
+    found = Effects(tuple(reads), tuple(writes), outputs, computes)
+    if func._overloadpacket in CONVOLUTIONS:
+        fast, relaid = has_fast_algorithm(func, args, kwargs), relaid_bytes(inputs, outputs)
+        return replace(found, winograd=fast, relaid_bytes=relaid)
+    return found
 
 
 def _restrict_to_rows(
@@ -227,7 +235,10 @@ def _restrict_to_rows(
 
 
 def flops(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """As ``torch.utils.flop_counter.FlopCounterMode`` counts on CUDA: a multiply-add is 2, what it does not know 0."""
+    """As ``torch.utils.flop_counter.FlopCounterMode`` counts on CUDA: a multiply-add is 2, what it does not know 0.
+
+    But for the backward of grouped convolutions, of which it counts too many.
+    """
     formula = _signature(func).flops
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 

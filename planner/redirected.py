@@ -17,9 +17,8 @@ from torch import nn
 
 @contextlib.contextmanager
 def torch_redirected() -> Iterator[None]:
-    """Autocast, moves of modules, selective checkpoints and questions to masks as a trace needs them."""
+    """Moves of modules, selective checkpoints and questions to masks as a trace needs them."""
     with (
-        _autocast_on_cpu(),
         _modules_stay(),
         # They take make_fx for a compiler, and leave it to it what to keep: they would keep all.
         _replaced(torch.utils.checkpoint, "_is_compiling", lambda *_: False),
@@ -42,21 +41,6 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def _is_causal(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
     """nn.Transformer looks into masks for whether they are causal; here a square one is, where it is not said."""
     return is_causal is True or (is_causal is None and mask is not None and mask.shape[-2:] == (mask.shape[-1],) * 2)
-
-
-@contextlib.contextmanager
-def _autocast_on_cpu() -> Iterator[None]:
-    """An autocast region that the step opens for its own device takes effect where the fake tensors are."""
-    original = torch.autocast.__init__
-
-    @functools.wraps(original)
-    def redirected(
-        self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *rest: Any, **more: Any
-    ) -> None:
-        original(self, "cpu", dtype or torch.get_autocast_dtype(device_type), *rest, **more)
-
-    with _replaced(torch.autocast, "__init__", redirected):
-        yield
 
 
 @contextlib.contextmanager

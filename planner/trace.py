@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy
 import checkflow.training_step
 from checkflow.errors import CheckflowError, TraceError
 from checkflow.graph import TrainingGraph
+from checkflow.planner.autocasting import autocast_as_cuda, autocast_on_cpu
 from checkflow.planner.belongings import Belongings
 from checkflow.planner.faking import CPU, StandIns, stand_in
 from checkflow.planner.iteration import Iteration
@@ -83,6 +84,7 @@ def _environment(stand_ins: StandIns) -> Iterator[None]:
             torch._dynamo.config.patch(error_on_nested_fx_trace=False),
             _quiet(logging.getLogger("torch._subclasses.fake_tensor")),  # what it logs, it raises
             torch_redirected(),
+            autocast_as_cuda() if isinstance(stand_ins, DeviceStandIns) else autocast_on_cpu(),
             foreach_on_fakes(),
             stand_ins.mode,
             CPU,

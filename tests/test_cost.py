@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from checkflow.errors import CheckflowError
 from checkflow.graph import Operator, TrainingGraph
 from checkflow.hardware import CATALOGUE, Device, find_device, read_device
-from checkflow.planner.cost import Float32Precision, current_precision, durations_seconds
+from checkflow.planner.cost import WINOGRAD_GAIN, Float32Precision, current_precision, durations_seconds
 
 DEVICE = Device(
     name="round numbers",
@@ -105,6 +105,44 @@ def test_matrix_units_have_their_own_efficiency() -> None:
 def test_tf32_needs_units_for_it() -> None:
     old = replace(DEVICE, matrix_flops_per_second={})
     assert _seconds(_operator("aten.convolution.default", 5 * 10**8), old) == pytest.approx(1.001)
+
+
+def test_float32_runs_on_the_faster_units_that_it_may_use() -> None:
+    slow = replace(DEVICE, matrix_flops_per_second={"tf32": 0.5e9})
+    assert _seconds(_operator("aten.convolution.default", 5 * 10**8), slow) == pytest.approx(1.001)
+    assert _seconds(_operator("aten.mm.default", 5 * 10**8, dtype="float16"), slow) == pytest.approx(0.501)
+
+
+def test_winograd_s_algorithm_saves_flops_on_a_gpu_s_general_units() -> None:
+    plain = _operator("aten.convolution.default", 8 * 10**8)
+    fast = replace(plain, winograd=True)
+    without = Float32Precision(convolutions_tf32=False)
+    assert _seconds(plain, precision=without) == pytest.approx(1.601)
+    assert _seconds(fast, precision=without) == pytest.approx(1.6 / WINOGRAD_GAIN + 0.001)
+    assert _seconds(fast, replace(DEVICE, kind="cpu"), without) == pytest.approx(1.601)
+    assert _seconds(fast) == pytest.approx(0.161)  # TF32 on the matrix units
+    assert _seconds(replace(fast, dtype="float16")) == pytest.approx(0.081)
+
+
+def test_matrix_units_wait_for_images_to_be_turned() -> None:
+    turned = replace(_operator("aten.convolution.default", 10**9), relaid_bytes=80_000_000)
+    assert _seconds(turned) == pytest.approx(0.2 + 0.2 + 0.001)  # by its flops, then twice 80 MB at 0.8 GB/s
+    assert _seconds(turned, precision=Float32Precision(convolutions_tf32=False)) == pytest.approx(2.001)
+    # Where turning costs more than the matrix units save, float32 stays on the general units; halves do not.
+    much = replace(turned, relaid_bytes=1_600_000_000)
+    assert _seconds(much) == pytest.approx(2.001)
+    assert _seconds(replace(much, dtype="float16")) == pytest.approx(0.1 + 4 + 0.001)
+
+
+def test_dropout_s_random_factors_take_no_time_on_a_gpu() -> None:
+    bernoulli = replace(_operator("aten.bernoulli_.float", bytes_=800_000_000), writes=(1,))
+    scale = replace(_operator("aten.div_.Scalar", bytes_=800_000_000), reads=(1,), writes=(1,))
+    apply = replace(_operator("aten.mul.Tensor", bytes_=800_000_000), reads=(0, 1), writes=(2,))
+    graph = _graph(bernoulli, scale, apply)
+    assert durations_seconds(graph, DEVICE, PRECISION) == pytest.approx([0, 0, 1.001])
+    assert durations_seconds(graph, replace(DEVICE, kind="cpu"), PRECISION) == pytest.approx([1.001] * 3)
+    elsewhere = replace(scale, reads=(3,), writes=(3,))  # what is drawn is not what is divided
+    assert durations_seconds(_graph(bernoulli, elsewhere), DEVICE, PRECISION) == pytest.approx([1.001] * 2)
 
 
 def test_one_duration_an_operator_in_order() -> None:

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from checkflow.errors import TraceError
 from checkflow.graph import BOUNDARY, Anchor, AnchorKey, AnchorKind, TrainingGraph
+from checkflow.planner.optimizers import Target
 from checkflow.planner.trace import trace
 from checkflow.state import collect_state
 from checkflow.training_step import TrainingStep
@@ -700,3 +701,35 @@ def test_state_that_changes_from_iteration_to_iteration_is_refused() -> None:
     with pytest.raises(TraceError, match=r"changes the set of state \(m/buffer1\)"):
         trace(TrainingStep(step=step, models={"m": model}, batch=torch.randn(1, 2)), name="n")
     assert not model._buffers
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("target", "norms"), [("cuda", "float32"), ("cpu", "lower")])
+def test_autocast_follows_the_rules_of_the_target(dtype: torch.dtype, target: Target, norms: str) -> None:
+    """CUDA computes layer norms and softmaxes in float32; products are in lower precision wherever they run."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def iteration(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=dtype):
+            loss = F.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+
+    batch = (torch.randn(4, 8), torch.randint(3, (4,)))
+    graph = trace(
+        TrainingStep(step=iteration, models={"m": model}, optimizers={"o": optimizer}, batch=batch),
+        name="n",
+        target=target,
+    )
+    lower = str(dtype).removeprefix("torch.")
+    expected = lower if norms == "lower" else norms
+    found = {op.target: op for op in graph.operators}
+    for name in ("aten.native_layer_norm.default", "aten.native_layer_norm_backward.default", "aten._softmax.default"):
+        assert found[name].dtype == expected, name
+    assert {op.dtype for op in graph.operators if op.flops} == {lower}
+    # A GPU's softmax reads float16 as it is; bfloat16 is copied first.
+    element = 2 if expected == lower or dtype == torch.float16 else 4
+    assert found["aten._softmax.default"].read_bytes == 4 * 8 * element
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key("aten::layer_norm", "AutocastCPU")  # as it was

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, conv_backward_flop, sdpa_backward_flop_count, sdpa_flop_count
 
 from checkflow.training_step import TrainingStep
 
@@ -72,7 +72,8 @@ class TiedNet(nn.Module):
 
 
 def flop_counter() -> FlopCounterMode:
-    """torch's own counter, which also knows the attention of CPUs by the formulas that it has for the one of GPUs."""
+    """torch's own counter, which also knows the attention of CPUs by the formulas that it has for the one of GPUs, and
+    counts the gradient of a grouped convolution's weight by group."""
 
     def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
         return sdpa_flop_count(query, key, value)
@@ -80,9 +81,18 @@ def flop_counter() -> FlopCounterMode:
     def backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
         return sdpa_backward_flop_count(gradient, query, key, value)
 
+    def convolution(gradient: Any, images: Any, weight: Any, *rest: Any, out_shape: Any, **_: Any) -> int:
+        *others, groups, wanted = rest
+        of_images, of_weight = (
+            conv_backward_flop.__wrapped__(gradient, images, weight, *others, groups, mask, out_shape)
+            for mask in ([wanted[0], False], [False, wanted[1]])
+        )
+        return int(of_images + of_weight // groups)
+
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return FlopCounterMode(display=False, custom_mapping={attention: forward, attention_backward: backward})
+    mended = {attention: forward, attention_backward: backward, torch.ops.aten.convolution_backward: convolution}
+    return FlopCounterMode(display=False, custom_mapping=mended)
 
 
 def cross_entropy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
