@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkflow.planner import operators as op
 from checkflow.planner import sparse
+from checkflow.planner.dispatch import size_as_real
 from checkflow.planner.iteration import Iteration
 from checkflow.planner.optimizers import NEEDS_DATA
 from checkflow.planner.placement import NO_CROSSING, HostMemory
@@ -106,6 +107,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             try:
                 call = sparse.run(func, args, keywords)
                 result = call.result
+                size_as_real(call.func, call.args, result)
                 self._host.settle(call.func, call.args, keywords, result)
                 if self._tracer is None:
                     self._watch(result)

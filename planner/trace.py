@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy
 import checkflow.training_step
 from checkflow.errors import CheckflowError, TraceError
 from checkflow.graph import TrainingGraph
+from checkflow.planner.dispatch import autocast_cache
 from checkflow.planner.faking import CPU, StandIns, autocast_on_cpu, stand_in
 from checkflow.planner.iteration import Iteration
 from checkflow.planner.moving import DeviceStandIns
@@ -118,6 +119,7 @@ class _Session:
             for optimizer in self._step.optimizers.values():
                 for counter in host_counters(optimizer):
                     self._stand_ins.host.mark_counter(counter)
+            caching = torch.is_autocast_cache_enabled()
             with _use_lazy_graph_module(True):  # the graph is read, never run: no code need be made of it
 
                 def iteration() -> None:
@@ -128,7 +130,7 @@ class _Session:
                         recorder.begin(proxies)
                         recorder.add_inputs(watched.begin(self._batch, previous, self._stand_ins.all()))
                         recorder.enter_left_behind()
-                    with watched.where.watching(), recorder:
+                    with watched.where.watching(), recorder, autocast_cache(caching):
                         previous = self._step.run(self._batch)
                     watched.end()
 
