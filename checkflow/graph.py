@@ -101,7 +101,8 @@ class Storage:
     """One allocation: live at position p iff created < p <= its end, during operator i iff created <= i <= its end.
 
     ``created`` is the operator that allocates it, -1 for what lives at the boundary already. Ends are the last operator
-    during which it is live; ``len(operators)`` for what also lives at the next boundary.
+    during which it is live; ``len(operators)`` for what also lives at the next boundary. What lives at the boundary and
+    is freed before operator 0 (gradients, by ``zero_grad``) has an ``eager_end`` of -1: it is live at position 0 only.
     """
 
     name: str
@@ -167,7 +168,7 @@ class TrainingGraph:
             during[max(storage.created, 0)] += storage.size_bytes
             during[min(end, n - 1) + 1] -= storage.size_bytes
             at[storage.created + 1] += storage.size_bytes
-            at[min(end, n) + 1] -= storage.size_bytes
+            at[min(max(end, 0) if eager else end, n) + 1] -= storage.size_bytes
         for i in range(1, n + 2):
             during[i] += during[i - 1]
             at[i] += at[i - 1]

@@ -101,8 +101,7 @@ class StorageLedger:
         storages: list[Storage] = []
         places: dict[int, int] = {}
         for index, record in enumerate(self._records):
-            # What lives at the boundary lives at position 0, and so, by the definition of Storage, during operator 0.
-            eager_end = end if record.freed is None else max(record.freed, 0 if record.created == -1 else -1)
+            eager_end = end if record.freed is None else record.freed
             # What outlives the iteration in place holds a value (state, gradients kept by set_to_none=False); the
             # batch's value is needed until its last use only.
             lasting = record.created == -1 and record.freed is None and record.kind != "input"

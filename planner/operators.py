@@ -132,8 +132,10 @@ def is_view(func: OpOverload) -> bool:
 
 @functools.cache
 def is_composite(func: OpOverload) -> bool:
-    """Whether torch would rather run other operators in its place (flop counters look into these)."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func._name, "CompositeImplicitAutograd"))
+    """Whether torch runs other operators in its place. Not where devices have a kernel of their own for it: the fused
+    backward of SiLU and Mish, which needs less memory than its parts."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return bool(has_kernel(func._name, "CompositeImplicitAutograd") and not has_kernel(func._name, "CPU"))
 
 
 def is_host_scalar(tensor: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from checkflow.planner import operators as op
 from checkflow.planner import sparse
+from checkflow.planner.dispatch import size_as_real
 from checkflow.planner.iteration import Iteration
 from checkflow.planner.numbers import ReadNumbers
 from checkflow.planner.placement import NO_CROSSING, HostMemory
@@ -113,6 +114,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 call = self._call(func, args, keywords)
                 result = call.result
                 self._numbers.note_operator(call.ran, args, result)
+                size_as_real(call.func, call.args, result)
                 self._host.settle(call.func, call.args, keywords, result)
                 if self._tracer is None:
                     self._watch(result)

@@ -25,8 +25,10 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy
 import checkflow.training_step
 from checkflow.errors import CheckflowError, TraceError
 from checkflow.graph import TrainingGraph
+from checkflow.planner.attention import cuda_kernels
 from checkflow.planner.autocasting import autocast_as_cuda, autocast_on_cpu
 from checkflow.planner.belongings import Belongings
+from checkflow.planner.dispatch import autocast_cache
 from checkflow.planner.faking import CPU, StandIns, stand_in
 from checkflow.planner.iteration import Iteration
 from checkflow.planner.moving import DeviceStandIns
@@ -43,7 +45,8 @@ def trace(step: TrainingStep, *, name: str, target: Target = "cuda") -> Training
     """Trace one iteration of a training step.
 
     Nothing is computed or allocated, whatever device the step's tensors are on (``meta`` too), and the user's objects
-    are as before afterwards. Sizes and flops are those of the operators that torch's CPU dispatch chooses.
+    are as before afterwards. For a GPU, attention and dropout are traced in the kernels that a CUDA build of torch
+    chooses (:mod:`checkflow.planner.attention`); other operators are those that torch's CPU dispatch chooses.
 
     Args:
         step: its models, optimizers and batch; its function is called two or three times.
@@ -65,7 +68,8 @@ def trace(step: TrainingStep, *, name: str, target: Target = "cuda") -> Training
     with stand_in(step, stand_ins) as belongings:
         steps = OptimizerSteps(step.optimizers.values(), target, stand_ins.numbers)
         session = _Session(step, name, stand_ins, steps, belongings)
-        with _environment(stand_ins), fused_kernels_faked(), ctc_loss_faked(), steps.in_place():
+        kernels = cuda_kernels() if target == "cuda" else contextlib.nullcontext()
+        with _environment(stand_ins), kernels, fused_kernels_faked(), ctc_loss_faked(), steps.in_place():
             session.run()
         return session.graph(implementations)
 
@@ -131,6 +135,7 @@ class _Session:
                 for counter in host_counters(optimizer):
                     self._stand_ins.host.mark_counter(counter)
             steady = self._belongings.remember_plain()
+            caching = torch.is_autocast_cache_enabled()
             with _use_lazy_graph_module(True):  # the graph is read, never run: no code need be made of it
 
                 def iteration() -> None:
@@ -141,7 +146,7 @@ class _Session:
                         recorder.begin(proxies)
                         recorder.add_inputs(watched.begin(self._batch, previous, self._stand_ins.all()))
                         recorder.enter_left_behind()
-                    with watched.where.watching(), recorder:
+                    with watched.where.watching(), recorder, autocast_cache(caching):
                         previous = self._step.run(self._batch)
                     watched.end()
 

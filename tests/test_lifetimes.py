@@ -1,8 +1,7 @@
-"""Storages and their lifetimes: against torch's own memory tracker, and rule by rule."""
+"""Storages and their lifetimes, rule by rule; test_memory.py holds them against torch's own memory tracker."""
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
 
 from checkflow.graph import Storage, TrainingGraph
 from checkflow.planner.lifetimes import StorageLedger
@@ -20,60 +17,16 @@ from checkflow.training_step import TrainingStep
 from tests import training_steps as steps
 
 
-def tracked_peak_bytes(step: TrainingStep) -> int:
-    """The peak of the second and third iteration by torch.distributed._tools.mem_tracker (call it under fake tensors).
-
-    The tracker counts Adam's step counters too, which lie in host memory.
-    """
-    (model,), (optimizer,) = step.models.values(), step.optimizers.values()
-    _held = step.run(step.batch)
-    tracker = MemTracker()
-    tracker.track_external(model, optimizer, *step.batch)
-    with tracker:
-        for _ in range(2):
-            _held = step.run(step.batch)
-            tracker.reset_mod_stats()  # the tracker's statistics of modules take one iteration only
-    return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
-
-
-def shipped(name: str, batch_size: int, optimizer: Callable[[Any], torch.optim.Optimizer] | None) -> TrainingStep:
-    step: TrainingStep = importlib.import_module(f"checkflow.models.{name}").build(batch_size)
-    if optimizer is not None:
-        step.optimizers = {"optimizer": optimizer(step.models["model"].parameters())}
+def shipped(name: str) -> TrainingStep:
+    step: TrainingStep = importlib.import_module(f"checkflow.models.{name}").build(batch_size=32)
     return step
-
-
-adam_loop = functools.partial(torch.optim.Adam, foreach=False)
-adam_foreach = functools.partial(torch.optim.Adam, foreach=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "batch_size", "optimizer"),
-    [
-        ("alexnet", 32, None),
-        ("alexnet", 32, adam_loop),
-        ("alexnet", 1, adam_foreach),
-        ("resnet18", 32, None),
-        ("mnasnet", 2, adam_foreach),
-        ("digits", 32, adam_loop),
-        ("bert", 2, None),
-    ],
-)
-def test_the_eager_peak_is_that_of_torchs_memory_tracker(name: str, batch_size: int, optimizer: Any) -> None:
-    with torch.device("meta"):
-        graph = trace(shipped(name, batch_size, optimizer), name=name, target="cpu")
-    with FakeTensorMode():
-        expected = tracked_peak_bytes(shipped(name, batch_size, optimizer))
-    hosts = sum(entry.size_bytes for entry in graph.state if entry.placement == "host")
-    peak = max(graph.live_bytes(eager=True)[0])
-    assert abs(peak + hosts - expected) <= 0.001 * expected
 
 
 # Figures that torch's tracker and the last use of each storage gave independently, in MB at batch 32 with SGD.
 @pytest.mark.parametrize(("name", "peak_megabytes"), [("alexnet", 603.2), ("vgg11", 2631.3), ("resnet18", 782.5)])
 def test_known_graph_peaks(name: str, peak_megabytes: float) -> None:
     with torch.device("meta"):
-        graph = trace(shipped(name, 32, None), name=name)
+        graph = trace(shipped(name), name=name)
     during, _ = graph.live_bytes(eager=False)
     assert round(max(during) / 1e6, 1) == peak_megabytes
 
@@ -132,8 +85,7 @@ def step_that(order: str, **keywords: Any) -> TrainingGraph:
 
 def test_gradients_live_from_backward_to_the_next_zero_grad() -> None:
     old, new = gradients(step_that("zbs"))
-    # A storage that lives at the boundary is live during operator 0, by the definition of Storage.
-    assert (old.created, old.eager_end, old.graph_end) == (-1, 0, -1)
+    assert (old.created, old.eager_end, old.graph_end) == (-1, -1, -1)  # gone before the first operator
     assert new.created > 0
     assert new.graph_end == new.eager_end - 1  # the optimizer is the last operator; kept for the next iteration
     assert new.name == "gradient of m/weight"
