@@ -260,7 +260,7 @@ def _in_parts(item: StateTensor) -> Iterator[StateTensor]:
     tensor = item.tensor
     if is_lazy(tensor):
         raise UnsupportedError(
-            f"state tensor {item.name} has no shape yet: run a batch through the model first, as lazy modules ask for"
+            f"state tensor {item.name} has no shape yet: run the model once on a batch first, as lazy modules need"
         )
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and isinstance(tensor, distributed.DTensor):

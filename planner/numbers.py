@@ -58,7 +58,11 @@ _PASSAGES = frozenset(_TORCH + name for name in ("_tensor.py", "overrides.py", "
 
 
 class NumberError(TraceError):
-    """A number that only data can tell decides which operators run. The message lacks the name of the step."""
+    """A number that only data can tell decides which operators run: the operator that gives it, and the place."""
+
+    def __init__(self, operator: Any, place: str) -> None:
+        super().__init__(f"{operator} needs the values of tensors at {place}")
+        self.operator, self.place = operator, place
 
 
 class UndecidedError(Exception):
@@ -118,7 +122,7 @@ class ReadNumbers:
             finally:
                 self._turned = False
             if self._odd is not None:
-                raise NumberError(refusal(*self._odd))
+                raise NumberError(*self._odd)
 
     def note_operator(self, func: OpOverload, args: tuple[Any, ...], result: Any) -> None:
         """An operator ran. In the iteration with other numbers: it must be the one that ran in the traced one."""
@@ -223,19 +227,13 @@ class ReadNumbers:
         self._last = (func, place)
         self._patience[place] += 1
         if self._patience[place] > _PATIENCE:
-            raise NumberError(refusal(func, place))
+            raise NumberError(func, place)
 
     def _forget_iteration(self) -> None:
         self._patience.clear()
         self._tried = 0
         self._last = self._odd = None
         self._decided = False
-
-
-def refusal(func: Any, place: str) -> str:
-    """Why a step cannot be traced, without its name: the operator, the source line, what to do."""
-    at = f" at {place}" if place else ""
-    return f"{func} needs the values of tensors{at}: {ADVICE}"
 
 
 def format_number(tensor: torch.Tensor, specification: str) -> str:

@@ -15,12 +15,14 @@ import logging
 import os
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy_mode, make_fx
+from torch.nn.parameter import is_lazy
 
 import checkflow.training_step
 from checkflow.errors import CheckflowError, TraceError
@@ -32,7 +34,7 @@ from checkflow.planner.dispatch import autocast_cache
 from checkflow.planner.faking import CPU, StandIns, stand_in
 from checkflow.planner.iteration import Iteration
 from checkflow.planner.moving import DeviceStandIns
-from checkflow.planner.numbers import RECORD, NumberError, refusal
+from checkflow.planner.numbers import ADVICE, RECORD, NumberError
 from checkflow.planner.optimizers import NEEDS_DATA, OptimizerSteps, Target, foreach_on_fakes, fused_kernels_faked
 from checkflow.planner.recording import OperatorRecorder
 from checkflow.planner.redirected import torch_redirected
@@ -60,7 +62,8 @@ def trace(step: TrainingStep, *, name: str, target: Target = "cuda") -> Training
     import torch._dynamo  # make_fx imports it; under the modes of a trace that import would be traced  # noqa: F401
 
     refuse_closures(step.optimizers)
-    collect_state(step.models, step.optimizers)  # what is refused is named before anything takes its place
+    if not _has_lazy_state(step):  # which the first iteration gives its shape
+        collect_state(step.models, step.optimizers)  # what is refused is named before anything takes its place
     implementations = tuple(
         (key, optimizer_implementation(optimizer, target)) for key, optimizer in step.optimizers.items()
     )
@@ -72,6 +75,10 @@ def trace(step: TrainingStep, *, name: str, target: Target = "cuda") -> Training
         with _environment(stand_ins), kernels, fused_kernels_faked(), ctc_loss_faked(), steps.in_place():
             session.run()
         return session.graph(implementations)
+
+
+def _has_lazy_state(step: TrainingStep) -> bool:
+    return any(is_lazy(tensor) for model in step.models.values() for tensor in (*model.parameters(), *model.buffers()))
 
 
 @contextlib.contextmanager
@@ -155,12 +162,12 @@ class _Session:
             with recorder:
                 numbers.try_others(lambda: self._step.run(self._batch), steady.restore)
         except NumberError as error:
-            raise TraceError(f"cannot trace {self._name}: {error}") from error
+            raise TraceError(_needs_values(self._name, error.operator, error.place)) from error
         except CheckflowError:
             raise
         except Exception as error:
             if (blamed := numbers.blame(error)) is not None:
-                raise TraceError(f"cannot trace {self._name}: {refusal(*blamed)} ({_reason(error)})") from error
+                raise TraceError(_needs_values(self._name, *blamed, f" ({_reason(error)})")) from error
             raise TraceError(_explain(self._name, error, recorder.culprit(error))) from error
 
     def graph(self, implementations: tuple[tuple[str, str], ...]) -> TrainingGraph:
@@ -184,16 +191,17 @@ def _explain(name: str, error: Exception, culprit: OpOverload | None) -> str:
             f"register one with torch.library.register_fake, or {RECORD}"
         )
     if isinstance(error, NEEDS_DATA):
-        return f"cannot trace {name}: {refusal(culprit or 'it', line)} ({reason})"
-    if ".numpy() is not supported" in reason:
-        return (
-            f"cannot trace {name}: a tensor is turned into a numpy array{place}, and a trace has no values: "
-            f"move that out of the training step, or {RECORD}"
-        )
+        because = f" ({reason})"
+        return f"cannot trace {name}: {culprit or 'it'} needs the values of tensors{place}: {ADVICE}{because}"
     return (
         f"cannot trace {name}: {culprit or 'the training step'} raised {type(error).__name__}{place}: {reason} "
         f"(where the step itself runs, {RECORD})"
     )
+
+
+def _needs_values(name: str, operator: Any, line: str, because: str = "") -> str:
+    place = f" at {line}" if line else ""
+    return f"cannot trace {name}: {operator} needs the values of tensors{place}: {ADVICE}{because}"
 
 
 def _reason(error: Exception) -> str:

@@ -299,8 +299,6 @@ TRACED: dict[str, tuple[Run, str]] = {
         r"changes the set of state \(model/b1\)",
     ),
     "branch": (tracing(branch), r"aten\.\w+\.default needs the values of tensors at .*if model"),
-    "numpy": (tracing(lambda m, o, x: m(x).detach().numpy()), r"numpy array at .*detach\(\)\.numpy\(\)"),
-    "asarray": (tracing(lambda m, o, x: np.asarray(m(x).detach().cpu())), "numpy array at"),
     "sparse product": (
         tracing(lambda m, o, x: m.odd @ m(x).t(), lambda: with_buffer(torch.eye(2).to_sparse())),
         "no fake implementation at .*Checkpointer",
