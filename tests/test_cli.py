@@ -430,7 +430,7 @@ def test_check_accepts_a_plan_and_its_model(call: Any, plan_file: Path) -> None:
     ("changes", "text"),
     [
         (["--set", "width=128"], "128"),
-        (["--batch-size", "8"], "8"),
+        (["--batch-size", "8"], "batch: float32 8×16, int64 8 in the model, float32 4×16, int64 4 in the plan"),
         (["--optimizer", "adam"], "Adam"),
     ],
 )
