@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy
 import checkflow.training_step
 from checkflow.errors import CheckflowError, TraceError
 from checkflow.graph import TrainingGraph
+from checkflow.planner.attention import cuda_kernels
 from checkflow.planner.dispatch import autocast_cache
 from checkflow.planner.faking import CPU, StandIns, autocast_on_cpu, stand_in
 from checkflow.planner.iteration import Iteration
@@ -38,7 +39,8 @@ def trace(step: TrainingStep, *, name: str, target: Target = "cuda") -> Training
     """Trace one iteration of a training step.
 
     Nothing is computed or allocated, whatever device the step's tensors are on (``meta`` too), and the user's objects
-    are as before afterwards. Sizes and flops are those of the operators that torch's CPU dispatch chooses.
+    are as before afterwards. For a GPU, attention and dropout are traced in the kernels that a CUDA build of torch
+    chooses (:mod:`checkflow.planner.attention`); other operators are those that torch's CPU dispatch chooses.
 
     Args:
         step: its models, optimizers and batch; its function is called twice.
@@ -58,7 +60,8 @@ def trace(step: TrainingStep, *, name: str, target: Target = "cuda") -> Training
     with stand_in(step, stand_ins):
         steps = OptimizerSteps(step.optimizers.values(), target)
         session = _Session(step, name, stand_ins, steps)
-        with _environment(stand_ins), fused_kernels_faked(), steps.in_place():
+        kernels = cuda_kernels() if target == "cuda" else contextlib.nullcontext()
+        with _environment(stand_ins), kernels, fused_kernels_faked(), steps.in_place():
             session.run()
         return session.graph(implementations)
 

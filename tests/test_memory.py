@@ -5,6 +5,7 @@ The shipped models run on fake memory at full size; small steps for real, where 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from checkflow.graph import TrainingGraph
+from checkflow.planner.attention import cuda_kernels
 from checkflow.planner.optimizers import Target
 from checkflow.planner.trace import trace
 from checkflow.training_step import TrainingStep
@@ -31,7 +33,8 @@ optim = torch.optim
 
 
 def shipped(name: str, optimizer: str, target: Target) -> Comparison:
-    """A shipped model at batch 32 in torch's default implementation for the target: for-loop on CPUs, else foreach."""
+    """A shipped model at batch 32 as on the target: on GPUs optimizers are foreach by default, on CPUs for-loop, and
+    attention and dropout have other kernels."""
     make = OPTIMIZERS[optimizer]
 
     def build() -> TrainingStep:
@@ -41,7 +44,8 @@ def shipped(name: str, optimizer: str, target: Target) -> Comparison:
         return step
 
     graph = trace(build(), name=name, target=target)
-    with on_fake_memory(build(), functools.partial(make, foreach=target == "cuda")) as step:
+    kernels = cuda_kernels() if target == "cuda" else contextlib.nullcontext()
+    with on_fake_memory(build(), functools.partial(make, foreach=target == "cuda")) as step, kernels:
         return compare(graph, tracked(step, large=True))
 
 
