@@ -5,6 +5,7 @@ They are planned, certified, replayed and reproducible; for larger models see te
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import subprocess
@@ -13,15 +14,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import paper_document, paper_tables
 from checkflow import plan as plans
 from checkflow.hardware import find_device, parse_bandwidth
+from checkflow.planner.attention import cuda_kernels
 from checkflow.planner.pipeline import Planned, Subject, default_memory_limit_bytes, plan_model
 from checkflow.planner.replay import check_plan
 from checkflow.planner.schedule import Request
-from tests.training_steps import flop_counter
+from checkflow.training_step import TrainingStep
+from tests.memory_tracking import on_fake_memory
 
 MODELS = ("alexnet", "mnasnet", "resnet18", "vgg11", "vit", "resnet3d", "transformer", "bert")
 RTX_3090 = find_device("RTX 3090")
@@ -114,16 +117,12 @@ def test_another_process_with_another_hash_seed_writes_the_same_bytes(tmp_path: 
 @pytest.mark.parametrize("model", MODELS)
 def test_flops_and_state_are_what_torch_says(model: str) -> None:
     """Against torch's own counter, and the sizes of the state dicts after a step, on the same model untraced."""
-    build = importlib.import_module(f"checkflow.models.{model}").build
-    # nn.Transformer's encoder deep-copies its parameters, which fake tensors do not survive; meta tensors do.
-    place = torch.device("meta") if model == "transformer" else FakeTensorMode(allow_non_fake_inputs=True)
-    with place:
-        step = build(batch_size=1)
-        module = step.models["model"]
-        step.optimizers["optimizer"] = torch.optim.Adam(module.parameters(), foreach=True)
-        with flop_counter() as counter:
-            step.run(step.batch)
-        optimizer = step.optimizers["optimizer"]
+    with torch.device("meta"):
+        built: TrainingStep = importlib.import_module(f"checkflow.models.{model}").build(batch_size=1)
+    foreach = functools.partial(torch.optim.Adam, foreach=True)
+    with on_fake_memory(built, foreach) as step, cuda_kernels(), FlopCounterMode(display=False) as counter:
+        step.run(step.batch)
+        module, optimizer = step.models["model"], step.optimizers["optimizer"]
         sizes = [tensor.nbytes for tensor in module.state_dict().values()]
         sizes += [value.nbytes for table in optimizer.state.values() for value in table.values()]
     graph = plan(model, 1, "adam").graph
