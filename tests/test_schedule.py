@@ -59,20 +59,27 @@ small_timelines = strategies.integers(0, 2**32).map(
 )
 
 
-def best_of_all(timeline: Timeline, asked: dict[str, Any], limit: float) -> tuple[int, Best, int] | None:
-    """By exhaustive search: the smallest interval, its best schedule, and the bytes that training waits for.
+def best_of_all(timeline: Timeline, asked: dict[str, Any], limit: float) -> tuple[int, Best, float] | None:
+    """By exhaustive search: the smallest interval, its best schedule, and the seconds that training waits.
 
     At one byte per second over the link and two inside the device, a byte that is waited for and a snapshot take a
     second each.
     """
     share, policy = asked["overhead"], asked["policy"]
+    queue = timeline.queued_bytes(1.0)[0]  # of training's own traffic: it goes before the first byte that is waited for
     for interval in range(1, (asked["max_interval"] or 1) + 1):
-        budget = timeline.state_bytes if share is None else int(share * interval * timeline.iteration_seconds + 1e-9)
-        waits = budget if share is not None and policy == "direct" else 0
+        budget = timeline.state_bytes if share is None else share * interval * timeline.iteration_seconds + 1e-9
+        costs = {0: 0.0}
+        if share is not None and policy == "direct":
+            costs |= {wait: queue + wait for wait in range(1, timeline.state_bytes + 1) if queue + wait <= budget}
         found = [
-            (best.peak_bytes, wait + best.snapshot_bytes, best, wait)
-            for wait in range(min(waits, timeline.state_bytes) + 1)
-            if (best := search(timeline, policy, most_snapshots=budget - wait, iterations=interval, waits={0: wait}))
+            (best.peak_bytes, cost + best.snapshot_bytes, best, cost)
+            for wait, cost in costs.items()
+            if (
+                best := search(
+                    timeline, policy, most_snapshots=int(budget - cost), iterations=interval, waits={0: wait}
+                )
+            )
         ]
         least = min(found, default=None, key=lambda row: row[:2])
         if least is not None and least[0] <= limit:
