@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -265,6 +265,8 @@ class _EventClock:
 class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every operator that runs while it is entered."""
 
+    supports_higher_order_operators = True  # lets them pass, and ends the recording
+
     def __init__(self, iteration: Iteration, places: _LivePlaces, clock: _Clock) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._iteration, self._places, self._clock = iteration, places, clock
@@ -281,9 +283,13 @@ class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def enter(self) -> None:
+        """Put the mode below all others: those that are active now may end before it does, each taking the topmost."""
         self._thread = threading.get_ident()
         self._watching = True
+        above = [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
         _push_mode(self)
+        for mode in reversed(above):
+            _push_mode(mode)
 
     def leave(self) -> None:
         """Take the mode off the stack, even from below others that were entered later and are still active."""
@@ -301,6 +307,12 @@ class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         keywords = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            if self._watching:
+                self.failure, self._watching = (
+                    TraceError(f"an iteration with {func} cannot be recorded: it runs operators unseen"), False
+                )  # fmt: skip
+            return func(*args, **keywords)
         if not self._watching or func.namespace in _NO_OPERATORS or func is torch.ops.aten.lift_fresh.default:
             return func(*args, **keywords)
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):

@@ -63,13 +63,20 @@ class Program:
         return bisect.bisect_right(self.works, iteration, key=lambda work: work.iteration)
 
 
-def compile_plan(plan: Plan, silent: Collection[tuple[AnchorKind, str]] = (), *, blind: bool = False) -> Program:
+def compile_plan(
+    plan: Plan,
+    silent: Collection[tuple[AnchorKind, str]] = (),
+    *,
+    blind: bool = False,
+    undated_at_boundary: bool = False,
+) -> Program:
     """Turn the steps of a plan into the work of anchors.
 
     Args:
         silent: anchors that do not fire; their work is done at the last one before them that does, and that has work
             of its own: no other has a hook.
         blind: no anchor tells when the optimizers step: everything is due at the boundary.
+        undated_at_boundary: so is what no operator was seen to write.
 
     Raises:
         PlanError: the plan was made at operator granularity, which eager training cannot act on.
@@ -110,7 +117,7 @@ def compile_plan(plan: Plan, silent: Collection[tuple[AnchorKind, str]] = (), *,
         if deadline is None or planned[deadline].kind is AnchorKind.OPTIMIZER_POST:
             after_step.append(index)
         if chunk.snapshot_step is None:
-            if blind or deadline is not None:
+            if blind or undated_at_boundary or deadline is not None:
                 due = 0 if blind or deadline is None else in_time(deadline)
                 note(due, "due", index)
                 released = min(released, due)

@@ -367,7 +367,10 @@ class Checkpointer:
             self._execution.note_unseen_steps()
             stepped = bool(self._optimizers) and self._execution.stepped.issuperset(self._optimizers)
             if stepped and not self._explicit and not self._in_steps:
+                hooks = self._execution.hooks
                 self._boundary()
+                if self._execution.hooks is not hooks:  # hung in too late for the forward that runs already
+                    self._execution.reached(AnchorKey(AnchorKind.FORWARD, f"{model}/"))
             self._progress.restore_generators()
         if (planning := self._place.planning) is not None:
             planning.watch.forward(model, arguments)

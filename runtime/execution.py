@@ -97,11 +97,20 @@ class Execution:
         self._sightings = Sightings() if sightings is None else sightings
         # What the plan's anchors do not tell: forwards that are not seen, and whether optimizers step unseen.
         self._unseen: tuple[frozenset[Place], bool] = (frozenset(), False)
+        self._told: frozenset[Place] = frozenset()  # anchors that the log has called silent
+        self._fired = self._whole = False  # an anchor, and a whole iteration, under these hooks
         self._error_in_compiling: CheckflowError | None = None
         self._models, self._optimizers, self._walk = models, optimizers, walk
         self._implementations, self._listener, self._raising = implementations, listener, raising
         self.capturer = Capturer(
-            plan, program, walk, engine, buffers, deliver, known_to_fit=known_to_fit, at_boundary=plan is UNPLANNED
+            plan,
+            program if optimizers else self._compile(),
+            walk,
+            engine,
+            buffers,
+            deliver,
+            known_to_fit=known_to_fit,
+            at_boundary=plan is UNPLANNED,
         )
         self.stepped: set[str] = set()  # optimizers, since the last boundary
         self.captures = self.aborted = 0
@@ -137,6 +146,7 @@ class Execution:
 
     def reached(self, key: AnchorKey) -> None:
         """An anchor fired: do what the plan, and caution beyond it, ask for before the job goes on from it."""
+        self._fired = True
         with self.surviving():
             self._guard(key)
         if key.kind is AnchorKind.OPTIMIZER_POST:
@@ -150,6 +160,7 @@ class Execution:
             else:
                 self.capturer.go_on()
         self.stepped.clear()
+        self._whole = self._whole or self._fired
         self.follow()
         self._hooks.reset()
 
@@ -168,6 +179,7 @@ class Execution:
             self._guards = self._make_guards()
             self._hooked_state = state
         if outdated:
+            self._fired = self._whole = False
             self._hooks.remove()
             try:
                 self._keys = self._keys if self.distrusted else self._planned_keys()
@@ -191,7 +203,7 @@ class Execution:
     def heed(self, writer: Writer) -> None:
         """What the writer's audits found out about the job."""
         self.capturer.settled.drop(writer.take_written())
-        if writer.breaches and not self.distrusted:
+        if self.plan.digest in writer.breached_plans and not self.distrusted:
             self.aborted += self.capturer.abort()  # one in flight was begun in the same way
             self._distrust()
 
@@ -232,25 +244,35 @@ class Execution:
     def _heed_anchors(self) -> None:
         """Execute the plan at the anchors that fire in this job, since others, in compiled code above all, do not."""
         unseen = self._hooks.silent, self._sightings.steps.known
-        if unseen == self._unseen:
-            return
-        newly = unseen[0] - self._unseen[0]
         blind = unseen[1] and not self._unseen[1]
-        self._unseen = unseen
-        self.capturer.follow(compile_plan(self.plan, unseen[0], blind=unseen[1]))
-        self._guards = self._make_guards()
+        if unseen != self._unseen:
+            self._unseen = unseen
+            self.capturer.follow(self._compile())
+            self._guards = self._make_guards()
+        newly = unseen[0] - self._told if self._whole else frozenset()
+        self._told |= newly
         if blind:
             logger.warning(
                 "an optimizer steps in code that is compiled in one piece, where nothing tells when: all state is "
                 "copied at each boundary, which holds training; call optimizer.step() outside of it"
             )
-        elif size := fit.bytes_due_at(self.plan, newly):
+        elif not unseen[1] and (size := fit.bytes_due_at(self.plan, newly)):
             logger.warning(
                 "%s is due where modules run forward unseen (%s is the first), inside of compiled code or not run yet: "
                 "it is copied earlier, which may hold training; where code is compiled, compile the model and pass "
                 "what torch.compile returns, and make a new plan",
                 format_size(size), min(newly)[1],
             )  # fmt: skip
+
+    def _compile(self) -> Program:
+        """The plan's work at the anchors that fire. Without optimizers none tells when what seems unwritten is safe."""
+        silent, blind = self._unseen
+        return compile_plan(self.plan, silent, blind=blind, undated_at_boundary=not self._optimizers)
+
+    @property
+    def hooks(self) -> AnchorHooks:
+        """Those that hang in the job now."""
+        return self._hooks
 
     def _distrust(self) -> None:
         if not self.distrusted:

@@ -52,6 +52,7 @@ class Writer:
         self._error: CheckflowError | None = None
         self._written: list[str] = []
         self.committed = self.failed = self.superseded = self.audited = self.breaches = 0
+        self.breached_plans: set[str] = set()  # by digest: a breach refutes the plan that it was captured by
         self.last: Persisted | None = None
         self._thread = threading.Thread(target=self._run, name="checkflow-writer", daemon=True)
         self._thread.start()
@@ -151,6 +152,7 @@ class Writer:
         for name, digest in capture.digests.items():
             if name not in capture.settled and _staged_digest(capture, name) != digest:
                 self.breaches += 1
+                self.breached_plans.add(capture.plan_digest)
                 raise ConsistencyError(
                     f"the checkpoint of step {capture.step} is torn: {name} was written before its copy was made; "
                     "it is void, and the plan does not fit this job"

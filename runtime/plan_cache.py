@@ -91,6 +91,14 @@ class PlanCache:
         except OSError as error:
             logger.warning("cannot keep the plan in %s: %s", self.folder, error.strerror or error)
 
+    def drop(self, plan: Plan) -> None:
+        """Remove a plan that the job has refuted, if it is kept."""
+        name = plan_name(plan.fingerprint, self._wishes)
+        try:
+            (self.folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("cannot remove the refuted plan %s: %s", self.folder / name, error.strerror or error)
+
     def _files(self) -> list[Path]:
         """The plan files there are, newest first."""
         try:

@@ -43,6 +43,7 @@ class PlanInPlace:
         self.seconds = 0.0  # that it took to make it
         self._aborted = 0  # captures, under plans that run no more
         self._told = False
+        self._refuted = ""  # the digest of the plan that was last found not to fit
         if planning is not None and (kept := planning.find_kept()) is not None and kept.plan is not None:
             try:
                 self.execution = execute(kept.plan, compile_plan(kept.plan))
@@ -83,11 +84,18 @@ class PlanInPlace:
         """
         if self.planning is None:
             return
+        if self.execution.distrusted and self.plan is not None and self._refuted != self.plan.digest:
+            self._refuted = self.plan.digest
+            self.planning.refuted(self.plan)
         arrival = self.planning.boundary(self.execution.stepped, micro_batches)
         if arrival is None:
             return
         plan = UNPLANNED if arrival.plan is None else arrival.plan
-        self.execution.finish()
+        try:
+            self.execution.finish()
+        except CheckflowError as error:
+            self.planning.refused(error)  # it is asked for again later
+            raise
         try:
             execution = self._execute(plan, compile_plan(plan))
         except CheckflowError as error:

@@ -186,6 +186,10 @@ class Planning:
         if arrival.source == "recorded" and arrival.path is not None:
             self._cache.keep(arrival.path)
 
+    def refuted(self, plan: Plan) -> None:
+        """The job has shown that the plan does not fit it: the next start must not begin with it."""
+        self._cache.drop(plan)
+
     def refused(self, error: CheckflowError) -> None:
         """The plan could not be put in place."""
         self._fail(str(error))
@@ -246,7 +250,8 @@ class Planning:
         if not alike and usual[0].looks_like(usual[1]) and self._recordings < MOST_RECORDINGS:
             self.stage = Stage.RECORDED  # what was recorded was the odd one: the end of an epoch, a skipped step
             return
-        try:
+        self._making = None
+        with self._giving_up(), self._failing():
             self._making = self._planner.start(
                 best.recorded,
                 usual_seconds=min(one.seconds for one in alike or usual),
@@ -255,12 +260,9 @@ class Planning:
                 wishes=self._wishes,
                 file=self._cache.file,
             )
-        except CheckflowError as error:
-            self._fail(str(error))
-            return
-        finally:
-            self._best = None
-        self.stage = Stage.MAKING
+        self._best = None
+        if self._making is not None:
+            self.stage = Stage.MAKING
 
     # The plan that is made
 
@@ -306,8 +308,16 @@ class Planning:
         logger.error("this job gets no plan, %s: %s", self._meanwhile(), reason)
 
     @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What is known to go wrong may go well another time."""
+        try:
+            yield
+        except CheckflowError as error:
+            self._fail(str(error))
+
+    @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """A fault of the recorder is no reason to end the job: it is said, and there is no plan."""
+        """A fault of the recorder, or of the planner, is no reason to end the job: it is said, and there is no plan."""
         try:
             yield
         except CheckflowError as error:
@@ -315,13 +325,16 @@ class Planning:
             self._give_up(str(error))
         except Exception as error:
             self.abandon()
-            logger.exception("a fault in recording an iteration")
+            logger.exception("a fault in recording an iteration, or in starting to plan it")
             self._give_up(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
     def _meanwhile(self) -> str:
         if self._plan is not None:
             return "the old one goes on"
-        return "checkpoints are copies of all state at a boundary, of ends of epochs and what every= asks for"
+        return (
+            "checkpoints are copies of all state at a boundary: at ends of epochs, where every= asks for them, and at "
+            "the end of training, so that a loop without epochs needs every="
+        )
 
     # A job that has become another one
 

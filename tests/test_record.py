@@ -332,6 +332,38 @@ def test_memory_that_belongs_to_no_tensor_lives_all_iteration_long() -> None:
     assert (storage.name, storage.size_bytes, storage.created, storage.eager_end) == ("other", 7, -1, 3)
 
 
+def test_operators_that_take_functions_end_the_recording_and_not_the_job() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def iterate(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        chosen: torch.Tensor = torch.cond(x.sum() > 0, lambda y: model(y) * 2, lambda y: model(y), (x,))
+        chosen.square().mean().backward()
+        optimizer.step()
+        return chosen
+
+    step = TrainingStep(step=iterate, models={"model": model}, optimizers={"sgd": optimizer}, batch=torch.ones(2, 4))
+    before = model.weight.detach().clone()
+    with pytest.raises(TraceError, match="cond cannot be recorded"):
+        record_step(step, name="n")
+    assert not model.weight.equal(before)
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_begun_inside_of_a_mode_that_ends_first() -> None:
+    step = steps.parallel()
+    step.run(step.batch)
+    recorder = Recorder(step.models, step.optimizers, name="job")
+    with FlopCounterMode(display=False):
+        recorder.begin(step.batch)
+        step.run(step.batch)
+    assert len(_get_current_dispatch_mode_stack()) == 1  # the recorder's
+    graph = recorder.end(batch=step.batch).graph
+    assert _get_current_dispatch_mode_stack() == []
+    assert len(graph.operators) == len(record_step(steps.parallel(), name="n").graph.operators)
+
+
 class _Deaf(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import assert_checkpoint_is, clone_state, random_plan, same_bits, undated
+from planned_jobs import plan_by_trace
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import TensorDataset, default_collate
@@ -24,6 +25,7 @@ from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.execution import Execution
 from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.reader import find
+from checkflow.training_step import TrainingStep
 
 Truths = dict[int, dict[str, torch.Tensor]]
 
@@ -525,3 +527,39 @@ def test_a_recurring_fault_is_said_once(tmp_path: Path, caplog: pytest.LogCaptur
     messages = [record for record in caplog.records if "given up" in record.message or "odd" in record.message]
     assert len(messages) == 1
     assert "\n" not in messages[0].message
+
+
+def test_without_optimizers_what_seems_unwritten_is_due_at_the_boundary(tmp_path: Path) -> None:
+    """No step tells when the loop may write it: here a copy of the weights, which no operator of the plan makes."""
+    models = {"model": nn.Linear(4, 4), "target": nn.Linear(4, 4)}
+
+    def iterate(x: torch.Tensor) -> None:
+        models["model"](x).square().mean().backward()
+        with torch.no_grad():
+            for parameter in models["model"].parameters():
+                parameter.sub_(parameter.grad, alpha=0.1)
+                parameter.grad = None
+
+    plan = plan_by_trace(TrainingStep(step=iterate, models=models, batch=torch.ones(2, 4)), link_use=0.02)
+    loose = {
+        index
+        for index, chunk in enumerate(plan.chunks)
+        if chunk.tensor.startswith("target/") and chunk.snapshot_step is None
+    }
+    assert loose
+    assert all(plan.deadlines[plan.chunks[index].tensor] is None for index in loose)
+    truths: Truths = {}
+    with Checkpointer(models, {}, directory=tmp_path, plan=plan, every=1, audit=1, keep_latest=50) as checkpointer:
+        boundary = checkpointer._execution.capturer._program.works[0]
+        assert boundary.key.kind is AnchorKind.BOUNDARY
+        assert loose <= set(boundary.due)
+        for n in checkpointer.steps(6):
+            if n:
+                truths[n] = clone_state(models, {})
+            iterate(torch.ones(2, 4))
+            for slow, fast in zip(models["target"].parameters(), models["model"].parameters(), strict=True):
+                slow.data.copy_(fast.data)
+    report = checkpointer.report()
+    assert report["breaches"] == report["failed"] == 0
+    truths[6] = clone_state(models, {})
+    assert check(tmp_path, truths) == [1, 2, 3, 4, 5, 6]
