@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import paper_document, paper_tables
 from checkflow import plan as plans
@@ -25,6 +24,7 @@ from checkflow.planner.replay import check_plan
 from checkflow.planner.schedule import Request
 from checkflow.training_step import TrainingStep
 from tests.memory_tracking import on_fake_memory
+from tests.training_steps import flop_counter
 
 MODELS = ("alexnet", "mnasnet", "resnet18", "vgg11", "vit", "resnet3d", "transformer", "bert")
 RTX_3090 = find_device("RTX 3090")
@@ -120,7 +120,7 @@ def test_flops_and_state_are_what_torch_says(model: str) -> None:
     with torch.device("meta"):
         built: TrainingStep = importlib.import_module(f"checkflow.models.{model}").build(batch_size=1)
     foreach = functools.partial(torch.optim.Adam, foreach=True)
-    with on_fake_memory(built, foreach) as step, cuda_kernels(), FlopCounterMode(display=False) as counter:
+    with on_fake_memory(built, foreach) as step, cuda_kernels(), flop_counter() as counter:
         step.run(step.batch)
         module, optimizer = step.models["model"], step.optimizers["optimizer"]
         sizes = [tensor.nbytes for tensor in module.state_dict().values()]
