@@ -24,8 +24,9 @@ from training_steps import sgd
 
 from checkflow.errors import CheckflowError, ModelError, TraceError, UnsupportedError
 from checkflow.plan import Plan
+from checkflow.planner.live import scaled_seconds
 from checkflow.planner.measured import measure_step
-from checkflow.planner.record import record_step
+from checkflow.planner.record import Recorded, record_step
 from checkflow.planner.trace import trace
 from checkflow.runtime import extra_state, layout, manifest
 from checkflow.runtime.capture import planned_records
@@ -327,6 +328,12 @@ TRACED |= {
     "a step that fails when run": (
         lambda _: measure_step(TrainingStep(step=len, models={"model": nn.Linear(1, 1)}, batch=None), name="n", runs=1),
         "cannot run n: TypeError: object of type 'NoneType'",
+    ),
+    "an iteration without operators": (
+        lambda _: scaled_seconds(
+            Recorded(trace(TrainingStep(step=id, models={"model": nn.Linear(2, 2)}, batch=None), name="n"), ()), 1.0
+        ),
+        "ran no operator: what trains is not what was passed",
     ),
     "iterations that differ": (lambda _: measure_step(never_the_same(), name="n", runs=3), "3 different orders"),
 }

@@ -59,7 +59,7 @@ def sparse_timeline(seed: int) -> Timeline:
     timeline = random_timeline(rng, most_steps=40, most_bytes=12)
     high = max(step.live_bytes for step in timeline.steps) + timeline.state_bytes
     steps = tuple(
-        replace(step, live_bytes=high - rng.randint(0, 3) if rng.random() < 0.15 else step.live_bytes)
+        replace(step, live_bytes=max(0, high - rng.randint(0, 3)) if rng.random() < 0.15 else step.live_bytes)
         for step in timeline.steps
     )
     return replace(timeline, steps=steps)
