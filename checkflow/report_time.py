@@ -85,7 +85,7 @@ def measured_rows(times: StepTimes) -> Iterable[tuple[str, str, str]]:
     """Rows below the iteration's: how far its time spreads, and what the roofline would have said."""
     step = times.step
     ends = f"{format_seconds(step.least)} to {format_seconds(step.most)} in {step.count} iterations"
-    operators = f"operators spread by {100 * times.operator_quartile_share:.2g} % (middle half)"
+    operators = f"operators spread by {100 * times.operator_quartile_share:.1f} % (middle half)"
     yield "measured", format_seconds(step.median), f"{ends}; {operators}"
     for one in times.predictions:
         yield (

@@ -70,11 +70,11 @@ def trace(step: TrainingStep, *, name: str, target: Target = "cuda") -> Training
     stand_ins = DeviceStandIns() if target == "cuda" else StandIns()
     with stand_in(step, stand_ins) as belongings:
         steps = OptimizerSteps(step.optimizers.values(), target, stand_ins.numbers)
-        session = _Session(step, name, stand_ins, steps, belongings)
+        tracing = _Tracing(step, name, stand_ins, steps, belongings)
         kernels = cuda_kernels() if target == "cuda" else contextlib.nullcontext()
         with _environment(stand_ins), kernels, fused_kernels_faked(), ctc_loss_faked(), steps.in_place():
-            session.run()
-        return session.graph(implementations)
+            tracing.run()
+        return tracing.graph(implementations)
 
 
 def _has_lazy_state(step: TrainingStep) -> bool:
@@ -117,7 +117,7 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
         logger.disabled = before
 
 
-class _Session:
+class _Tracing:
     """One trace: the two runs of the step, and what they showed."""
 
     def __init__(
