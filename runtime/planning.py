@@ -124,6 +124,7 @@ class Planning:
         self._begun = 0.0
         self._failures, self._again = 0, 0.0
         self._hopeless: Any = None  # the job for which planning was given up
+        self._kept = False  # the plan is one that was found at the start
         self._unlike: tuple[Traits, int] | None = None  # traits that were not as planned, and for how long
 
     # What the Checkpointer asks
@@ -178,7 +179,7 @@ class Planning:
     def placed(self, arrival: Arrival) -> None:
         """The plan runs from this boundary on."""
         self._plan, self._compared, self._unlike, self._told = arrival.plan, None, None, False
-        self._confirmed = arrival.source == "recorded"
+        self._confirmed, self._kept = arrival.source == "recorded", arrival.source == "cache"
         if arrival.plan is None:
             self._record_next()
             return
@@ -348,6 +349,10 @@ class Planning:
         found = self._cache.find(usable)
         return None if found is None else Arrival(found[0], "cache", found[1], 0.0)
 
+    def _find_alike(self, traits: Traits) -> Arrival | None:
+        """A kept plan for the job as it is, state and iterations."""
+        return self._find(lambda plan: not self._state_differences(plan) and Traits.of(plan.fingerprint) == traits)
+
     def _job(self) -> Any:
         """What makes the job another one, as something to compare."""
         state = self._walk.current()
@@ -374,14 +379,16 @@ class Planning:
         if not self._confirmed:  # a kept plan, and only now is all state there
             logger.info("the kept plan does not fit this job: %s", odd[0])
         elif not self._follow:
+            # Of several kept plans the newest was taken, by the state alone: the job may have one of its own.
+            if self._kept and (own := self._find_alike(seen.traits)) is not None:
+                return own
             if not self._told:
                 self._told = True
                 logger.warning('the job is not the one that its plan was made for: %s; plan="auto" follows it', odd[0])
             return None
         else:
             logger.info("the job is not the one that its plan was made for: %s", odd[0])
-        traits = seen.traits
-        kept = self._find(lambda other: not self._state_differences(other) and Traits.of(other.fingerprint) == traits)
+        kept = self._find_alike(seen.traits)
         if kept is None and self._confirmed:
             self._record_next()
             return None

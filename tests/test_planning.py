@@ -556,6 +556,20 @@ def test_auto_comes_back_to_a_plan_that_was_kept(tmp_path: Path) -> None:
     assert checkpointer.report()["plan_source"] == "cache"
 
 
+def test_of_several_kept_plans_a_job_comes_to_its_own(tmp_path: Path, caplog: Any) -> None:
+    plans_of = {}
+    for batch_size, iterations in ((6, 8), (9, 20), (6, 32)):  # the plan for 9 is the newer one
+        job = Job()
+        job.batch_size = batch_size
+        with open_job(job, tmp_path, plan="auto" if batch_size == 9 else None) as checkpointer:
+            train(job, checkpointer, iterations)
+        report = checkpointer.report()
+        assert report["plan"] == plans_of.setdefault(batch_size, report["plan"])
+    assert report["plan_source"] == "cache"
+    assert len(set(plans_of.values())) == Beside.recordings == 2
+    assert "follows it" not in caplog.text
+
+
 def test_a_smaller_batch_now_and_then_is_no_other_job(tmp_path: Path) -> None:
     job = Job()
     data = TensorDataset(torch.randn(10, 8), torch.randint(0, 5, (10,)))
