@@ -1,15 +1,6 @@
-"""Checkpointer: what a training script holds. It knows when boundaries are, and leaves the rest to its parts.
+"""Checkpointer: what a training script holds: its arguments, its loops, its beginning and its end.
 
-At each boundary that is captured: the capture in flight is brought to its end, then the next one begins
-(:mod:`.capture`); anchors drive it through the plan's iterations (:mod:`.execution`); the writer commits it
-(:mod:`.persist`, :mod:`.store`). Captured are the boundaries whose number, counted over the whole job, is a multiple of
-the plan's interval; a resume does not change the count, and what it resumed from is not captured again.
-
-Where the boundary is: when the loader is asked for a batch after an optimizer step, so that whatever the loop did
-after ``optimizer.step()`` (scheduler, EMA, clamps, validation) belongs to the finished iteration. After an epoch's last
-batch: when ``epochs()`` is advanced, or the ``with`` block ends without an exception. ``step()`` marks it explicitly.
-Without a loader and without ``step()``: when ``steps()`` is advanced, or at the first training forward after every
-optimizer has stepped.
+When boundaries are, and what is done at each, is :mod:`.boundaries`'.
 """
 
 from __future__ import annotations
@@ -17,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
@@ -28,18 +18,16 @@ from torch import nn
 
 from checkflow import plan as plans
 from checkflow.errors import CheckflowError, PlanError, UnsupportedError
-from checkflow.graph import AnchorKey, AnchorKind
 from checkflow.handover import Planner, Wishes
 from checkflow.plan import Plan
-from checkflow.runtime import extra_state, fit
-from checkflow.runtime.anchors import Sightings
-from checkflow.runtime.barriers import Program, compile_plan
+from checkflow.runtime import fit
+from checkflow.runtime.barriers import compile_plan
+from checkflow.runtime.boundaries import Boundaries
 from checkflow.runtime.capture import CaptureReport
-from checkflow.runtime.execution import Execution
-from checkflow.runtime.live_state import Stateful, StateWalk, capture_extra
+from checkflow.runtime.job import Job
+from checkflow.runtime.live_state import Stateful, StateWalk
 from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.plan_cache import PlanCache
-from checkflow.runtime.plan_in_place import PlanInPlace
 from checkflow.runtime.planning import Planning
 from checkflow.runtime.progress import Progress
 from checkflow.runtime.resume import resume_from
@@ -121,83 +109,58 @@ class Checkpointer:
         fit.check_arguments(
             loader=loader, every=every, host_buffers=host_buffers, resume=resume, on_error=on_error, audit=audit
         )
-        self._models, self._optimizers = as_models(model), as_optimizers(optimizer)
-        self._objects = dict(state or {})
-        self._wishes = Wishes(fit.read_share(overhead), fit.read_size(extra_memory))
-        self._own_plan = plan is None or plan == "auto"
+        models, optimizers = as_models(model), as_optimizers(optimizer)
+        self._job = job = Job(models, optimizers, dict(state or {}), loader, StateWalk(models, optimizers))
+        wishes = Wishes(fit.read_share(overhead), fit.read_size(extra_memory))
         given = None
         if plan is not None and plan != "auto":
             given = plan if isinstance(plan, Plan) else plans.load(plan)
-        if given is not None:
             check_plan(given)
             fit.check_every(every, given.interval)
-        self._every, self._on_error = every, on_error
-        self._loader = loader
-        self._walk = StateWalk(self._models, self._optimizers)
-        fit.refuse_devices(self._models, self._optimizers)
-        refuse_closures(self._optimizers)
-        fit.refuse_objects(self._objects)
+        fit.refuse_devices(models, optimizers)
+        refuse_closures(optimizers)
+        fit.refuse_objects(job.objects)
         if given is not None:
-            implementations = fit.implementations(self._models, self._optimizers)
-            fit.refuse_other_job(given, collect_state(self._models, {}), implementations)
+            implementations = fit.implementations(models, optimizers)
+            fit.refuse_other_job(given, collect_state(models, {}), implementations)
             compile_plan(given)
 
-        self.iteration = 0
         self.resumed_from: int | None = None
         self._progress = Progress(loader)
-        self._explicit = self._in_steps = False
-        self._began = False  # an iteration, since the last boundary
-        # Version counters of all state at a boundary that was not captured, in case it is the last one.
-        self._passed: list[int] = []
-        self._left_epochs = False  # with ``break``, after the epoch's last batch
-        self._sightings = Sightings()
-        self._no_end_said = False
-        self._held = {"boundary": 0.0, "anchors": 0.0, "buffers": 0.0, "planning": 0.0}
-        self._longest_hold_seconds = 0.0
         self._closed = False
-
         with contextlib.ExitStack() as undo:
             self._store = Store(
                 directory, run_id=uuid.uuid4().hex[:16], keep_latest=keep_latest, keep_epochs=keep_epochs
             )
             undo.callback(self._store.close)
-            planning = None if given is not None else self._make_planning(follow=plan == "auto")
+            planning = None
+            if given is None:
+                cache = PlanCache(self._store.directory, wishes)
+                planning = Planning(job, cache, make_planner(), check_plan, wishes, follow=plan == "auto")
             self._resume(resume, given)
-            self._captured_iteration = self.iteration  # at the start there is nothing to save, after a resume it is
             self._saving = Saving(self._store, each=every is not None, host_buffers=host_buffers, audit=audit)
             undo.callback(self._saving.close)
-            self._place = PlanInPlace(given, planning, self._execute, every)
+            self._boundaries = Boundaries(
+                job, iteration=self.resumed_from or 0, progress=self._progress, saving=self._saving,
+                given=given, planning=planning, every=every, raising=on_error == "raise",
+            )  # fmt: skip
             undo.pop_all()
         if loader is not None:
-            loader.listener = self
-
-    def _make_planning(self, *, follow: bool) -> Planning:
-        cache = PlanCache(self._store.directory, self._wishes)
-        return Planning(
-            self._models, self._optimizers, self._walk, cache, make_planner(), check_plan, self._wishes, follow=follow
-        )
-
-    def _execute(self, plan: Plan, program: Program) -> Execution:
-        return Execution(
-            plan, program, self._models, self._optimizers, self._walk,
-            self._saving.engine, self._saving.buffers, self._saving.writer.submit, self,
-            implementations=fit.implementations(self._models, self._optimizers),
-            raising=self._on_error == "raise", known_to_fit=self._own_plan, sightings=self._sightings,
-        )  # fmt: skip
-
-    @property
-    def _execution(self) -> Execution:
-        """The plan that runs now."""
-        return self._place.execution
+            loader.listener = self._boundaries
 
     # What users call
 
     @property
     def loader(self) -> DataLoader:
         """The training loader; iterating it marks the boundaries."""
-        if self._loader is None:
+        if self._job.loader is None:
             raise UnsupportedError("this Checkpointer was made without a loader")
-        return self._loader
+        return self._job.loader
+
+    @property
+    def iteration(self) -> int:
+        """Iterations that are finished, over all runs of the job."""
+        return self._boundaries.iteration
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs from where the last run stopped up to ``count``; iterate the loader once in each.
@@ -210,55 +173,34 @@ class Checkpointer:
         progress = self._progress
         while progress.epoch < count:
             loader.set_epoch(progress.epoch, progress.position)
-            if (
-                progress.position == 0 or loader.exhausted
-            ):  # no first batch will come, or code before it may draw numbers
-                self._progress.restore_generators()
+            # No first batch will come, or code before it may draw numbers.
+            if progress.position == 0 or loader.exhausted:
+                progress.restore_generators()
             try:
                 yield progress.epoch
             except GeneratorExit:  # the loop was left with ``break``
-                self._left_epochs = loader.exhausted
-                self._leave_loop()
+                self._boundaries.leave_loop(in_epoch=True)
                 raise
-            self._end_epoch()
-        self._leave_loop()
+            self._boundaries.end_epoch()
+        self._boundaries.leave_loop()
         # A run that was finished already: what follows the loop sees them as it did then.
         self._progress.restore_generators()
 
-    def _end_epoch(self) -> None:
-        if self._explicit and self._progress.waiting:
-            logger.warning(
-                "%d batches of epoch %d were handed out and not counted by step(): after a resume they are used again; "
-                "pass their number to step()",
-                self._progress.waiting, self._progress.epoch,
-            )  # fmt: skip
-        self._progress.end_epoch()
-        if not self._explicit:
-            self._boundary(epoch_end=True)
-
     def steps(self, count: int) -> Iterator[int]:
         """Iterations from where the last run stopped up to ``count``, for loops without epochs."""
-        self._in_steps = True
+        boundaries = self._boundaries
+        boundaries.in_steps = True
         while self.iteration < count:
             self._progress.restore_generators()
             try:
                 yield self.iteration
             except GeneratorExit:  # the loop was left with ``break``
-                self._leave_loop()
+                boundaries.leave_loop()
                 raise
-            if not self._explicit:
-                self._began = self._began or not self._optimizers
-                self._count_batches()
-                self._boundary(last=self.iteration + 1 >= count)
-        self._in_steps = False
-        self._leave_loop()
+            boundaries.end_step(last=self.iteration + 1 >= count)
+        boundaries.in_steps = False
+        boundaries.leave_loop()
         self._progress.restore_generators()
-
-    def _leave_loop(self) -> None:
-        """No training follows to copy behind, and what does may write at no anchor: put the best weights back."""
-        if self._place.planning is not None:
-            self._place.planning.abandon()
-        self._execution.finish()
 
     def step(self, batches: int | None = None) -> None:
         """Mark the boundary here: for loops that fetch batches ahead of using them.
@@ -267,23 +209,19 @@ class Checkpointer:
             batches: how many batches reached this step; None: as many as the plan has micro-batches (one, as long as a
                 job that makes its own plan has none).
         """
-        self._explicit = True
-        self._began = self._began or not self._optimizers
-        count = self._execution.plan.fingerprint.micro_batches if batches is None else batches
-        self._progress.count(count)
-        self._boundary(micro_batches=count)
+        self._boundaries.step(batches)
 
     def report(self) -> dict[str, Any]:
         """What checkpointing did and cost so far, in bytes and seconds."""
-        last = self._execution.capturer.last_report
+        boundaries, last = self._boundaries, self.last_capture
         return {
             "iteration": self.iteration,
             "resumed_from": self.resumed_from,
             **self._saving.report(),
-            "failed": self._saving.writer.failed + self._place.aborted,
-            "held_seconds": dict(self._held),
-            "longest_hold_seconds": self._longest_hold_seconds,
-            **self._place.report(),
+            "failed": self._saving.writer.failed + boundaries.place.aborted,
+            "held_seconds": dict(boundaries.held_seconds),
+            "longest_hold_seconds": boundaries.longest_hold_seconds,
+            **boundaries.place.report(),
             "snapshot_peak_bytes": last.statistics.snapshot_peak_bytes if last else 0,
             "boundary_bytes": last.boundary_bytes if last else 0,
         }
@@ -291,7 +229,7 @@ class Checkpointer:
     @property
     def last_capture(self) -> CaptureReport | None:
         """The last capture that ended: its log of executed copies, and what it cost."""
-        return self._execution.capturer.last_report
+        return self._boundaries.execution.capturer.last_report
 
     def close(self) -> None:
         """Finish and commit what is in flight, then give everything back: hooks, threads, memory, the lock.
@@ -303,15 +241,12 @@ class Checkpointer:
     def _close(self, *, raising: bool) -> None:
         if self._closed:
             return
+        loader = self._job.loader
+        if loader is not None and loader.listener is self._boundaries:
+            loader.listener = None
+            loader.epochs_counted_elsewhere = False
         try:
-            if self._place.planning is not None:
-                self._place.planning.close()
-            self._execution.remove_hooks()
-            if self._loader is not None and self._loader.listener is self:
-                self._loader.listener = None
-                self._loader.epochs_counted_elsewhere = False
-            # Whatever has not been copied yet has not been written either: the capture in flight can still be whole.
-            self._execution.finish()
+            self._boundaries.close()
         except CheckflowError as error:
             if raising:
                 raise
@@ -321,7 +256,7 @@ class Checkpointer:
             self._store.close()
             self._closed = True
         if raising:
-            self._raise_if_asked()
+            self._boundaries.raise_if_asked()
 
     def __enter__(self) -> Self:
         return self
@@ -331,186 +266,18 @@ class Checkpointer:
     ) -> None:
         try:
             if kind is None and not self._closed:
-                if not self._explicit and self._left_epochs:
-                    self._end_epoch()
-                elif not self._explicit:
-                    if not self._optimizers and self._loader is None and self._began:
-                        logger.warning(
-                            "without an optimizer and a loader nothing tells where an iteration ends, and all that ran "
-                            "counts as one: iterate checkpointer.steps(), or call checkpointer.step() after each"
-                        )
-                    self._count_batches()
-                    self._boundary()
-                self._capture_last_boundary()
+                self._boundaries.end_training()
         finally:
             self._close(raising=kind is None)
 
-    # What the loader and the hooks call
-
-    def on_batch_requested(self) -> None:
-        """The loader is asked for a batch that it has."""
-        if not self._explicit:
-            self._count_batches()
-            self._boundary()
-
-    def on_batch_handed(self, batch: Any) -> None:
-        """The loader is about to hand out a batch."""
-        self._progress.batch_handed()
-        self._progress.restore_generators()
-        if (planning := self._place.planning) is not None:
-            planning.watch.batch_handed(batch)
-            if not self._explicit:
-                planning.begin(batch)
-
-    def on_forward(self, model: str, arguments: Any) -> None:
-        if self._loader is None:
-            self._execution.note_unseen_steps()
-            stepped = bool(self._optimizers) and self._execution.stepped.issuperset(self._optimizers)
-            if stepped and not self._explicit and not self._in_steps:
-                hooks = self._execution.hooks
-                self._boundary()
-                if self._execution.hooks is not hooks:  # hung in too late for the forward that runs already
-                    self._execution.reached(AnchorKey(AnchorKind.FORWARD, f"{model}/"))
-            self._progress.restore_generators()
-        if (planning := self._place.planning) is not None:
-            planning.watch.forward(model, arguments)
-
-    def on_evaluation(self) -> None:
-        if (planning := self._place.planning) is not None:
-            planning.watch.evaluated()
-
-    def on_training(self) -> None:
-        self._began = True
-
-    def on_anchor(self, key: AnchorKey) -> None:
-        begun = time.perf_counter()
-        if key.kind is AnchorKind.OPTIMIZER_PRE:
-            self._miss_boundary()
-        self._execution.reached(key)
-        self._note_hold("anchors", time.perf_counter() - begun)
-
-    def _miss_boundary(self) -> None:
-        """An optimizer steps, and all have stepped: an iteration has ended that nobody saw the end of."""
-        implicit = self._loader is None and not self._explicit and not self._in_steps
-        if implicit and not self._no_end_said and self._execution.stepped.issuperset(self._optimizers):
-            self._no_end_said = True
-            logger.warning(
-                "no checkpoint is made: where an iteration ends is not seen, since no model that was passed runs "
-                "forward in uncompiled code; iterate checkpointer.steps(n), or call checkpointer.step() after each"
-            )
-
-    # Boundaries
-
-    @property
-    def _iterated(self) -> bool:
-        """Whether there was an iteration since the last boundary: without optimizers it takes none of their steps."""
-        return bool(self._execution.stepped) or (not self._optimizers and self._began)
-
-    def _count_batches(self) -> None:
-        """Every batch handed out so far has reached a step, if one was made."""
-        self._execution.note_unseen_steps()
-        if self._iterated:
-            self._progress.count()
-
-    def _boundary(self, *, epoch_end: bool = False, last: bool = False, micro_batches: int | None = None) -> None:
-        """The state is now that of one more whole iteration.
-
-        A boundary to be captured brings the capture in flight to its end first. Where that comes before the plan's
-        interval is over (an epoch's end, the last iteration, and the first regular boundary after them), training waits
-        for what is left of it.
-        """
-        self._execution.note_unseen_steps()
-        if not self._iterated:
-            return
-        begun = time.perf_counter()
-        self._turn(micro_batches)
-        turned = time.perf_counter()
-        self._note_hold("planning", turned - begun)
-        due = self._place.is_due(self.iteration + 1, extra=epoch_end or last)
-        self._execution.end_iteration(due=due or self._place.quiet)
-        self._began = False
-        self.iteration += 1
-        self._raise_if_asked()
-        self._execution.heed(self._saving.writer)
-        if not due and self._every is None:
-            self._passed = self._versions()
-        waited_seconds = self._capture(epoch_end) if due else 0.0
-        self._held["buffers"] += waited_seconds
-        self._note_hold("boundary", time.perf_counter() - turned - waited_seconds)
-        if self._place.planning is not None and not last and (self._loader is None or self._explicit):
-            self._place.planning.begin()  # otherwise when the loader hands a batch out
-
-    def _turn(self, micro_batches: int | None) -> None:
-        """What planning has come to, before this boundary is looked at."""
-        planning = self._place.planning
-        if planning is None:
-            return
-        if self._loader is None:
-            micro_batches = None  # nobody counts
-        elif not self._explicit:
-            micro_batches = planning.watch.handed
-        self._place.turn(micro_batches)
-        error = planning.take_error()
-        if error is not None and self._on_error == "raise":
-            raise error
-
-    def _capture_last_boundary(self) -> None:
-        """Training has ended, and did not say so at its last boundary: save that if the state is still what it was.
-
-        It is not where a further iteration has begun, nor where what followed the loop wrote (the best weights, put
-        back), as far as version counters tell.
-        """
-        captured = self._captured_iteration == self.iteration
-        if captured or self._execution.stepped or self._began or not self._place.is_due(self.iteration, extra=True):
-            return
-        if self._versions() != self._passed:
-            logger.warning("the state was changed after step %d, which is not saved therefore", self.iteration)
-            return
-        self._execution.finish()
-        self._execution.follow()
-        self._execution.heed(self._saving.writer)
-        self._held["buffers"] += self._capture(epoch_end=False)
-
-    def _versions(self) -> list[int]:
-        return [item.tensor._version for item in self._walk.current().tensors]
-
-    def _capture(self, epoch_end: bool) -> float:
-        """Capture this boundary; returns the seconds waited for storage and buffers."""
-        # The first capture tells whether the job can be checkpointed at all; later ones must not end it.
-        with self._execution.surviving() if self._saving.captures else contextlib.nullcontext():
-            self._place.tell_unplanned()
-            waited_seconds = self._begin(epoch_end)
-            if self._place.quiet:
-                self._execution.capturer.finish()
-            return waited_seconds
-        return 0.0
-
-    def _begin(self, epoch_end: bool) -> float:
-        job = capture_extra(self._walk, self._optimizers, self._objects)
-        extra = extra_state.encode({"iteration": self.iteration, **self._progress.capture(), "job": job})
-        info = {"epoch": self._progress.epoch, "epoch_end": epoch_end, "created": round(time.time(), 3)}
-        waited_seconds = self._saving.begin(self._execution, self.iteration, extra, info)
-        self._captured_iteration = self.iteration
-        return waited_seconds
-
-    def _raise_if_asked(self) -> None:
-        error = self._saving.writer.take_error() or self._execution.take_error_in_compiling()
-        if error is not None and self._on_error == "raise":
-            raise error
-
-    def _note_hold(self, phase: str, seconds: float) -> None:
-        self._held[phase] += seconds
-        self._longest_hold_seconds = max(self._longest_hold_seconds, seconds)
-
-    # Resume
-
     def _resume(self, mode: str | int, plan: Plan | None) -> None:
+        job = self._job
         resumed = resume_from(
-            self._store, mode, self._models, self._optimizers, self._objects,
+            self._store, mode, job.models, job.optimizers, job.objects,
             host_tensors=None if plan is None else plan.host_tensors,
         )  # fmt: skip
         if resumed is None:
             return
-        self.iteration = self.resumed_from = resumed.extra["iteration"]
+        self.resumed_from = resumed.extra["iteration"]
         self._progress.resume(resumed.extra)
-        logger.info("resumed from step %d of %s", self.iteration, self._store.directory)
+        logger.info("resumed from step %d of %s", self.resumed_from, self._store.directory)

@@ -12,9 +12,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-import torch
-from torch import nn
-
 from checkflow.errors import CheckflowError, ConsistencyError
 from checkflow.graph import BOUNDARY, AnchorKey, AnchorKind
 from checkflow.hardware import format_size
@@ -24,7 +21,7 @@ from checkflow.runtime.anchors import AnchorHooks, Place, Sightings
 from checkflow.runtime.barriers import Program, compile_plan
 from checkflow.runtime.capture import Capture, Capturer
 from checkflow.runtime.copy_engine import CopyEngine
-from checkflow.runtime.live_state import StateWalk
+from checkflow.runtime.job import Job
 from checkflow.runtime.persist import Writer
 from checkflow.runtime.settled import WrittenError
 from checkflow.runtime.staging import StagingBuffers
@@ -80,9 +77,7 @@ class Execution:
         self,
         plan: Plan,
         program: Program,
-        models: Mapping[str, nn.Module],
-        optimizers: Mapping[str, torch.optim.Optimizer],
-        walk: StateWalk,
+        job: Job,
         engine: CopyEngine,
         buffers: StagingBuffers,
         deliver: Callable[[Capture], None],
@@ -100,12 +95,12 @@ class Execution:
         self._told: frozenset[Place] = frozenset()  # anchors that the log has called silent
         self._fired = self._whole = False  # an anchor, and a whole iteration, under these hooks
         self._error_in_compiling: CheckflowError | None = None
-        self._models, self._optimizers, self._walk = models, optimizers, walk
+        self._models, self._optimizers, self._walk = job.models, job.optimizers, job.walk
         self._implementations, self._listener, self._raising = implementations, listener, raising
         self.capturer = Capturer(
             plan,
-            program if optimizers else self._compile(),
-            walk,
+            program if job.optimizers else self._compile(),
+            job.walk,
             engine,
             buffers,
             deliver,
@@ -119,7 +114,7 @@ class Execution:
         self._guards = self._make_guards()
         self._keys = self._planned_keys()
         self._hooks = self._hook()
-        self._hooked_state = walk.current()
+        self._hooked_state = job.walk.current()
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[None]:

@@ -25,13 +25,10 @@ import contextlib
 import enum
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import nn
 
 from checkflow import plan as plans
 from checkflow.errors import CheckflowError, PlanError, TraceError
@@ -39,7 +36,7 @@ from checkflow.handover import Answer, Making, Planner, Recorder, Wishes
 from checkflow.hardware import format_seconds
 from checkflow.plan import Plan
 from checkflow.runtime import fit
-from checkflow.runtime.live_state import StateWalk
+from checkflow.runtime.job import Job
 from checkflow.runtime.plan_cache import PlanCache
 from checkflow.runtime.watch import Seen, Traits, Watch, as_tensors, device_name
 from checkflow.state import unwrap
@@ -94,9 +91,7 @@ class Planning:
 
     def __init__(
         self,
-        models: Mapping[str, nn.Module],
-        optimizers: Mapping[str, torch.optim.Optimizer],
-        walk: StateWalk,
+        job: Job,
         cache: PlanCache,
         planner: Planner,
         check: Callable[[Plan], object],
@@ -104,10 +99,10 @@ class Planning:
         *,
         follow: bool,
     ) -> None:
-        self._models, self._optimizers, self._walk = models, optimizers, walk
+        self._models, self._optimizers, self._walk = job.models, job.optimizers, job.walk
         self._cache, self._planner, self._check, self._wishes = cache, planner, check, wishes
         self._follow = follow
-        kind, self._device = device_name(models)
+        kind, self._device = device_name(job.models)
         self.watch = Watch(kind)
         self.stage = Stage.UNPLANNED
         self.reason = ""  # of the last failure

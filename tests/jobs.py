@@ -129,7 +129,7 @@ def run(job: Job) -> None:
 
 def wait_for_plan(job: Job, checkpointer: Checkpointer, killer: Killer) -> None:
     """Where it is being made, wait for the end of the process that does; or be killed before it ends."""
-    making = checkpointer._place.planning._making
+    making = checkpointer._boundaries.place.planning._making
     if making is not None:
         os.kill(making.pid, signal.SIGSTOP)
         (job.directory / "planning process").write_text(str(making.pid))

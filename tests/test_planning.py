@@ -334,9 +334,9 @@ def test_a_capture_in_flight_is_finished_before_the_job_is_recorded_again(tmp_pa
     def before(n: int) -> None:
         if n == at:
             use_foreach(job)  # no tensor is replaced: nothing else would end it
-        if checkpointer._place.quiet:  # nothing is copied beside an iteration that is recorded or timed
+        if checkpointer._boundaries.place.quiet:  # nothing is copied beside an iteration that is recorded or timed
             quiet.append(n)
-            assert checkpointer._execution.capturer.step is None
+            assert checkpointer._boundaries.execution.capturer.step is None
 
     with open_job(job, tmp_path, plan="auto", overhead=0.5, extra_memory="1MB") as checkpointer:
         truths = train(job, checkpointer, 30, before)
@@ -517,8 +517,8 @@ def test_auto_follows_a_job_that_becomes_another_one(tmp_path: Path, change: Cal
     def before(n: int) -> None:
         if n == 10:
             change(job)
-        if checkpointer._place.quiet:  # nothing is copied beside an iteration that is recorded or timed
-            assert checkpointer._execution.capturer.step is None
+        if checkpointer._boundaries.place.quiet:  # nothing is copied beside an iteration that is recorded or timed
+            assert checkpointer._boundaries.execution.capturer.step is None
 
     with open_job(job, tmp_path, every=1, plan="auto") as checkpointer:
         truths = train(job, checkpointer, 30, before)

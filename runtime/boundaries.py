@@ -1,0 +1,314 @@
+"""When boundaries are, and what is done at each.
+
+At each boundary that is captured: the capture in flight is brought to its end, then the next one begins
+(:mod:`.capture`); anchors drive it through the plan's iterations (:mod:`.execution`); the writer commits it
+(:mod:`.persist`, :mod:`.store`). Captured are the boundaries whose number, counted over the whole job, is a multiple of
+the plan's interval; a resume does not change the count, and what it resumed from is not captured again.
+
+Where the boundary is: when the loader is asked for a batch after an optimizer step, so that whatever the loop did
+after ``optimizer.step()`` (scheduler, EMA, clamps, validation) belongs to the finished iteration. After an epoch's last
+batch: when ``epochs()`` is advanced, or the ``with`` block ends without an exception. ``step()`` marks it explicitly.
+Without a loader and without ``step()``: when ``steps()`` is advanced, or at the first training forward after every
+optimizer has stepped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import Any
+
+from checkflow.graph import AnchorKey, AnchorKind
+from checkflow.plan import Plan
+from checkflow.runtime import extra_state, fit
+from checkflow.runtime.anchors import Sightings
+from checkflow.runtime.barriers import Program
+from checkflow.runtime.execution import Execution
+from checkflow.runtime.job import Job
+from checkflow.runtime.live_state import capture_extra
+from checkflow.runtime.plan_in_place import PlanInPlace
+from checkflow.runtime.planning import Planning
+from checkflow.runtime.progress import Progress
+from checkflow.runtime.saving import Saving
+
+logger = logging.getLogger("checkflow")
+
+
+class Boundaries:
+    """Follows the user's loop: the loader and the hooks tell it what happens, and it finds the boundaries in that.
+
+    Args:
+        iteration: finished before, by the run that this one goes on from; 0: none.
+        progress: where in its epochs the job is.
+        saving: what captures are copied with and written by.
+        given: the user's own plan, if there is one.
+        planning: where plans come from otherwise.
+        every: iterations from one durable checkpoint to the next, if the user has said so.
+        raising: whether a checkpoint that failed ends training.
+
+    Raises:
+        PlanError, MismatchError, StorageError: as :class:`.plan_in_place.PlanInPlace`.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        iteration: int,
+        progress: Progress,
+        saving: Saving,
+        given: Plan | None,
+        planning: Planning | None,
+        every: int | None,
+        raising: bool,
+    ) -> None:
+        self._job, self._progress, self._saving = job, progress, saving
+        self._every, self._raising = every, raising
+        self.iteration = iteration
+        self._captured_iteration = iteration  # at the start there is nothing to save, after a resume it is
+        self.explicit = False  # step() marks them
+        self.in_steps = False
+        self._began = False  # an iteration, since the last boundary
+        # Version counters of all state at a boundary that was not captured, in case it is the last one.
+        self._passed: list[int] = []
+        self._left_epochs = False  # with ``break``, after the epoch's last batch
+        self._sightings = Sightings()
+        self._no_end_said = False
+        self.held_seconds = {"boundary": 0.0, "anchors": 0.0, "buffers": 0.0, "planning": 0.0}
+        self.longest_hold_seconds = 0.0
+        self._makes_plans = planning is not None
+        self.place = PlanInPlace(given, planning, self._execute, every)
+
+    def _execute(self, plan: Plan, program: Program) -> Execution:
+        return Execution(
+            plan, program, self._job,
+            self._saving.engine, self._saving.buffers, self._saving.writer.submit, self,
+            implementations=fit.implementations(self._job.models, self._job.optimizers),
+            raising=self._raising, known_to_fit=self._makes_plans, sightings=self._sightings,
+        )  # fmt: skip
+
+    @property
+    def execution(self) -> Execution:
+        """The plan that runs now."""
+        return self.place.execution
+
+    # What the Checkpointer says of the loop
+
+    def end_epoch(self) -> None:
+        """The loop over an epoch's batches has ended, and what followed it in the epoch."""
+        if self.explicit and self._progress.waiting:
+            logger.warning(
+                "%d batches of epoch %d were handed out and not counted by step(): after a resume they are used again; "
+                "pass their number to step()",
+                self._progress.waiting, self._progress.epoch,
+            )  # fmt: skip
+        self._progress.end_epoch()
+        if not self.explicit:
+            self._boundary(epoch_end=True)
+
+    def end_step(self, *, last: bool) -> None:
+        """The body of a loop over iterations has ended."""
+        if not self.explicit:
+            self._began = self._began or not self._job.optimizers
+            self._count_batches()
+            self._boundary(last=last)
+
+    def step(self, batches: int | None) -> None:
+        """The user says that this is a boundary; see :meth:`.checkpointer.Checkpointer.step`."""
+        self.explicit = True
+        self._began = self._began or not self._job.optimizers
+        count = self.execution.plan.fingerprint.micro_batches if batches is None else batches
+        self._progress.count(count)
+        self._boundary(micro_batches=count)
+
+    def leave_loop(self, *, in_epoch: bool = False) -> None:
+        """No training follows to copy behind, and what does may write at no anchor: put the best weights back.
+
+        Args:
+            in_epoch: whether the loop over epochs was left with ``break``.
+        """
+        self._left_epochs = in_epoch and self._job.loader is not None and self._job.loader.exhausted
+        if self.place.planning is not None:
+            self.place.planning.abandon()
+        self.execution.finish()
+
+    def end_training(self) -> None:
+        """The ``with`` block has ended, without an exception."""
+        if not self.explicit and self._left_epochs:
+            self.end_epoch()
+        elif not self.explicit:
+            if not self._job.optimizers and self._job.loader is None and self._began:
+                logger.warning(
+                    "without an optimizer and a loader nothing tells where an iteration ends, and all that ran "
+                    "counts as one: iterate checkpointer.steps(), or call checkpointer.step() after each"
+                )
+            self._count_batches()
+            self._boundary()
+        self._capture_last_boundary()
+
+    def close(self) -> None:
+        """Take the hooks away and bring the capture in flight to its end."""
+        if self.place.planning is not None:
+            self.place.planning.close()
+        self.execution.remove_hooks()
+        # Whatever has not been copied yet has not been written either: the capture in flight can still be whole.
+        self.execution.finish()
+
+    def raise_if_asked(self) -> None:
+        """Raise what failed since the last call, where the user wants it raised."""
+        error = self._saving.writer.take_error() or self.execution.take_error_in_compiling()
+        if error is not None and self._raising:
+            raise error
+
+    # What the loader and the hooks call
+
+    def on_batch_requested(self) -> None:
+        """The loader is asked for a batch that it has."""
+        if not self.explicit:
+            self._count_batches()
+            self._boundary()
+
+    def on_batch_handed(self, batch: Any) -> None:
+        """The loader is about to hand out a batch."""
+        self._progress.batch_handed()
+        self._progress.restore_generators()
+        if (planning := self.place.planning) is not None:
+            planning.watch.batch_handed(batch)
+            if not self.explicit:
+                planning.begin(batch)
+
+    def on_forward(self, model: str, arguments: Any) -> None:
+        if self._job.loader is None:
+            self.execution.note_unseen_steps()
+            stepped = bool(self._job.optimizers) and self.execution.stepped.issuperset(self._job.optimizers)
+            if stepped and not self.explicit and not self.in_steps:
+                hooks = self.execution.hooks
+                self._boundary()
+                if self.execution.hooks is not hooks:  # hung in too late for the forward that runs already
+                    self.execution.reached(AnchorKey(AnchorKind.FORWARD, f"{model}/"))
+            self._progress.restore_generators()
+        if (planning := self.place.planning) is not None:
+            planning.watch.forward(model, arguments)
+
+    def on_evaluation(self) -> None:
+        if (planning := self.place.planning) is not None:
+            planning.watch.evaluated()
+
+    def on_training(self) -> None:
+        self._began = True
+
+    def on_anchor(self, key: AnchorKey) -> None:
+        begun = time.perf_counter()
+        if key.kind is AnchorKind.OPTIMIZER_PRE:
+            self._miss_boundary()
+        self.execution.reached(key)
+        self._note_hold("anchors", time.perf_counter() - begun)
+
+    def _miss_boundary(self) -> None:
+        """An optimizer steps, and all have stepped: an iteration has ended that nobody saw the end of."""
+        implicit = self._job.loader is None and not self.explicit and not self.in_steps
+        if implicit and not self._no_end_said and self.execution.stepped.issuperset(self._job.optimizers):
+            self._no_end_said = True
+            logger.warning(
+                "no checkpoint is made: where an iteration ends is not seen, since no model that was passed runs "
+                "forward in uncompiled code; iterate checkpointer.steps(n), or call checkpointer.step() after each"
+            )
+
+    # Boundaries
+
+    @property
+    def _iterated(self) -> bool:
+        """Whether there was an iteration since the last boundary: without optimizers it takes none of their steps."""
+        return bool(self.execution.stepped) or (not self._job.optimizers and self._began)
+
+    def _count_batches(self) -> None:
+        """Every batch handed out so far has reached a step, if one was made."""
+        self.execution.note_unseen_steps()
+        if self._iterated:
+            self._progress.count()
+
+    def _boundary(self, *, epoch_end: bool = False, last: bool = False, micro_batches: int | None = None) -> None:
+        """The state is now that of one more whole iteration.
+
+        A boundary to be captured brings the capture in flight to its end first. Where that comes before the plan's
+        interval is over (an epoch's end, the last iteration, and the first regular boundary after them), training waits
+        for what is left of it.
+        """
+        self.execution.note_unseen_steps()
+        if not self._iterated:
+            return
+        begun = time.perf_counter()
+        self._turn(micro_batches)
+        turned = time.perf_counter()
+        self._note_hold("planning", turned - begun)
+        due = self.place.is_due(self.iteration + 1, extra=epoch_end or last)
+        self.execution.end_iteration(due=due or self.place.quiet)
+        self._began = False
+        self.iteration += 1
+        self.raise_if_asked()
+        self.execution.heed(self._saving.writer)
+        if not due and self._every is None:
+            self._passed = self._versions()
+        waited_seconds = self._capture(epoch_end) if due else 0.0
+        self.held_seconds["buffers"] += waited_seconds
+        self._note_hold("boundary", time.perf_counter() - turned - waited_seconds)
+        if self.place.planning is not None and not last and (self._job.loader is None or self.explicit):
+            self.place.planning.begin()  # otherwise when the loader hands a batch out
+
+    def _turn(self, micro_batches: int | None) -> None:
+        """What planning has come to, before this boundary is looked at."""
+        planning = self.place.planning
+        if planning is None:
+            return
+        if self._job.loader is None:
+            micro_batches = None  # nobody counts
+        elif not self.explicit:
+            micro_batches = planning.watch.handed
+        self.place.turn(micro_batches)
+        error = planning.take_error()
+        if error is not None and self._raising:
+            raise error
+
+    def _capture_last_boundary(self) -> None:
+        """Training has ended, and did not say so at its last boundary: save that if the state is still what it was.
+
+        It is not where a further iteration has begun, nor where what followed the loop wrote (the best weights, put
+        back), as far as version counters tell.
+        """
+        captured = self._captured_iteration == self.iteration
+        if captured or self.execution.stepped or self._began or not self.place.is_due(self.iteration, extra=True):
+            return
+        if self._versions() != self._passed:
+            logger.warning("the state was changed after step %d, which is not saved therefore", self.iteration)
+            return
+        self.execution.finish()
+        self.execution.follow()
+        self.execution.heed(self._saving.writer)
+        self.held_seconds["buffers"] += self._capture(epoch_end=False)
+
+    def _versions(self) -> list[int]:
+        return [item.tensor._version for item in self._job.walk.current().tensors]
+
+    def _capture(self, epoch_end: bool) -> float:
+        """Capture this boundary; returns the seconds waited for storage and buffers."""
+        # The first capture tells whether the job can be checkpointed at all; later ones must not end it.
+        with self.execution.surviving() if self._saving.captures else contextlib.nullcontext():
+            self.place.tell_unplanned()
+            waited_seconds = self._begin(epoch_end)
+            if self.place.quiet:
+                self.execution.capturer.finish()
+            return waited_seconds
+        return 0.0
+
+    def _begin(self, epoch_end: bool) -> float:
+        job = capture_extra(self._job.walk, self._job.optimizers, self._job.objects)
+        extra = extra_state.encode({"iteration": self.iteration, **self._progress.capture(), "job": job})
+        info = {"epoch": self._progress.epoch, "epoch_end": epoch_end, "created": round(time.time(), 3)}
+        waited_seconds = self._saving.begin(self.execution, self.iteration, extra, info)
+        self._captured_iteration = self.iteration
+        return waited_seconds
+
+    def _note_hold(self, phase: str, seconds: float) -> None:
+        self.held_seconds[phase] += seconds
+        self.longest_hold_seconds = max(self.longest_hold_seconds, seconds)
