@@ -309,9 +309,11 @@ class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         keywords = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             if self._watching:
-                self.failure, self._watching = (
-                    TraceError(f"an iteration with {func} cannot be recorded: it runs operators unseen"), False
-                )  # fmt: skip
+                self._watching = False
+                self.failure = TraceError(
+                    f"an iteration with {func} cannot be recorded: it takes functions, and runs operators unseen; "
+                    "write it as plain Python or with torch.where, or compile what calls it"
+                )
             return func(*args, **keywords)
         if not self._watching or func.namespace in _NO_OPERATORS or func is torch.ops.aten.lift_fresh.default:
             return func(*args, **keywords)

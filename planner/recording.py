@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, track_tensor_tree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
@@ -23,11 +23,17 @@ from checkflow.planner.placement import NO_CROSSING, HostMemory
 _NO_OPERATORS = frozenset(("prim", "profiler", "debugprims"))
 
 
+class TakesFunctionsError(Exception):
+    """An operator was called that takes functions (``torch.cond``), and so runs others unseen."""
+
+
 class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every operator of the traced run. Works above make_fx's mode, whose graph names the operators.
 
     Before :meth:`begin` it only watches which storages the first run leaves behind.
     """
+
+    supports_higher_order_operators = True  # to refuse them in words of ours
 
     def __init__(self, iteration: Iteration, host: HostMemory, numbers: ReadNumbers) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -99,6 +105,8 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            raise TakesFunctionsError(str(func))
         keywords = dict(kwargs or {})
         with torch._C.DisableTorchFunction():  # stand-ins are for the user's calls, not for what torch does below them
             if func.namespace in _NO_OPERATORS:

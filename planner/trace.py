@@ -36,7 +36,7 @@ from checkflow.planner.iteration import Iteration
 from checkflow.planner.moving import DeviceStandIns
 from checkflow.planner.numbers import ADVICE, RECORD, NumberError
 from checkflow.planner.optimizers import NEEDS_DATA, OptimizerSteps, Target, foreach_on_fakes, fused_kernels_faked
-from checkflow.planner.recording import OperatorRecorder
+from checkflow.planner.recording import OperatorRecorder, TakesFunctionsError
 from checkflow.planner.redirected import torch_redirected
 from checkflow.planner.sequences import ctc_loss_faked
 from checkflow.state import collect_state, host_counters, optimizer_implementation, refuse_closures
@@ -189,6 +189,11 @@ def _explain(name: str, error: Exception, culprit: OpOverload | None) -> str:
         return (
             f"cannot trace {name}: {culprit or reason} has no fake implementation{place}: "
             f"register one with torch.library.register_fake, or {RECORD}"
+        )
+    if isinstance(error, TakesFunctionsError):
+        return (
+            f"cannot trace {name}: {reason}{place} takes functions, and runs operators unseen: write it as plain "
+            f"Python or with torch.where, or, where it is compiled, {RECORD}"
         )
     if isinstance(error, NEEDS_DATA):
         because = f" ({reason})"

@@ -69,9 +69,9 @@ def messages_of(path: Path) -> Iterator[str]:
         importlib.import_module(f"checkflow.{path.parent.name}.{path.stem}".replace("checkflow.checkflow", "checkflow"))
     )
     for node in ast.walk(tree):
-        if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name)):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
             continue
-        kind, message = node.exc.func.id, node.exc.args[0] if node.exc.args else None
+        kind, message = node.func.id, node.args[0] if node.args else None
         if kind not in KINDS or (kind == "ModelError" and path.name != "training_step.py"):
             continue  # model files that cannot be built are no refusals of a training step
         assert message is not None
@@ -245,6 +245,18 @@ def test_distributed_tensors(tmp_path: Path, plan: Plan) -> None:
 # What only the planner refuses: a live job may do it
 
 
+def chooses() -> TrainingStep:
+    """A step with an operator that takes functions."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        chosen: torch.Tensor = torch.cond(x.sum() > 0, lambda y: model(y), lambda y: -model(y), (x,))
+        return chosen.sum()
+
+    return TrainingStep(model, optimizer, loss=loss, batch=(torch.ones(1, 2),))
+
+
 def tracing(
     step: Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], Any],
     model: Callable[[], nn.Module] = lambda: nn.Linear(2, 2),
@@ -304,6 +316,11 @@ TRACED: dict[str, tuple[Run, str]] = {
         tracing(lambda m, o, x: m.odd @ m(x).t(), lambda: with_buffer(torch.eye(2).to_sparse())),
         "no fake implementation at .*Checkpointer",
     ),
+    "functions": (
+        tracing(lambda m, o, x: torch.cond(x.sum() > 0, lambda y: m(y), lambda y: -m(y), (x,))),
+        r"cond at .*test_refusals.*takes functions",
+    ),
+    "functions, recorded": (lambda _: record_step(chooses(), name="n"), "cond cannot be recorded"),
     "an error of the step": (tracing(lambda m, o, x: m(x[:, :1])), r"aten\.addmm\.default raised RuntimeError at"),
     "csr": (tracing(branch, lambda: with_buffer(torch.eye(2).to_sparse_csr())), r"cannot trace a torch\.sparse_csr"),
     "opaque": (tracing(branch, lambda: with_buffer(Opaque(torch.zeros(2)))), "cannot trace a Opaque"),
