@@ -10,7 +10,7 @@ demo: $(STAMP)
 	@$(BIN)/checkflow demo
 
 test: $(STAMP)
-	@$(BIN)/pytest
+	@$(BIN)/pytest --numprocesses auto --dist loadfile
 
 check: $(STAMP)
 	$(BIN)/ruff check .
