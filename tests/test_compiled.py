@@ -112,8 +112,13 @@ def train_function(step: TrainingStep) -> TrainingStep:
 
 
 def optimizer_step(step: TrainingStep) -> TrainingStep:
+    (optimizer,) = step.optimizers.values()
+    return stepping(step, compiled(optimizer.step))
+
+
+def stepping(step: TrainingStep, update: Callable[[], Any]) -> TrainingStep:
+    """The same iteration, in which the optimizer steps by ``update()``."""
     (model,), (optimizer,) = step.models.values(), step.optimizers.values()
-    update = compiled(optimizer.step)
 
     def train(batch: Any) -> torch.Tensor:
         optimizer.zero_grad()
@@ -273,17 +278,8 @@ def test_a_step_that_is_compiled_in_one_piece_has_everything_due_at_the_boundary
 ) -> None:
     def job() -> TrainingStep:
         step = prepared_batches(Plain)
-        (model,), (optimizer,) = step.models.values(), step.optimizers.values()
-        update = compiled(lambda: optimizer.step(), fullgraph=True)
-
-        def train(batch: Any) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(batch[0] / 2), batch[1])
-            loss.backward()
-            update()
-            return loss
-
-        return TrainingStep(step=train, models=step.models, optimizers=step.optimizers, batch=step.batch)
+        (optimizer,) = step.optimizers.values()
+        return stepping(step, compiled(lambda: optimizer.step(), fullgraph=True))
 
     plan = plan_by_trace(job())
     assert [step.anchor for step in plan.timeline.steps if step.anchor is not None] == [BOUNDARY]
