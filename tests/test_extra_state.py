@@ -89,7 +89,7 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{type(value).__name__}-{str(value)[:20]!r}")
+@pytest.mark.parametrize("value", VALUES, ids=[f"{n}-{type(value).__name__}" for n, value in enumerate(VALUES)])
 def test_value_comes_back(value: Any) -> None:
     for whole in (value, [value], (value,), {"k": value}, {1: value}):
         assert_same(decode(encode(whole)), whole)
