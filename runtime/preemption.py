@@ -151,6 +151,9 @@ class Preemption:
             return  # the handler, being closed, does what the one before it did
         for number, before in self._before.items():
             if signal.getsignal(number) == self._handler:
+                # One that was made earlier and closed meanwhile could not take its handler away from below this one.
+                while isinstance(owner := getattr(before, "__self__", None), Preemption) and owner._closed:
+                    before = owner._before[number]
                 signal.signal(number, before)
 
     def forked(self) -> None:
