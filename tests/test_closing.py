@@ -22,6 +22,7 @@ from test_checkpointer import make, make_plan, steps
 from torch.optim import optimizer as optimizers
 from torch.utils.data import TensorDataset
 
+import checkflow
 from checkflow import plan as plans
 from checkflow.errors import LockedError, StorageError
 from checkflow.runtime import checkpointer as checkpointers
@@ -54,7 +55,6 @@ def _no_patience_with_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 def held(job: Job) -> dict[str, Any]:
     """What a process has that a Checkpointer takes: everything that can be counted."""
     model, optimizer, _ = job
-    gc.collect()
     tensors = [*model.parameters()]
     return {
         "threads": sorted(thread.name for thread in threading.enumerate()),
@@ -84,11 +84,8 @@ def is_open(fd: str) -> bool:
 
 def large_mappings(least_bytes: int) -> int:
     """Memory that is mapped in pieces of at least this size and belongs to no file."""
-    return sum(
-        entry.rss
-        for entry in psutil.Process().memory_maps(grouped=False)
-        if entry.path == "[anon]" and entry.rss >= least_bytes
-    )
+    maps = psutil.Process().memory_maps(grouped=False)
+    return sum(entry.rss for entry in maps if entry.path == "[anon]" and entry.rss >= least_bytes)
 
 
 def buffers(checkpointer: Checkpointer) -> list[weakref.ref[Any]]:
@@ -105,10 +102,8 @@ def open_one(job: Job, directory: Path, loader: DataLoader | None = None, **opti
 
 
 @pytest.mark.parametrize("planned", [True, False])
-def test_closing_gives_everything_back(planned: bool, tmp_path: Path) -> None:
-    import checkflow
-
-    _ = checkflow.Checkpointer  # hands the runtime its planner
+def test_closing_gives_everything_back(planned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointers, "make_planner", checkflow._live_planner)
     job = make()
     loader = DataLoader(TensorDataset(torch.randn(40, 4), torch.randint(0, 3, (40,))), 4)
     before, listener = held(job), loader.listener
@@ -133,7 +128,8 @@ def test_closing_gives_everything_back(planned: bool, tmp_path: Path) -> None:
         assert again.resumed_from == 10
 
 
-def test_host_memory_goes_back_to_the_system(tmp_path: Path) -> None:
+def test_host_memory_goes_back_to_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointers, "make_planner", checkflow._live_planner)
     torch.manual_seed(0)
     model = torch.nn.Linear(1024, 4096, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -169,9 +165,11 @@ def test_an_interrupted_close_can_be_repeated(
     job = make()
     before = held(job)
     checkpointer = open_one(job, tmp_path)
-    for _ in checkpointer.steps(2):
+    loop = checkpointer.steps(9)
+    for _ in range(2):
+        next(loop)
         job[2]()
-    checkpointer._saving.writer.wait_until_at_most(0)
+    next(loop)  # the second checkpoint is in flight
     real: Callable[..., Any] = getattr(owner, name)
     interrupted: list[bool] = []
 
@@ -183,15 +181,17 @@ def test_an_interrupted_close_can_be_repeated(
             real(*arguments)
         raise KeyboardInterrupt
 
-    job[2]()  # an iteration that nobody ends
     monkeypatch.setattr(owner, name, interrupt)
     with pytest.raises(KeyboardInterrupt):
         checkpointer.close()
-    assert held(job)["module hooks"] == before["module hooks"] or name == "close"
+    if (owner, name) != (Boundaries, "close") or after:
+        assert held(job)["module hooks"] == before["module hooks"]  # they go first
     checkpointer.close()
     assert interrupted
     assert held(job) == before
-    assert steps(tmp_path) == [1, 2]
+    # What the interrupt met half-way is given up: without hooks nobody knows what is written from there on.
+    given_up = owner is Execution and not after
+    assert steps(tmp_path) == ([1] if given_up else [1, 2])
     with open_one(job, tmp_path):
         pass
 
@@ -225,24 +225,21 @@ def test_a_cell_that_is_run_again_takes_over(
     job = make()
     before = held(job)
     first = open_one(job, tmp_path, audit=1)
-    with pytest.raises(ZeroDivisionError):
-        for n in first.steps(9):
-            job[2]()
-            if n == 2:
-                expected = truth(job)
-                raise ZeroDivisionError  # after the step: the state of a boundary that was not reached
-    del expected
-    loop = first.steps(9)
-    next(loop)  # a loop that is left standing
+    loop = first.steps(9)  # one that is left standing
+    for _ in range(3):
+        next(loop)
+        job[2]()
+    next(loop)
+    expected = truth(job)
+    job[0](torch.randn(6, 4))  # batch norm has written; the third checkpoint is in flight
     memory = buffers(first)
     second_job = job if same_model else make()
     second = open_one(second_job, tmp_path, audit=1)
     assert caplog.text.count(f"an earlier Checkpointer of {tmp_path} was not closed: it is closed now") == 1
     assert not any(mapping() for mapping in memory)
-    assert second.resumed_from == steps(tmp_path)[-1]
-    for n in second.steps(6):
-        if n > 3:
-            assert_checkpoint_is_among(tmp_path, n - 1)
+    assert second.resumed_from == 3
+    assert_checkpoint_is(find(tmp_path)[0], expected)
+    for _ in second.steps(6):
         second_job[2]()
     first.close()
     loop.close()
@@ -251,10 +248,6 @@ def test_a_cell_that_is_run_again_takes_over(
     assert_checkpoint_is(find(tmp_path)[0], end)
     assert second.report()["breaches"] == 0
     assert held(job) == before
-
-
-def assert_checkpoint_is_among(directory: Path, step: int) -> None:
-    assert any(known >= step - 2 for known in steps(directory))
 
 
 def test_another_thread_or_process_does_not_take_over(tmp_path: Path) -> None:
