@@ -259,7 +259,7 @@ class Preemption:
         if number == signal.SIGINT:
             return  # whoever pressed it is still there
         over = f"{signal.Signals(number).name}: {format_seconds(self._grace_seconds)} are over"
-        if self._before[number] != signal.SIG_DFL:
+        if self._before[number] != signal.SIG_DFL or signal.getsignal(number) != self._handler:
             logger.error("%s, and what is in flight is not saved yet", over)
             return
         logger.error("%s: what is not on storage by now is given up", over)

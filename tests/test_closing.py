@@ -343,23 +343,17 @@ loop = checkpointer.steps(9)
 for n in loop:
     iterate()
     if n == 3:
-        if sys.argv[2] == "error":
-            raise ZeroDivisionError
         break
 print("end")
 """
 
 
-@pytest.mark.parametrize("end", ["end", "error"])
-def test_a_script_that_forgets_to_close(end: str, tmp_path: Path) -> None:
+def test_a_script_that_forgets_to_close(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", FORGETFUL, str(ROOT / "tests"), end],
+        [sys.executable, "-c", FORGETFUL, str(ROOT / "tests")],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
-    assert done.returncode == (end == "error")
-    assert done.stdout == ("end\n" if end == "end" else "")
-    assert done.stderr.count("Traceback") == (end == "error")
-    assert done.stderr == "" or done.stderr.strip().endswith("ZeroDivisionError")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
     assert steps(tmp_path / "checkpoints")[-1] == 3
     assert not list((tmp_path / "checkpoints").glob(".tmp-*"))
 
