@@ -454,20 +454,26 @@ def late_plan(*, snapshots: bool) -> plans.Plan:
 
 
 @pytest.mark.parametrize(
-    ("snapshots", "anchor", "saved"),
+    ("snapshots", "last", "saved"),
     [
-        pytest.param(True, False, [1, 2], id="snapshots leave without it"),
-        pytest.param(False, True, [1, 2], id="live tensors leave at its next anchor"),
-        pytest.param(False, False, [1], id="live tensors are left alone"),
+        pytest.param(True, "", [1, 2], id="snapshots leave without it"),
+        pytest.param(False, "anchor", [1, 2], id="live tensors leave at its next anchor"),
+        pytest.param(False, "evaluation", [1, 2], id="live tensors leave as an evaluation begins"),
+        pytest.param(False, "", [1], id="live tensors are left alone"),
     ],
 )
-def test_a_main_thread_that_does_not_answer(snapshots: bool, anchor: bool, saved: list[int], tmp_path: Path) -> None:
+def test_a_main_thread_that_does_not_answer(snapshots: bool, last: str, saved: list[int], tmp_path: Path) -> None:
     """It hangs outside of Python, so that no exception can be raised there: in the end the signal acts."""
     plan = late_plan(snapshots=snapshots)
 
     def run() -> None:
         model, optimizer, iterate = make()
         mutex, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+
+        def hang(*_: Any) -> None:
+            for _ in range(2):  # the second time it waits for itself
+                library.pthread_mutex_lock(mutex)
+
         seconds = 2 if len(saved) > 1 else 0.5
         with Checkpointer(
             model, optimizer, directory=tmp_path, plan=plan, every=1, audit=1, grace_seconds=seconds
@@ -476,10 +482,12 @@ def test_a_main_thread_that_does_not_answer(snapshots: bool, anchor: bool, saved
                 if n == 2:
                     checkpointer._saving.writer.wait_until_at_most(0)
                     signal.raise_signal(TERM)
-                    if anchor:
+                    if last == "anchor":
+                        model[1](torch.randn(6, 16))
+                    elif last == "evaluation":
+                        model.register_forward_pre_hook(hang)
                         model.eval()(torch.randn(6, 4))
-                    for _ in range(2):  # the second time it waits for itself
-                        library.pthread_mutex_lock(mutex)
+                    hang()
                 iterate()
 
     assert in_a_child(run) == -TERM
