@@ -100,8 +100,9 @@ def _close_all() -> None:
 
 
 def _forget() -> None:
-    """In a forked child: what is held is the parent's."""
-    _held.clear()
+    """In a forked child: what is held is the parent's, and its threads are not here."""
+    while _held:
+        _held.popitem()[1].closed = True
 
 
 atexit.register(_close_all)

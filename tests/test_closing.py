@@ -325,6 +325,7 @@ def test_a_forked_child_gives_nothing_back(tmp_path: Path) -> None:
     if child == 0:
         signal.alarm(20)
         holdings._close_all()  # would wait for threads that it does not have
+        checkpointer.close()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     job[2]()
