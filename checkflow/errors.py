@@ -1,4 +1,7 @@
-"""Every error that checkflow raises on purpose. Each message is one line that says what is wrong and what to do."""
+"""Every error that checkflow raises on purpose. Each message is one line that says what is wrong and what to do.
+
+And the one exception that is no error: :class:`Preempted`.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +57,23 @@ class CorruptCheckpointError(StorageError):
 
 class ConsistencyError(CheckflowError):
     """An audit found staged bytes that differ from the state at the boundary; the message names the tensor."""
+
+
+class Preempted(SystemExit):
+    """A signal asked the job to end: training ends here, and what it had come to is saved.
+
+    A SystemExit, so that a script without any code for it unwinds (``with`` blocks and ``finally`` clauses run, what
+    follows the loop does not) and exits with 75: EX_TEMPFAIL of sysexits.h, "try again later".
+
+    Attributes:
+        signal_name: such as "SIGTERM".
+    """
+
+    EXIT_CODE = 75
+
+    def __init__(self, signal_name: str) -> None:
+        super().__init__(self.EXIT_CODE)
+        self.signal_name = signal_name
 
 
 def first_fault(error: ValidationError) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from checkflow.graph import AnchorKey, AnchorKind
 from checkflow.plan import Plan
@@ -29,6 +29,7 @@ from checkflow.runtime.job import Job
 from checkflow.runtime.live_state import capture_extra
 from checkflow.runtime.plan_in_place import PlanInPlace
 from checkflow.runtime.planning import Planning
+from checkflow.runtime.preemption import Preemption
 from checkflow.runtime.progress import Progress
 from checkflow.runtime.saving import Saving
 
@@ -46,6 +47,7 @@ class Boundaries:
         planning: where plans come from otherwise.
         every: iterations from one durable checkpoint to the next, if the user has said so.
         raising: whether a checkpoint that failed ends training.
+        preemption: says when training is to end.
 
     Raises:
         PlanError, MismatchError, StorageError: as :class:`.plan_in_place.PlanInPlace`.
@@ -62,13 +64,16 @@ class Boundaries:
         planning: Planning | None,
         every: int | None,
         raising: bool,
+        preemption: Preemption,
     ) -> None:
         self._job, self._progress, self._saving = job, progress, saving
-        self._every, self._raising = every, raising
-        self.iteration = iteration
+        self._every, self._raising, self._preemption = every, raising, preemption
+        self.iteration = self._first_iteration = iteration
         self._captured_iteration = iteration  # at the start there is nothing to save, after a resume it is
         self.explicit = False  # step() marks them
         self.in_steps = False
+        self.looping: bool | None = None  # whether epochs() or steps() goes on; None: neither was called
+        self._closed = False
         self._began = False  # an iteration, since the last boundary
         # Version counters of all state at a boundary that was not captured, in case it is the last one.
         self._passed: list[int] = []
@@ -128,10 +133,17 @@ class Boundaries:
         Args:
             in_epoch: whether the loop over epochs was left with ``break``.
         """
+        self.looping = False
         self._left_epochs = in_epoch and self._job.loader is not None and self._job.loader.exhausted
         if self.place.planning is not None:
             self.place.planning.abandon()
         self.execution.finish()
+
+    def end_loop(self) -> None:
+        """The loop came to its end by itself."""
+        self.leave_loop()
+        if self._preemption.begin_ending():
+            self._end()
 
     def end_training(self) -> None:
         """The ``with`` block has ended, without an exception."""
@@ -148,18 +160,44 @@ class Boundaries:
         self._capture_last_boundary()
 
     def close(self) -> None:
-        """Take the hooks away and bring the capture in flight to its end."""
-        if self.place.planning is not None:
-            self.place.planning.close()
+        """Take the hooks away and bring the capture in flight to its end; once more, if that was interrupted."""
+        self._closed, self.looping = True, False
         self.execution.remove_hooks()
-        # Whatever has not been copied yet has not been written either: the capture in flight can still be whole.
-        self.execution.finish()
+        capturer = self.execution.capturer
+        try:
+            # Whatever has not been copied yet has not been written either: the capture in flight can still be whole.
+            self.execution.finish()
+        except BaseException:
+            capturer.abort()  # without hooks, nothing tells any more what is written
+            raise
+        finally:
+            capturer.let_go()
+            if self.place.planning is not None:
+                self.place.planning.close()
 
     def raise_if_asked(self) -> None:
         """Raise what failed since the last call, where the user wants it raised."""
         error = self._saving.writer.take_error() or self.execution.take_error_in_compiling()
         if error is not None and self._raising:
             raise error
+
+    # What preemption asks
+
+    @property
+    def expects_boundary(self) -> bool:
+        """Whether the loop that goes on will come to a boundary, as far as it has shown."""
+        if self.looping is not None:
+            return self.looping
+        return self._began or self._progress.waiting > 0 or self.iteration > self._first_iteration
+
+    def hasten(self) -> None:
+        """Let snapshots leave, from any thread."""
+        self._saving.engine.hasten()
+
+    def persist_seconds(self) -> float | None:
+        """How long the last commit took."""
+        last = self._saving.writer.last
+        return None if last is None else last.seconds
 
     # What the loader and the hooks call
 
@@ -192,6 +230,8 @@ class Boundaries:
             planning.watch.forward(model, arguments)
 
     def on_evaluation(self) -> None:
+        if self._preemption.asked:
+            self.execution.finish()
         if (planning := self.place.planning) is not None:
             planning.watch.evaluated()
 
@@ -203,6 +243,8 @@ class Boundaries:
         if key.kind is AnchorKind.OPTIMIZER_PRE:
             self._miss_boundary()
         self.execution.reached(key)
+        if self._preemption.asked:  # what is complete now is safe, whether or not the next boundary comes in time
+            self.execution.finish()
         self._note_hold("anchors", time.perf_counter() - begun)
 
     def _miss_boundary(self) -> None:
@@ -220,7 +262,7 @@ class Boundaries:
     @property
     def _iterated(self) -> bool:
         """Whether there was an iteration since the last boundary: without optimizers it takes none of their steps."""
-        return bool(self.execution.stepped) or (not self._job.optimizers and self._began)
+        return not self._closed and (bool(self.execution.stepped) or (not self._job.optimizers and self._began))
 
     def _count_batches(self) -> None:
         """Every batch handed out so far has reached a step, if one was made."""
@@ -233,16 +275,18 @@ class Boundaries:
 
         A boundary to be captured brings the capture in flight to its end first. Where that comes before the plan's
         interval is over (an epoch's end, the last iteration, and the first regular boundary after them), training waits
-        for what is left of it.
+        for what is left of it. If a signal has asked for it, training ends here.
         """
         self.execution.note_unseen_steps()
         if not self._iterated:
+            self._end_if_idle()
             return
         begun = time.perf_counter()
-        self._turn(micro_batches)
+        ending = self._preemption.begin_ending()
+        self._turn(micro_batches, ending=ending)
         turned = time.perf_counter()
         self._note_hold("planning", turned - begun)
-        due = self.place.is_due(self.iteration + 1, extra=epoch_end or last)
+        due = ending or self.place.is_due(self.iteration + 1, extra=epoch_end or last)
         self.execution.end_iteration(due=due or self.place.quiet)
         self._began = False
         self.iteration += 1
@@ -253,13 +297,18 @@ class Boundaries:
         waited_seconds = self._capture(epoch_end) if due else 0.0
         self.held_seconds["buffers"] += waited_seconds
         self._note_hold("boundary", time.perf_counter() - turned - waited_seconds)
+        if ending:
+            self._end()
         if self.place.planning is not None and not last and (self._job.loader is None or self.explicit):
             self.place.planning.begin()  # otherwise when the loader hands a batch out
 
-    def _turn(self, micro_batches: int | None) -> None:
+    def _turn(self, micro_batches: int | None, *, ending: bool) -> None:
         """What planning has come to, before this boundary is looked at."""
         planning = self.place.planning
         if planning is None:
+            return
+        if ending:
+            planning.abandon()
             return
         if self._job.loader is None:
             micro_batches = None  # nobody counts
@@ -269,6 +318,24 @@ class Boundaries:
         error = planning.take_error()
         if error is not None and self._raising:
             raise error
+
+    def _end_if_idle(self) -> None:
+        """No iteration has begun since the last boundary: end here if that is asked, and nothing would be lost."""
+        idle = not (self._closed or self._began or self._progress.waiting)
+        if idle and self._captured_iteration == self.iteration and self._preemption.begin_ending():
+            self._end()
+
+    def _end(self) -> NoReturn:
+        """Wait until storage has what was captured, and end training here."""
+        self.execution.finish()
+        self._saving.writer.wait_until_at_most(0)
+        self.raise_if_asked()
+        last = self._saving.writer.last
+        if self._captured_iteration != self.iteration or (last is not None and last.error is not None):
+            self._preemption.end(f"training ends at step {self.iteration}, which is not saved")
+        elif self.iteration:
+            self._preemption.end(f"training ends at step {self.iteration}, which is saved")
+        self._preemption.end("training ends before its first step")
 
     def _capture_last_boundary(self) -> None:
         """Training has ended, and did not say so at its last boundary: save that if the state is still what it was.

@@ -243,6 +243,11 @@ class Capturer:
         """The staging buffers are others now. No capture may be in flight."""
         self._arrangement = None
 
+    def let_go(self) -> None:
+        """No capture follows: hold no memory of the job any longer. No capture may be in flight."""
+        self._arrangement = None
+        self._tensors, self._versions, self._prepared = {}, {}, {}
+
     def complete_iteration(self) -> None:
         """No anchor is left in this iteration: do its work that has not been done, wait for no snapshot."""
         if self._capture is not None:

@@ -9,7 +9,8 @@ import contextlib
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -17,10 +18,10 @@ import torch
 from torch import nn
 
 from checkflow import plan as plans
-from checkflow.errors import CheckflowError, PlanError, UnsupportedError
+from checkflow.errors import PlanError, UnsupportedError
 from checkflow.handover import Planner, Wishes
 from checkflow.plan import Plan
-from checkflow.runtime import fit
+from checkflow.runtime import fit, holdings
 from checkflow.runtime.barriers import compile_plan
 from checkflow.runtime.boundaries import Boundaries
 from checkflow.runtime.capture import CaptureReport
@@ -29,6 +30,7 @@ from checkflow.runtime.live_state import Stateful, StateWalk
 from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.plan_cache import PlanCache
 from checkflow.runtime.planning import Planning
+from checkflow.runtime.preemption import Preemption
 from checkflow.runtime.progress import Progress
 from checkflow.runtime.resume import resume_from
 from checkflow.runtime.saving import Saving
@@ -77,6 +79,12 @@ class Checkpointer:
         resume: "auto" goes on from the newest valid checkpoint if there is one, "must" demands one, "never" demands an
             empty directory; a number goes back to the checkpoint of that step and sets later ones aside.
         on_error: a checkpoint that fails is logged ("warn"), or raised at the next boundary ("raise").
+        signals: by name, those that ask the job to end. Training goes on to its next boundary, is saved there whatever
+            ``every`` says, and ends with :class:`checkflow.Preempted`, exit code 75; the same signal again ends it at
+            once. Ctrl-C likewise, with KeyboardInterrupt. (): neither is heeded. Handlers that were there are called
+            too, and put back by ``close``. Only a Checkpointer made in the main thread can do this.
+        grace_seconds: from the signal to the end, all of it: where no boundary comes in time, training ends where it
+            is, and what was being saved is brought to its end.
         audit: hold staged bytes against the state at the boundary on the first three checkpoints, after every change
             of layout, and then on every ``audit``-th; 1: all, 0: none but those.
 
@@ -104,11 +112,14 @@ class Checkpointer:
         keep_epochs: bool = True,
         resume: Literal["auto", "never", "must"] | int = "auto",
         on_error: Literal["warn", "raise"] = "warn",
+        signals: Collection[str] = ("SIGTERM", "SIGUSR1"),
+        grace_seconds: float = 25,
         audit: int = 100,
     ) -> None:
         fit.check_arguments(
             loader=loader, every=every, host_buffers=host_buffers, resume=resume, on_error=on_error, audit=audit
         )
+        heeded, grace_seconds = fit.read_signals(signals), fit.read_grace(grace_seconds)
         models, optimizers = as_models(model), as_optimizers(optimizer)
         self._job = job = Job(models, optimizers, dict(state or {}), loader, StateWalk(models, optimizers))
         wishes = Wishes(fit.read_share(overhead), fit.read_size(extra_memory))
@@ -127,7 +138,8 @@ class Checkpointer:
 
         self.resumed_from: int | None = None
         self._progress = Progress(loader)
-        self._closed = False
+        self._preemption = Preemption(heeded, grace_seconds, None if loader is None else loader.shield)
+        holdings.take_over(directory)
         with contextlib.ExitStack() as undo:
             self._store = Store(
                 directory, run_id=uuid.uuid4().hex[:16], keep_latest=keep_latest, keep_epochs=keep_epochs
@@ -143,10 +155,14 @@ class Checkpointer:
             self._boundaries = Boundaries(
                 job, iteration=self.resumed_from or 0, progress=self._progress, saving=self._saving,
                 given=given, planning=planning, every=every, raising=on_error == "raise",
+                preemption=self._preemption,
             )  # fmt: skip
             undo.pop_all()
+        self._held = holdings.Holdings(loader, self._boundaries, self._saving, self._store, self._preemption)
+        weakref.finalize(self, holdings.dropped, self._held).atexit = False  # at exit all that is held is given back
         if loader is not None:
             loader.listener = self._boundaries
+        self._preemption.listen(self._boundaries)
 
     # What users call
 
@@ -162,6 +178,11 @@ class Checkpointer:
         """Iterations that are finished, over all runs of the job."""
         return self._boundaries.iteration
 
+    @property
+    def preempted(self) -> bool:
+        """Whether a signal has asked the job to end: it will, at the next boundary."""
+        return self._preemption.preempted
+
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs from where the last run stopped up to ``count``; iterate the loader once in each.
 
@@ -171,6 +192,7 @@ class Checkpointer:
         loader = self.loader
         loader.epochs_counted_elsewhere = True
         progress = self._progress
+        self._boundaries.looping = True
         while progress.epoch < count:
             loader.set_epoch(progress.epoch, progress.position)
             # No first batch will come, or code before it may draw numbers.
@@ -182,14 +204,14 @@ class Checkpointer:
                 self._boundaries.leave_loop(in_epoch=True)
                 raise
             self._boundaries.end_epoch()
-        self._boundaries.leave_loop()
+        self._boundaries.end_loop()
         # A run that was finished already: what follows the loop sees them as it did then.
         self._progress.restore_generators()
 
     def steps(self, count: int) -> Iterator[int]:
         """Iterations from where the last run stopped up to ``count``, for loops without epochs."""
         boundaries = self._boundaries
-        boundaries.in_steps = True
+        boundaries.in_steps = boundaries.looping = True
         while self.iteration < count:
             self._progress.restore_generators()
             try:
@@ -199,7 +221,7 @@ class Checkpointer:
                 raise
             boundaries.end_step(last=self.iteration + 1 >= count)
         boundaries.in_steps = False
-        boundaries.leave_loop()
+        boundaries.end_loop()
         self._progress.restore_generators()
 
     def step(self, batches: int | None = None) -> None:
@@ -232,31 +254,23 @@ class Checkpointer:
         return self._boundaries.execution.capturer.last_report
 
     def close(self) -> None:
-        """Finish and commit what is in flight, then give everything back: hooks, threads, memory, the lock.
+        """Finish and commit what is in flight, then give everything back: hooks, threads, memory, the lock, signals.
 
-        If it is interrupted, call it again.
+        Once more is harmless; if it is interrupted, call it again.
         """
         self._close(raising=True)
 
     def _close(self, *, raising: bool) -> None:
-        if self._closed:
+        if self._held.closed:
             return
-        loader = self._job.loader
-        if loader is not None and loader.listener is self._boundaries:
-            loader.listener = None
-            loader.epochs_counted_elsewhere = False
-        try:
-            self._boundaries.close()
-        except CheckflowError as error:
-            if raising:
-                raise
-            logger.warning("%s", error)
-        finally:
-            self._saving.close()
-            self._store.close()
-            self._closed = True
-        if raising:
-            self._boundaries.raise_if_asked()
+        error = self._held.close()
+        if not raising:
+            holdings.tell(error)
+            return
+        if error is not None:
+            raise error
+        self._boundaries.raise_if_asked()
+        self._preemption.end_late()
 
     def __enter__(self) -> Self:
         return self
@@ -265,7 +279,7 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None and not self._closed:
+            if kind is None and not self._held.closed:
                 self._boundaries.end_training()
         finally:
             self._close(raising=kind is None)

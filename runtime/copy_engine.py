@@ -9,6 +9,8 @@ One capture at a time. The training thread calls; the engine copies beside it:
 ``wait``      on return, later writes to these chunks' live tensors do no harm: they have crossed the link (on a GPU:
               the compute stream waits, the host does not);
 ``live``      those of the chunks whose bytes still lie in their live tensors alone;
+``hasten``    every chunk that has a snapshot may cross the link now: the one method that any thread may call. It promises
+              nothing: an engine whose copies only the training thread can order leaves them to it;
 ``free``      these snapshots may be given back as soon as they have crossed the link;
 ``finish``    on return everything has crossed the link and every snapshot is given back;
 ``abort``     forgets the capture: on return the engine reads and writes no memory of it. True if the capture was
@@ -73,6 +75,7 @@ class CopyEngine(Protocol):
     def offload(self, chunks: Sequence[int], anchor: str) -> None: ...
     def wait(self, chunks: Sequence[int]) -> None: ...
     def live(self, chunks: Sequence[int]) -> list[int]: ...
+    def hasten(self) -> None: ...
     def free(self, chunks: Sequence[int]) -> None: ...
     def finish(self) -> None: ...
     def abort(self) -> bool: ...
@@ -174,6 +177,15 @@ class HostCopyEngine:
     def live(self, chunks: Sequence[int]) -> list[int]:
         with self._changed:
             return [chunk for chunk in chunks if self._status[chunk] != _DONE and chunk not in self._snapshots]
+
+    def hasten(self) -> None:
+        with self._changed:
+            for chunk in self._snapshots:
+                if self._status[chunk] == _PENDING:
+                    self._log.append(CopyRecord(chunk, "offload", "end", self._transfers[chunk].length_bytes))
+                    self._status[chunk] = _QUEUED  # small ones too: this may be another thread than the one that trains
+                    self._queue.append(chunk)
+            self._changed.notify_all()
 
     def free(self, chunks: Sequence[int]) -> None:
         with self._changed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeGuard
@@ -17,6 +18,7 @@ from checkflow.hardware import parse_size
 from checkflow.plan import Plan, describe_mismatch
 from checkflow.regions import compiled_regions
 from checkflow.runtime.loader import DataLoader
+from checkflow.runtime.preemption import HEEDED
 from checkflow.state import (
     TrainingState,
     collect_state,
@@ -82,6 +84,33 @@ def read_size(extra_memory: object) -> int | None:
         except CheckflowError as error:
             raise ValueError(f"extra_memory: {error}") from None
     raise ValueError(f'extra_memory must be bytes, text such as "2GB", or None, not {extra_memory!r}')
+
+
+def read_signals(signals: object) -> tuple[signal.Signals, ...]:
+    """The signals that end training, given by name.
+
+    Raises:
+        ValueError: something else, or a signal that cannot mean this.
+    """
+    names = tuple(signals) if isinstance(signals, tuple | list | set | frozenset) else None
+    if names is None or not all(name in HEEDED for name in names):
+        raise ValueError(
+            f"signals must be a tuple of some of {', '.join(HEEDED)} (Ctrl-C is heeded beside them), or () for none, "
+            f"not {signals!r}"
+        )
+    return tuple(signal.Signals[name] for name in dict.fromkeys(names))
+
+
+def read_grace(grace_seconds: object) -> float:
+    """Seconds from a signal to the end.
+
+    Raises:
+        ValueError: no number of seconds above 0.
+    """
+    number = isinstance(grace_seconds, int | float) and not isinstance(grace_seconds, bool)
+    if not number or not 0 < grace_seconds < math.inf:  # type: ignore[operator]
+        raise ValueError(f"grace_seconds must be a number of seconds above 0, not {grace_seconds!r}")
+    return float(grace_seconds)  # type: ignore[arg-type]
 
 
 def check_every(every: int | None, interval: int) -> None:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate, get_worker_info
 
 from checkflow.errors import MismatchError, UnsupportedError
+from checkflow.runtime.worker_signals import WorkerShield
 
 Batch = TypeVar("Batch")
 _Place = tuple[int, int]  # (epoch, index of a sample)
@@ -162,6 +163,7 @@ class DataLoader:
         self._sampler = _PlaceSampler(len(dataset), batch_size, shuffle, drop_last, seed)
         self._handed = 0  # samples of this epoch handed out so far
         self._fresh = True  # the epoch was set, and not iterated since
+        self.shield = WorkerShield(worker_init_fn) if num_workers else None
         self.epochs_counted_elsewhere = False  # by Checkpointer.epochs: iterating twice is then a mistake
         self._loader: TorchDataLoader[Any] = TorchDataLoader(
             _SeededDataset(dataset, seed, default_collate if collate_fn is None else collate_fn),
@@ -170,7 +172,7 @@ class DataLoader:
             collate_fn=_as_it_is,
             pin_memory=pin_memory,
             timeout=timeout,
-            worker_init_fn=worker_init_fn,
+            worker_init_fn=self.shield,
             multiprocessing_context=multiprocessing_context,
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,

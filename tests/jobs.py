@@ -5,7 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ PLACES = ("forward", "backward", "step", "after step", "validation", "epoch end"
 
 @dataclass(frozen=True)
 class Job:
-    """One run of the job: where it lives, and where it is killed (place, epoch, number), or None."""
+    """One run of the job: where it lives, and where it is killed or signalled (place, epoch, number), or None."""
 
     directory: Path
     kill: tuple[str, int, int] | None = None
@@ -37,6 +38,10 @@ class Job:
     interval: int = 1  # of the plan
     every: int | None = 1
     planless: bool = False  # the job makes its own plan, and waits for it
+    number: int = signal.SIGKILL  # of the signal
+    group: bool = False  # loader workers get it too, as from a scheduler or a terminal
+    accumulate: int = 1  # micro-batches of an iteration
+    options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the Checkpointer
 
 
 class Net(nn.Module):
@@ -49,14 +54,14 @@ class Net(nn.Module):
 
 
 class Killer:
-    """Kills its own process when the chosen place is reached: nothing is flushed, nothing is closed."""
+    """Signals its own process when the chosen place is reached; killed, nothing is flushed, nothing is closed."""
 
-    def __init__(self, kill: tuple[str, int, int] | None) -> None:
-        self.kill = kill
+    def __init__(self, job: Job) -> None:
+        self.job = job
 
     def at(self, *place: Any) -> None:
-        if place == self.kill:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if place == self.job.kill:
+            (os.killpg if self.job.group else os.kill)(os.getpid(), self.job.number)
 
 
 def data(seed: int) -> TensorDataset:
@@ -81,10 +86,12 @@ def make_plan(seed: int = 0, interval: int = 1) -> Plan:
 
 def run(job: Job) -> None:
     """Train to the end, or to the kill; saves the final state as "final.pt" and appends what was used to "samples"."""
+    if job.group:
+        os.setpgid(0, 0)
     torch.set_num_threads(1)
     checkpointers.check_plan = plans.validate  # a random plan obeys deadlines, and no link
     model, optimizer, scheduler = make()
-    killer = Killer(job.kill)
+    killer = Killer(job)
     # Forked workers end when their parent is killed; a fork server of their own would keep them waiting.
     fork = "fork" if job.workers else None
     loader = DataLoader(
@@ -97,7 +104,7 @@ def run(job: Job) -> None:
     plan = make_plan(interval=job.interval)  # in any case: it draws numbers
     with Checkpointer(
         model, optimizer, loader, directory=job.directory / "checkpoints", plan=None if job.planless else plan,
-        state={"scheduler": scheduler}, every=job.every, audit=1,
+        state={"scheduler": scheduler}, every=job.every, audit=1, **job.options,
     ) as checkpointer:  # fmt: skip
         for epoch in checkpointer.epochs(EPOCHS):
             model.train()
@@ -106,12 +113,14 @@ def run(job: Job) -> None:
                 if job.planless:
                     wait_for_plan(job, checkpointer, killer)
                 killer.at("forward", epoch, number)
-                optimizer.zero_grad()
+                if number % job.accumulate == 0:
+                    optimizer.zero_grad()
                 loss = F.cross_entropy(model(x), y)
                 killer.at("backward", epoch, number)
                 loss.backward()
                 killer.at("step", epoch, number)
-                optimizer.step()
+                if (number + 1) % job.accumulate == 0:
+                    optimizer.step()
                 note(job.directory, checkpointer.iteration, epoch, indices)
                 if job.explicit:
                     checkpointer.step()

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from checkflow import plan as plans
-from checkflow.errors import LockedError, MismatchError, PlanError, StorageError, UnsupportedError
+from checkflow.errors import MismatchError, PlanError, StorageError, UnsupportedError
 from checkflow.plan import Plan
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.checkpointer import Checkpointer
@@ -249,23 +249,6 @@ def test_exceptions_leave_a_whole_checkpoint_behind(tmp_path: Path) -> None:
             iterate()
     assert steps(tmp_path)[-1] == 4
     assert_checkpoint_is(find(tmp_path)[0], truth)
-
-
-def test_closing_gives_everything_back(tmp_path: Path) -> None:
-    plan = make_plan()
-    model, optimizer, iterate = make()
-    before = threading.active_count()
-    checkpointer = Checkpointer(model, optimizer, directory=tmp_path, plan=plan)
-    for _ in checkpointer.steps(2):
-        iterate()
-    with pytest.raises(LockedError):
-        Checkpointer(model, optimizer, directory=tmp_path, plan=plan)
-    checkpointer.close()
-    checkpointer.close()
-    assert threading.active_count() == before
-    assert not any(module._forward_pre_hooks for module in model.modules())
-    with Checkpointer(model, optimizer, directory=tmp_path, plan=plan) as again:
-        assert again.resumed_from == 2
 
 
 def test_a_closure_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,298 @@
+"""Signals that ask a job to end, and Ctrl-C: training goes on to its next boundary, is saved there, and ends.
+
+The life of a request, in words. The *handler* runs in the main thread, between any two of its bytecodes: it takes note,
+calls the handler that was there before, and wakes the watchdog through a queue whose ``put`` may interrupt itself
+(``SimpleQueue`` is made for that; a lock, the log's too, might be held by the very code that was interrupted). The
+*watchdog*, a thread that waits for this, says in the log what is going to happen, and lets snapshots leave. The
+training thread brings the capture in flight to its end at its next anchor; at the next boundary it captures that,
+waits until storage has it, and raises :class:`Preempted`, or KeyboardInterrupt for Ctrl-C (:mod:`.boundaries`).
+
+Where no boundary comes in time (a long validation, an iteration that outlasts the grace period), the watchdog has the
+exception raised wherever the main thread is, so early that a commit fits into what is left: the ``with`` block then
+brings what is in flight to its end, as after any exception. Only the training thread ever reads live tensors; the
+watchdog moves nothing but snapshots. A main thread that runs no Python (it hangs in a collective) does not hear of it:
+at the end of the grace period the process ends as the signal would have ended it.
+
+Where no boundary will come at all, since no loop goes on, the exception is raised at once. The same signal a second
+time acts as it would without this, at once; within ``ECHO_SECONDS`` it is taken for an echo: schedulers signal all
+processes of a job, and launchers such as torchrun pass on what they were sent.
+
+Signals that are ignored stay ignored, and handlers that are not Python's own stay where they are. So does a handler
+for Ctrl-C that somebody set: it says what Ctrl-C does. Forked children get back what was there before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Collection
+from types import FrameType
+from typing import Any, NoReturn, Protocol
+
+from checkflow.errors import Preempted
+from checkflow.hardware import format_seconds
+from checkflow.runtime.worker_signals import WorkerShield
+
+logger = logging.getLogger("checkflow")
+
+#: What schedulers and people ask jobs to end with: Slurm, PBS and Kubernetes by SIGTERM, Slurm's --signal and Grid
+#: Engine by SIGUSR1 or SIGUSR2, limits of CPU time by SIGXCPU, a terminal that is closed by SIGHUP.
+HEEDED = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU", "SIGQUIT")
+ECHO_SECONDS = 1.0
+_SETTLED = 0  # what the watchdog is told in place of a signal's number when the exception has been raised
+
+
+class Training(Protocol):
+    """What is asked to end. The handler asks the first, between any two bytecodes; the watchdog the others."""
+
+    @property
+    def expects_boundary(self) -> bool:
+        """Whether the loop that goes on will come to one."""
+
+    def hasten(self) -> None:
+        """Let go what can go without the training thread."""
+
+    def persist_seconds(self) -> float | None:
+        """How long the last commit took."""
+
+
+class Preemption:
+    """The handlers and the watchdog of one Checkpointer.
+
+    Args:
+        signals: those that ask the job to end; none: Ctrl-C is not heeded either.
+        grace_seconds: from the signal to the end.
+        shield: keeps the loader's workers alive meanwhile.
+    """
+
+    def __init__(self, signals: Collection[signal.Signals], grace_seconds: float, shield: WorkerShield | None) -> None:
+        self._signals, self._grace_seconds, self._shield = tuple(signals), grace_seconds, shield
+        self._training: Training | None = None
+        self._handler = self._arrived  # one object, by which it is recognised
+        self._before: dict[int, Any] = {}  # by signal, the handler that was there
+        self._first: dict[int, float] = {}  # by signal that has come, when it came first
+        self._news: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._watchdog: threading.Thread | None = None
+        self._saving = self._raised = self._overdue = self._closed = False
+        self.asked = False  # training is to end at the next boundary
+        self.preempted = False  # by a signal other than Ctrl-C's
+
+    def listen(self, training: Training) -> None:
+        """Put the handlers in place, in the main thread; in another one, say that this cannot be done."""
+        self._training = training
+        if not self._signals:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning(
+                "signals are not heeded: this Checkpointer was made in thread %s, and only the main thread may handle "
+                "them",
+                threading.current_thread().name,
+            )
+            return
+        self._watchdog = threading.Thread(target=self._watch, name="checkflow-signals", daemon=True)
+        self._watchdog.start()
+        _listening.append(self)
+        for number in (*self._signals, signal.SIGINT):
+            before = signal.getsignal(number)
+            if before in (signal.SIG_IGN, None) or (number == signal.SIGINT and before != signal.default_int_handler):
+                continue
+            if before == signal.SIG_DFL and _caught_outside_python(number):
+                logger.warning("%s has a handler outside of Python, which stays: it ends no training", number.name)
+                continue
+            self._before[number] = before
+            signal.signal(number, self._handler)
+        if self._shield is not None:
+            self._shield.raise_for(self._before)
+
+    def begin_ending(self) -> bool:
+        """At a boundary, or before closing: whether to end; from here on the training thread is not interrupted."""
+        self._saving = self._saving or self.asked
+        return self.asked
+
+    def end(self, what: str) -> NoReturn:
+        """Raise what ends training.
+
+        Args:
+            what: to be said of it.
+        """
+        logger.warning("%s: %s", self._name(), what)
+        self._news.put(_SETTLED)
+        self._saving = False
+        raise self._exception()
+
+    def end_late(self) -> None:
+        """After closing: raise what was asked for meanwhile."""
+        if self.asked and not self._raised:
+            raise self._exception()
+
+    def begin_closing(self) -> None:
+        """From here on the training thread is not interrupted."""
+        self._saving = True
+
+    def close(self) -> None:
+        """Give everything back; once more is harmless."""
+        self._closed = True
+        if self._shield is not None:
+            self._shield.lower()
+        self._restore()
+        if self in _listening:
+            _listening.remove(self)
+        self._news.put(None)
+        if self._watchdog is not None and self._watchdog is not threading.current_thread():
+            self._watchdog.join()
+
+    def _restore(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # the handler, being closed, does what the one before it did
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._handler:
+                # One that was made earlier and closed meanwhile could not take its handler away from below this one.
+                while isinstance(owner := getattr(before, "__self__", None), Preemption) and owner._closed:
+                    before = owner._before[number]
+                signal.signal(number, before)
+
+    def forked(self) -> None:
+        """In a forked child: what it does at a signal is not for us to say."""
+        self._closed = True
+        self._restore()
+
+    # In the main thread, between any two of its bytecodes
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        before, first = self._before[number], self._first.get(number)
+        if self._closed or (number == signal.SIGINT and self.preempted):
+            _as_before(number, before, frame)
+        elif self._overdue:
+            self._overdue = False
+            raise self._exception()
+        elif first is not None:
+            if time.monotonic() - first >= ECHO_SECONDS:
+                _as_before(number, before, frame)
+        else:
+            self._ask(number, before, frame)
+
+    def _ask(self, number: int, before: Any, frame: FrameType | None) -> None:
+        self._first[number] = time.monotonic()
+        self.asked = True
+        self.preempted = self.preempted or number != signal.SIGINT
+        self._news.put(number)
+        if number != signal.SIGINT and callable(before):
+            before(number, frame)
+        if not (self._saving or self._raised or any(one.expects_boundary for one in _listening)):
+            raise self._exception()
+
+    @property
+    def expects_boundary(self) -> bool:
+        """Whether the loop that goes on will come to one."""
+        return self._training is not None and self._training.expects_boundary
+
+    def _exception(self) -> BaseException:
+        """What ends training. A Ctrl-C is over with it: a notebook goes on with its next cell."""
+        if self.preempted:
+            self._raised = True
+            return Preempted(self._name())
+        self._first.pop(signal.SIGINT, None)
+        self.asked = False
+        self._news.put(_SETTLED)
+        return KeyboardInterrupt()
+
+    def _name(self) -> str:
+        """Of what has come first, Ctrl-C last."""
+        came = sorted(self._first.items(), key=lambda item: (item[0] == signal.SIGINT, item[1]))
+        return "Ctrl-C" if came[0][0] == signal.SIGINT else signal.Signals(came[0][0]).name
+
+    # In the watchdog
+
+    def _watch(self) -> None:
+        while (number := self._news.get()) is not None:
+            while number:
+                number = self._attend(number)
+            if number is None:
+                return
+
+    def _attend(self, number: int) -> int | None:
+        """See one request to its end; returns what comes next: another one, _SETTLED, or None."""
+        begun = time.monotonic()
+        self._announce(number)
+        assert self._training is not None
+        self._training.hasten()
+        for seconds, act in ((self._patience_seconds(), self._interrupt), (self._grace_seconds, self._give_up)):
+            try:
+                return self._news.get(timeout=max(0.0, begun + seconds - time.monotonic()))
+            except queue.Empty:
+                act(number)
+        return self._news.get()
+
+    def _patience_seconds(self) -> float:
+        """For how long a boundary is waited for: two commits must fit behind it, one may be under way."""
+        assert self._training is not None
+        commit_seconds = self._training.persist_seconds()
+        reserve_seconds = self._grace_seconds / 5 if commit_seconds is None else 2 * commit_seconds
+        return self._grace_seconds - min(reserve_seconds, self._grace_seconds / 2)
+
+    def _announce(self, number: int) -> None:
+        if self._raised:
+            return
+        what = "training ends at its next boundary, and is saved there"
+        if number == signal.SIGINT:
+            logger.warning("Ctrl-C: %s; press it again to stop at once", what)
+        else:
+            logger.warning("%s: %s, within %s", signal.Signals(number).name, what, format_seconds(self._grace_seconds))
+
+    def _interrupt(self, number: int) -> None:
+        """No boundary has come: training ends where it is."""
+        if self._saving or self._raised:
+            return
+        logger.warning("no boundary has come: training ends where it is, and what is in flight is saved")
+        if signal.getsignal(number) == self._handler:
+            self._overdue = True
+            # To the thread itself: that wakes it from whatever call of the system it waits in.
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+    def _give_up(self, number: int) -> None:
+        """The time is over: end the process as the signal would have done."""
+        if number == signal.SIGINT:
+            return  # whoever pressed it is still there
+        over = f"{signal.Signals(number).name}: {format_seconds(self._grace_seconds)} are over"
+        if self._before[number] != signal.SIG_DFL or signal.getsignal(number) != self._handler:
+            logger.error("%s, and what is in flight is not saved yet", over)
+            return
+        logger.error("%s: what is not on storage by now is given up", over)
+        # signal.signal() is the main thread's alone, and that thread does not answer.
+        ctypes.pythonapi.PyOS_setsig(ctypes.c_int(number), ctypes.c_void_p(None))
+        os.kill(os.getpid(), number)
+
+
+def _as_before(number: int, before: Any, frame: FrameType | None) -> None:
+    """What the signal would have done without us."""
+    if callable(before):
+        before(number, frame)
+    else:
+        signal.signal(number, before)
+        signal.raise_signal(number)
+
+
+def _caught_outside_python(number: int) -> bool:
+    """Whether the process has a handler that Python does not know of, such as faulthandler's, as far as can be told."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+            caught = next(line.split()[1] for line in status if line.startswith("SigCgt:"))
+    except (OSError, StopIteration):  # no Linux
+        return False
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+_listening: list[Preemption] = []  # those of this process that have put their handlers in place
+
+
+def _forked() -> None:
+    while _listening:
+        _listening.pop().forked()
+
+
+os.register_at_fork(after_in_child=_forked)

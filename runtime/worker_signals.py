@@ -1,0 +1,51 @@
+"""Signals in the workers of a loader, while a job that was asked to end goes on to its next boundary.
+
+Schedulers signal every process of a job, and a terminal its whole process group. A worker that died of it at once would
+take the iteration with it: torch raises an error in the main process when a worker dies. So workers outlast these
+signals as long as the job trains, and no longer: torch, and Python at its exit, end workers by SIGTERM.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.sharedctypes
+import os
+import signal
+from collections.abc import Callable, Iterable
+from types import FrameType
+
+
+class WorkerShield:
+    """What every worker of one loader does first, and knows of the job that it works for.
+
+    Args:
+        then: the user's own ``worker_init_fn``.
+    """
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self._then = then
+        self._numbers: tuple[int, ...] = ()
+        # In memory that workers share, however they are started: whether the job goes on.
+        self._training = multiprocessing.sharedctypes.RawValue("b", 0)
+        self._parent = 0
+
+    def raise_for(self, numbers: Iterable[int]) -> None:
+        """Workers that start from now on outlast these signals."""
+        self._numbers = tuple(numbers)
+        self._training.value = 1
+
+    def lower(self) -> None:
+        """The job has ended: whatever is signalled from now on ends a worker."""
+        self._training.value = 0
+
+    def __call__(self, worker: int) -> None:
+        """In a worker, before its first sample."""
+        self._parent = os.getppid()
+        if self._training.value:
+            for number in self._numbers:
+                signal.signal(number, self._arrived)
+        if self._then is not None:
+            self._then(worker)
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        if not self._training.value or os.getppid() != self._parent:
+            os._exit(0)  # as torch's workers end: any other code would be an error in the main process
