@@ -20,16 +20,19 @@ from checkflow import plan as plans
 from checkflow.errors import CheckflowError, PlanError, UnsupportedError
 from checkflow.handover import Planner, Wishes
 from checkflow.plan import Plan
+from checkflow.run_report import to_dict
 from checkflow.runtime import fit
 from checkflow.runtime.barriers import compile_plan
 from checkflow.runtime.boundaries import Boundaries
 from checkflow.runtime.capture import CaptureReport
 from checkflow.runtime.job import Job
+from checkflow.runtime.last_resort import show_lines
 from checkflow.runtime.live_state import Stateful, StateWalk
 from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.plan_cache import PlanCache
 from checkflow.runtime.planning import Planning
 from checkflow.runtime.progress import Progress
+from checkflow.runtime.reporting import Reporter, end_line, start_line
 from checkflow.runtime.resume import resume_from
 from checkflow.runtime.saving import Saving
 from checkflow.runtime.store import Store
@@ -109,6 +112,7 @@ class Checkpointer:
         fit.check_arguments(
             loader=loader, every=every, host_buffers=host_buffers, resume=resume, on_error=on_error, audit=audit
         )
+        show_lines()
         models, optimizers = as_models(model), as_optimizers(optimizer)
         self._job = job = Job(models, optimizers, dict(state or {}), loader, StateWalk(models, optimizers))
         wishes = Wishes(fit.read_share(overhead), fit.read_size(extra_memory))
@@ -144,7 +148,13 @@ class Checkpointer:
                 job, iteration=self.resumed_from or 0, progress=self._progress, saving=self._saving,
                 given=given, planning=planning, every=every, raising=on_error == "raise",
             )  # fmt: skip
+            self._reporter = Reporter(
+                job, self._boundaries, self._saving, self._store.directory, self._store.run_id, self.resumed_from
+            )
             undo.pop_all()
+        self._saving.writer.after_each = self._reporter.write
+        self._reporter.write()
+        logger.info("%s", start_line(self._reporter.make(), self._store.directory))
         if loader is not None:
             loader.listener = self._boundaries
 
@@ -212,19 +222,20 @@ class Checkpointer:
         self._boundaries.step(batches)
 
     def report(self) -> dict[str, Any]:
-        """What checkpointing did and cost so far, in bytes and seconds."""
-        boundaries, last = self._boundaries, self.last_capture
-        return {
-            "iteration": self.iteration,
-            "resumed_from": self.resumed_from,
-            **self._saving.report(),
-            "failed": self._saving.writer.failed + boundaries.place.aborted,
-            "held_seconds": dict(boundaries.held_seconds),
-            "longest_hold_seconds": boundaries.longest_hold_seconds,
-            **boundaries.place.report(),
-            "snapshot_peak_bytes": last.statistics.snapshot_peak_bytes if last else 0,
-            "boundary_bytes": last.boundary_bytes if last else 0,
-        }
+        """What checkpointing did and cost so far, beside what the plan promised: JSON values, in bytes and seconds.
+
+        Each field is in docs/run-report.md. ``report.json`` in the checkpoints' directory holds the same of the last
+        runs, this one last, as of its newest checkpoint, and of its end once it is closed.
+        """
+        return to_dict(self._reporter.make(closed=self._closed))
+
+    def __repr__(self) -> str:
+        report = self._reporter.make(closed=self._closed)
+        plan = "no plan yet" if report.plan is None else f"plan {report.plan.source}"
+        return (
+            f"<Checkpointer of {report.model} on {report.device}, {plan}: iteration {report.iteration}, "
+            f"{report.committed} checkpoints committed to {self._store.directory}{', closed' if self._closed else ''}>"
+        )
 
     @property
     def last_capture(self) -> CaptureReport | None:
@@ -253,8 +264,10 @@ class Checkpointer:
             logger.warning("%s", error)
         finally:
             self._saving.close()
+            self._reporter.write(closed=True)
             self._store.close()
             self._closed = True
+        logger.info("%s", end_line(self._reporter.make(), self._store.directory))
         if raising:
             self._boundaries.raise_if_asked()
 
@@ -280,4 +293,3 @@ class Checkpointer:
             return
         self.resumed_from = resumed.extra["iteration"]
         self._progress.resume(resumed.extra)
-        logger.info("resumed from step %d of %s", self.resumed_from, self._store.directory)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from checkflow.errors import CheckflowError, MismatchError, PlanError
 from checkflow.hardware import format_seconds
 from checkflow.plan import Plan
+from checkflow.run_report import PlanInForce, PlanningReport
 from checkflow.runtime import fit
 from checkflow.runtime.barriers import Program, compile_plan
+from checkflow.runtime.copy_engine import Moved
 from checkflow.runtime.execution import UNPLANNED, Execution
 from checkflow.runtime.planning import Arrival, Planning
 
@@ -41,7 +42,8 @@ class PlanInPlace:
         self.every = every  # iterations from one durable checkpoint to the next, a multiple of the plan's interval
         self.source = "" if given is None else "given"
         self.seconds = 0.0  # that it took to make it
-        self._aborted = 0  # captures, under plans that run no more
+        self._aborted, self._moved = 0, Moved()  # captures, under plans that run no more
+        self._last_failure: tuple[float, str] | None = None  # likewise
         self._told = False
         self._refuted = ""  # the digest of the plan that was last found not to fit
         if planning is not None and (kept := planning.find_kept()) is not None and kept.plan is not None:
@@ -61,6 +63,16 @@ class PlanInPlace:
     def aborted(self) -> int:
         """Captures that were given up."""
         return self._aborted + self.execution.aborted
+
+    @property
+    def last_failure(self) -> tuple[float, str] | None:
+        """When (by time.monotonic) a capture was last given up, and why."""
+        return self.execution.last_failure or self._last_failure
+
+    @property
+    def moved(self) -> Moved:
+        """Bytes of all captures that ended."""
+        return self._moved + self.execution.capturer.moved
 
     @property
     def quiet(self) -> bool:
@@ -103,7 +115,7 @@ class PlanInPlace:
             self.planning.refused(error)
             return
         self.execution.remove_hooks()
-        self._aborted += self.execution.aborted
+        self._aborted, self._moved, self._last_failure = self.aborted, self.moved, self.last_failure
         execution.stepped |= self.execution.stepped
         self.execution = execution
         self._placed(self.planning, arrival)
@@ -114,19 +126,28 @@ class PlanInPlace:
             self._told = True
             logger.info("there is no plan yet: all state is copied at a boundary that is saved, which holds training")
 
-    def report(self) -> dict[str, Any]:
+    def promises(self) -> PlanInForce | None:
         """Which plan runs, where it came from, and what it promises."""
-        plan, planning = self.plan, self.planning
-        return {
-            "plan": None if plan is None else plan.digest,
-            "plan_source": self.source or None,
-            "plan_interval": None if plan is None else plan.interval,
-            "planning": None if planning is None else str(planning.stage),
-            "planning_seconds": self.seconds,
-            "planning_failure": None if planning is None else planning.reason or None,
-            "planned_peak_bytes": None if plan is None else plan.plan_peak_bytes,
-            "planned_stall_seconds": None if plan is None else plan.stall_seconds,
-        }
+        plan = self.plan
+        if plan is None:
+            return None
+        return PlanInForce(
+            digest=plan.digest,
+            source=self.source,
+            policy=plan.policy,
+            interval=plan.interval,
+            state_bytes=sum(spec.size_bytes for spec in plan.fingerprint.state),
+            iteration_seconds=plan.timeline.iteration_seconds,
+            stall_seconds=plan.stall_seconds,
+            training_peak_bytes=plan.timeline.training_peak_bytes,
+            peak_bytes=plan.plan_peak_bytes,
+            bandwidth_bytes_per_second=plan.bandwidth_bytes_per_second,
+        )
+
+    def search(self) -> PlanningReport | None:
+        """How far the search for a plan has come, if there is one."""
+        planning = self.planning
+        return None if planning is None else PlanningReport(str(planning.stage), self.seconds, planning.reason or None)
 
     def _placed(self, planning: Planning, arrival: Arrival) -> None:
         planning.placed(arrival)
