@@ -49,7 +49,7 @@ class PlanInPlace:
         if planning is not None and (kept := planning.find_kept()) is not None and kept.plan is not None:
             try:
                 self.execution = execute(kept.plan, compile_plan(kept.plan))
-                self._placed(planning, kept)
+                self._placed(planning, kept)  # said in the line at the start
                 return
             except (PlanError, MismatchError) as error:
                 logger.warning("passing over a plan: %s: %s", kept.path, error)
@@ -119,6 +119,7 @@ class PlanInPlace:
         execution.stepped |= self.execution.stepped
         self.execution = execution
         self._placed(self.planning, arrival)
+        self._tell_placed(arrival)
 
     def tell_unplanned(self) -> None:
         """A boundary is captured: if that is done without a plan, say so once."""
@@ -155,8 +156,12 @@ class PlanInPlace:
         if arrival.plan is None:
             self.every = self._asked_every
             return
+        self.every = fit.round_every(self._asked_every, arrival.plan.interval)
+
+    def _tell_placed(self, arrival: Arrival) -> None:
+        if arrival.plan is None:
+            return
         interval = arrival.plan.interval
-        self.every = fit.round_every(self._asked_every, interval)
         made = f"recorded from this job, planned in {format_seconds(arrival.seconds)} and kept"
         logger.info(
             "a plan runs from here on, %s in %s: a checkpoint every %s",
