@@ -18,11 +18,13 @@ from typing import Any, Literal
 
 from checkflow.errors import ReportError, first_fault
 from checkflow.graph import STRICT
+from checkflow.plan import Plan
 
 FILE = "report.json"
 KEPT_RUNS = 32
 VERSION = 1
 MAX_BYTES = 1 << 22  # some forty times what KEPT_RUNS runs take
+PlanSource = Literal["given", "cache", "recorded"]
 _MOST = 1e18  # bytes, seconds and counts stay below
 
 
@@ -59,7 +61,7 @@ class PlanInForce:
 
     __pydantic_config__ = STRICT
     digest: str
-    source: Literal["given", "cache", "recorded"]
+    source: PlanSource
     policy: str
     interval: int
     state_bytes: int
@@ -216,6 +218,22 @@ class ReportFile:
     format: Literal["checkflow-report"]
     version: Literal[1]
     runs: tuple[RunReport, ...]
+
+
+def promises_of(plan: Plan, source: PlanSource) -> PlanInForce:
+    """What a plan promises."""
+    return PlanInForce(
+        digest=plan.digest,
+        source=source,
+        policy=plan.policy,
+        interval=plan.interval,
+        state_bytes=sum(spec.size_bytes for spec in plan.fingerprint.state),
+        iteration_seconds=plan.timeline.iteration_seconds,
+        stall_seconds=plan.stall_seconds,
+        training_peak_bytes=plan.timeline.training_peak_bytes,
+        peak_bytes=plan.plan_peak_bytes,
+        bandwidth_bytes_per_second=plan.bandwidth_bytes_per_second,
+    )
 
 
 def to_dict(report: RunReport) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable
 
 from checkflow.errors import CheckflowError, MismatchError, PlanError
-from checkflow.hardware import format_seconds
+from checkflow.hardware import format_seconds, format_stall
 from checkflow.plan import Plan
-from checkflow.run_report import PlanInForce, PlanningReport
+from checkflow.run_report import PlanInForce, PlanningReport, PlanSource, promises_of
 from checkflow.runtime import fit
 from checkflow.runtime.barriers import Program, compile_plan
 from checkflow.runtime.copy_engine import Moved
@@ -40,7 +40,7 @@ class PlanInPlace:
     def __init__(self, given: Plan | None, planning: Planning | None, execute: Execute, every: int | None) -> None:
         self.planning, self._execute, self._asked_every = planning, execute, every
         self.every = every  # iterations from one durable checkpoint to the next, a multiple of the plan's interval
-        self.source = "" if given is None else "given"
+        self.source: PlanSource | None = None if given is None else "given"
         self.seconds = 0.0  # that it took to make it
         self._aborted, self._moved = 0, Moved()  # captures, under plans that run no more
         self._last_failure: tuple[float, str] | None = None  # likewise
@@ -129,21 +129,7 @@ class PlanInPlace:
 
     def promises(self) -> PlanInForce | None:
         """Which plan runs, where it came from, and what it promises."""
-        plan = self.plan
-        if plan is None:
-            return None
-        return PlanInForce(
-            digest=plan.digest,
-            source=self.source,
-            policy=plan.policy,
-            interval=plan.interval,
-            state_bytes=sum(spec.size_bytes for spec in plan.fingerprint.state),
-            iteration_seconds=plan.timeline.iteration_seconds,
-            stall_seconds=plan.stall_seconds,
-            training_peak_bytes=plan.timeline.training_peak_bytes,
-            peak_bytes=plan.plan_peak_bytes,
-            bandwidth_bytes_per_second=plan.bandwidth_bytes_per_second,
-        )
+        return None if self.plan is None or self.source is None else promises_of(self.plan, self.source)
 
     def search(self) -> PlanningReport | None:
         """How far the search for a plan has come, if there is one."""
@@ -164,7 +150,7 @@ class PlanInPlace:
         interval = arrival.plan.interval
         made = f"recorded from this job, planned in {format_seconds(arrival.seconds)} and kept"
         logger.info(
-            "a plan runs from here on, %s in %s: a checkpoint every %s",
+            "a plan runs from here on, %s in %s: a checkpoint every %s, predicted stall %s",
             made if arrival.source == "recorded" else "kept", arrival.path,
-            "iteration" if interval == 1 else f"{interval} iterations",
+            "iteration" if interval == 1 else f"{interval} iterations", format_stall(arrival.plan.stall_seconds),
         )  # fmt: skip

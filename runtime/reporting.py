@@ -16,7 +16,7 @@ import torch
 
 from checkflow import run_report
 from checkflow.errors import ReportError
-from checkflow.hardware import format_seconds
+from checkflow.hardware import format_seconds, format_stall
 from checkflow.run_report import (
     FILE,
     KEPT_RUNS,
@@ -143,14 +143,17 @@ class Reporter:
             data = run_report.dump_file([*self._earlier, run_report.dump_run(report)])
             self._replace(memoryview(data))
         except OSError as error:
-            self._tell("cannot write %s: %s", self._directory / FILE, error.strerror or error)
-        except Exception as error:  # a fault of ours must not end the writer's thread
-            self._tell("a fault in writing %s: %s", self._directory / FILE, error, trace=True)
-
-    def _tell(self, text: str, *values: object, trace: bool = False) -> None:
-        if not self._told:
-            self._told = True
-            logger.warning(text + "; training and checkpoints go on", *values, exc_info=trace)
+            if not self._told:
+                self._told = True
+                logger.warning(
+                    "cannot write %s: %s; training and checkpoints go on without it",
+                    self._directory / FILE, error.strerror or error,
+                )  # fmt: skip
+        except Exception:
+            # A fault of ours must not end the writer's thread; the traceback goes to the log.
+            if not self._told:
+                self._told = True
+                logger.exception("cannot write %s; training and checkpoints go on without it", self._directory / FILE)
 
     def _replace(self, data: memoryview) -> None:
         root = files.open_folder(str(self._directory))
@@ -241,9 +244,8 @@ def _plan_words(report: RunReport) -> str:
     if plan is None:
         return "no plan yet, one of the first iterations is recorded for it"
     often = "iteration" if every in (None, 1) else f"{every} iterations"
-    stall = format_seconds(plan.stall_seconds) if plan.stall_seconds else "nothing"
-    whose = {"given": "the given plan", "cache": "a kept plan", "recorded": "a plan recorded from this job"}[plan.source]
-    return f"{whose} runs: a checkpoint every {often}, predicted to hold training for {stall}"
+    whose = {"given": "the given plan", "cache": "a kept plan", "recorded": "a plan of this job"}[plan.source]
+    return f"{whose} runs: a checkpoint every {often}, predicted stall {format_stall(plan.stall_seconds)}"
 
 
 def _resume_words(report: RunReport, directory: Path) -> str:

@@ -67,7 +67,9 @@ def test_a_job_without_a_plan_gets_one_and_every_checkpoint_is_true(tmp_path: Pa
     assert plan.fingerprint.batch == (((6, 8), "float32"),)
     assert {spec.name for spec in plan.fingerprint.state} == set(truths[12])
     # Nothing of the state that has a place in the plan is copied at the boundary any more.
-    assert report["newest_capture"]["boundary_bytes"] == sum(spec.size_bytes for spec in plan.fingerprint.state if spec.host)
+    assert report["newest_capture"]["boundary_bytes"] == sum(
+        spec.size_bytes for spec in plan.fingerprint.state if spec.host
+    )
     assert all_planned(tmp_path, after=RECORDED_BY)
     assert nothing_left(job)
 
@@ -528,7 +530,9 @@ def test_auto_follows_a_job_that_becomes_another_one(tmp_path: Path, change: Cal
     assert len(kept(tmp_path)) == 2
     plan = plans.load(next(path for path in kept(tmp_path) if plans.load(path).digest == report["plan"]["digest"]))
     assert {spec.name for spec in plan.fingerprint.state} == set(truths[30])
-    assert report["newest_capture"]["boundary_bytes"] == sum(spec.size_bytes for spec in plan.fingerprint.state if spec.host)
+    assert report["newest_capture"]["boundary_bytes"] == sum(
+        spec.size_bytes for spec in plan.fingerprint.state if spec.host
+    )
 
 
 @pytest.mark.parametrize("change", CHANGES)
