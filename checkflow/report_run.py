@@ -94,7 +94,7 @@ def _rows(run: RunReport, plan: PlanInForce | None) -> Iterable[Row]:
         f"{run.captures} captures in {done} iterations",
     )  # fmt: skip
     yield Row(
-        "interval on storage", "iterations", run.frequency.disk_iterations, done / run.committed if run.committed else
+        "interval on storage", "iterations", run.frequency.disk_interval, done / run.committed if run.committed else
         None, f"{run.committed} committed; {waits}",
     )  # fmt: skip
 

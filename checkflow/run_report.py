@@ -83,14 +83,32 @@ class PlanningReport:
 
 
 @dataclass(frozen=True, slots=True)
+class FrequencyChange:
+    """Intervals that were changed at a boundary, and why."""
+
+    __pydantic_config__ = STRICT
+    step: int
+    memory: int
+    disk: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Frequency:
     """How often checkpoints are made, and why."""
 
     __pydantic_config__ = STRICT
-    every: int | str | None
-    memory_iterations: int | None
-    disk_iterations: int | None
+    memory_interval: int | None
+    disk_interval: int | None
     reason: str
+    iteration_seconds: float | None
+    baseline_seconds: float | None
+    capture_cost_seconds: float | None
+    persist_cost_seconds: float | None
+    persist_seconds: float | None
+    overhead_share: float | None
+    overhead_allowed: float
+    changes: tuple[FrequencyChange, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +256,9 @@ def promises_of(plan: Plan, source: PlanSource) -> PlanInForce:
 
 def to_dict(report: RunReport) -> dict[str, Any]:
     """A report as JSON values."""
-    return dataclasses.asdict(report)
+    plain = dataclasses.asdict(report)
+    plain["frequency"]["changes"] = list(plain["frequency"]["changes"])
+    return plain
 
 
 def dump_run(report: RunReport) -> str:
@@ -311,8 +331,10 @@ def latest(runs: Sequence[RunReport], name: str) -> RunReport:
 def _contradiction(run: RunReport) -> str | None:
     """What no run can have: a figure below nothing or beyond all measure, more parts than the whole."""
     for place, number in _numbers(to_dict(run), ""):
-        if not 0 <= number < _MOST:
-            return f"{place} is {'negative' if number < 0 else 'beyond all measure'}"
+        if not abs(number) < _MOST:
+            return f"{place} is beyond all measure"
+        if number < 0 and not place.startswith("frequency."):  # a cost that is within the noise may come out below 0
+            return f"{place} is negative"
     if run.audits_passed + run.breaches != run.audited:
         return "audited is not audits_passed and breaches together"
     if run.phases.iterations > run.iteration:
@@ -334,6 +356,9 @@ def _numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _numbers(inner, f"{place}.{key}" if place else key)
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from _numbers(inner, f"{place}.{index}")
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield place, value
 

@@ -149,8 +149,9 @@ class Checkpointer:
                 given=given, planning=planning, every=every, raising=on_error == "raise",
             )  # fmt: skip
             self._reporter = Reporter(
-                job, self._boundaries, self._saving, self._store.directory, self._store.run_id, self.resumed_from
-            )
+                job, self._boundaries, self._saving, self._store.directory,
+                run_id=self._store.run_id, resumed_from=self.resumed_from, overhead=wishes.overhead,
+            )  # fmt: skip
             undo.pop_all()
         self._saving.writer.after_each = self._reporter.write
         self._reporter.write()

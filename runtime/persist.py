@@ -31,7 +31,7 @@ class Persisted:
     path: Path | None  # None: it was not committed
     error: CheckflowError | None
     seconds: float
-    size_bytes: int
+    size_bytes: int  # of its tensors' files
     audited: bool
 
 
@@ -161,8 +161,8 @@ class Writer:
             error = CheckflowError(f"checkpoint of step {capture.step}: {type(reason).__name__}: {said}")
             logger.exception("checkpoint of step %d failed, training goes on", capture.step)
         return Persisted(
-            capture.step, path, error, time.perf_counter() - begun, capture.layout.buffer_bytes,
-            capture.digests is not None,
+            capture.step, path, error, time.perf_counter() - begun,
+            sum(file.size_bytes for file in capture.layout.files), capture.digests is not None,
         )  # fmt: skip
 
     def _audit(self, capture: Capture) -> None:

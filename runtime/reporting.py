@@ -50,12 +50,21 @@ class Reporter:
     Args:
         directory: of the checkpoints; exists, and is locked by this process.
         resumed_from: the step that this run goes on from; None: it begins anew.
+        overhead: the share of training's time that checkpoints may take.
     """
 
     def __init__(
-        self, job: Job, boundaries: Boundaries, saving: Saving, directory: Path, run_id: str, resumed_from: int | None
+        self,
+        job: Job,
+        boundaries: Boundaries,
+        saving: Saving,
+        directory: Path,
+        *,
+        run_id: str,
+        resumed_from: int | None,
+        overhead: float,
     ) -> None:
-        self._boundaries, self._saving = boundaries, saving
+        self._boundaries, self._saving, self._overhead = boundaries, saving, overhead
         self._directory, self._run_id, self._resumed_from = directory, run_id, resumed_from
         self._model = "+".join(type(unwrap(model)).__name__ for model in job.models.values())
         self._device = device_name(job.models)[1]
@@ -104,7 +113,7 @@ class Reporter:
             checkpoint_bytes=writer.last.size_bytes if writer.last else None,
             plan=promises,
             planning=place.search(),
-            frequency=_frequency(boundaries, saving),
+            frequency=self._frequency(),
             phases=_phases(reading),
             held_seconds=HeldSeconds(**{what: max(held, 0.0) for what, held in boundaries.clock.held_seconds.items()}),
             longest_hold_seconds=boundaries.clock.longest_hold_seconds,
@@ -182,6 +191,23 @@ class Reporter:
             path.rename(self._directory / _ASIDE)
         return ()
 
+    def _frequency(self) -> Frequency:
+        boundaries, place = self._boundaries, self._boundaries.place
+        period = place.every or (None if place.plan is None else place.plan.interval)
+        return Frequency(
+            memory_interval=period,
+            disk_interval=period if self._saving.each else None,
+            reason="plan" if boundaries.every is None else "every",
+            iteration_seconds=None,
+            baseline_seconds=None,
+            capture_cost_seconds=None,
+            persist_cost_seconds=None,
+            persist_seconds=None,
+            overhead_share=None,
+            overhead_allowed=self._overhead,
+            changes=(),
+        )
+
     def _lag(self) -> Lag:
         newest, durable = self._saving.newest, self._saving.writer.durable
         captured_step = None if newest is None else newest[0]
@@ -219,18 +245,6 @@ def _rate(size_bytes: int, seconds: float | None) -> float | None:
     return size_bytes / seconds if seconds else None
 
 
-def _frequency(boundaries: Boundaries, saving: Saving) -> Frequency:
-    place, asked = boundaries.place, boundaries.every
-    period = place.every or (None if place.plan is None else place.plan.interval)
-    if asked is not None:
-        reason = f"every={asked}" + ("" if asked == period else f", rounded up to the plan's interval of {period}")
-    elif period is None:
-        reason = "there is no plan yet: ends of epochs and the end of training are saved"
-    else:
-        reason = "the plan's interval; storage takes the newest capture as fast as it goes"
-    return Frequency(asked, period, period if saving.each else None, reason)
-
-
 # The lines that a person sees
 
 
@@ -240,7 +254,7 @@ def start_line(report: RunReport, directory: Path) -> str:
 
 
 def _plan_words(report: RunReport) -> str:
-    plan, every = report.plan, report.frequency.memory_iterations
+    plan, every = report.plan, report.frequency.memory_interval
     if plan is None:
         return "no plan yet, one of the first iterations is recorded for it"
     often = "iteration" if every in (None, 1) else f"{every} iterations"
