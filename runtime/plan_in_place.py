@@ -44,6 +44,7 @@ class PlanInPlace:
         self.seconds = 0.0  # that it took to make it
         self._aborted, self._moved = 0, Moved()  # captures, under plans that run no more
         self._last_failure: tuple[float, str] | None = None  # likewise
+        self._promises: PlanInForce | None = None
         self._told = False
         self._refuted = ""  # the digest of the plan that was last found not to fit
         if planning is not None and (kept := planning.find_kept()) is not None and kept.plan is not None:
@@ -129,7 +130,13 @@ class PlanInPlace:
 
     def promises(self) -> PlanInForce | None:
         """Which plan runs, where it came from, and what it promises."""
-        return None if self.plan is None or self.source is None else promises_of(self.plan, self.source)
+        plan = self.plan
+        if plan is None or self.source is None:
+            return None
+        known = self._promises
+        if known is None or (known.digest, known.source) != (plan.digest, self.source):
+            self._promises = known = promises_of(plan, self.source)  # of 100,000 steps, it may be
+        return known
 
     def search(self) -> PlanningReport | None:
         """How far the search for a plan has come, if there is one."""

@@ -108,7 +108,11 @@ def test_the_page_has_every_field_and_no_other() -> None:
         cells = re.findall(r"^\| (`.+?`) \|", section, re.MULTILINE)
         sections[title] = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
     top = fields_of(RunReport)
-    expected = {"A run": list(top), "A phase": list(fields_of(run_report.PhaseTimes))}
+    expected = {
+        "A run": list(top),
+        "A phase": list(fields_of(run_report.PhaseTimes)),
+        "A change of frequency": list(fields_of(run_report.FrequencyChange)),
+    }
     for name, kind in top.items():
         for part in parts_of(kind):
             expected.setdefault(name, []).extend(fields_of(part))
