@@ -70,11 +70,11 @@ def _rows(run: RunReport, plan: PlanInForce | None) -> Iterable[Row]:
 
     yield Row(
         "iteration", "seconds", planned("iteration_seconds"), measured.iteration_seconds,
-        "forward, backward and update; the median, by the host's clock",
+        "forward, backward and update: the median",
     )  # fmt: skip
     yield Row(
         "stall", "seconds", planned("stall_seconds"), measured.stall_seconds,
-        "of a checkpoint: held at anchors and boundaries; the median",
+        "held at anchors and boundaries: the median",
     )  # fmt: skip
     reserved = "" if measured.peak_reserved_bytes is None else f"; {format_size(measured.peak_reserved_bytes)} reserved"
     note = f"allocated on the device{reserved}" if measured.peak_bytes is not None else f"not measured on {run.device}"
@@ -85,7 +85,7 @@ def _rows(run: RunReport, plan: PlanInForce | None) -> Iterable[Row]:
     )
     yield Row(
         "storage", "bytes_per_second", None if plan is None else _durable_rate(plan),
-        bandwidths.persist_bytes_per_second, "planned: what it must take, for every checkpoint of the plan",
+        bandwidths.persist_bytes_per_second, "planned: needed for the plan's interval",
     )  # fmt: skip
     done = phases.iterations
     waits = f"waited for storage and buffers: {format_seconds(phases.persist_wait.total_seconds)}"

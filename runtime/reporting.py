@@ -268,8 +268,9 @@ def _resume_words(report: RunReport, directory: Path) -> str:
     resumed, lost = f"resumed from step {report.resumed_from} of {directory}", report.replayed_iterations
     if lost is None:
         return f"{resumed}, how many iterations are done again is not known"
-    if report.replayed_exactly and not lost:
-        return f"{resumed}, nothing is lost"
+    if not lost:
+        under_way = "the run before was killed, what it did after that step is done again"
+        return f"{resumed}, {'nothing is lost' if report.replayed_exactly else under_way}"
     most = "" if report.replayed_exactly else "at least "
     return f"{resumed}, {most}{lost} iteration{'' if lost == 1 else 's'} {'is' if lost == 1 else 'are'} done again"
 

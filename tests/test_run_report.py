@@ -329,7 +329,9 @@ def test_what_a_kill_costs_is_told_at_the_next_start(tmp_path: Path, caplog: pyt
     assert report["replayed_iterations"] == max(0, killed.iteration - restorable)
     assert report["replayed_iterations"] <= done - restorable
     assert report["replayed_exactly"] is False
-    assert f"resumed from step {restorable} of {tmp_path / 'checkpoints'}, at least " in caplog.text
+    words = f"resumed from step {restorable} of {tmp_path / 'checkpoints'}, "
+    words += "at least " if report["replayed_iterations"] else "the run before was killed, what it did after that step"
+    assert words in caplog.text
     assert [run.closed for run in runs_of(tmp_path / "checkpoints")] == [False, True]
 
 
