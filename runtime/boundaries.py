@@ -27,7 +27,7 @@ from checkflow.runtime.barriers import Program
 from checkflow.runtime.execution import Execution
 from checkflow.runtime.job import Job
 from checkflow.runtime.live_state import capture_extra
-from checkflow.runtime.phases import DATA, FORWARD_BACKWARD, OTHER, UPDATE, PhaseClock
+from checkflow.runtime.phases import DATA, FORWARD_BACKWARD, OTHER, PhaseClock
 from checkflow.runtime.plan_in_place import PlanInPlace
 from checkflow.runtime.planning import Planning
 from checkflow.runtime.progress import Progress
@@ -206,11 +206,11 @@ class Boundaries:
 
     def on_anchor(self, key: AnchorKey) -> None:
         if key.kind is AnchorKind.OPTIMIZER_PRE:
-            self.clock.enter(UPDATE)
-        elif key.kind is AnchorKind.GRADIENT or (key.kind is AnchorKind.OPTIMIZER_POST and in_backward()):
-            self.clock.enter(FORWARD_BACKWARD)
+            self.clock.step_begins()
         elif key.kind is AnchorKind.OPTIMIZER_POST:
-            self.clock.enter(OTHER)
+            self.clock.step_ends(FORWARD_BACKWARD if in_backward() else OTHER)
+        elif key.kind is AnchorKind.GRADIENT:
+            self.clock.enter(FORWARD_BACKWARD)
         with self.clock.holding("anchors"):
             if key.kind is AnchorKind.OPTIMIZER_PRE:
                 self._miss_boundary()

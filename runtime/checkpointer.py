@@ -268,7 +268,7 @@ class Checkpointer:
             self._reporter.write(closed=True)
             self._store.close()
             self._closed = True
-        logger.info("%s", end_line(self._reporter.make(), self._store.directory))
+            logger.info("%s", end_line(self._reporter.make(closed=True), self._store.directory))
         if raising:
             self._boundaries.raise_if_asked()
 

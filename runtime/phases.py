@@ -104,6 +104,7 @@ class PhaseClock:
         self._since = now()
         self._started = False  # what comes before the first event that is training's belongs to no iteration
         self._phase = OTHER
+        self._stepping = 0  # steps of optimizers that began and have not ended
         self._holds: list[_Holding] = []
         self._seconds = [0.0] * len(PHASES)  # of the iteration that goes on
         self._lock = threading.Lock()
@@ -123,6 +124,17 @@ class PhaseClock:
         if not self._started and phase != OTHER:
             self._started = True
             self._seconds = [0.0] * len(PHASES)
+
+    def step_begins(self) -> None:
+        """An optimizer steps. One whose class calls its parent's step may say so twice."""
+        self._stepping += 1
+        self.enter(UPDATE)
+
+    def step_ends(self, then: int) -> None:
+        """An optimizer has stepped; what goes on is this phase."""
+        self._stepping = max(0, self._stepping - 1)
+        if not self._stepping:
+            self.enter(then)
 
     def holding(self, what: str) -> _Holding:
         """A context in which training is held: at "anchors", at a "boundary", by "planning"."""
@@ -145,7 +157,7 @@ class PhaseClock:
         """
         self._charge()
         seconds, self._seconds = self._seconds, [0.0] * len(PHASES)
-        self._phase = OTHER
+        self._phase, self._stepping = OTHER, 0  # a step that raised has said nothing of its end
         if not self._started:  # where it began was not seen
             self._started = True
             return

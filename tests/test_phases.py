@@ -121,6 +121,20 @@ def test_a_stall_is_what_passes_from_capture_to_capture() -> None:
     assert clock.read().iterations == 6  # those of the old plan count all the same
 
 
+def test_a_step_within_a_step_and_one_that_raises() -> None:
+    hand = Hand()
+    clock = PhaseClock(hand)
+    for begins, ends in ((2, 2), (2, 1), (1, 1), (0, 1), (1, 1)):
+        for _ in range(begins):
+            clock.step_begins()
+            hand.wait(1)
+        for _ in range(ends):
+            clock.step_ends(OTHER)
+            hand.wait(10)
+        clock.end_iteration(captured=False)
+    assert totals(clock) == {"update": (2 + 10) + (2 + 10) + 1 + 1, "other": 10 + 10 + 10 + 10}
+
+
 def test_an_iteration_whose_begin_nobody_saw_is_left_out() -> None:
     hand = Hand()
     clock = PhaseClock(hand)
@@ -252,6 +266,7 @@ def hand(monkeypatch: pytest.MonkeyPatch) -> Hand:
 
 def make(hand: Hand) -> tuple[Slow, SlowSGD, Any]:
     torch.manual_seed(0)
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # from here on torch calls hooks in its step too, within SlowSGD's
     model = Slow(hand, 1, 20)
     optimizer = SlowSGD(model.parameters(), lr=0.1)
     optimizer.hand = hand
