@@ -63,18 +63,18 @@ def measure_job(model: str, batch_size: int, iterations: int) -> dict[str, Any]:
         end = time.monotonic() + PATIENCE_SECONDS
         with checkflow.Checkpointer(step.models, step.optimizers, directory=directory) as checkpointer:
             for _ in checkpointer.steps(2**31):
-                stage = checkpointer.report()["planning"]
+                stage = checkpointer.report()["planning"]["stage"]
                 begun = time.perf_counter()
                 step.run(step.batch)
                 if stage == "recording":
                     recorded.append(time.perf_counter() - begun)
-                if checkpointer.report()["plan"] or checkpointer.report()["planning"] == "given up":
+                if checkpointer.report()["plan"] or checkpointer.report()["planning"]["stage"] == "given up":
                     break
                 if time.monotonic() > end:
                     break
             report = checkpointer.report()
     if not report["plan"]:
-        raise SystemExit(f"{model} got no plan: {report['planning_failure'] or 'it took too long'}")
+        raise SystemExit(f"{model} got no plan: {report['planning']['failure'] or 'it took too long'}")
     base = statistics.median(usual)
     return {
         "usual_iteration_seconds": base,
@@ -82,9 +82,9 @@ def measure_job(model: str, batch_size: int, iterations: int) -> dict[str, Any]:
         "recorded_iteration_seconds": recorded[-1],
         "ratio": recorded[-1] / base,
         "recordings": len(recorded),
-        "until_the_plan_seconds": report["planning_seconds"],
+        "until_the_plan_seconds": report["planning"]["seconds"],
         "held_seconds": report["held_seconds"]["planning"],
-        "interval": report["plan_interval"],
+        "interval": report["plan"]["interval"],
     }
 
 

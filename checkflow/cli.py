@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from checkflow import cli_probe, options
+from checkflow import cli_probe, cli_report, options
 from checkflow.console import StoppedError, complain, print_json, print_parts, stoppable, warnings_shown, working
 from checkflow.errors import CheckflowError, InfeasibleError
 from checkflow.options import (
@@ -254,7 +254,9 @@ def show(
 @app.command()
 def compare(
     context: typer.Context,
-    subjects: Annotated[list[str], typer.Argument(metavar="MODEL|PLAN...", help="models, or plan files (.json)")],
+    subjects: Annotated[
+        list[str], typer.Argument(metavar="MODEL|PLAN|REPORT...", help="models, plan files, or reports of runs (.json)")
+    ],
     batch_size: options.BatchSize = None,
     settings: options.Settings = None,
     optimizer: options.OptimizerOption = None,
@@ -268,7 +270,11 @@ def compare(
     overhead: options.Overhead = 0.035,
     as_json: options.Json = False,
 ) -> int:
-    """Compare synchronous checkpoints, CheckFreq's modes and checkflow. A plan file brings its own device and link."""
+    """Compare synchronous checkpoints, CheckFreq's modes and checkflow; or a run with its plan.
+
+    A plan file brings its own device and link. Of a run's report (report.json beside the checkpoints) planned and
+    measured figures are shown, by the plan that ran, or by a plan file beside it.
+    """
     from checkflow import plan as plans
     from checkflow import report
     from checkflow.planner.compare import compare_plan
@@ -276,6 +282,9 @@ def compare(
 
     if all(subject.endswith(".json") for subject in subjects):
         options.refuse_given(context, besides=("subjects", "as_json"), why="plan files bring their own")
+    if cli_report.any_report(subjects):
+        cli_report.compare_reports(subjects, as_json=as_json)
+        return FOUND
     chosen = _device(device)
     planning = cli_probe.plan_measured if device == options.AUTO else _plan
     request = _request(

@@ -55,6 +55,10 @@ class CorruptCheckpointError(StorageError):
     """A checkpoint is damaged; the message names the file."""
 
 
+class ReportError(CheckflowError):
+    """A run's report cannot be read: the file is missing, damaged, or of another version."""
+
+
 class ConsistencyError(CheckflowError):
     """An audit found staged bytes that differ from the state at the boundary; the message names the tensor."""
 

@@ -91,6 +91,11 @@ def format_seconds(seconds: float) -> str:
     raise AssertionError("unreachable")
 
 
+def format_stall(seconds: float) -> str:
+    """A stall for people."""
+    return format_seconds(seconds) if seconds else "none"
+
+
 def usable_bytes(memory_bytes: int) -> int:
     """What a job may use of a device's memory, unless the user says otherwise."""
     return int(memory_bytes * (1 - RESERVED_SHARE))

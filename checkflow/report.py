@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from checkflow.hardware import format_rate, format_seconds, format_size, round_up
+from checkflow.hardware import format_rate, format_seconds, format_size, format_stall, round_up
 from checkflow.report_time import measured_json, measured_rows
 
 if TYPE_CHECKING:
@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from checkflow.planner.certify import SolverReport
     from checkflow.planner.compare import Comparison
     from checkflow.planner.pipeline import Planned
-
-
-def stall(seconds: float) -> str:
-    """A stall for people."""
-    return format_seconds(seconds) if seconds else "none"
 
 
 def plan_json(planned: Planned) -> dict[str, Any]:
@@ -85,7 +80,7 @@ def plan_tables(planned: Planned) -> Iterable[Table]:
     for interval, stall_seconds, extra_bytes, style in rows:
         share = _share_up(stall_seconds, interval * planned.timeline.iteration_seconds)
         extra_text = format_size(extra_bytes) if extra_bytes else "none"
-        table.add_row(iterations(interval), stall(stall_seconds), share, extra_text, style=style)
+        table.add_row(iterations(interval), format_stall(stall_seconds), share, extra_text, style=style)
     if rows:
         yield table
 
@@ -113,14 +108,14 @@ def plan_table(planned: Planned) -> Table:
     if (peak := outcome.plan_peak_bytes) is not None:
         every = f"a checkpoint every {iterations(outcome.interval or 1)}"
         table.add_row("plan peak", format_size(peak), f"{added(peak, training)}, {every}", style="bold")
-        table.add_row("plan stall", stall(outcome.stall_seconds or 0.0), _stall_text(planned))
+        table.add_row("plan stall", format_stall(outcome.stall_seconds or 0.0), _stall_text(planned))
     released = base.checkfreq_released_peak_bytes
     table.add_row("CheckFreq peak", format_size(base.checkfreq_peak_bytes), added(base.checkfreq_peak_bytes, training))
     table.add_row(
         "CheckFreq peak, released", format_size(released), f"{added(released, training)}, freed as the bytes leave"
     )
     waits = base.synchronous_stall_seconds
-    table.add_row("synchronous stall", stall(waits), f"{_share(waits, seconds)} of the iteration")
+    table.add_row("synchronous stall", format_stall(waits), f"{_share(waits, seconds)} of the iteration")
     table.add_section()
     durable, interval = outcome.durable_bytes_per_second, outcome.interval or 1
     faster = f"; {format_rate(durable)} for every iteration" if interval > 1 else ""
@@ -144,7 +139,7 @@ def _stall_text(planned: Planned) -> str:
         parts.insert(0, f"a checkpoint, {share} of training's time")
         if plan.wait is not None:
             step = planned.timeline.steps[plan.wait.step % len(planned.timeline.steps)].words
-            parts.append(f"{stall(plan.wait.seconds)} of it waits for the link at {step}")
+            parts.append(f"{format_stall(plan.wait.seconds)} of it waits for the link at {step}")
     return ", ".join(parts)
 
 
@@ -226,7 +221,7 @@ def comparison_tables(rows: Sequence[Comparison]) -> Iterable[Table | Text]:
                 continue
             share = _share(seconds, interval * row.iteration_seconds)
             more = added(peak, row.training_peak_bytes)
-            table.add_row(way, format_size(peak), more, stall(seconds), share, style=style)
+            table.add_row(way, format_size(peak), more, format_stall(seconds), share, style=style)
         yield table
         for what, how_much, text in [] if row.measured is None else measured_rows(row.measured):
             yield Text(f"{what}: {how_much}, {text}")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from checkflow import chart
-from checkflow.hardware import format_rate, format_seconds, format_size, round_up
-from checkflow.report import added, iterations, stall
+from checkflow.hardware import format_rate, format_seconds, format_size, format_stall, round_up
+from checkflow.report import added, iterations
 
 if TYPE_CHECKING:
     from checkflow.plan import Plan
@@ -47,7 +47,7 @@ def check_line(plan: Plan, replay: Replay) -> str:
     return (
         f"the plan holds: {len(plan.chunks)} chunks, peak {format_size(replay.peak_bytes)} "
         f"({added(replay.peak_bytes, plan.timeline.training_peak_bytes)}), "
-        f"stall {stall(replay.stall_seconds)}, a checkpoint every {iterations(plan.interval)}"
+        f"stall {format_stall(replay.stall_seconds)}, a checkpoint every {iterations(plan.interval)}"
     )
 
 
@@ -145,7 +145,7 @@ def show_lines(plan: Plan, replay: Replay, least_bandwidth: int | None, interval
     yield Text(f"0{format_seconds(profile.seconds):>{CHART_COLUMNS - 1}}\n")
     yield Text(
         f"every    {iterations(plan.interval)}"
-        + (f", waiting {stall(plan.wait.seconds)} at {_words(plan, plan.wait.step)}" if plan.wait else "")
+        + (f", waiting {format_stall(plan.wait.seconds)} at {_words(plan, plan.wait.step)}" if plan.wait else "")
     )
     yield Text(
         f"peak     {format_size(replay.peak_bytes)}, training alone {format_size(plan.timeline.training_peak_bytes)}, "
@@ -153,7 +153,7 @@ def show_lines(plan: Plan, replay: Replay, least_bandwidth: int | None, interval
     )
     yield Text(
         f"moved    {format_size(plan.timeline.state_bytes)} in {len(plan.chunks)} chunks, "
-        f"{format_size(plan.snapshot_bytes)} through snapshots (stall: {stall(plan.stall_seconds)})"
+        f"{format_size(plan.snapshot_bytes)} through snapshots (stall: {format_stall(plan.stall_seconds)})"
     )
     yield Text(f"ends     in step {replay.finish_step}: {_words(plan, replay.finish_step)}")
     yield Text("binding  " + binding_text(plan, least_bandwidth, interval))
@@ -175,7 +175,7 @@ def certificate_text(plan: Plan) -> str:
 
 
 def _besides(plan: Plan) -> str:
-    return "" if plan.wait is None else f", besides what leaves in the wait of {stall(plan.wait.seconds)}"
+    return "" if plan.wait is None else f", besides what leaves in the wait of {format_stall(plan.wait.seconds)}"
 
 
 def binding_text(plan: Plan, least_bandwidth: int | None, interval: Span | None) -> str:

@@ -193,7 +193,7 @@ class AnchorHooks:
     def _whole_forward_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         @uncompiled
         def reached(module: nn.Module, arguments: Any, keywords: Any) -> None:
-            if _in_backward():
+            if in_backward():
                 return
             if module.training:
                 self._on_forward(name, (arguments, keywords))
@@ -215,7 +215,7 @@ class AnchorHooks:
     def _forward_hook(self, kind: AnchorKind, name: str) -> Callable[[nn.Module, Any], None]:
         @uncompiled
         def reached(module: nn.Module) -> None:
-            if not _in_backward():
+            if not in_backward():
                 if module.training:
                     self._on_training()
                 self.sightings.fired.add((kind, name))
@@ -260,5 +260,6 @@ class AnchorHooks:
             self._reached(AnchorKind.OPTIMIZER_POST, name)
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
+    """Whether autograd runs on this thread now."""
     return int(torch._C._current_graph_task_id()) != -1

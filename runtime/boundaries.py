@@ -22,11 +22,12 @@ from typing import Any, NoReturn
 from checkflow.graph import AnchorKey, AnchorKind
 from checkflow.plan import Plan
 from checkflow.runtime import extra_state, fit
-from checkflow.runtime.anchors import Sightings
+from checkflow.runtime.anchors import Sightings, in_backward
 from checkflow.runtime.barriers import Program
 from checkflow.runtime.execution import Execution
 from checkflow.runtime.job import Job
 from checkflow.runtime.live_state import capture_extra
+from checkflow.runtime.phases import DATA, FORWARD_BACKWARD, OTHER, PhaseClock
 from checkflow.runtime.plan_in_place import PlanInPlace
 from checkflow.runtime.planning import Planning
 from checkflow.runtime.preemption import Preemption
@@ -67,7 +68,7 @@ class Boundaries:
         preemption: Preemption,
     ) -> None:
         self._job, self._progress, self._saving = job, progress, saving
-        self._every, self._raising, self._preemption = every, raising, preemption
+        self.every, self._raising, self._preemption = every, raising, preemption
         self.iteration = self._first_iteration = iteration
         self._captured_iteration = iteration  # at the start there is nothing to save, after a resume it is
         self.explicit = False  # step() marks them
@@ -80,8 +81,7 @@ class Boundaries:
         self._left_epochs = False  # with ``break``, after the epoch's last batch
         self._sightings = Sightings()
         self._no_end_said = False
-        self.held_seconds = {"boundary": 0.0, "anchors": 0.0, "buffers": 0.0, "planning": 0.0}
-        self.longest_hold_seconds = 0.0
+        self.clock = PhaseClock()
         self._makes_plans = planning is not None
         self.place = PlanInPlace(given, planning, self._execute, every)
 
@@ -206,15 +206,18 @@ class Boundaries:
         if not self.explicit:
             self._count_batches()
             self._boundary()
+        self.clock.enter(DATA)
 
     def on_batch_handed(self, batch: Any) -> None:
         """The loader is about to hand out a batch."""
+        self.clock.enter(FORWARD_BACKWARD)
         self._progress.batch_handed()
         self._progress.restore_generators()
         if (planning := self.place.planning) is not None:
-            planning.watch.batch_handed(batch)
-            if not self.explicit:
-                planning.begin(batch)
+            with self.clock.holding("planning"):
+                planning.watch.batch_handed(batch)
+                if not self.explicit:
+                    planning.begin(batch)
 
     def on_forward(self, model: str, arguments: Any) -> None:
         if self._job.loader is None:
@@ -232,20 +235,28 @@ class Boundaries:
     def on_evaluation(self) -> None:
         if self._preemption.asked:
             self.execution.finish()
+        if not self._job.optimizers:  # otherwise it is a part of the iteration until they step
+            self.clock.enter(OTHER)
         if (planning := self.place.planning) is not None:
             planning.watch.evaluated()
 
     def on_training(self) -> None:
         self._began = True
+        self.clock.enter(FORWARD_BACKWARD)
 
     def on_anchor(self, key: AnchorKey) -> None:
-        begun = time.perf_counter()
         if key.kind is AnchorKind.OPTIMIZER_PRE:
-            self._miss_boundary()
-        self.execution.reached(key)
-        if self._preemption.asked:  # what is complete now is safe, whether or not the next boundary comes in time
-            self.execution.finish()
-        self._note_hold("anchors", time.perf_counter() - begun)
+            self.clock.step_begins()
+        elif key.kind is AnchorKind.OPTIMIZER_POST:
+            self.clock.step_ends(FORWARD_BACKWARD if in_backward() else OTHER)
+        elif key.kind is AnchorKind.GRADIENT:
+            self.clock.enter(FORWARD_BACKWARD)
+        with self.clock.holding("anchors"):
+            if key.kind is AnchorKind.OPTIMIZER_PRE:
+                self._miss_boundary()
+            self.execution.reached(key)
+            if self._preemption.asked:  # what is complete now is safe, whether or not the next boundary comes in time
+                self.execution.finish()
 
     def _miss_boundary(self) -> None:
         """An optimizer steps, and all have stepped: an iteration has ended that nobody saw the end of."""
@@ -281,26 +292,31 @@ class Boundaries:
         if not self._iterated:
             self._end_if_idle()
             return
-        begun = time.perf_counter()
         ending = self._preemption.begin_ending()
-        self._turn(micro_batches, ending=ending)
-        turned = time.perf_counter()
-        self._note_hold("planning", turned - begun)
-        due = ending or self.place.is_due(self.iteration + 1, extra=epoch_end or last)
+        with self.clock.holding("planning"):
+            self._turn(micro_batches, ending=ending)
+        with self.clock.holding("boundary"):
+            due = self._at_boundary(saved=epoch_end or last, epoch_end=epoch_end, ending=ending)
+        self.clock.end_iteration(captured=due)
+        if ending:
+            self._end()
+        if self.place.planning is not None and not last and (self._job.loader is None or self.explicit):
+            with self.clock.holding("planning"):
+                self.place.planning.begin()  # otherwise when the loader hands a batch out
+
+    def _at_boundary(self, *, saved: bool, epoch_end: bool, ending: bool) -> bool:
+        """Bring the capture in flight to its end if this boundary is captured, and begin; returns whether it is."""
+        due = ending or self.place.is_due(self.iteration + 1, extra=saved)
         self.execution.end_iteration(due=due or self.place.quiet)
         self._began = False
         self.iteration += 1
         self.raise_if_asked()
         self.execution.heed(self._saving.writer)
-        if not due and self._every is None:
+        if not due and self.every is None:
             self._passed = self._versions()
-        waited_seconds = self._capture(epoch_end) if due else 0.0
-        self.held_seconds["buffers"] += waited_seconds
-        self._note_hold("boundary", time.perf_counter() - turned - waited_seconds)
-        if ending:
-            self._end()
-        if self.place.planning is not None and not last and (self._job.loader is None or self.explicit):
-            self.place.planning.begin()  # otherwise when the loader hands a batch out
+        if due:
+            self.clock.shift(self._capture(epoch_end))
+        return due
 
     def _turn(self, micro_batches: int | None, *, ending: bool) -> None:
         """What planning has come to, before this boundary is looked at."""
@@ -314,7 +330,10 @@ class Boundaries:
             micro_batches = None  # nobody counts
         elif not self.explicit:
             micro_batches = planning.watch.handed
+        before = self.execution
         self.place.turn(micro_batches)
+        if self.execution is not before:
+            self.clock.new_plan()
         error = planning.take_error()
         if error is not None and self._raising:
             raise error
@@ -349,10 +368,11 @@ class Boundaries:
         if self._versions() != self._passed:
             logger.warning("the state was changed after step %d, which is not saved therefore", self.iteration)
             return
-        self.execution.finish()
-        self.execution.follow()
-        self.execution.heed(self._saving.writer)
-        self.held_seconds["buffers"] += self._capture(epoch_end=False)
+        with self.clock.holding("boundary"):
+            self.execution.finish()
+            self.execution.follow()
+            self.execution.heed(self._saving.writer)
+            self.clock.shift(self._capture(epoch_end=False))
 
     def _versions(self) -> list[int]:
         return [item.tensor._version for item in self._job.walk.current().tensors]
@@ -375,7 +395,3 @@ class Boundaries:
         waited_seconds = self._saving.begin(self.execution, self.iteration, extra, info)
         self._captured_iteration = self.iteration
         return waited_seconds
-
-    def _note_hold(self, phase: str, seconds: float) -> None:
-        self.held_seconds[phase] += seconds
-        self.longest_hold_seconds = max(self.longest_hold_seconds, seconds)

@@ -15,7 +15,7 @@ import ctypes
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from checkflow.hardware import format_size
 from checkflow.plan import Plan
 from checkflow.runtime import fit
 from checkflow.runtime.barriers import AnchorWork, Program
-from checkflow.runtime.copy_engine import CopyEngine, CopyRecord, CopyStatistics, Transfer
+from checkflow.runtime.copy_engine import CopyEngine, CopyRecord, CopyStatistics, Moved, Transfer
 from checkflow.runtime.layout import STORED_TYPES, Layout, TensorRecord, make_layout
 from checkflow.runtime.live_state import StateWalk
 from checkflow.runtime.settled import SettledTensors, WrittenError
@@ -51,6 +51,7 @@ class Capture:
     digests: Mapping[str, int] | None  # of every tensor at the boundary, where this capture is audited
     settled: Mapping[str, int]  # digests of the settled tensors, known from before
     plan_digest: str  # of the plan that it was begun under, "" where there was none
+    begun: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class CaptureReport:
     log: tuple[CopyRecord, ...]
     statistics: CopyStatistics
     boundary_bytes: int  # copied at the boundary itself: host state, and tensors that the plan does not know
+    moved: Moved
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class _Arrangement:
     absent: tuple[str, ...]
     at_boundary: tuple[StateTensor, ...]
     chunks: tuple[tuple[int, int, int], ...]  # per chunk: source address, staging offset, length
+    chunk_bytes: int
 
 
 def tensor_digest(address: int, size_bytes: int) -> int:
@@ -122,6 +125,7 @@ class Capturer:
         self.settled = SettledTensors(plan)
         self.layout_changes = 0
         self.last_report: CaptureReport | None = None
+        self.moved = Moved()
 
     @property
     def step(self) -> int | None:
@@ -269,11 +273,20 @@ class Capturer:
             self._engine.offload(chunks, "end")
             self._next = len(self._program.works)
         self._engine.finish()
-        self.last_report = CaptureReport(
-            self._capture.step, self._engine.log(), self._engine.statistics(), self._boundary_bytes
-        )
+        log, statistics = self._engine.log(), self._engine.statistics()
+        moved = self._count(log, statistics)
+        self.moved += moved
+        self.last_report = CaptureReport(self._capture.step, log, statistics, self._boundary_bytes, moved)
         self._capture = None
         return time.perf_counter() - begun
+
+    def _count(self, log: Sequence[CopyRecord], statistics: CopyStatistics) -> Moved:
+        assert self._arrangement is not None
+        snapshot_bytes = 0
+        if statistics.snapshot_peak_bytes:  # the log is long, and most plans make none
+            snapshot_bytes = sum(record.length_bytes for record in log if record.kind == "snapshot")
+        direct_bytes = self._arrangement.chunk_bytes - snapshot_bytes
+        return Moved(direct_bytes, snapshot_bytes, self._boundary_bytes, statistics.offload_seconds)
 
     def abort(self) -> bool:
         """Give up the capture in flight; returns whether one was lost (it may have been delivered already)."""
@@ -348,6 +361,7 @@ class Capturer:
             tuple(sorted(known - live.keys() - {name for name, _ in state.ties})),
             tuple(item for item in state.tensors if item.name not in planned),
             chunks,
+            sum(length for _, _, length in chunks),
         )
 
     def _prepare(self, buffer: StagingBuffer, arrangement: _Arrangement) -> None:

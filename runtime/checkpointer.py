@@ -21,17 +21,20 @@ from checkflow import plan as plans
 from checkflow.errors import PlanError, UnsupportedError
 from checkflow.handover import Planner, Wishes
 from checkflow.plan import Plan
+from checkflow.run_report import to_dict
 from checkflow.runtime import fit, holdings
 from checkflow.runtime.barriers import compile_plan
 from checkflow.runtime.boundaries import Boundaries
 from checkflow.runtime.capture import CaptureReport
 from checkflow.runtime.job import Job
+from checkflow.runtime.last_resort import show_lines
 from checkflow.runtime.live_state import Stateful, StateWalk
 from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.plan_cache import PlanCache
 from checkflow.runtime.planning import Planning
 from checkflow.runtime.preemption import Preemption
 from checkflow.runtime.progress import Progress
+from checkflow.runtime.reporting import Reporter, start_line
 from checkflow.runtime.resume import resume_from
 from checkflow.runtime.saving import Saving
 from checkflow.runtime.store import Store
@@ -120,6 +123,7 @@ class Checkpointer:
             loader=loader, every=every, host_buffers=host_buffers, resume=resume, on_error=on_error, audit=audit
         )
         heeded, grace_seconds = fit.read_signals(signals), fit.read_grace(grace_seconds)
+        show_lines()
         models, optimizers = as_models(model), as_optimizers(optimizer)
         self._job = job = Job(models, optimizers, dict(state or {}), loader, StateWalk(models, optimizers))
         wishes = Wishes(fit.read_share(overhead), fit.read_size(extra_memory))
@@ -157,9 +161,18 @@ class Checkpointer:
                 given=given, planning=planning, every=every, raising=on_error == "raise",
                 preemption=self._preemption,
             )  # fmt: skip
+            self._reporter = Reporter(
+                job, self._boundaries, self._saving, self._store.directory,
+                run_id=self._store.run_id, resumed_from=self.resumed_from, overhead=wishes.overhead,
+            )  # fmt: skip
             undo.pop_all()
-        self._held = holdings.Holdings(loader, self._boundaries, self._saving, self._store, self._preemption)
+        self._held = holdings.Holdings(
+            loader, self._boundaries, self._saving, self._store, self._preemption, self._reporter
+        )
         weakref.finalize(self, holdings.dropped, self._held).atexit = False  # at exit all that is held is given back
+        self._saving.writer.after_each = self._reporter.write
+        self._reporter.write()
+        logger.info("%s", start_line(self._reporter.make(), self._store.directory))
         if loader is not None:
             loader.listener = self._boundaries
         self._preemption.listen(self._boundaries)
@@ -234,19 +247,21 @@ class Checkpointer:
         self._boundaries.step(batches)
 
     def report(self) -> dict[str, Any]:
-        """What checkpointing did and cost so far, in bytes and seconds."""
-        boundaries, last = self._boundaries, self.last_capture
-        return {
-            "iteration": self.iteration,
-            "resumed_from": self.resumed_from,
-            **self._saving.report(),
-            "failed": self._saving.writer.failed + boundaries.place.aborted,
-            "held_seconds": dict(boundaries.held_seconds),
-            "longest_hold_seconds": boundaries.longest_hold_seconds,
-            **boundaries.place.report(),
-            "snapshot_peak_bytes": last.statistics.snapshot_peak_bytes if last else 0,
-            "boundary_bytes": last.boundary_bytes if last else 0,
-        }
+        """What checkpointing did and cost so far, beside what the plan promised: JSON values, in bytes and seconds.
+
+        Each field is in docs/run-report.md. ``report.json`` in the checkpoints' directory holds the same of the last
+        runs, this one last, as of its newest checkpoint, and of its end once it is closed.
+        """
+        return to_dict(self._reporter.make(closed=self._held.closed))
+
+    def __repr__(self) -> str:
+        report = self._reporter.make(closed=self._held.closed)
+        plan = "no plan yet" if report.plan is None else f"plan {report.plan.source}"
+        closed = ", closed" if self._held.closed else ""
+        return (
+            f"<Checkpointer of {report.model} on {report.device}, {plan}: iteration {report.iteration}, "
+            f"{report.committed} checkpoints committed to {self._store.directory}{closed}>"
+        )
 
     @property
     def last_capture(self) -> CaptureReport | None:
@@ -294,4 +309,3 @@ class Checkpointer:
             return
         self.resumed_from = resumed.extra["iteration"]
         self._progress.resume(resumed.extra)
-        logger.info("resumed from step %d of %s", self.resumed_from, self._store.directory)

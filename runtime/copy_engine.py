@@ -9,8 +9,8 @@ One capture at a time. The training thread calls; the engine copies beside it:
 ``wait``      on return, later writes to these chunks' live tensors do no harm: they have crossed the link (on a GPU:
               the compute stream waits, the host does not);
 ``live``      those of the chunks whose bytes still lie in their live tensors alone;
-``hasten``    every chunk that has a snapshot may cross the link now: the one method that any thread may call. It promises
-              nothing: an engine whose copies only the training thread can order leaves them to it;
+``hasten``    every chunk that has a snapshot may cross the link now: the one method that any thread may call. It
+              promises nothing: an engine whose copies only the training thread can order leaves them to it;
 ``free``      these snapshots may be given back as soon as they have crossed the link;
 ``finish``    on return everything has crossed the link and every snapshot is given back;
 ``abort``     forgets the capture: on return the engine reads and writes no memory of it. True if the capture was
@@ -65,6 +65,30 @@ class CopyStatistics:
     snapshot_seconds: float
     snapshot_peak_bytes: int
     helped_bytes: int  # copied by the training thread itself while it waited
+    offload_seconds: float | None = None  # in which bytes crossed the link; None: not measured
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Bytes of captures that ended, by the way they took."""
+
+    direct_bytes: int = 0  # straight from the live tensor
+    snapshot_bytes: int = 0  # through a copy in device memory
+    boundary_bytes: int = 0  # at the boundary itself
+    offload_seconds: float | None = 0.0  # in which the first two crossed the link; None: not measured
+
+    @property
+    def total_bytes(self) -> int:
+        return self.direct_bytes + self.snapshot_bytes + self.boundary_bytes
+
+    def __add__(self, other: Moved) -> Moved:
+        seconds = (self.offload_seconds, other.offload_seconds)
+        return Moved(
+            self.direct_bytes + other.direct_bytes,
+            self.snapshot_bytes + other.snapshot_bytes,
+            self.boundary_bytes + other.boundary_bytes,
+            None if seconds[0] is None or seconds[1] is None else seconds[0] + seconds[1],
+        )
 
 
 class CopyEngine(Protocol):
@@ -102,7 +126,7 @@ class HostCopyEngine:
         self._snapshots: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self._freeable: set[int] = set()
         self._log: list[CopyRecord] = []
-        self._waited_seconds = self._snapshot_seconds = 0.0
+        self._waited_seconds = self._snapshot_seconds = self._offload_seconds = 0.0
         self._held_bytes = self._peak_bytes = self._helped_bytes = self._remaining = 0
         self._on_complete: Callable[[], None] = _nothing
         self._delivering = False
@@ -118,7 +142,7 @@ class HostCopyEngine:
             self._status = bytearray(len(transfers))
             self._remaining = len(transfers)
             self._log = []
-            self._waited_seconds = self._snapshot_seconds = 0.0
+            self._waited_seconds = self._snapshot_seconds = self._offload_seconds = 0.0
             self._peak_bytes = self._helped_bytes = 0
         if not transfers:
             on_complete()
@@ -234,7 +258,9 @@ class HostCopyEngine:
             return tuple(self._log)
 
     def statistics(self) -> CopyStatistics:
-        return CopyStatistics(self._waited_seconds, self._snapshot_seconds, self._peak_bytes, self._helped_bytes)
+        return CopyStatistics(
+            self._waited_seconds, self._snapshot_seconds, self._peak_bytes, self._helped_bytes, self._offload_seconds
+        )
 
     def _run(self) -> None:
         while True:
@@ -250,12 +276,15 @@ class HostCopyEngine:
             self._copy((chunk,))
 
     def _copy(self, chunks: Sequence[int]) -> None:
+        begun = time.perf_counter()
         for chunk in chunks:
             transfer = self._transfers[chunk]
             snapshot = self._snapshots.get(chunk)
             source = transfer.source if snapshot is None else ctypes.addressof(snapshot)
             ctypes.memmove(transfer.target, source, transfer.length_bytes)
+        seconds = time.perf_counter() - begun
         with self._changed:
+            self._offload_seconds += seconds
             for chunk in chunks:
                 self._status[chunk] = _DONE
                 if chunk in self._freeable:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -111,6 +112,7 @@ class Execution:
         self.captures = self.aborted = 0
         self.distrusted = False
         self._said = ""
+        self.last_failure: tuple[float, str] | None = None  # when, by time.monotonic, and why
         self._guards = self._make_guards()
         self._keys = self._planned_keys()
         self._hooks = self._hook()
@@ -125,14 +127,16 @@ class Execution:
             step = self.capturer.step or self._listener.iteration
             lost = self.capturer.abort()
             self.aborted += lost
+            reason = " ".join(str(error).split())
+            said = f"{type(error).__name__}: {reason}"
+            if lost:
+                self.last_failure = (time.monotonic(), said)
             if isinstance(error, WrittenError):
                 self.capturer.settled.drop([error.name])
             elif isinstance(error, ConsistencyError):
                 self._distrust()
             if self._raising:
                 raise
-            reason = " ".join(str(error).split())
-            said = f"{type(error).__name__}: {reason}"
             if said != self._said:  # the same reason at every boundary is said once
                 what = "is given up" if lost else "was complete before this"
                 trace = None if isinstance(error, CheckflowError) else error

@@ -22,6 +22,7 @@ from checkflow.errors import CheckflowError
 from checkflow.runtime.boundaries import Boundaries
 from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.preemption import Preemption
+from checkflow.runtime.reporting import Reporter, end_line
 from checkflow.runtime.saving import Saving
 from checkflow.runtime.store import Store
 
@@ -37,6 +38,7 @@ class Holdings:
     saving: Saving
     store: Store
     preemption: Preemption
+    reporter: Reporter
     thread: threading.Thread = field(default_factory=threading.current_thread)
     closed: bool = False
 
@@ -60,7 +62,9 @@ class Holdings:
         except Exception as reason:  # noqa: BLE001 - the caller says it: what else there is must be given back first
             error = reason
         self.saving.close()
+        self.reporter.write(closed=True)
         self.store.close()
+        logger.info("%s", end_line(self.reporter.make(closed=True), self.store.directory))
         self.preemption.close()
         if _held.get(self.store.directory) is self:
             del _held[self.store.directory]

@@ -31,8 +31,17 @@ class Persisted:
     path: Path | None  # None: it was not committed
     error: CheckflowError | None
     seconds: float
-    size_bytes: int
+    size_bytes: int  # of its tensors' files
     audited: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Durable:
+    """The newest capture that is on storage, by time.monotonic."""
+
+    step: int
+    begun: float
+    committed: float
 
 
 class Writer:
@@ -54,6 +63,10 @@ class Writer:
         self.committed = self.failed = self.superseded = self.audited = self.breaches = 0
         self.breached_plans: set[str] = set()  # by digest: a breach refutes the plan that it was captured by
         self.last: Persisted | None = None
+        self.durable: Durable | None = None
+        self.persisted_bytes, self.persist_seconds = 0, 0.0  # of what was committed
+        self.last_failure: tuple[float, str] | None = None  # when, by time.monotonic, and why
+        self.after_each: Callable[[], None] = _nothing  # outcome, on the writer's thread; must raise nothing
         self._thread = threading.Thread(target=self._run, name="checkflow-writer", daemon=True)
         self._thread.start()
 
@@ -116,8 +129,19 @@ class Writer:
                 self.committed += outcome.error is None
                 self.failed += outcome.error is not None
                 self._error = self._error or outcome.error
+                self._note(capture, outcome)
                 self._changed.notify_all()
             self._recycle(capture)
+            self.after_each()
+
+    def _note(self, capture: Capture, outcome: Persisted) -> None:
+        now = time.monotonic()
+        if outcome.error is not None:
+            self.last_failure = (now, f"{type(outcome.error).__name__}: {outcome.error}")
+            return
+        self.durable = Durable(capture.step, capture.begun, now)
+        self.persisted_bytes += outcome.size_bytes
+        self.persist_seconds += outcome.seconds
 
     def _persist(self, capture: Capture) -> Persisted:
         begun = time.perf_counter()
@@ -137,8 +161,8 @@ class Writer:
             error = CheckflowError(f"checkpoint of step {capture.step}: {type(reason).__name__}: {said}")
             logger.exception("checkpoint of step %d failed, training goes on", capture.step)
         return Persisted(
-            capture.step, path, error, time.perf_counter() - begun, capture.layout.buffer_bytes,
-            capture.digests is not None,
+            capture.step, path, error, time.perf_counter() - begun,
+            sum(file.size_bytes for file in capture.layout.files), capture.digests is not None,
         )  # fmt: skip
 
     def _audit(self, capture: Capture) -> None:
@@ -162,3 +186,7 @@ class Writer:
 def _staged_digest(capture: Capture, name: str) -> int:
     placed = capture.layout.tensors[name]
     return tensor_digest(capture.buffer.address + placed.staging_offset, placed.record.size_bytes)
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from checkflow.errors import CheckflowError, MismatchError, PlanError
-from checkflow.hardware import format_seconds
+from checkflow.hardware import format_seconds, format_stall
 from checkflow.plan import Plan
+from checkflow.run_report import PlanInForce, PlanningReport, PlanSource, promises_of
 from checkflow.runtime import fit
 from checkflow.runtime.barriers import Program, compile_plan
+from checkflow.runtime.copy_engine import Moved
 from checkflow.runtime.execution import UNPLANNED, Execution
 from checkflow.runtime.planning import Arrival, Planning
 
@@ -39,15 +40,17 @@ class PlanInPlace:
     def __init__(self, given: Plan | None, planning: Planning | None, execute: Execute, every: int | None) -> None:
         self.planning, self._execute, self._asked_every = planning, execute, every
         self.every = every  # iterations from one durable checkpoint to the next, a multiple of the plan's interval
-        self.source = "" if given is None else "given"
+        self.source: PlanSource | None = None if given is None else "given"
         self.seconds = 0.0  # that it took to make it
-        self._aborted = 0  # captures, under plans that run no more
+        self._aborted, self._moved = 0, Moved()  # captures, under plans that run no more
+        self._last_failure: tuple[float, str] | None = None  # likewise
+        self._promises: PlanInForce | None = None
         self._told = False
         self._refuted = ""  # the digest of the plan that was last found not to fit
         if planning is not None and (kept := planning.find_kept()) is not None and kept.plan is not None:
             try:
                 self.execution = execute(kept.plan, compile_plan(kept.plan))
-                self._placed(planning, kept)
+                self._placed(planning, kept)  # said in the line at the start
                 return
             except (PlanError, MismatchError) as error:
                 logger.warning("passing over a plan: %s: %s", kept.path, error)
@@ -61,6 +64,16 @@ class PlanInPlace:
     def aborted(self) -> int:
         """Captures that were given up."""
         return self._aborted + self.execution.aborted
+
+    @property
+    def last_failure(self) -> tuple[float, str] | None:
+        """When (by time.monotonic) a capture was last given up, and why."""
+        return self.execution.last_failure or self._last_failure
+
+    @property
+    def moved(self) -> Moved:
+        """Bytes of all captures that ended."""
+        return self._moved + self.execution.capturer.moved
 
     @property
     def quiet(self) -> bool:
@@ -103,10 +116,11 @@ class PlanInPlace:
             self.planning.refused(error)
             return
         self.execution.remove_hooks()
-        self._aborted += self.execution.aborted
+        self._aborted, self._moved, self._last_failure = self.aborted, self.moved, self.last_failure
         execution.stepped |= self.execution.stepped
         self.execution = execution
         self._placed(self.planning, arrival)
+        self._tell_placed(arrival)
 
     def tell_unplanned(self) -> None:
         """A boundary is captured: if that is done without a plan, say so once."""
@@ -114,19 +128,20 @@ class PlanInPlace:
             self._told = True
             logger.info("there is no plan yet: all state is copied at a boundary that is saved, which holds training")
 
-    def report(self) -> dict[str, Any]:
+    def promises(self) -> PlanInForce | None:
         """Which plan runs, where it came from, and what it promises."""
-        plan, planning = self.plan, self.planning
-        return {
-            "plan": None if plan is None else plan.digest,
-            "plan_source": self.source or None,
-            "plan_interval": None if plan is None else plan.interval,
-            "planning": None if planning is None else str(planning.stage),
-            "planning_seconds": self.seconds,
-            "planning_failure": None if planning is None else planning.reason or None,
-            "planned_peak_bytes": None if plan is None else plan.plan_peak_bytes,
-            "planned_stall_seconds": None if plan is None else plan.stall_seconds,
-        }
+        plan = self.plan
+        if plan is None or self.source is None:
+            return None
+        known = self._promises
+        if known is None or (known.digest, known.source) != (plan.digest, self.source):
+            self._promises = known = promises_of(plan, self.source)  # of 100,000 steps, it may be
+        return known
+
+    def search(self) -> PlanningReport | None:
+        """How far the search for a plan has come, if there is one."""
+        planning = self.planning
+        return None if planning is None else PlanningReport(str(planning.stage), self.seconds, planning.reason or None)
 
     def _placed(self, planning: Planning, arrival: Arrival) -> None:
         planning.placed(arrival)
@@ -134,11 +149,15 @@ class PlanInPlace:
         if arrival.plan is None:
             self.every = self._asked_every
             return
+        self.every = fit.round_every(self._asked_every, arrival.plan.interval)
+
+    def _tell_placed(self, arrival: Arrival) -> None:
+        if arrival.plan is None:
+            return
         interval = arrival.plan.interval
-        self.every = fit.round_every(self._asked_every, interval)
         made = f"recorded from this job, planned in {format_seconds(arrival.seconds)} and kept"
         logger.info(
-            "a plan runs from here on, %s in %s: a checkpoint every %s",
+            "a plan runs from here on, %s in %s: a checkpoint every %s, predicted stall %s",
             made if arrival.source == "recorded" else "kept", arrival.path,
-            "iteration" if interval == 1 else f"{interval} iterations",
+            "iteration" if interval == 1 else f"{interval} iterations", format_stall(arrival.plan.stall_seconds),
         )  # fmt: skip

@@ -35,6 +35,7 @@ from checkflow.errors import CheckflowError, PlanError, TraceError
 from checkflow.handover import Answer, Making, Planner, Recorder, Wishes
 from checkflow.hardware import format_seconds
 from checkflow.plan import Plan
+from checkflow.run_report import PlanSource
 from checkflow.runtime import fit
 from checkflow.runtime.job import Job
 from checkflow.runtime.plan_cache import PlanCache
@@ -65,7 +66,7 @@ class Arrival:
     """A plan that is to be put in place at this boundary; None: the one that is in place never fitted."""
 
     plan: Plan | None
-    source: str  # "cache" or "recorded"
+    source: PlanSource | None  # None: where there is no plan
     path: Path | None
     seconds: float  # that it took to make it, recording included
 
@@ -387,7 +388,7 @@ class Planning:
         if kept is None and self._confirmed:
             self._record_next()
             return None
-        return kept or Arrival(None, "", None, 0.0)
+        return kept or Arrival(None, None, None, 0.0)
 
     def _held_traits(self, plan: Plan, seen: Seen) -> list[str]:
         """How iterations differ from the plan's, if they have for long enough."""

@@ -6,6 +6,7 @@ They outlive the plans that run in it (:mod:`.execution`): a checkpoint is audit
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class Saving:
     def __init__(self, store: Store, *, each: bool, host_buffers: int, audit: int) -> None:
         self._store, self._each, self._audit_every = store, each, audit
         self.captures = 0
+        self.newest: tuple[int, float] | None = None  # step of the newest capture, and time.monotonic at its begin
         with contextlib.ExitStack() as undo:
             self.engine = HostCopyEngine()
             undo.callback(self.engine.close)
@@ -50,22 +52,15 @@ class Saving:
         audit = execution.captures < FIRST_AUDITS or (self._audit_every and self.captures % self._audit_every == 0)
         # One being gathered, one being committed, none queueing: that bounds what a failure can cost.
         waited_seconds = self.writer.wait_until_at_most(1) if self._each else 0.0
+        self.newest = (step, time.monotonic())
         waited_seconds += execution.begin(step, extra, info, audit=bool(audit))
         self.captures += 1
         return waited_seconds
 
-    def report(self) -> dict[str, Any]:
-        """What became of the captures."""
-        writer = self.writer
-        return {
-            "captures": self.captures,
-            "committed": writer.committed,
-            "superseded": writer.superseded,
-            "audited": writer.audited,
-            "breaches": writer.breaches,
-            "last_persist_seconds": writer.last.seconds if writer.last else None,
-            "checkpoint_bytes": writer.last.size_bytes if writer.last else None,
-        }
+    @property
+    def each(self) -> bool:
+        """Whether each capture is committed."""
+        return self._each
 
     def close(self) -> None:
         """Commit what is left, then give threads and memory back."""

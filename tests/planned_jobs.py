@@ -82,5 +82,5 @@ def assert_every_checkpoint_is_true(
     for path in find(directory):
         assert_checkpoint_is(path, truths[int(path.name[5:])])
     sizes = {spec.name: spec.size_bytes for spec in plan.fingerprint.state}
-    assert report["boundary_bytes"] == sum(sizes[name] for name in plan.host_tensors)
+    assert report["newest_capture"]["boundary_bytes"] == sum(sizes[name] for name in plan.host_tensors)
     return checkpointer

@@ -187,7 +187,7 @@ with checkflow.Checkpointer(model, optimizer, directory="checkpoints") as checkp
         if checkpointer.report()["plan"]:
             break
         time.sleep(0.01)
-    assert checkpointer.report()["plan_source"] == "recorded"
+    assert checkpointer.report()["plan"]["source"] == "recorded"
 """
     added = modules_after(code, tmp_path)
     assert (tmp_path / "begun").read_text() == "once"

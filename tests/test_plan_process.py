@@ -141,7 +141,7 @@ def test_a_job_whose_planning_is_killed_is_planned_later(tmp_path: Path, caplog:
         truths = train(job, checkpointer, 16, before)
     assert check(tmp_path, truths) == list(range(1, 17))
     assert caplog.text.count("was ended by SIGKILL") == 1
-    assert checkpointer.report()["plan_source"] == "recorded"
+    assert checkpointer.report()["plan"]["source"] == "recorded"
     assert len(kept(tmp_path)) == 1
     assert all_planned(tmp_path, after=9)  # four to the first try, two that see it fail, three more
 
@@ -160,7 +160,8 @@ def test_a_job_that_cannot_be_planned_goes_on_and_says_why(tmp_path: Path, monke
     assert check(tmp_path, truths) == [3, 6, 9, 12, 15]
     assert caplog.text.count("no plan could be made of this job") == caplog.text.count("exit code 1") == 3
     assert (
-        checkpointer.report()["planning_failure"] == "the process that plans failed with exit code 1: it gave no reason"
+        checkpointer.report()["planning"]["failure"]
+        == "the process that plans failed with exit code 1: it gave no reason"
     )
     job = Job()
     with pytest.raises(PlanError, match="exit code 1"), open_job(job, tmp_path / "raising") as checkpointer:

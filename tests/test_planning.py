@@ -54,20 +54,22 @@ def test_a_job_without_a_plan_gets_one_and_every_checkpoint_is_true(tmp_path: Pa
         truths = train(job, checkpointer, 12)
     report = checkpointer.report()
     assert check(tmp_path, truths) == list(range(1, 13))  # those before the plan too: copied at the boundary
-    assert report["plan_source"] == "recorded"
+    assert report["plan"]["source"] == "recorded"
     assert report["breaches"] == report["failed"] == 0
-    assert (report["plan_interval"], report["planning"], Beside.recordings) == (1, "planned", 1)
-    assert report["planning_seconds"] > 0
+    assert (report["plan"]["interval"], report["planning"]["stage"], Beside.recordings) == (1, "planned", 1)
+    assert report["planning"]["seconds"] > 0
     assert "there is no plan yet" in caplog.text
     assert caplog.text.count("a plan runs from here on") == 1
     (file,) = kept(tmp_path)
     plan = plans.load(file)
-    assert plan.digest == report["plan"]
+    assert plan.digest == report["plan"]["digest"]
     check_plan(plan)
     assert plan.fingerprint.batch == (((6, 8), "float32"),)
     assert {spec.name for spec in plan.fingerprint.state} == set(truths[12])
     # Nothing of the state that has a place in the plan is copied at the boundary any more.
-    assert report["boundary_bytes"] == sum(spec.size_bytes for spec in plan.fingerprint.state if spec.host)
+    assert report["newest_capture"]["boundary_bytes"] == sum(
+        spec.size_bytes for spec in plan.fingerprint.state if spec.host
+    )
     assert all_planned(tmp_path, after=RECORDED_BY)
     assert nothing_left(job)
 
@@ -76,19 +78,19 @@ def test_the_next_start_takes_the_kept_plan(tmp_path: Path, caplog: Any) -> None
     job = Job()
     with open_job(job, tmp_path) as checkpointer:
         train(job, checkpointer, 8)
-    first = checkpointer.report()["plan"]
+    first = checkpointer.report()["plan"]["digest"]
     job = Job()
     Beside.recordings = 0
     with caplog.at_level(logging.INFO, "checkflow"), open_job(job, tmp_path, every=1) as checkpointer:
         assert checkpointer.resumed_from == 8
         truths = train(job, checkpointer, 14)
     report = checkpointer.report()
-    assert (report["plan"], report["plan_source"], Beside.recordings) == (first, "cache", 0)
+    assert (report["plan"]["digest"], report["plan"]["source"], Beside.recordings) == (first, "cache", 0)
     for path in find(tmp_path):
         if (step := int(path.name[5:])) > 8:
             assert_checkpoint_is(path, truths[step])
     assert report["breaches"] == report["failed"] == 0
-    assert "kept in" in caplog.text
+    assert "a kept plan runs: a checkpoint every iteration" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_a_kept_plan_that_does_not_fit_is_not_used(tmp_path: Path, change: Any, 
     with open_job(job, tmp_path, every=1, **options) as checkpointer:
         truths = train(job, checkpointer, 10)
     report = checkpointer.report()
-    assert (report["plan_source"], Beside.recordings, report["breaches"]) == ("recorded", 2, 0)
+    assert (report["plan"]["source"], Beside.recordings, report["breaches"]) == ("recorded", 2, 0)
     assert check(tmp_path, truths) == list(range(1, 11))
     assert ("digest does not fit" in caplog.text) == (change == "damage")
 
@@ -134,7 +136,7 @@ def test_recording_changes_nothing(tmp_path: Path) -> None:
     with open_job(watched, tmp_path) as checkpointer:
         for _ in checkpointer.steps(9):
             watched.iterate()
-    assert checkpointer.report()["plan_source"] == "recorded"
+    assert checkpointer.report()["plan"]["source"] == "recorded"
     assert torch.equal(torch.get_rng_state(), drawn)
     expected, state = plain.state(), watched.state()
     assert all(same_bits(expected[name], tensor) for name, tensor in state.items())
@@ -203,7 +205,7 @@ def test_every_shape_of_loop(tmp_path: Path, loop: Any) -> None:
         loop(job, checkpointer, 3, lambda step: truths.__setitem__(step, job.state()))
     report = checkpointer.report()
     assert check(tmp_path, truths) == list(range(1, 19))
-    assert (report["plan_source"], report["breaches"], report["failed"]) == ("recorded", 0, 0)
+    assert (report["plan"]["source"], report["breaches"], report["failed"]) == ("recorded", 0, 0)
     fingerprint = plans.load(kept(tmp_path)[0]).fingerprint
     assert fingerprint.micro_batches == (2 if loop is by_accumulation else 1)
     rows = 4 if loader is not None else 6
@@ -235,7 +237,7 @@ def test_where_no_two_iterations_are_alike_the_first_recording_serves(tmp_path: 
     with open_job(job, tmp_path, plan="auto") as checkpointer:
         train(job, checkpointer, 20, lambda n: setattr(job, "batch_size", n + 2))
     assert Beside.recordings == 1
-    assert checkpointer.report()["planning"] == "planned"
+    assert checkpointer.report()["planning"]["stage"] == "planned"
 
 
 @pytest.mark.parametrize("iterations", range(7))
@@ -318,7 +320,7 @@ def test_a_plan_of_several_iterations_and_every(tmp_path: Path, caplog: Any) -> 
     job = Job()
     with open_job(job, tmp_path, every=5, overhead=0.5, extra_memory="1MB") as checkpointer:
         truths = train(job, checkpointer, 30)
-    interval = checkpointer.report()["plan_interval"]
+    interval = checkpointer.report()["plan"]["interval"]
     assert 1 < interval < 5
     rounded = 5 + -5 % interval
     assert check(tmp_path, truths) == list(range(rounded, 31, rounded))
@@ -354,9 +356,9 @@ def test_no_plan_satisfies_what_was_asked(tmp_path: Path, monkeypatch: Any, capl
     assert caplog.text.count("this job gets no plan") == 1
     assert Beside.recordings == 1
     report = checkpointer.report()
-    assert (report["planning"], report["plan"]) == ("given up", None)
-    assert "training alone" in report["planning_failure"]
-    assert "--" not in report["planning_failure"]  # nobody typed a command
+    assert (report["planning"]["stage"], report["plan"]) == ("given up", None)
+    assert "training alone" in report["planning"]["failure"]
+    assert "--" not in report["planning"]["failure"]  # nobody typed a command
     job = Job()
     with pytest.raises(PlanError, match="gets no plan"), open_job(job, tmp_path / "raising") as checkpointer:
         train(job, checkpointer, 12)
@@ -426,7 +428,7 @@ def test_the_plan_cannot_be_put_in_place_for_lack_of_memory(tmp_path: Path, monk
     grow, refused = StagingBuffers.grow, []
 
     def refuse(self: StagingBuffers, size_bytes: int) -> None:
-        if checkpointer.report()["planning"] == "making the plan" and len(refused) < 2:
+        if checkpointer.report()["planning"]["stage"] == "making the plan" and len(refused) < 2:
             refused.append(size_bytes)
             self.wait_all_free()
             self.close()
@@ -439,7 +441,7 @@ def test_the_plan_cannot_be_put_in_place_for_lack_of_memory(tmp_path: Path, monk
         truths = train(job, checkpointer, 24)
     assert len(refused) == 2
     assert check(tmp_path, truths) == list(range(1, 25))
-    assert checkpointer.report()["plan_source"] == "recorded"
+    assert checkpointer.report()["plan"]["source"] == "recorded"
     assert "no host memory" in caplog.text
 
 
@@ -524,11 +526,13 @@ def test_auto_follows_a_job_that_becomes_another_one(tmp_path: Path, change: Cal
         truths = train(job, checkpointer, 30, before)
     report = checkpointer.report()
     assert check(tmp_path, truths) == list(range(1, 31))
-    assert (report["breaches"], report["failed"], report["plan_source"], Beside.recordings) == (0, 0, "recorded", 2)
+    assert (report["breaches"], report["failed"], report["plan"]["source"], Beside.recordings) == (0, 0, "recorded", 2)
     assert len(kept(tmp_path)) == 2
-    plan = plans.load(next(path for path in kept(tmp_path) if plans.load(path).digest == report["plan"]))
+    plan = plans.load(next(path for path in kept(tmp_path) if plans.load(path).digest == report["plan"]["digest"]))
     assert {spec.name for spec in plan.fingerprint.state} == set(truths[30])
-    assert report["boundary_bytes"] == sum(spec.size_bytes for spec in plan.fingerprint.state if spec.host)
+    assert report["newest_capture"]["boundary_bytes"] == sum(
+        spec.size_bytes for spec in plan.fingerprint.state if spec.host
+    )
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -553,7 +557,7 @@ def test_auto_comes_back_to_a_plan_that_was_kept(tmp_path: Path) -> None:
     with open_job(job, tmp_path, plan="auto") as checkpointer:
         train(job, checkpointer, 40, before)
     assert Beside.recordings == 2
-    assert checkpointer.report()["plan_source"] == "cache"
+    assert checkpointer.report()["plan"]["source"] == "cache"
 
 
 def test_of_several_kept_plans_a_job_comes_to_its_own(tmp_path: Path, caplog: Any) -> None:
@@ -564,8 +568,8 @@ def test_of_several_kept_plans_a_job_comes_to_its_own(tmp_path: Path, caplog: An
         with open_job(job, tmp_path, plan="auto" if batch_size == 9 else None) as checkpointer:
             train(job, checkpointer, iterations)
         report = checkpointer.report()
-        assert report["plan"] == plans_of.setdefault(batch_size, report["plan"])
-    assert report["plan_source"] == "cache"
+        assert report["plan"]["digest"] == plans_of.setdefault(batch_size, report["plan"]["digest"])
+    assert report["plan"]["source"] == "cache"
     assert len(set(plans_of.values())) == Beside.recordings == 2
     assert "follows it" not in caplog.text
 
@@ -578,7 +582,7 @@ def test_a_smaller_batch_now_and_then_is_no_other_job(tmp_path: Path) -> None:
             for x, y in checkpointer.loader:
                 job.iterate(x, y)
     assert len(kept(tmp_path)) == 1
-    assert checkpointer.report()["planning"] == "planned"
+    assert checkpointer.report()["planning"]["stage"] == "planned"
 
 
 def test_auto_finds_another_job_in_its_directory(tmp_path: Path, caplog: Any) -> None:

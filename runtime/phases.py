@@ -1,0 +1,234 @@
+"""Where an iteration's time goes: a clock that the events of the training loop drive.
+
+At every moment training is in one phase: it waits for *data*, it computes *forward and backward*, it *updates* (an
+optimizer steps), or it does something *other* that nothing tells of (validation, a scheduler, logging, a loader that is
+not ours). On top of these, checkpointing may hold it: a *snapshot wait* (at anchors and boundaries, for copies and for
+what is to be done around them), a *persist wait* (until storage, or a staging buffer, is ready), or *planning* (an
+iteration is recorded, a plan is put in place). Whatever passes between two events belongs to the phase that the first
+of them began, so that the phases of an iteration add up to its time, in whatever order events come.
+
+They are the phases by which a port of CheckFreq to Darknet was debugged: a wait that showed up in forward and backward,
+not in the update that was to wait, told that copies shared a stream which they should not have. The time is the host's.
+A GPU works on when the host has gone on: what it does then is seen where the host next waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final
+
+PHASES: Final = ("data", "forward_backward", "update", "snapshot_wait", "persist_wait", "planning", "other")
+DATA, FORWARD_BACKWARD, UPDATE, SNAPSHOT_WAIT, PERSIST_WAIT, PLANNING, OTHER = range(len(PHASES))
+
+#: What holds training, and in which phase it is then.
+_HOLDS: Final = {"anchors": SNAPSHOT_WAIT, "boundary": SNAPSHOT_WAIT, "buffers": PERSIST_WAIT, "planning": PLANNING}
+
+ERROR_SHARE: Final = 0.01  # by which a quantile may be off
+_GROWTH = (1 + ERROR_SHARE) / (1 - ERROR_SHARE)
+_LOG_GROWTH = math.log(_GROWTH)
+
+
+class Quantiles:
+    """Quantiles of any number of durations in bounded memory, each within 1 % of the true one.
+
+    Counts by buckets whose bounds grow by a constant factor (DDSketch: Masson, Rim, Lee, VLDB 2019): some 2,000 buckets
+    span a nanosecond to a year.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._zeros = 0
+        self._buckets: dict[int, int] = {}
+        self._least, self._most = math.inf, 0.0
+
+    def add(self, seconds: float) -> None:
+        """One more duration; negative ones count as none."""
+        self.count += 1
+        self._least, self._most = min(self._least, max(seconds, 0.0)), max(self._most, seconds)
+        if seconds < 1e-9:
+            self._zeros += 1
+            return
+        bucket = math.ceil(math.log(seconds) / _LOG_GROWTH)
+        self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
+
+    def at(self, share: float) -> float | None:
+        """The least duration that at least this share of all do not exceed; None: there is none."""
+        if not self.count:
+            return None
+        rank = max(1, math.ceil(share * self.count))
+        reached = self._zeros
+        if reached >= rank:
+            return 0.0
+        for bucket in sorted(self._buckets):
+            reached += self._buckets[bucket]
+            if reached >= rank:
+                return min(max(2 * _GROWTH**bucket / (_GROWTH + 1), self._least), self._most)
+        raise AssertionError("every duration is in a bucket")
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds over all iterations: their sum, and the median and 99th percentile of one iteration's."""
+
+    total: float
+    median: float | None  # None: there was no iteration
+    p99: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the clock says."""
+
+    iterations: int  # whole ones
+    iteration: Times
+    phases: Mapping[str, Times]
+    # Since the plan in place was put there:
+    computing_seconds: float | None  # median of forward, backward and update together; None: not seen
+    stall_seconds: float | None  # median of what one checkpoint holds, persist waits aside
+
+
+class PhaseClock:
+    """The clock of one job. The training thread drives it; any thread may read it.
+
+    Args:
+        now: seconds since some moment.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._since = now()
+        self._started = False  # what comes before the first event that is training's belongs to no iteration
+        self._phase = OTHER
+        self._stepping = 0  # steps of optimizers that began and have not ended
+        self._holds: list[_Holding] = []
+        self._seconds = [0.0] * len(PHASES)  # of the iteration that goes on
+        self._lock = threading.Lock()
+        self._iterations, self._totals = 0, [0.0] * len(PHASES)
+        self._quantiles = [Quantiles() for _ in (*PHASES, "iteration")]
+        self.held_seconds = dict.fromkeys(_HOLDS, 0.0)
+        self.longest_hold_seconds = 0.0
+        self._computing, self._stalls = Quantiles(), Quantiles()
+        self._stall: float | None = None  # since the last boundary that was captured; None: there is none yet
+
+    def enter(self, phase: int) -> None:
+        """Training does this from now on; while it is held, as soon as it goes on."""
+        if phase == self._phase and self._started:
+            return
+        self._charge()
+        self._phase = phase
+        if not self._started and phase != OTHER:
+            self._started = True
+            self._seconds = [0.0] * len(PHASES)
+
+    def step_begins(self) -> None:
+        """An optimizer steps. One whose class calls its parent's step may say so twice."""
+        self._stepping += 1
+        self.enter(UPDATE)
+
+    def step_ends(self, then: int) -> None:
+        """An optimizer has stepped; what goes on is this phase."""
+        self._stepping = max(0, self._stepping - 1)
+        if not self._stepping:
+            self.enter(then)
+
+    def holding(self, what: str) -> _Holding:
+        """A context in which training is held: at "anchors", at a "boundary", by "planning"."""
+        return _Holding(self, what)
+
+    def shift(self, seconds: float) -> None:
+        """So much of what holds training now is a wait for storage or buffers."""
+        self._charge()
+        held = self._holds[-1]
+        held.excluded += seconds
+        for what, more in ((held.what, -seconds), ("buffers", seconds)):
+            self.held_seconds[what] += more
+            self._seconds[_HOLDS[what]] += more
+
+    def end_iteration(self, *, captured: bool) -> None:
+        """A boundary, and all that was to be done there: the next iteration begins.
+
+        Args:
+            captured: whether a checkpoint was begun here.
+        """
+        self._charge()
+        seconds, self._seconds = self._seconds, [0.0] * len(PHASES)
+        self._phase, self._stepping = OTHER, 0  # a step that raised has said nothing of its end
+        if not self._started:  # where it began was not seen
+            self._started = True
+            return
+        computing = seconds[FORWARD_BACKWARD] + seconds[UPDATE]
+        with self._lock:
+            self._iterations += 1
+            for index, (one, quantiles) in enumerate(zip(seconds, self._quantiles, strict=False)):
+                self._totals[index] += one
+                quantiles.add(one)
+            self._quantiles[-1].add(sum(seconds))
+            if computing:
+                self._computing.add(computing)
+            if self._stall is not None:
+                self._stall += seconds[SNAPSHOT_WAIT]
+            if captured:
+                if self._stall is not None:
+                    self._stalls.add(self._stall)
+                self._stall = 0.0
+
+    def new_plan(self) -> None:
+        """Another plan runs from here on: what is held against a plan's promises begins anew."""
+        with self._lock:
+            self._computing, self._stalls, self._stall = Quantiles(), Quantiles(), None
+
+    def read(self) -> Reading:
+        """What is known of the iterations so far."""
+        with self._lock:
+            *phases, iteration = self._quantiles
+            return Reading(
+                self._iterations,
+                Times(sum(self._totals), iteration.at(0.5), iteration.at(0.99)),
+                {
+                    name: Times(max(total, 0.0), quantiles.at(0.5), quantiles.at(0.99))
+                    for name, total, quantiles in zip(PHASES, self._totals, phases, strict=True)
+                },
+                self._computing.at(0.5),
+                self._stalls.at(0.5),
+            )
+
+    def _charge(self) -> float:
+        """What has passed since the last event goes to what training was doing, or was held by."""
+        now = self._now()
+        elapsed, self._since = now - self._since, now
+        if self._holds:
+            what = self._holds[-1].what
+            self.held_seconds[what] += elapsed
+            self._seconds[_HOLDS[what]] += elapsed
+        else:
+            self._seconds[self._phase] += elapsed
+        return now
+
+
+class _Holding:
+    """See :meth:`PhaseClock.holding`."""
+
+    __slots__ = ("_begun", "_clock", "excluded", "what")
+
+    def __init__(self, clock: PhaseClock, what: str) -> None:
+        self._clock, self.what = clock, what
+        self.excluded = 0.0  # seconds in which something else held training
+
+    def __enter__(self) -> None:
+        self._begun = self._clock._charge()
+        self._clock._holds.append(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        clock = self._clock
+        whole = clock._charge() - self._begun
+        clock._holds.pop()
+        clock.longest_hold_seconds = max(clock.longest_hold_seconds, whole - self.excluded)
+        if clock._holds:
+            clock._holds[-1].excluded += whole
