@@ -2,8 +2,9 @@
 
 At each boundary that is captured: the capture in flight is brought to its end, then the next one begins
 (:mod:`.capture`); anchors drive it through the plan's iterations (:mod:`.execution`); the writer commits it
-(:mod:`.persist`, :mod:`.store`). Captured are the boundaries whose number, counted over the whole job, is a multiple of
-the plan's interval; a resume does not change the count, and what it resumed from is not captured again.
+(:mod:`.persist`, :mod:`.store`). Which boundaries are captured, and which of these storage takes, is :mod:`.pace`'s; they
+are multiples of the plan's interval, counted over the whole job, and ends of epochs and of training. A resume does not
+change the count, and what it resumed from is not captured again.
 
 Where the boundary is: when the loader is asked for a batch after an optimizer step, so that whatever the loop did
 after ``optimizer.step()`` (scheduler, EMA, clamps, validation) belongs to the finished iteration. After an epoch's last
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 from checkflow.graph import AnchorKey, AnchorKind
@@ -27,8 +29,10 @@ from checkflow.runtime.barriers import Program
 from checkflow.runtime.execution import Execution
 from checkflow.runtime.job import Job
 from checkflow.runtime.live_state import capture_extra
+from checkflow.runtime.pace import Pace
 from checkflow.runtime.plan_in_place import PlanInPlace
 from checkflow.runtime.planning import Planning
+from checkflow.runtime.policy import Asked
 from checkflow.runtime.progress import Progress
 from checkflow.runtime.saving import Saving
 
@@ -44,7 +48,8 @@ class Boundaries:
         saving: what captures are copied with and written by.
         given: the user's own plan, if there is one.
         planning: where plans come from otherwise.
-        every: iterations from one durable checkpoint to the next, if the user has said so.
+        asked: how often checkpoints are made, or what they may cost.
+        directory: of the checkpoints.
         raising: whether a checkpoint that failed ends training.
 
     Raises:
@@ -60,11 +65,12 @@ class Boundaries:
         saving: Saving,
         given: Plan | None,
         planning: Planning | None,
-        every: int | None,
+        asked: Asked,
+        directory: Path,
         raising: bool,
     ) -> None:
         self._job, self._progress, self._saving = job, progress, saving
-        self._every, self._raising = every, raising
+        self._every, self._raising = asked.every, raising
         self.iteration = iteration
         self._captured_iteration = iteration  # at the start there is nothing to save, after a resume it is
         self.explicit = False  # step() marks them
@@ -78,12 +84,13 @@ class Boundaries:
         self.held_seconds = {"boundary": 0.0, "anchors": 0.0, "buffers": 0.0, "planning": 0.0}
         self.longest_hold_seconds = 0.0
         self._makes_plans = planning is not None
-        self.place = PlanInPlace(given, planning, self._execute, every)
+        self.place = PlanInPlace(given, planning, self._execute, asked.every)
+        self.pace = Pace(asked, job, saving, self.place, directory, iteration)
 
     def _execute(self, plan: Plan, program: Program) -> Execution:
         return Execution(
             plan, program, self._job,
-            self._saving.engine, self._saving.buffers, self._saving.writer.submit, self,
+            self._saving.engine, self._saving.buffers, self._saving.submit, self,
             implementations=fit.implementations(self._job.models, self._job.optimizers),
             raising=self._raising, known_to_fit=self._makes_plans, sightings=self._sightings,
         )  # fmt: skip
@@ -173,6 +180,7 @@ class Boundaries:
         """The loader is about to hand out a batch."""
         self._progress.batch_handed()
         self._progress.restore_generators()
+        self.pace.saw(batch)
         if (planning := self.place.planning) is not None:
             planning.watch.batch_handed(batch)
             if not self.explicit:
@@ -188,10 +196,12 @@ class Boundaries:
                 if self.execution.hooks is not hooks:  # hung in too late for the forward that runs already
                     self.execution.reached(AnchorKey(AnchorKind.FORWARD, f"{model}/"))
             self._progress.restore_generators()
+            self.pace.saw(arguments)
         if (planning := self.place.planning) is not None:
             planning.watch.forward(model, arguments)
 
     def on_evaluation(self) -> None:
+        self.pace.evaluated()
         if (planning := self.place.planning) is not None:
             planning.watch.evaluated()
 
@@ -239,11 +249,13 @@ class Boundaries:
         if not self._iterated:
             return
         begun = time.perf_counter()
+        self.pace.ended(self.iteration + 1, epoch_end=epoch_end)
         self._turn(micro_batches)
         turned = time.perf_counter()
         self._note_hold("planning", turned - begun)
-        due = self.place.is_due(self.iteration + 1, extra=epoch_end or last)
+        due = self.pace.is_due(self.iteration + 1, extra=epoch_end or last)
         self.execution.end_iteration(due=due or self.place.quiet)
+        due = due and self.pace.has_room
         self._began = False
         self.iteration += 1
         self.raise_if_asked()
@@ -252,6 +264,7 @@ class Boundaries:
             self._passed = self._versions()
         waited_seconds = self._capture(epoch_end) if due else 0.0
         self.held_seconds["buffers"] += waited_seconds
+        self.pace.left()
         self._note_hold("boundary", time.perf_counter() - turned - waited_seconds)
         if self.place.planning is not None and not last and (self._job.loader is None or self.explicit):
             self.place.planning.begin()  # otherwise when the loader hands a batch out
@@ -277,7 +290,7 @@ class Boundaries:
         back), as far as version counters tell.
         """
         captured = self._captured_iteration == self.iteration
-        if captured or self.execution.stepped or self._began or not self.place.is_due(self.iteration, extra=True):
+        if captured or self.execution.stepped or self._began or not self.pace.is_due(self.iteration, extra=True):
             return
         if self._versions() != self._passed:
             logger.warning("the state was changed after step %d, which is not saved therefore", self.iteration)
@@ -305,7 +318,8 @@ class Boundaries:
         job = capture_extra(self._job.walk, self._job.optimizers, self._job.objects)
         extra = extra_state.encode({"iteration": self.iteration, **self._progress.capture(), "job": job})
         info = {"epoch": self._progress.epoch, "epoch_end": epoch_end, "created": round(time.time(), 3)}
-        waited_seconds = self._saving.begin(self.execution, self.iteration, extra, info)
+        waited_seconds = self._saving.begin(self.execution, self.iteration, extra, info, durable=self.pace.durable)
+        self.pace.captured(self.iteration)
         self._captured_iteration = self.iteration
         return waited_seconds
 

@@ -6,6 +6,7 @@ When boundaries are, and what is done at each, is :mod:`.boundaries`'.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import uuid
@@ -98,7 +99,8 @@ class Checkpointer:
         state: Mapping[str, Stateful] | None = None,
         overhead: float = 0.035,
         extra_memory: int | str | None = None,
-        every: int | None = None,
+        every: int | str | None = None,
+        mtbf: float | str | None = None,
         host_buffers: int = 3,
         keep_latest: int = 2,
         keep_epochs: bool = True,
@@ -106,17 +108,16 @@ class Checkpointer:
         on_error: Literal["warn", "raise"] = "warn",
         audit: int = 100,
     ) -> None:
-        fit.check_arguments(
-            loader=loader, every=every, host_buffers=host_buffers, resume=resume, on_error=on_error, audit=audit
-        )
+        fit.check_arguments(loader=loader, host_buffers=host_buffers, resume=resume, on_error=on_error, audit=audit)
+        asked = fit.read_asked(overhead, every, mtbf)
         models, optimizers = as_models(model), as_optimizers(optimizer)
         self._job = job = Job(models, optimizers, dict(state or {}), loader, StateWalk(models, optimizers))
-        wishes = Wishes(fit.read_share(overhead), fit.read_size(extra_memory))
+        wishes = Wishes(asked.overhead, fit.read_size(extra_memory))
         given = None
         if plan is not None and plan != "auto":
             given = plan if isinstance(plan, Plan) else plans.load(plan)
             check_plan(given)
-            fit.check_every(every, given.interval)
+            fit.check_every(asked.every, given.interval)
         fit.refuse_devices(models, optimizers)
         refuse_closures(optimizers)
         fit.refuse_objects(job.objects)
@@ -142,7 +143,8 @@ class Checkpointer:
             undo.callback(self._saving.close)
             self._boundaries = Boundaries(
                 job, iteration=self.resumed_from or 0, progress=self._progress, saving=self._saving,
-                given=given, planning=planning, every=every, raising=on_error == "raise",
+                given=given, planning=planning, asked=asked, directory=self._store.directory,
+                raising=on_error == "raise",
             )  # fmt: skip
             undo.pop_all()
         if loader is not None:
@@ -224,6 +226,7 @@ class Checkpointer:
             **boundaries.place.report(),
             "snapshot_peak_bytes": last.statistics.snapshot_peak_bytes if last else 0,
             "boundary_bytes": last.boundary_bytes if last else 0,
+            "frequency": dataclasses.asdict(boundaries.pace.report),
         }
 
     @property

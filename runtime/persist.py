@@ -2,7 +2,8 @@
 
 A capture is written by the store's commit protocol, or it fails as a whole; either way its buffer goes back and
 training goes on. Where captures come faster than storage takes them, the newest replaces the one that still waits
-(``supersede``), or the training thread waits (``wait_until_at_most``): the caller chooses.
+(``supersede``), or the training thread waits (``wait_until_at_most``): the caller chooses. A capture may also be held
+back: it stays in host memory until a newer one replaces it, or somebody needs it, or its buffer (``urge``).
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Writer:
     def __init__(self, commit: Commit, recycle: Callable[[Capture], None], *, supersede: bool) -> None:
         self._commit, self._recycle, self._supersede = commit, recycle, supersede
         self._waiting: deque[Capture] = deque()
+        self._held: Capture | None = None  # complete, and not to be written yet
         self._changed = threading.Condition()
         self._busy = self._closed = False
         self._error: CheckflowError | None = None
@@ -57,20 +59,45 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="checkflow-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, capture: Capture) -> None:
-        """Take a complete capture; returns at once."""
+    def submit(self, capture: Capture, *, hold: bool = False) -> None:
+        """Take a complete capture; returns at once.
+
+        Args:
+            hold: whether it is held back. One that replaces a capture that waits is not: storage is due.
+        """
         dropped: list[Capture] = []
         with self._changed:
             if self._closed:
                 raise RuntimeError("a capture was delivered after the writer was closed")
+            if self._held is not None:
+                dropped.append(self._held)
+                self._held = None
             if self._supersede:
+                hold = hold and not self._waiting
                 dropped.extend(self._waiting)
                 self._waiting.clear()
-                self.superseded += len(dropped)
-            self._waiting.append(capture)
+            self.superseded += len(dropped)
+            if hold:
+                self._held = capture
+            else:
+                self._waiting.append(capture)
             self._changed.notify_all()
         for old in dropped:
             self._recycle(old)
+
+    @property
+    def outstanding(self) -> int:
+        """Captures that wait for storage, and the one that is being written."""
+        with self._changed:
+            return len(self._waiting) + self._busy
+
+    def urge(self) -> None:
+        """Write what is held back."""
+        with self._changed:
+            if self._held is not None:
+                self._waiting.append(self._held)
+                self._held = None
+                self._changed.notify_all()
 
     def wait_until_at_most(self, outstanding: int) -> float:
         """Wait until at most so many captures are neither committed nor failed; returns the seconds waited."""
@@ -94,6 +121,7 @@ class Writer:
 
     def close(self) -> None:
         """Commit what is left, then stop."""
+        self.urge()
         self.wait_until_at_most(0)
         with self._changed:
             self._closed = True
