@@ -330,9 +330,9 @@ class Controller:
             self._persist = None  # it failed
 
     def _estimate(self, size: int, doubt: float = 0.0) -> Costs | None:
-        """The medians of the last ``size`` samples of each kind, and ``doubt`` standard errors; None: no free iteration.
+        """The medians of the last ``size`` samples of each kind, and ``doubt`` standard errors.
 
-        What has too few samples is as it was when the intervals were chosen.
+        None: there are no free iterations. What has too few samples is as it was when the intervals were chosen.
         """
         if not self._free or (len(self._free) < LEAST and self._costs is None):
             return None

@@ -59,12 +59,15 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="checkflow-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, capture: Capture, *, hold: bool = False) -> None:
-        """Take a complete capture; returns at once.
+    def submit(self, capture: Capture) -> None:
+        """Take a complete capture; returns at once."""
+        self._take(capture, hold=False)
 
-        Args:
-            hold: whether it is held back. One that replaces a capture that waits is not: storage is due.
-        """
+    def hold(self, capture: Capture) -> None:
+        """Take a complete capture, and hold it back; unless it replaces one that waits, since storage is due then."""
+        self._take(capture, hold=True)
+
+    def _take(self, capture: Capture, *, hold: bool) -> None:
         dropped: list[Capture] = []
         with self._changed:
             if self._closed:

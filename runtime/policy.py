@@ -1,9 +1,9 @@
 """How often checkpoints are made: arithmetic over measured times, and nothing else.
 
 CheckFreq's Algorithm 1 (section 4.3.2 of its paper) as it is written, with the parenthesis that its first line lacks
-(:func:`algorithm_1`); its rule joined with a plan (:func:`join`); both tiers at once (:func:`choose`); the interval that
-wastes least between failures (:func:`least_waste`); and seconds as iterations (:func:`in_iterations`). Who measures, and
-when an interval is changed, is :mod:`.frequency`.
+(:func:`algorithm_1`); its rule joined with a plan (:func:`join`); both tiers at once (:func:`choose`); the interval
+that wastes least between failures (:func:`least_waste`); and seconds as iterations (:func:`in_iterations`). Who
+measures, and when an interval is changed, is :mod:`.frequency`.
 """
 
 from __future__ import annotations

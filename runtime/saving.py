@@ -65,7 +65,10 @@ class Saving:
 
     def submit(self, capture: Capture) -> None:
         """Take a complete capture, on any thread."""
-        self.writer.submit(capture, hold=capture.step == self._held_step)
+        if capture.step == self._held_step:
+            self.writer.hold(capture)
+        else:
+            self.writer.submit(capture)
 
     def report(self) -> dict[str, Any]:
         """What became of the captures."""
