@@ -2,9 +2,9 @@
 
 At each boundary that is captured: the capture in flight is brought to its end, then the next one begins
 (:mod:`.capture`); anchors drive it through the plan's iterations (:mod:`.execution`); the writer commits it
-(:mod:`.persist`, :mod:`.store`). Which boundaries are captured, and which of these storage takes, :mod:`.pace` says: they
-are multiples of the plan's interval, counted over the whole job, and the ends of epochs and of training. A resume does
-not change the count, and what it resumed from is not captured again.
+(:mod:`.persist`, :mod:`.store`). Which boundaries are captured, and which of these storage takes, :mod:`.pace` says:
+multiples of the plan's interval, counted over the whole job, and the ends of epochs and of training. A resume does not
+change the count, and what it resumed from is not captured again.
 
 Where the boundary is: when the loader is asked for a batch after an optimizer step, so that whatever the loop did
 after ``optimizer.step()`` (scheduler, EMA, clamps, validation) belongs to the finished iteration. After an epoch's last

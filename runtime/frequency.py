@@ -16,7 +16,7 @@ free iterations come first, then one checkpoint, for trial. Then intervals are c
 - nothing is believed on the word of old free iterations: where none was for long (a checkpoint of every iteration
   leaves none), another control comes first. If free iterations themselves have become other ones, all is measured anew.
 
-Medians let a pause within an iteration (validation, a slow batch) pass; :mod:`.pace` leaves out what is known to be one.
+Medians let a pause within an iteration (validation, a slow batch) pass; :mod:`.pace` leaves out what is known as one.
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ class Controller:
             values = [span.added_seconds(free_seconds) - span.captures * capture_seconds for span in spans]
             middle, own = _median_and_spread(values)
             long = _median(span.iterations for span in spans)
-            own = max(own, spread * math.sqrt(long))
+            own = max(own, spread * math.sqrt(long) * (1 + LEAST / len(self._free)))
             return max(0.0, middle + doubt * math.hypot(own * _error(len(values)), long * free_error))
 
         known = self._costs
@@ -509,5 +509,8 @@ def _median_and_spread(values: Iterable[float]) -> tuple[float, float]:
 
 
 def _error(count: int) -> float:
-    """The standard error of a median of so many samples, in standard deviations of one."""
-    return 1.2533 / math.sqrt(count)
+    """The standard error of a median of so many samples, in standard deviations of one as they tell it.
+
+    Of normal noise it is sqrt(pi / 2 n); few samples tell little of their own spread, so that they count for less.
+    """
+    return math.sqrt(math.pi / 2 / count) * (1 + LEAST / count)

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+BETWEEN = 0.25  # of the overhead, for captures that storage does not take
 _SLACK = 1e-9  # relative: a quotient that is whole but for rounding is whole
 
 
@@ -137,7 +138,9 @@ def choose(
     """The shortest intervals at which checkpoints cost no more than ``overhead`` of training's time.
 
     Storage comes first, since it is what survives: :func:`join`, over what a capture and its persist cost together, or
-    the interval that wastes least, if that is longer. What that leaves of ``overhead`` goes to captures in between.
+    the interval that wastes least, if that is longer. Captures in between take what of ``overhead`` that leaves, or a
+    quarter (``BETWEEN``), for which storage then waits a little longer; where it would have to wait for longer than a
+    third more, every capture is written.
 
     Args:
         unit: the plan's interval.
@@ -147,22 +150,24 @@ def choose(
     Returns:
         None: as :func:`join`.
     """
-    seconds, both_seconds = costs.iteration_seconds, costs.capture_seconds + costs.interference_seconds
-    disk = join(unit, seconds, costs.persist_seconds, both_seconds, overhead)
+    seconds, capture, interference = costs.iteration_seconds, costs.capture_seconds, costs.interference_seconds
+    disk = join(unit, seconds, costs.persist_seconds, capture + interference, overhead)
     if disk is None:
         return None
     reason = "plan"
     if disk > unit:
         reason = "persist" if least_multiple(unit, costs.persist_seconds / seconds) == disk else "overhead"
-    if mtbf_seconds is not None and (best := least_waste(unit, seconds, both_seconds, mtbf_seconds)) > disk:
+    if mtbf_seconds is not None and (best := least_waste(unit, seconds, capture + interference, mtbf_seconds)) > disk:
         disk, reason = best, "mtbf"
-    memory = disk
-    if tiers:
-        left_seconds = overhead * seconds - costs.interference_seconds / disk  # of each iteration
-        memory = unit if costs.capture_seconds <= 0 else least_multiple(unit, costs.capture_seconds / left_seconds)
-        if 2 * memory > disk:  # rounded up to its multiple, storage would wait for longer than half as long again
-            memory = disk
-    return Intervals(memory, least_multiple(memory, disk), reason)
+    if tiers and capture > 0:
+        allowed_seconds = overhead * seconds  # of each iteration
+        memory = least_multiple(unit, capture / max(allowed_seconds - interference / disk, BETWEEN * allowed_seconds))
+        later = max(disk, interference / (allowed_seconds - capture / memory)) if interference > 0 else disk
+        later = least_multiple(memory, later)
+        if later * (1 - BETWEEN) <= disk:
+            return Intervals(memory, later, "overhead" if later >= disk + unit and reason != "mtbf" else reason)
+        return Intervals(disk, disk, reason)
+    return Intervals(unit if tiers else disk, disk, reason)
 
 
 def least_waste(unit: int, iteration_seconds: float, stall_seconds: float, mtbf_seconds: float) -> int:
