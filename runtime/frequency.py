@@ -11,8 +11,9 @@ iterations, after storage has come to rest: the *control*. Where there is no pla
 free iterations come first, then one checkpoint, for trial. Then intervals are chosen, and *reviewed* from there on:
 
 - they grow at once, to what is measured, where the cost is beyond ``overhead`` by more than chance: the medians of the
-  last few samples, or of more, less ``DOUBT`` standard errors, ask for an interval longer by a ``BAND``;
-- they shrink slowly: by half at most, each time after ``PATIENCE`` persists that agree;
+  last few samples, or of more, less ``DOUBT`` standard errors and a ``BAND``, ask for a longer interval;
+- they shrink slowly: by half at most, each time after ``PATIENCE`` persists whose median, and a standard error, asks
+  for less by a ``BAND``;
 - nothing is believed on the word of old free iterations: where none was for long (a checkpoint of every iteration
   leaves none), another control comes first. If free iterations themselves have become other ones, all is measured anew.
 
@@ -42,7 +43,7 @@ KEPT = 30  # samples
 WINDOWS = (3, 10, 30)  # samples: few show a large change soon, many a small one
 REVIEW_EVERY = 20  # iterations
 DOUBT = 3.0  # standard errors before an interval grows
-BAND = 0.1  # change of an interval that is none
+BAND = 0.1  # so much more of a cost, or less of an interval, is no reason to change it
 PATIENCE = 5  # persists before an interval shrinks
 FASTEST_GROWTH = 4  # where no interval would be long enough
 RECENT = 20  # iterations, for seconds as iterations
@@ -428,8 +429,8 @@ class Controller:
             least = self._estimate(size, -DOUBT)
             if samples < size or least is None:
                 break
-            wanted = self._choice(least)
-            if wanted is not None and max(wanted.disk / now.disk, wanted.memory / now.memory) <= 1 + BAND:
+            wanted = self._choice(least.times(1 / (1 + BAND)))
+            if wanted is not None and wanted.disk <= now.disk and wanted.memory <= now.memory:
                 continue
             if number - self._free[-1][0] > max(2 * REVIEW_EVERY, 2 * now.disk):
                 self._suspicious = True  # perhaps it is training itself that has become slower
@@ -446,21 +447,19 @@ class Controller:
             self._shrink(number, now)
 
     def _shrink(self, number: int, now: Intervals) -> None:
-        most, costs = self._estimate(PATIENCE, 1.0), self._estimate(PATIENCE)
-        wanted, target = most and self._choice(most), costs and self._choice(costs)
-        if wanted is None or target is None:
+        size = min(KEPT, self._persisted_since)
+        most, costs = self._estimate(size, 1.0), self._estimate(size)
+        wanted = most and self._choice(most)
+        if wanted is None or wanted.disk > now.disk or wanted.memory > now.memory:
             return
-        shorter = min(wanted.disk / now.disk, wanted.memory / now.memory)
-        if max(wanted.disk / now.disk, wanted.memory / now.memory) > 1 or shorter >= 1 - BAND:
+        if min(wanted.disk / now.disk, wanted.memory / now.memory) > 1 - BAND:
             return
-        disk, memory = max(target.disk, now.disk / 2), max(target.memory, now.memory / 2)
-        if disk <= (1 + 2 * BAND) * target.disk:  # or what is left would be too little for another change
-            disk = target.disk
-        if memory <= (1 + 2 * BAND) * target.memory:
-            memory = target.memory
-        memory = least_multiple(self._unit, memory)
+        disk, memory = max(wanted.disk, now.disk / 2), max(wanted.memory, now.memory / 2)
+        # What would be left is too little for another change.
+        disk = wanted.disk if disk <= (1 + BAND) * wanted.disk else disk
+        memory = least_multiple(self._unit, wanted.memory if memory <= (1 + BAND) * wanted.memory else memory)
         self._costs = costs
-        self._set(number, Intervals(memory, least_multiple(memory, disk), target.reason))
+        self._set(number, Intervals(memory, least_multiple(memory, disk), wanted.reason))
 
     def _keep_time(self, number: int, seconds: float) -> None:
         wanted = in_iterations(self._unit, _median(self._recent), seconds)
