@@ -22,12 +22,13 @@ from checkflow.plan import Plan
 from checkflow.runtime import fit
 from checkflow.runtime.execution import Execution
 from checkflow.runtime.files import file_system
-from checkflow.runtime.frequency import Controller, FrequencyReport, Iteration
+from checkflow.runtime.frequency import Controller, FrequencyReport
 from checkflow.runtime.job import Job
 from checkflow.runtime.plan_in_place import PlanInPlace
 from checkflow.runtime.planning import Stage
 from checkflow.runtime.policy import Asked, Costs
 from checkflow.runtime.profile_cache import Identity, ProfileCache
+from checkflow.runtime.samples import Iteration
 from checkflow.runtime.saving import FIRST_AUDITS, Saving
 from checkflow.runtime.watch import describe, device_name
 from checkflow.state import dtype_name
