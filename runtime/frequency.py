@@ -36,7 +36,7 @@ LEAST_PROFILED = 16  # iterations, however short the epoch
 CONTROLS = 5  # free iterations in a control
 CONTROL_EVERY, CONTROL_INTERVALS = 200, 50  # iterations without a free one, or intervals, whichever is more
 WINDOWS = (3, 10, KEPT)  # samples: few show a large change soon, many a small one
-REVIEW_EVERY = 20  # iterations
+REVIEW_EVERY, REVIEW_SECONDS = 20, 0.2  # iterations, and seconds of them: a review takes most of a millisecond
 DOUBT = 3.0  # standard errors before an interval grows
 BAND = 0.1  # so much more of a cost, or less of an interval, is no reason to change it
 PATIENCE = 5  # persists before an interval shrinks
@@ -117,7 +117,7 @@ class Controller:
         self._samples.forget_checkpoints()
         self._busy = False  # storage, in the last iteration
         self._observed = 0  # iterations that tell, since then
-        self._reviewed, self._reviewed_samples = number, 0
+        self._reviewed, self._reviewed_samples, self._unreviewed_seconds = number, 0, 0.0
         self._control, self._control_since, self._control_seen = _Control.NONE, number, 0
         self._suspicious = self._controlled = False
         self._tried: int | None = None  # the boundary of a checkpoint for trial
@@ -156,14 +156,12 @@ class Controller:
         asked, samples, now = self._asked, self._samples, self._intervals
         costs = samples.estimate(known=self._costs)
         seen = costs is not None and (samples.largest > 0 or self._costs is not None)
-        if now is not None:
-            memory, disk, reason = now.memory, now.disk, now.reason
-        else:  # as planned, where there is a plan
-            as_planned = self._planned and asked.every_seconds is None
-            memory, disk, reason = self._unit if as_planned else None, None, "profile"
+        as_planned = now is None and self._planned and asked.every_seconds is None
+        memory = self._unit if as_planned else None if now is None else now.memory
+        reason = "profile" if now is None else now.reason
         return FrequencyReport(
             memory_interval=memory,
-            disk_interval=disk,
+            disk_interval=None if now is None else now.disk,
             reason=reason if asked.every_seconds is None else "every",
             iteration_seconds=median(samples.recent) if samples.recent else None,
             baseline_seconds=costs.iteration_seconds if costs else None,
@@ -216,6 +214,7 @@ class Controller:
         """An iteration has ended; before :meth:`is_due` is asked about its boundary."""
         self._busy = iteration.persisted
         self._observed += iteration.tells
+        self._unreviewed_seconds += iteration.seconds
         self._samples.add(iteration)
         if self._every is not None:
             return
@@ -227,10 +226,10 @@ class Controller:
         if self._intervals is None:
             if self._is_profiled:
                 self._decide(iteration.number)
-        elif iteration.number - self._reviewed >= REVIEW_EVERY:
+        elif iteration.number - self._reviewed >= REVIEW_EVERY and self._unreviewed_seconds >= REVIEW_SECONDS:
             samples = self._samples.captures_seen + self._samples.persists_seen
             if samples != self._reviewed_samples:
-                self._reviewed, self._reviewed_samples = iteration.number, samples
+                self._reviewed, self._reviewed_samples, self._unreviewed_seconds = iteration.number, samples, 0.0
                 self._review(iteration.number, self._intervals)
 
     # Profile and control

@@ -201,9 +201,9 @@ def least_waste(unit: int, iteration_seconds: float, stall_seconds: float, mtbf_
         low, high = (low, middle) if slope(middle) > 0 else (middle, high)
     below = unit * max(1, math.floor(low / least))
 
-    def waste(k: int) -> float:
+    def waste(k: int) -> float:  # its logarithm: of hopeless jobs it is no number
         w = k * iteration_seconds
-        return math.expm1(min((w + c) / m, 700.0)) / w  # beyond e^700 there is no number, and no choice
+        return (w + c) / m + math.log(-math.expm1(-(w + c) / m)) - math.log(w)
 
     return min(below, below + unit, key=waste)
 

@@ -148,6 +148,9 @@ class Samples:
         captures, persists = list(self._captures)[-size:], list(self._persists)[-size:]
         lasting = list(self._persist_seconds)[-size:]
         capture = cost(captures, 0.0) if len(captures) >= least else zero.capture_seconds
+        if len(persists) >= least and (begun := median(span.captures for span in persists)) >= 1:
+            # Where storage takes every capture none is undisturbed; but one costs no more than it and its persist.
+            capture = min(capture, cost(persists, 0.0) / begun)
         interference = cost(persists, capture) if len(persists) >= least else zero.interference_seconds
         persist = zero.persist_seconds
         if len(lasting) >= least:
