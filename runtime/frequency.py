@@ -297,6 +297,11 @@ class Controller:
 
     def _review(self, number: int, now: Intervals) -> None:
         samples, known = self._samples, self._costs
+        last = samples.estimate(LEAST, known=known)
+        wanted = None if last is None else self._choice(last)
+        if wanted is not None and wanted.disk <= now.disk and wanted.memory <= now.memory:
+            self._shrink(number, now)  # whatever was before that
+            return
         for size in WINDOWS:
             least = samples.estimate(size, -DOUBT, known)
             if samples.largest < size or least is None:
@@ -309,16 +314,19 @@ class Controller:
                 return
             costs = samples.estimate(size, known=known)
             assert costs is not None
-            wanted = self._choice(costs) or self._longer(now)
+            wanted = self._choice(costs)
+            if wanted is None and samples.persists_seen - self._persists_before < LEAST:
+                return  # nothing says how much longer: first see what this one costs
+            wanted = wanted or self._longer(now)
             memory = max(now.memory, wanted.memory)
             self._costs = costs
             self._set(number, Intervals(memory, least_multiple(memory, max(now.disk, wanted.disk)), wanted.reason))
             return
-        if samples.persists_seen - self._persists_before >= PATIENCE:
-            self._shrink(number, now)
 
     def _shrink(self, number: int, now: Intervals) -> None:
         size = min(KEPT, self._samples.persists_seen - self._persists_before)
+        if size < PATIENCE:
+            return
         most, costs = self._samples.estimate(size, 1.0, self._costs), self._samples.estimate(size, known=self._costs)
         wanted = None if most is None else self._choice(most)
         if wanted is None or wanted.disk > now.disk or wanted.memory > now.memory:

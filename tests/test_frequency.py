@@ -100,10 +100,10 @@ def test_a_trial_that_fails_is_made_again() -> None:
 
 def test_a_cost_that_may_be_nothing_grows_an_interval_without_end() -> None:
     job = SimulatedJob(Asked(0.0), capture_seconds=0.5)
-    job.run(600)
-    assert job.intervals == (1024, 1024)
+    job.run(2000)
+    assert job.intervals == (256, 256)
     job.capture_seconds = 0.0
-    job.run(20 * 1024)
+    job.run(60 * 256)
     assert job.intervals == (1, 3)
 
 
@@ -139,7 +139,7 @@ def test_interference_comes_and_goes(job: dict[str, Any], interference: dict[str
     simulated.run(40 * under[1])
     assert simulated.intervals is not None
     for now, then in zip(simulated.intervals, usual, strict=True):
-        assert abs(now - then) <= (0.0 if not noise else max(1, 0.25 * then))
+        assert abs(now - then) <= (0.0 if not noise else max(simulated.unit, 0.25 * then))
     assert simulated.run(1000) <= 0.035 * (1 + BAND) + 0.1 * noise
 
 
