@@ -172,9 +172,8 @@ class Pace:
 
     def _identify(self, plan: Plan | None) -> Identity:
         job = self._job
-        tensors = [
-            (item.name, tuple(item.tensor.shape), dtype_name(item.tensor.dtype)) for item in job.walk.current().tensors
-        ]
+        state = job.walk.current().tensors  # a resume makes it in another order
+        tensors = sorted((item.name, tuple(item.tensor.shape), dtype_name(item.tensor.dtype)) for item in state)
         model = repr((tensors, sorted(fit.implementations(job.models, job.optimizers).items())))
         kind, size_bytes = file_system(self._directory)
         return Identity(
