@@ -112,11 +112,12 @@ class Pace:
             self._cache.keep(self._identity, costs)
             self._kept = costs
 
-    def is_due(self, number: int, *, extra: bool) -> bool:
+    def is_due(self, number: int, *, extra: bool, demanded: bool = False) -> bool:
         """Whether this boundary is captured, by the plan that runs from it on.
 
         Args:
             extra: whether it is the last one, or an epoch's: captured too, unless the user has said how often.
+            demanded: captured and written, whatever was decided.
         """
         self._follow(number)
         place = self._place
@@ -124,7 +125,7 @@ class Pace:
         asked = self._asked.every is not None or self._asked.every_seconds is not None
         due = (asked or not looking) and self.controller.is_due(number)
         self._regular = due
-        extra = extra and self._asked.every is None
+        extra = demanded or (extra and self._asked.every is None)
         self.durable = extra or self.controller.is_durable(number)
         return due or extra
 

@@ -103,8 +103,13 @@ class Writer:
                 self._changed.notify_all()
 
     def wait_until_at_most(self, outstanding: int) -> float:
-        """Wait until at most so many captures are neither committed nor failed; returns the seconds waited."""
+        """Wait until at most so many captures are neither committed nor failed; returns the seconds waited.
+
+        Captures that are held back do not count, unless none may be left: then they are written, too.
+        """
         begun = time.perf_counter()
+        if not outstanding:
+            self.urge()
         with self._changed:
             while len(self._waiting) + self._busy > outstanding:
                 self._changed.wait()
@@ -124,7 +129,6 @@ class Writer:
 
     def close(self) -> None:
         """Commit what is left, then stop."""
-        self.urge()
         self.wait_until_at_most(0)
         with self._changed:
             self._closed = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,15 +43,20 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     """Also: random plans have no link, and storage takes as long as the world says."""
-    world, persist = World(), Writer._persist
+    world = World()
+    rule(world, monkeypatch)
+    return world
+
+
+def rule(world: World, patch: pytest.MonkeyPatch) -> None:
+    persist = Writer._persist
 
     def timed(self: Writer, capture: Any) -> Persisted:
         return dataclasses.replace(persist(self, capture), seconds=world.persist_seconds)
 
-    monkeypatch.setattr(checkpointers, "check_plan", plans.validate)
-    monkeypatch.setattr(pace, "clock", world)
-    monkeypatch.setattr(Writer, "_persist", timed)
-    return world
+    patch.setattr(checkpointers, "check_plan", plans.validate)
+    patch.setattr(pace, "clock", world)
+    patch.setattr(Writer, "_persist", timed)
 
 
 def plan_for(width: int = 16, interval: int = 1) -> Plan:
@@ -77,7 +83,9 @@ def iterate(job: Job, checkpointer: Checkpointer, world: World, *batch: torch.Te
     writer = checkpointer._boundaries._saving.writer
     committed = writer.committed
     job.iterate(*batch)
-    writer.wait_until_at_most(0)
+    with writer._changed:  # what is held back is not waited for
+        while writer._waiting or writer._busy:
+            writer._changed.wait()
     world.now += 1.0 + (writer.committed - committed) * world.added_seconds
 
 
@@ -121,23 +129,33 @@ def test_a_job_is_profiled_and_its_profile_kept(tmp_path: Path, world: World, ca
     assert [step for step in steps(tmp_path) if step > 120] == [128, 136, 144, 152, 160]
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The profile of a small job, as it was kept."""
+    directory = tmp_path_factory.mktemp("profiled")
+    with pytest.MonkeyPatch.context() as patch:
+        world = World()
+        rule(world, patch)
+        job = Job()
+        with open_job(job, directory) as checkpointer:
+            train(job, checkpointer, world, 80)
+    return (directory / NAME).read_bytes()
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("width", ""), ("batch", ""), ("file system", ""), ("plan", ""),
-        ("damage", "Invalid JSON"), ("nonsense", "an iteration takes none"), ("more", "Unexpected keyword"),
+        ("none", ""), ("width", ""), ("batch", ""), ("file system", ""), ("plan", ""), ("a FIFO", "EOF"),
+        ("damage", "Invalid JSON"), ("nonsense", "an iteration takes none"), ("negative", "a time in it is negative"),
+        ("more", "Unexpected keyword"), ("infinite", "finite"), ("a folder", "Is a directory"),
     ],
 )  # fmt: skip
 def test_a_profile_of_another_job_does_not_count(
-    change: str, said: str, tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch,
+    change: str, said: str, kept: bytes, tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    job, kept = Job(), tmp_path / NAME
-    with open_job(job, tmp_path) as checkpointer:
-        train(job, checkpointer, world, 80)
-    assert frequency(checkpointer)["disk_interval"] == 8
-    content = json.loads(kept.read_text())
-    job, plan = Job(), plan_for()
+    job, plan, file, content = Job(), plan_for(), tmp_path / NAME, json.loads(kept)
+    file.write_bytes(kept)
     if change == "width":
         job, plan = Job(32), plan_for(32)
     elif change == "batch":
@@ -147,21 +165,38 @@ def test_a_profile_of_another_job_does_not_count(
     elif change == "file system":
         monkeypatch.setattr(pace, "file_system", lambda path: ("nfs", 1))
     elif change == "damage":
-        kept.write_text("{")
+        file.write_bytes(kept[:-5])
     elif change == "nonsense":
-        kept.write_text(json.dumps({**content, "iteration_seconds": 0.0}))
-    else:
-        kept.write_text(json.dumps({**content, "unknown": 1}))
-    for path in find(tmp_path):
-        path.rename(tmp_path / f".trash-{path.name}")
+        file.write_text(json.dumps({**content, "iteration_seconds": 0.0}))
+    elif change == "negative":
+        file.write_text(json.dumps({**content, "persist_seconds": -1.0}))
+    elif change == "infinite":
+        file.write_text(json.dumps({**content, "persist_seconds": float("inf")}))
+    elif change == "more":
+        file.write_text(json.dumps({**content, "unknown": 1}))
+    elif change == "a FIFO":
+        file.unlink()
+        os.mkfifo(file)
+    elif change == "a folder":
+        file.unlink()
+        file.mkdir()
     with open_job(job, tmp_path, plan) as checkpointer:
         train(job, checkpointer, world, 3)
-        assert frequency(checkpointer)["reason"] == "profile"
-        train(job, checkpointer, world, 80)
-    assert frequency(checkpointer)["disk_interval"] == 8
+    told = frequency(checkpointer)
+    assert (told["reason"], told["disk_interval"]) == (("overhead", 8) if change == "none" else ("profile", None))
     assert ("passing over" in caplog.text) == bool(said)
     assert said in caplog.text
-    assert json.loads(kept.read_text()).keys() == content.keys()  # replaced by what was measured
+
+
+def test_a_profile_that_cannot_be_kept_is_no_reason_to_fail(
+    tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / NAME).mkdir()
+    job = Job()
+    with open_job(job, tmp_path) as checkpointer:
+        train(job, checkpointer, world, 80)
+    assert frequency(checkpointer)["disk_interval"] == 8
+    assert "cannot keep the profile" in caplog.text
 
 
 def test_what_storage_did_not_take_is_written_at_the_end(tmp_path: Path, world: World) -> None:
@@ -211,7 +246,7 @@ def test_a_slow_disk_and_one_that_recovers(tmp_path: Path, world: World) -> None
         slow = frequency(checkpointer)
         assert (slow["disk_interval"], slow["reason"]) == (20, "persist")
         world.persist_seconds, world.added_seconds = 0.5, 0.25
-        train(job, checkpointer, world, 700)
+        train(job, checkpointer, world, 420)
     assert frequency(checkpointer)["disk_interval"] == 8
     assert [change["disk"] for change in frequency(checkpointer)["changes"]] == [8, 20, 10, 8]
 
@@ -279,7 +314,7 @@ def test_every_so_many_seconds(interval: int, tmp_path: Path, world: World) -> N
 def test_failures_known_to_be_rare_make_checkpoints_rare(tmp_path: Path, world: World) -> None:
     job = Job()
     with open_job(job, tmp_path, mtbf="4h") as checkpointer:
-        train(job, checkpointer, world, 300)
+        train(job, checkpointer, world, 120)
     told = frequency(checkpointer)
     assert told["reason"] == "mtbf"
     assert told["disk_interval"] == 85  # Young's sqrt(2 * 0.25 * 14400) is 84.9
