@@ -18,6 +18,8 @@ from checkflow.graph import STRICT
 
 DeviceKind = Literal["cuda", "cpu"]
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*([kKMGTP]?)(i?)B?\s*$")
+_TIME = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*(ms|s|min|h|d)\s*$", re.ASCII)
+_SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 MOST_BYTES = 2**63  # sizes stay below: files and memory count no further
 _MOST = 1e18  # of bytes, bytes per second, or operations per second: an exabyte; no device comes near
 RESERVED_SHARE = 0.05  # of a device's memory: what its driver and its allocator's gaps take
@@ -54,6 +56,22 @@ def parse_bandwidth(text: str) -> float:
     if value <= 0:
         raise CheckflowError("a bandwidth must be more than zero")
     return value
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of "30s", "10min", "4h", "1.5 d", "250ms".
+
+    Raises:
+        CheckflowError: the text is no time, or no more than none.
+    """
+    match = _TIME.match(text)
+    if not match:
+        raise CheckflowError(f"not a time: {text!r} (write it like 30s, 10min or 4h)")
+    number, unit = match.groups()
+    seconds = float(number) * _SECONDS[unit]
+    if not 0 < seconds < math.inf:
+        raise CheckflowError(f"{text!r} is no time to wait: it must be more than none, and end")
+    return seconds
 
 
 def round_up(number: int) -> int:

@@ -2,8 +2,9 @@
 
 At each boundary that is captured: the capture in flight is brought to its end, then the next one begins
 (:mod:`.capture`); anchors drive it through the plan's iterations (:mod:`.execution`); the writer commits it
-(:mod:`.persist`, :mod:`.store`). Captured are the boundaries whose number, counted over the whole job, is a multiple of
-the plan's interval; a resume does not change the count, and what it resumed from is not captured again.
+(:mod:`.persist`, :mod:`.store`). Which boundaries are captured, and which of these storage takes, :mod:`.pace` says:
+multiples of the plan's interval, counted over the whole job, and the ends of epochs and of training. A resume does not
+change the count, and what it resumed from is not captured again.
 
 Where the boundary is: when the loader is asked for a batch after an optimizer step, so that whatever the loop did
 after ``optimizer.step()`` (scheduler, EMA, clamps, validation) belongs to the finished iteration. After an epoch's last
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from pathlib import Path
 from typing import Any, NoReturn
 
 from checkflow.graph import AnchorKey, AnchorKind
@@ -27,9 +29,11 @@ from checkflow.runtime.barriers import Program
 from checkflow.runtime.execution import Execution
 from checkflow.runtime.job import Job
 from checkflow.runtime.live_state import capture_extra
+from checkflow.runtime.pace import Pace
 from checkflow.runtime.phases import DATA, FORWARD_BACKWARD, OTHER, PhaseClock
 from checkflow.runtime.plan_in_place import PlanInPlace
 from checkflow.runtime.planning import Planning
+from checkflow.runtime.policy import Asked
 from checkflow.runtime.preemption import Preemption
 from checkflow.runtime.progress import Progress
 from checkflow.runtime.saving import Saving
@@ -46,7 +50,8 @@ class Boundaries:
         saving: what captures are copied with and written by.
         given: the user's own plan, if there is one.
         planning: where plans come from otherwise.
-        every: iterations from one durable checkpoint to the next, if the user has said so.
+        asked: how often checkpoints are made, or what they may cost.
+        directory: of the checkpoints.
         raising: whether a checkpoint that failed ends training.
         preemption: says when training is to end.
 
@@ -63,12 +68,13 @@ class Boundaries:
         saving: Saving,
         given: Plan | None,
         planning: Planning | None,
-        every: int | None,
+        asked: Asked,
+        directory: Path,
         raising: bool,
         preemption: Preemption,
     ) -> None:
         self._job, self._progress, self._saving = job, progress, saving
-        self.every, self._raising, self._preemption = every, raising, preemption
+        self._every, self._raising, self._preemption = asked.every, raising, preemption
         self.iteration = self._first_iteration = iteration
         self._captured_iteration = iteration  # at the start there is nothing to save, after a resume it is
         self.explicit = False  # step() marks them
@@ -83,12 +89,13 @@ class Boundaries:
         self._no_end_said = False
         self.clock = PhaseClock()
         self._makes_plans = planning is not None
-        self.place = PlanInPlace(given, planning, self._execute, every)
+        self.place = PlanInPlace(given, planning, self._execute, asked.every)
+        self.pace = Pace(asked, job, saving, self.place, directory, iteration)
 
     def _execute(self, plan: Plan, program: Program) -> Execution:
         return Execution(
             plan, program, self._job,
-            self._saving.engine, self._saving.buffers, self._saving.writer.submit, self,
+            self._saving.engine, self._saving.buffers, self._saving.submit, self,
             implementations=fit.implementations(self._job.models, self._job.optimizers),
             raising=self._raising, known_to_fit=self._makes_plans, sightings=self._sightings,
         )  # fmt: skip
@@ -213,6 +220,7 @@ class Boundaries:
         self.clock.enter(FORWARD_BACKWARD)
         self._progress.batch_handed()
         self._progress.restore_generators()
+        self.pace.saw(batch)
         if (planning := self.place.planning) is not None:
             with self.clock.holding("planning"):
                 planning.watch.batch_handed(batch)
@@ -229,6 +237,7 @@ class Boundaries:
                 if self.execution.hooks is not hooks:  # hung in too late for the forward that runs already
                     self.execution.reached(AnchorKey(AnchorKind.FORWARD, f"{model}/"))
             self._progress.restore_generators()
+            self.pace.saw(arguments)
         if (planning := self.place.planning) is not None:
             planning.watch.forward(model, arguments)
 
@@ -237,6 +246,7 @@ class Boundaries:
             self.execution.finish()
         if not self._job.optimizers:  # otherwise it is a part of the iteration until they step
             self.clock.enter(OTHER)
+        self.pace.evaluated()
         if (planning := self.place.planning) is not None:
             planning.watch.evaluated()
 
@@ -292,6 +302,7 @@ class Boundaries:
         if not self._iterated:
             self._end_if_idle()
             return
+        self.pace.ended(self.iteration + 1, epoch_end=epoch_end)
         ending = self._preemption.begin_ending()
         with self.clock.holding("planning"):
             self._turn(micro_batches, ending=ending)
@@ -306,16 +317,18 @@ class Boundaries:
 
     def _at_boundary(self, *, saved: bool, epoch_end: bool, ending: bool) -> bool:
         """Bring the capture in flight to its end if this boundary is captured, and begin; returns whether it is."""
-        due = ending or self.place.is_due(self.iteration + 1, extra=saved)
+        due = self.pace.is_due(self.iteration + 1, extra=saved, demanded=ending)
         self.execution.end_iteration(due=due or self.place.quiet)
+        due = due and self.pace.has_room
         self._began = False
         self.iteration += 1
         self.raise_if_asked()
         self.execution.heed(self._saving.writer)
-        if not due and self.every is None:
+        if not due and self._every is None:
             self._passed = self._versions()
         if due:
             self.clock.shift(self._capture(epoch_end))
+        self.pace.left()
         return due
 
     def _turn(self, micro_batches: int | None, *, ending: bool) -> None:
@@ -363,7 +376,7 @@ class Boundaries:
         back), as far as version counters tell.
         """
         captured = self._captured_iteration == self.iteration
-        if captured or self.execution.stepped or self._began or not self.place.is_due(self.iteration, extra=True):
+        if captured or self.execution.stepped or self._began or not self.pace.is_due(self.iteration, extra=True):
             return
         if self._versions() != self._passed:
             logger.warning("the state was changed after step %d, which is not saved therefore", self.iteration)
@@ -392,6 +405,7 @@ class Boundaries:
         job = capture_extra(self._job.walk, self._job.optimizers, self._job.objects)
         extra = extra_state.encode({"iteration": self.iteration, **self._progress.capture(), "job": job})
         info = {"epoch": self._progress.epoch, "epoch_end": epoch_end, "created": round(time.time(), 3)}
-        waited_seconds = self._saving.begin(self.execution, self.iteration, extra, info)
+        waited_seconds = self._saving.begin(self.execution, self.iteration, extra, info, durable=self.pace.durable)
+        self.pace.captured(self.iteration)
         self._captured_iteration = self.iteration
         return waited_seconds

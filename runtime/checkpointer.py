@@ -62,20 +62,28 @@ class Checkpointer:
         directory: where checkpoints go; made if it is missing.
         plan: None: the job makes its own plan. One of its first iterations is recorded, which takes up to twice its
             usual time; the plan is made in another process while training goes on, and kept in the directory for the
-            next start. Until it is there, what is saved is copied at the boundary itself (ends of epochs, the end of
-            training, and what ``every`` asks for). "auto": likewise, and a job that becomes another one (layers added,
+            next start. Until it is there, what is saved is copied at the boundary itself: ends of epochs, the end of
+            training, what ``every`` asks for, and, once no plan could be made, as often as ``overhead`` allows.
+            "auto": likewise, and a job that becomes another one (layers added,
             parameters unfrozen, another batch size, optimizer or autocast) gets a new plan. Or a plan file, or a Plan,
             made for this job (``checkflow plan``).
         state: further objects with ``state_dict`` and ``load_state_dict``, by name (schedulers, scalers).
-        overhead, extra_memory: what the plan that a job makes may cost: of training's time, the share that it may stand
-            still (0.035 are 3.5 %), and the memory that snapshots may add to training's own peak, in bytes or as text
-            ("2GB"); None: what the device has. A plan that is given has its own.
-        every: iterations from one durable checkpoint to the next, a multiple of the plan's interval (it is rounded up
-            to one where the job makes its plan, and the log says so). Each is committed
-            while the next one is gathered, and training waits if storage is slower, so that a failure costs at most two
-            intervals and the one under way. None: as often as planned (each boundary whose number is a multiple of the
-            plan's interval), at the ends of epochs and at the end of training, in host memory; storage takes the newest
-            as fast as it goes.
+        overhead: what checkpoints may cost of training's time (0.035 are 3.5 %), stalls and whatever they slow down:
+            first of the plan that a job makes, then of the job itself. It is measured, and checkpoints are made less
+            often while they cost more, and again more often when they do not.
+        extra_memory: that snapshots may add to training's own peak, in bytes or as text ("2GB"), under a plan that the
+            job makes; None: what the device has.
+        every: how often, whatever it costs. Iterations from one durable checkpoint to the next, a multiple of the
+            plan's interval (it is rounded up to one where the job makes its plan, and the log says so); exactly these
+            are made. Or text such as "30s" or "10min": so much of training, in iterations as they last now, rounded to
+            the plan's interval; ends of epochs and the end of training are saved besides. Each is committed while the
+            next one is gathered, and training waits if storage is slower, so that a failure costs at most two
+            intervals and the one under way. None: as often as ``overhead`` allows and storage can take, at most as
+            planned; more often, if that is cheap, in host memory, where the newest is kept until storage takes it or
+            the job ends; and at the ends of epochs and of training. It is found out in the job's first iterations, and
+            kept in the directory for the next start.
+        mtbf: mean time between failures, in seconds or as text ("4h"): checkpoints become rarer than ``overhead``
+            allows where that wastes less, replays after failures included.
         host_buffers: staging buffers of the size of the state; three let capture and persist overlap fully.
         keep_latest: how many of the newest checkpoints stay on storage, at least 2.
         keep_epochs: whether the ones made at the ends of epochs stay too.
@@ -109,7 +117,8 @@ class Checkpointer:
         state: Mapping[str, Stateful] | None = None,
         overhead: float = 0.035,
         extra_memory: int | str | None = None,
-        every: int | None = None,
+        every: int | str | None = None,
+        mtbf: float | str | None = None,
         host_buffers: int = 3,
         keep_latest: int = 2,
         keep_epochs: bool = True,
@@ -119,19 +128,18 @@ class Checkpointer:
         grace_seconds: float = 25,
         audit: int = 100,
     ) -> None:
-        fit.check_arguments(
-            loader=loader, every=every, host_buffers=host_buffers, resume=resume, on_error=on_error, audit=audit
-        )
+        fit.check_arguments(loader=loader, host_buffers=host_buffers, resume=resume, on_error=on_error, audit=audit)
+        asked = fit.read_asked(overhead, every, mtbf)
         heeded, grace_seconds = fit.read_signals(signals), fit.read_grace(grace_seconds)
         show_lines()
         models, optimizers = as_models(model), as_optimizers(optimizer)
         self._job = job = Job(models, optimizers, dict(state or {}), loader, StateWalk(models, optimizers))
-        wishes = Wishes(fit.read_share(overhead), fit.read_size(extra_memory))
+        wishes = Wishes(asked.overhead, fit.read_size(extra_memory))
         given = None
         if plan is not None and plan != "auto":
             given = plan if isinstance(plan, Plan) else plans.load(plan)
             check_plan(given)
-            fit.check_every(every, given.interval)
+            fit.check_every(asked.every, given.interval)
         fit.refuse_devices(models, optimizers)
         refuse_closures(optimizers)
         fit.refuse_objects(job.objects)
@@ -158,12 +166,12 @@ class Checkpointer:
             undo.callback(self._saving.close)
             self._boundaries = Boundaries(
                 job, iteration=self.resumed_from or 0, progress=self._progress, saving=self._saving,
-                given=given, planning=planning, every=every, raising=on_error == "raise",
-                preemption=self._preemption,
+                given=given, planning=planning, asked=asked, directory=self._store.directory,
+                raising=on_error == "raise", preemption=self._preemption,
             )  # fmt: skip
             self._reporter = Reporter(
                 job, self._boundaries, self._saving, self._store.directory,
-                run_id=self._store.run_id, resumed_from=self.resumed_from, overhead=wishes.overhead,
+                run_id=self._store.run_id, resumed_from=self.resumed_from,
             )  # fmt: skip
             undo.pop_all()
         self._held = holdings.Holdings(

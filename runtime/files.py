@@ -144,3 +144,22 @@ def remove(name: str, *, dir_fd: int) -> None:
     finally:
         close(fd)
     rmdir(name, dir_fd=dir_fd)
+
+
+def file_system(path: str | os.PathLike[str]) -> tuple[str | None, int]:
+    """The type of the file system that a directory lies on, such as "ext4", and its size in bytes.
+
+    None, 0: the system does not tell.
+    """
+    try:
+        size = os.statvfs(path)
+        size_bytes = size.f_blocks * size.f_frsize
+        device = os.stat(path).st_dev
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
+            for line in table:
+                fields, _, kind = line.partition(" - ")
+                if fields.split()[2] == f"{os.major(device)}:{os.minor(device)}":
+                    return kind.split()[0], size_bytes
+    except OSError:
+        return None, 0
+    return None, size_bytes

@@ -14,10 +14,11 @@ from torch import nn
 
 from checkflow.errors import CheckflowError, MismatchError, UnsupportedError
 from checkflow.graph import BOUNDARY, AnchorKey, AnchorKind
-from checkflow.hardware import parse_size
+from checkflow.hardware import parse_seconds, parse_size
 from checkflow.plan import Plan, describe_mismatch
 from checkflow.regions import compiled_regions
 from checkflow.runtime.loader import DataLoader
+from checkflow.runtime.policy import Asked
 from checkflow.runtime.preemption import HEEDED
 from checkflow.state import (
     TrainingState,
@@ -33,9 +34,7 @@ Models = Mapping[str, nn.Module]
 Optimizers = Mapping[str, torch.optim.Optimizer]
 
 
-def check_arguments(
-    *, loader: object, every: object, host_buffers: object, resume: object, on_error: object, audit: object
-) -> None:
+def check_arguments(*, loader: object, host_buffers: object, resume: object, on_error: object, audit: object) -> None:
     """Refuse what ``Checkpointer`` cannot work with.
 
     Raises:
@@ -47,8 +46,6 @@ def check_arguments(
             f"loader is a {type(loader).__name__}: pass a checkflow.DataLoader (it has the arguments of torch's), "
             "or none and iterate checkpointer.steps()"
         )
-    if every is not None and not _is_count(every, 1):
-        raise ValueError(f"every must be a whole number of iterations, at least 1, or None, not {every!r}")
     if not _is_count(host_buffers, 1):
         raise ValueError(f"host_buffers must be a whole number of at least 1, not {host_buffers!r}")
     if resume not in ("auto", "never", "must") and not _is_count(resume, 1):
@@ -57,6 +54,35 @@ def check_arguments(
         raise ValueError(f'on_error must be "warn" or "raise", not {on_error!r}')
     if not _is_count(audit, 0):
         raise ValueError(f"audit must be a whole number of at least 0, not {audit!r}")
+
+
+def read_asked(overhead: object, every: object, mtbf: object) -> Asked:
+    """How often checkpoints are made, or what they may cost.
+
+    Raises:
+        ValueError: one of them is out of its range, or two of them contradict each other.
+    """
+    share = read_share(overhead)
+    if every is not None and mtbf is not None:
+        raise ValueError("every says how often already: pass every or mtbf, not both")
+    if isinstance(every, str):
+        return Asked(share, every_seconds=_read_time("every", every))
+    if every is not None and not _is_count(every, 1):
+        raise ValueError(
+            f'every must be a whole number of iterations, at least 1, text such as "30s", or None, not {every!r}'
+        )
+    if mtbf is None or isinstance(mtbf, str):
+        return Asked(share, every, mtbf_seconds=None if mtbf is None else _read_time("mtbf", mtbf))
+    if isinstance(mtbf, bool) or not isinstance(mtbf, int | float) or not 0 < mtbf < math.inf:
+        raise ValueError(f'mtbf must be seconds, more than 0, text such as "4h", or None, not {mtbf!r}')
+    return Asked(share, every, mtbf_seconds=float(mtbf))
+
+
+def _read_time(name: str, text: str) -> float:
+    try:
+        return parse_seconds(text)
+    except CheckflowError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def read_share(overhead: object) -> float:

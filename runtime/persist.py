@@ -2,7 +2,8 @@
 
 A capture is written by the store's commit protocol, or it fails as a whole; either way its buffer goes back and
 training goes on. Where captures come faster than storage takes them, the newest replaces the one that still waits
-(``supersede``), or the training thread waits (``wait_until_at_most``): the caller chooses.
+(``supersede``), or the training thread waits (``wait_until_at_most``): the caller chooses. A capture may also be held
+back: it stays in host memory until a newer one replaces it, or somebody needs it, or its buffer (``urge``).
 """
 
 from __future__ import annotations
@@ -51,11 +52,20 @@ class Writer:
         commit: writes one capture durably and returns its path; raises CheckflowError if it cannot.
         recycle: gives a capture's buffer back.
         supersede: whether a newer capture replaces one that still waits.
+        lasting: which captures nothing replaces.
     """
 
-    def __init__(self, commit: Commit, recycle: Callable[[Capture], None], *, supersede: bool) -> None:
-        self._commit, self._recycle, self._supersede = commit, recycle, supersede
+    def __init__(
+        self,
+        commit: Commit,
+        recycle: Callable[[Capture], None],
+        *,
+        supersede: bool,
+        lasting: Callable[[Capture], bool] = lambda _: False,
+    ) -> None:
+        self._commit, self._recycle, self._supersede, self._lasting = commit, recycle, supersede, lasting
         self._waiting: deque[Capture] = deque()
+        self._held: Capture | None = None  # complete, and not to be written yet
         self._changed = threading.Condition()
         self._busy = self._closed = False
         self._error: CheckflowError | None = None
@@ -72,22 +82,56 @@ class Writer:
 
     def submit(self, capture: Capture) -> None:
         """Take a complete capture; returns at once."""
+        self._take(capture, hold=False)
+
+    def hold(self, capture: Capture) -> None:
+        """Take a complete capture, and hold it back; unless it replaces one that waits, since storage is due then."""
+        self._take(capture, hold=True)
+
+    def _take(self, capture: Capture, *, hold: bool) -> None:
         dropped: list[Capture] = []
         with self._changed:
             if self._closed:
                 raise RuntimeError("a capture was delivered after the writer was closed")
+            if self._held is not None:
+                dropped.append(self._held)
+                self._held = None
             if self._supersede:
-                dropped.extend(self._waiting)
-                self._waiting.clear()
-                self.superseded += len(dropped)
-            self._waiting.append(capture)
+                replaced = [one for one in self._waiting if not self._lasting(one)]
+                hold = hold and not replaced
+                dropped.extend(replaced)
+                self._waiting = deque(one for one in self._waiting if self._lasting(one))
+            self.superseded += len(dropped)
+            if hold:
+                self._held = capture
+            else:
+                self._waiting.append(capture)
             self._changed.notify_all()
         for old in dropped:
             self._recycle(old)
 
+    @property
+    def outstanding(self) -> int:
+        """Captures that wait for storage, and the one that is being written."""
+        with self._changed:
+            return len(self._waiting) + self._busy
+
+    def urge(self) -> None:
+        """Write what is held back."""
+        with self._changed:
+            if self._held is not None:
+                self._waiting.append(self._held)
+                self._held = None
+                self._changed.notify_all()
+
     def wait_until_at_most(self, outstanding: int) -> float:
-        """Wait until at most so many captures are neither committed nor failed; returns the seconds waited."""
+        """Wait until at most so many captures are neither committed nor failed; returns the seconds waited.
+
+        Captures that are held back do not count, unless none may be left: then they are written, too.
+        """
         begun = time.perf_counter()
+        if not outstanding:
+            self.urge()
         with self._changed:
             while len(self._waiting) + self._busy > outstanding:
                 self._changed.wait()

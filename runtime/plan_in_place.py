@@ -31,7 +31,7 @@ class PlanInPlace:
         given: the user's own plan, or None.
         planning: where plans come from if none was given.
         execute: puts a plan's hooks into the job.
-        every: as the user asked.
+        every: iterations from one checkpoint to the next, if the user has asked for that.
 
     Raises:
         PlanError, MismatchError, StorageError: as :class:`.execution.Execution`.
@@ -79,15 +79,6 @@ class PlanInPlace:
     def quiet(self) -> bool:
         """Whether no copies may go on beside the iteration that begins."""
         return self.planning is not None and self.planning.quiet
-
-    def is_due(self, iteration: int, *, extra: bool) -> bool:
-        """Whether a boundary is captured.
-
-        Args:
-            extra: whether it is the last one, or an epoch's: captured too, unless the user has said how often.
-        """
-        period = self.every or (None if self.plan is None else self.plan.interval)
-        return (period is not None and iteration % period == 0) or (extra and self.every is None)
 
     def turn(self, micro_batches: int | None) -> None:
         """At a boundary, before anything else of ours: what planning has come to.

@@ -130,6 +130,11 @@ class Planning:
         """Whether the iteration that begins now is recorded or timed."""
         return self.stage in (Stage.RECORDED, Stage.TIMED)
 
+    @property
+    def failing(self) -> bool:
+        """Whether the last attempt at a plan came to nothing."""
+        return self._failures > 0 or self.stage is Stage.GIVEN_UP
+
     def find_kept(self) -> Arrival | None:
         """At the start: a kept plan that fits what there is of the job's state, put in place at once."""
         return self._find(lambda plan: not self._state_differences(plan))
@@ -329,8 +334,8 @@ class Planning:
         if self._plan is not None:
             return "the old one goes on"
         return (
-            "checkpoints are copies of all state at a boundary: at ends of epochs, where every= asks for them, and at "
-            "the end of training, so that a loop without epochs needs every="
+            "checkpoints are copies of all state at a boundary, which holds training: as often as overhead= and every= "
+            "allow, at ends of epochs and at the end of training"
         )
 
     # A job that has become another one

@@ -21,7 +21,6 @@ from checkflow.run_report import (
     FILE,
     KEPT_RUNS,
     Bandwidths,
-    Frequency,
     HeldSeconds,
     Lag,
     Measured,
@@ -50,7 +49,6 @@ class Reporter:
     Args:
         directory: of the checkpoints; exists, and is locked by this process.
         resumed_from: the step that this run goes on from; None: it begins anew.
-        overhead: the share of training's time that checkpoints may take.
     """
 
     def __init__(
@@ -62,9 +60,8 @@ class Reporter:
         *,
         run_id: str,
         resumed_from: int | None,
-        overhead: float,
     ) -> None:
-        self._boundaries, self._saving, self._overhead = boundaries, saving, overhead
+        self._boundaries, self._saving = boundaries, saving
         self._directory, self._run_id, self._resumed_from = directory, run_id, resumed_from
         self._model = "+".join(type(unwrap(model)).__name__ for model in job.models.values())
         self._device = device_name(job.models)[1]
@@ -113,7 +110,7 @@ class Reporter:
             checkpoint_bytes=writer.last.size_bytes if writer.last else None,
             plan=promises,
             planning=place.search(),
-            frequency=self._frequency(),
+            frequency=boundaries.pace.report,
             phases=_phases(reading),
             held_seconds=HeldSeconds(**{what: max(held, 0.0) for what, held in boundaries.clock.held_seconds.items()}),
             longest_hold_seconds=boundaries.clock.longest_hold_seconds,
@@ -190,23 +187,6 @@ class Reporter:
         with contextlib.suppress(OSError):  # then the first write says why
             path.rename(self._directory / _ASIDE)
         return ()
-
-    def _frequency(self) -> Frequency:
-        boundaries, place = self._boundaries, self._boundaries.place
-        period = place.every or (None if place.plan is None else place.plan.interval)
-        return Frequency(
-            memory_interval=period,
-            disk_interval=period if self._saving.each else None,
-            reason="plan" if boundaries.every is None else "every",
-            iteration_seconds=None,
-            baseline_seconds=None,
-            capture_cost_seconds=None,
-            persist_cost_seconds=None,
-            persist_seconds=None,
-            overhead_share=None,
-            overhead_allowed=self._overhead,
-            changes=(),
-        )
 
     def _lag(self) -> Lag:
         newest, durable = self._saving.newest, self._saving.writer.durable

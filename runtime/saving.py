@@ -33,18 +33,26 @@ class Saving:
 
     def __init__(self, store: Store, *, each: bool, host_buffers: int, audit: int) -> None:
         self._store, self._each, self._audit_every = store, each, audit
+        self.host_buffers = host_buffers
         self.captures = 0
         self.newest: tuple[int, float] | None = None  # step of the newest capture, and time.monotonic at its begin
+        self._held_step: int | None = None  # of the capture that is being gathered, if storage is not to take it
         with contextlib.ExitStack() as undo:
             self.engine = HostCopyEngine()
             undo.callback(self.engine.close)
-            self.buffers = StagingBuffers(host_buffers)
+            self.buffers = StagingBuffers(host_buffers, self._urge)
             undo.callback(self.buffers.close)
-            self.writer = Writer(self._commit, self._recycle, supersede=not each)
+            self.writer = Writer(self._commit, self._recycle, supersede=not each, lasting=self._lasts)
             undo.pop_all()
 
-    def begin(self, execution: Execution, step: int, extra: bytes, info: Mapping[str, Any]) -> float:
+    def begin(
+        self, execution: Execution, step: int, extra: bytes, info: Mapping[str, Any], *, durable: bool = True
+    ) -> float:
         """Capture this boundary under a plan; returns the seconds waited for storage and buffers.
+
+        Args:
+            durable: whether storage is to take it as soon as it can; otherwise it stays in host memory until a newer
+                capture replaces it, or the job ends.
 
         Raises:
             CheckflowError: as :meth:`.capture.Capturer.begin`.
@@ -53,14 +61,17 @@ class Saving:
         # One being gathered, one being committed, none queueing: that bounds what a failure can cost.
         waited_seconds = self.writer.wait_until_at_most(1) if self._each else 0.0
         self.newest = (step, time.monotonic())
+        self._held_step = None if durable else step
         waited_seconds += execution.begin(step, extra, info, audit=bool(audit))
         self.captures += 1
         return waited_seconds
 
-    @property
-    def each(self) -> bool:
-        """Whether each capture is committed."""
-        return self._each
+    def submit(self, capture: Capture) -> None:
+        """Take a complete capture, on any thread."""
+        if capture.step == self._held_step:
+            self.writer.hold(capture)
+        else:
+            self.writer.submit(capture)
 
     def close(self) -> None:
         """Commit what is left, then give threads and memory back."""
@@ -79,6 +90,13 @@ class Saving:
             absent=capture.absent,
             plan_digest=capture.plan_digest,
         )
+
+    def _urge(self) -> None:
+        self.writer.urge()
+
+    def _lasts(self, capture: Capture) -> bool:
+        """Whether a capture is one that retention keeps: storage gets it, even if it falls behind."""
+        return self._store.keep_epochs and capture.info.get("epoch_end") is True
 
     def _recycle(self, capture: Capture) -> None:
         self.buffers.give_back(capture.buffer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -31,11 +32,15 @@ class StagingBuffer:
 
 
 class StagingBuffers:
-    """A fixed number of buffers of one size, none until :meth:`grow` made them; ``take`` waits for a free one."""
+    """A fixed number of buffers of one size, none until :meth:`grow` made them; ``take`` waits for a free one.
 
-    def __init__(self, count: int) -> None:
+    Args:
+        urge: called before anybody waits: whoever holds a buffer back is to give it up.
+    """
+
+    def __init__(self, count: int, urge: Callable[[], None] = lambda: None) -> None:
         self.size_bytes = 0
-        self._count = count
+        self._count, self._urge = count, urge
         self._all: list[StagingBuffer] = []
         self._free: list[StagingBuffer] = []
         self._changed = threading.Condition()
@@ -63,10 +68,17 @@ class StagingBuffers:
 
     def take(self) -> StagingBuffer:
         """A free buffer; waits until one is given back."""
+        if not self._free:
+            self._urge()
         with self._changed:
             while not self._free:
                 self._changed.wait()
             return self._free.pop(0)
+
+    @property
+    def free(self) -> int:
+        """How many may be taken without waiting."""
+        return len(self._free)
 
     def give_back(self, buffer: StagingBuffer) -> None:
         """The buffer's content is no longer needed."""
@@ -76,6 +88,7 @@ class StagingBuffers:
 
     def wait_all_free(self) -> None:
         """Wait until every buffer has been given back."""
+        self._urge()
         with self._changed:
             while len(self._free) < len(self._all):
                 self._changed.wait()

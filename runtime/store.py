@@ -358,7 +358,7 @@ class Store:
                 )
 
     def _warn_if_volatile(self) -> None:
-        kind = _file_system(self.directory)
+        kind, _ = files.file_system(self.directory)
         if kind in _VOLATILE:
             logger.warning(
                 "%s lies on %s: its checkpoints do not outlive this machine or container", self.directory, kind
@@ -402,17 +402,3 @@ def _reported(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(f"{what}: {error.strerror or error}") from error
-
-
-def _file_system(directory: Path) -> str | None:
-    """The type of the file system that a directory lies on, such as "ext4"; None where the system does not tell."""
-    try:
-        device = os.stat(directory).st_dev
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
-            for line in table:
-                fields, _, kind = line.partition(" - ")
-                if fields.split()[2] == f"{os.major(device)}:{os.minor(device)}":
-                    return kind.split()[0]
-    except OSError:
-        return None
-    return None

@@ -1,0 +1,188 @@
+"""The controller of the intervals in a live job: its clock, and what it is told of plans, captures and storage.
+
+What it is told of an iteration: the time from one boundary to the next, by the host's clock, and whether a capture was
+in flight in between, or storage written to. Left out is what is no iteration like others: the first two of a run, one
+that is recorded, those beside which a plan is made, the first under another plan, the first and the last of an epoch
+(validation follows it), and those around a change between with and without evaluation.
+
+As long as a job looks for its first plan, nothing periodic is saved: its iterations are recorded and timed, and that
+soon ends. Once planning has failed, whether it is tried again later or given up, the job is checkpointed like others,
+each checkpoint copied at its boundary: that stall is measured like any cost, and spread over its interval.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from checkflow.plan import Plan
+from checkflow.run_report import Frequency
+from checkflow.runtime import fit
+from checkflow.runtime.execution import Execution
+from checkflow.runtime.files import file_system
+from checkflow.runtime.frequency import Controller
+from checkflow.runtime.job import Job
+from checkflow.runtime.plan_in_place import PlanInPlace
+from checkflow.runtime.planning import Stage
+from checkflow.runtime.policy import Asked, Costs
+from checkflow.runtime.profile_cache import Identity, ProfileCache
+from checkflow.runtime.samples import Iteration
+from checkflow.runtime.saving import FIRST_AUDITS, Saving
+from checkflow.runtime.watch import describe, device_name
+from checkflow.state import dtype_name
+
+WARM_UP = 2  # iterations
+SHORT_EPOCH = 4  # iterations: its first and last ones are too much of it to be left out
+
+clock = time.perf_counter  # seconds; tests put another one here
+
+
+class Pace:
+    """Tells the controller what happens, and the boundaries what it decides.
+
+    Args:
+        directory: of the checkpoints; the profile is kept there.
+        start: iterations that are finished already.
+    """
+
+    def __init__(self, asked: Asked, job: Job, saving: Saving, place: PlanInPlace, directory: Path, start: int) -> None:
+        self._asked, self._job, self._saving, self._place = asked, job, saving, place
+        self._cache, self._directory = ProfileCache(directory), directory
+        epoch = None if job.loader is None else len(job.loader)
+        self.controller = Controller(asked, start=start, epoch_iterations=epoch)
+        self._execution: Execution | None = None  # that the controller was told of
+        self._identity: Identity | None = None
+        self._kept: Costs | None = None
+        self._batch: str | None = None
+        self._seen = self._in_epoch = 0  # iterations
+        self._began = clock()
+        self._unlike = True  # the iteration that goes on is none like others
+        self._evaluates = self._evaluated = False
+        self._in_flight = self._began_now = False  # a capture, in this iteration; at this boundary
+        self._regular = False  # the boundary that was last found to be due is so by its number
+        self._outstanding, self._finished = 0, self._count_finished()
+        self.durable = True  # whether storage takes the boundary that was last found to be due
+
+    @property
+    def report(self) -> Frequency:
+        """How often checkpoints are made, why, and what was measured."""
+        return self.controller.report
+
+    def saw(self, batch: Any) -> None:
+        """What the job trains on."""
+        if self._batch is None:
+            self._batch = str(describe(batch))
+
+    def evaluated(self) -> None:
+        """A model ran forward, and not in training mode."""
+        self._evaluates = True
+
+    # At a boundary, in this order
+
+    def ended(self, number: int, *, epoch_end: bool) -> None:
+        """An iteration has ended: called before anything is done at the boundary that it ends at."""
+        now, loader = clock(), self._job.loader
+        self._seen, self._in_epoch = self._seen + 1, self._in_epoch + 1
+        last = epoch_end or (loader is not None and loader.position == 0)
+        short = loader is not None and len(loader) <= SHORT_EPOCH
+        planning = self._place.planning
+        busy = planning is not None and planning.stage in (Stage.RECORDED, Stage.MAKING)
+        unlike = self._unlike or busy or self._evaluates != self._evaluated or self._seen <= WARM_UP
+        at_edge = not short and (last or (loader is not None and self._in_epoch == 1))
+        writer = self._saving.writer
+        finished, outstanding = self._count_finished(), writer.outstanding
+        persist = writer.last if finished > self._finished else None
+        self.controller.ended(
+            Iteration(
+                number, now - self._began,
+                captured=self._in_flight,
+                persisted=bool(self._outstanding or outstanding or finished > self._finished),
+                counts=not (unlike or at_edge),
+                persist_seconds=persist.seconds if persist is not None and persist.error is None else None,
+            )
+        )  # fmt: skip
+        self._finished, self._began = finished, now
+        self._evaluated, self._evaluates, self._unlike = self._evaluates, False, False
+        if last:
+            self._in_epoch = 0
+        costs = self.controller.costs
+        if costs is not None and costs is not self._kept and self._identity is not None:
+            self._cache.keep(self._identity, costs)
+            self._kept = costs
+
+    def is_due(self, number: int, *, extra: bool, demanded: bool = False) -> bool:
+        """Whether this boundary is captured, by the plan that runs from it on.
+
+        Args:
+            extra: whether it is the last one, or an epoch's: captured too, unless the user has said how often.
+            demanded: captured and written, whatever was decided.
+        """
+        self._follow(number)
+        place = self._place
+        looking = place.plan is None and place.planning is not None and not place.planning.failing
+        asked = self._asked.every is not None or self._asked.every_seconds is not None
+        due = (asked or not looking) and self.controller.is_due(number)
+        self._regular = due
+        extra = demanded or (extra and self._asked.every is None)
+        self.durable = extra or self.controller.is_durable(number)
+        return due or extra
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a capture of this boundary has somewhere to go, or is worth waiting for."""
+        return self.durable or self._saving.buffers.free > 0
+
+    def captured(self, number: int) -> None:
+        """The capture of this boundary has begun."""
+        audited = self._place.plan is not None and self._place.execution.captures <= FIRST_AUDITS
+        self.controller.captured(number, durable=self.durable, counts=self._regular and not audited)
+        self._began_now = True
+
+    def left(self) -> None:
+        """The boundary is behind, and the next iteration begins."""
+        self._in_flight = self._began_now or self._place.execution.capturer.step is not None
+        self._began_now = False
+        self._outstanding = self._saving.writer.outstanding
+
+    # What else there is to know
+
+    def _count_finished(self) -> int:
+        return self._saving.writer.committed + self._saving.writer.failed
+
+    def _follow(self, number: int) -> None:
+        """Another plan is in place, or this is the first boundary."""
+        if self._execution is self._place.execution:
+            return
+        first, self._execution = self._execution is None, self._place.execution
+        self._unlike = not first
+        plan, known = self._place.plan, None
+        every = self._place.every
+        if every is None and self._asked.every_seconds is None:
+            self._identity = self._identify(plan)
+            known = self._kept = self._cache.find(self._identity)
+        self.controller.place(
+            number,
+            1 if plan is None else plan.interval,
+            every=every,
+            planned=plan is not None,
+            tiers=self._saving.host_buffers > 1,
+            known=known,
+        )
+
+    def _identify(self, plan: Plan | None) -> Identity:
+        job = self._job
+        state = job.walk.current().tensors  # a resume makes it in another order
+        tensors = sorted((item.name, tuple(item.tensor.shape), dtype_name(item.tensor.dtype)) for item in state)
+        model = repr((tensors, sorted(fit.implementations(job.models, job.optimizers).items())))
+        kind, size_bytes = file_system(self._directory)
+        return Identity(
+            model=hashlib.sha256(model.encode()).hexdigest()[:32],
+            batch=self._batch or "",
+            plan="" if plan is None else plan.digest,
+            device=f"{device_name(job.models)[1]}, {os.cpu_count()} cores",
+            ranks=1 if plan is None else plan.fingerprint.ranks,
+            file_system=f"{kind or 'unknown'}, {size_bytes} bytes",
+        )

@@ -1,0 +1,90 @@
+"""A job in pure arithmetic: iterations, captures and persists that take what they are told to, and a controller."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from checkflow.runtime.frequency import Controller
+from checkflow.runtime.policy import Asked
+from checkflow.runtime.samples import Iteration
+
+
+@dataclass
+class SimulatedJob:
+    """Its costs may be changed between two runs.
+
+    A capture lengthens the first iteration after its boundary by ``capture_seconds``. A persist lasts
+    ``persist_seconds`` of the job's time, and each second of it lengthens training by ``slowdown``. One is under way;
+    the newest capture waits, as with :class:`checkflow.runtime.persist.Writer`.
+    """
+
+    asked: Asked = field(default_factory=Asked)
+    iteration_seconds: float = 1.0
+    capture_seconds: float = 0.0
+    persist_seconds: float = 3.0
+    slowdown: float = 0.0
+    noise: float = 0.0  # standard deviation of an iteration, as a share of it
+    pauses: dict[int, float] = field(default_factory=dict)  # seconds, by iteration
+    unit: int = 1
+    epoch: int | None = None
+    seed: int = 0
+    fails: bool = False  # storage does not take anything
+    place: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.controller = Controller(self.asked, epoch_iterations=self.epoch)
+        self.controller.place(0, self.unit, **self.place)
+        self.number = 0
+        self.captures: list[int] = []
+        self.durable: list[int] = []
+        self._left_seconds = 0.0  # of the persist under way
+        self._waiting = self._begun = False
+        self._flying = 0
+
+    def run(self, iterations: int) -> float:
+        """So many iterations; returns by what share they took longer than without checkpoints and pauses."""
+        seconds = free_seconds = 0.0
+        for _ in range(iterations):
+            self.number += 1
+            own = self.iteration_seconds * max(0.1, self.random.gauss(1, self.noise))
+            taken = own + (self.capture_seconds if self._begun else 0.0)
+            persisting, ended = self._left_seconds > 0, False
+            if persisting:
+                part = min(self._left_seconds, taken)
+                taken += part * self.slowdown
+                self._left_seconds -= part
+                ended = self._left_seconds < 1e-9
+            seconds, free_seconds = seconds + taken, free_seconds + own
+            self.controller.ended(
+                Iteration(
+                    self.number, taken + self.pauses.get(self.number, 0.0), captured=self._flying > 0,
+                    persisted=persisting, persist_seconds=self.persist_seconds if ended and not self.fails else None,
+                )
+            )  # fmt: skip
+            self._at_boundary(ended)
+        return seconds / free_seconds - 1 if free_seconds else 0.0
+
+    def _at_boundary(self, ended: bool) -> None:
+        if ended:
+            self._left_seconds = self.persist_seconds if self._waiting else 0.0
+            self._waiting = False
+        self._begun, self._flying = False, max(0, self._flying - 1)
+        if not self.controller.is_due(self.number):
+            return
+        durable = self.controller.is_durable(self.number)
+        self.controller.captured(self.number, durable=durable)
+        self.captures.append(self.number)
+        self._begun, self._flying = True, self.unit
+        if durable:
+            self.durable.append(self.number)
+            self._waiting = self._left_seconds > 0
+            self._left_seconds = self._left_seconds or self.persist_seconds
+
+    @property
+    def intervals(self) -> tuple[int, int] | None:
+        """Of captures in memory, and of those on storage."""
+        now = self.controller.intervals
+        return None if now is None else (now.memory, now.disk)

@@ -1,0 +1,342 @@
+"""The controller of the intervals, on simulated jobs: nothing here takes time."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated import SimulatedJob
+
+from checkflow.runtime.frequency import BAND, HISTORY
+from checkflow.runtime.policy import Asked, Costs, choose
+
+PROFILE = 110  # iterations after which every simulated job here is profiled
+
+
+def gaps(numbers: list[int]) -> set[int]:
+    return {later - earlier for earlier, later in itertools.pairwise(numbers)}
+
+
+@pytest.mark.parametrize(
+    ("job", "expected", "reason"),
+    [
+        ({"persist_seconds": 0.5}, (1, 1), "plan"),
+        ({}, (1, 3), "persist"),
+        ({"slowdown": 0.1}, (1, 9), "overhead"),
+        ({"capture_seconds": 0.1}, (3, 3), "persist"),
+        ({"capture_seconds": 0.35, "persist_seconds": 0.5}, (10, 10), "overhead"),
+        ({"capture_seconds": 0.005, "slowdown": 0.25, "persist_seconds": 2.0}, (1, 17), "overhead"),
+        ({"unit": 3}, (3, 3), "plan"),
+        ({"unit": 3, "persist_seconds": 10.0}, (3, 12), "persist"),
+        ({"unit": 3, "capture_seconds": 0.35, "persist_seconds": 1.0}, (12, 12), "overhead"),
+        ({"epoch": 1, "slowdown": 0.1}, (1, 9), "overhead"),
+        ({"epoch": 10_000, "slowdown": 0.1}, (1, 9), "overhead"),
+        ({"place": {"tiers": False}, "slowdown": 0.1}, (9, 9), "overhead"),
+        ({"place": {"planned": False}, "capture_seconds": 0.7, "persist_seconds": 2.0}, (20, 20), "overhead"),
+        ({"place": {"planned": False}, "persist_seconds": 7.5}, (8, 8), "persist"),
+        ({"asked": Asked(0.01), "slowdown": 0.1}, (1, 30), "overhead"),
+        ({"asked": Asked(0.0)}, (1, 3), "persist"),
+        ({"asked": Asked(mtbf_seconds=5000.0), "capture_seconds": 0.1}, (3, 33), "mtbf"),
+    ],
+)
+def test_what_a_profile_comes_to(job: dict[str, Any], expected: tuple[int, int], reason: str) -> None:
+    """Exact times give the interval of the formula, and nothing changes it afterwards."""
+    simulated = SimulatedJob(**job)
+    simulated.run(PROFILE)
+    assert simulated.intervals == expected
+    assert simulated.controller.report.reason == reason
+    allowed = simulated.asked.overhead
+    assert simulated.run(600 * expected[1]) <= allowed * 1.01 + 1e-9
+    assert simulated.intervals == expected
+    assert len(simulated.controller.changes) == 1
+    report = simulated.controller.report
+    assert report.baseline_seconds == pytest.approx(1.0)
+    assert report.overhead_share == pytest.approx(simulated.run(60 * expected[1]), abs=0.003)
+
+
+def test_a_profile_in_order() -> None:
+    """As planned, storage as fast as it goes; then storage rests; then nothing is captured; then by the intervals."""
+    job = SimulatedJob(slowdown=0.1)
+    job.run(PROFILE)
+    (change,) = job.controller.changes
+    before = [number for number in job.captures if number < change.step]
+    resting, free = job.durable.index(25), before[-1] + 1
+    assert before == list(range(1, free))
+    assert job.durable[: resting + 1] == list(range(1, 26))
+    assert change.step - free == 5
+    assert 50 <= change.step <= 70
+    assert [n for n in job.captures if n > change.step] == list(range(change.step + 1, PROFILE + 1))
+    assert gaps([number for number in job.durable if number >= change.step]) == {9}
+
+
+@pytest.mark.parametrize(("epoch", "length"), [(1, 16), (100, 16), (3000, 30), (5000, 50), (10**6, 50), (None, 50)])
+def test_a_profile_is_no_longer_than_checkfreqs(epoch: int | None, length: int) -> None:
+    job = SimulatedJob(persist_seconds=0.5, epoch=epoch)
+    job.run(PROFILE)
+    assert job.controller.changes[0].step - length in range(15)
+
+
+def test_without_a_plan_one_checkpoint_is_tried_after_free_iterations() -> None:
+    job = SimulatedJob(capture_seconds=5.0, place={"planned": False})
+    job.run(40)
+    assert job.captures == [25]
+    assert job.intervals is not None
+    job.run(400)
+    assert gaps(job.captures) == {job.intervals[1]}
+
+
+def test_a_trial_that_fails_is_made_again() -> None:
+    job = SimulatedJob(place={"planned": False}, fails=True)
+    job.run(200)
+    assert job.captures == [25, 75, 125, 175]
+    assert job.intervals is None
+
+
+def test_a_cost_that_may_be_nothing_grows_an_interval_without_end() -> None:
+    job = SimulatedJob(Asked(0.0), capture_seconds=0.5)
+    job.run(1000)
+    assert job.intervals == (256, 256)
+    job.capture_seconds = 0.0
+    job.run(60 * 256)
+    assert job.intervals == (1, 3)
+
+
+INTERFERENCE = [
+    ({"slowdown": 0.1}, {"persist_seconds": 9.0}),
+    ({"slowdown": 0.1}, {"persist_seconds": 6.0, "slowdown": 0.3}),
+    ({"capture_seconds": 0.02}, {"capture_seconds": 0.2}),
+    ({"capture_seconds": 0.02, "slowdown": 0.05}, {"capture_seconds": 0.06, "slowdown": 0.2}),
+    ({"persist_seconds": 2.0}, {"persist_seconds": 40.0}),
+    ({"place": {"planned": False}, "capture_seconds": 0.5}, {"capture_seconds": 1.0, "persist_seconds": 20.0}),
+    ({"unit": 4, "capture_seconds": 0.1, "slowdown": 0.05}, {"capture_seconds": 0.3, "slowdown": 0.2}),
+]
+
+
+@pytest.mark.parametrize(("job", "interference"), INTERFERENCE)
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_interference_comes_and_goes(job: dict[str, Any], interference: dict[str, float], noise: float) -> None:
+    """The paper's Table 5, and what it leaves out: the interval comes down again when the other job has ended."""
+    simulated = SimulatedJob(noise=noise, seed=5, **job)
+    assert simulated.run(600) < 0.06
+    usual, before = simulated.intervals, {name: getattr(simulated, name) for name in interference}
+    assert usual is not None
+    for name, value in interference.items():
+        setattr(simulated, name, value)
+    simulated.run(300)
+    assert simulated.run(1000) <= 0.035 * (1 + BAND) + 0.1 * noise
+    under = simulated.intervals
+    assert under is not None
+    assert under != usual
+    assert min(under[0] - usual[0], under[1] - usual[1]) >= 0
+    for name, value in before.items():
+        setattr(simulated, name, value)
+    simulated.run(40 * under[1])
+    assert simulated.intervals is not None
+    for now, then in zip(simulated.intervals, usual, strict=True):
+        assert abs(now - then) <= (0.0 if not noise else max(simulated.unit, 0.25 * then))
+    assert simulated.run(1000) <= 0.035 * (1 + BAND) + 0.1 * noise
+
+
+def test_growth_is_fast_and_shrinking_slow() -> None:
+    job = SimulatedJob(slowdown=0.1)
+    job.run(500)
+    job.persist_seconds = 30.0
+    job.run(150)
+    grown = [change for change in job.controller.changes if change.step > 500]
+    assert grown[-1].disk == math.ceil(3.0 / 0.035)
+    assert len(grown) <= 2
+    job.run(2000)
+    settled = len(job.controller.changes)
+    job.persist_seconds = 3.0
+    job.run(4000)
+    down = [86, *(change.disk for change in job.controller.changes[settled:])]
+    assert down[-1] == 9
+    assert all(later >= earlier / 2 for earlier, later in itertools.pairwise(down))
+    steps = [change.step for change in job.controller.changes[settled:]]
+    waits = [later - earlier for earlier, later in itertools.pairwise(steps)]
+    assert all(wait >= 4 * disk for wait, disk in zip(waits, down[1:], strict=False))  # so many persists between them
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"slowdown": 0.1}, {"capture_seconds": 0.01, "persist_seconds": 0.5}, {"persist_seconds": 2.5},
+        {"capture_seconds": 0.005, "slowdown": 0.2}, {"place": {"planned": False}, "capture_seconds": 1.0},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("seed", range(4))
+def test_noise_moves_no_interval(job: dict[str, Any], seed: int) -> None:
+    """Three per cent of noise, nearly the whole allowance: the interval stays near what exact times give."""
+    simulated = SimulatedJob(noise=0.03, seed=seed, **job)
+    simulated.run(PROFILE)
+    first = simulated.intervals
+    exact = SimulatedJob(**job)
+    exact.run(PROFILE)
+    assert first is not None
+    assert exact.intervals is not None
+    assert first[1] <= 2 * exact.intervals[1] + 1
+    simulated.run(6000)
+    assert len(simulated.controller.changes) <= 8
+    assert simulated.intervals is not None
+    assert exact.intervals[1] * 0.6 - 1 <= simulated.intervals[1] <= exact.intervals[1] * 1.5 + 1
+
+
+def test_pauses_and_a_single_slow_checkpoint_change_nothing() -> None:
+    job = SimulatedJob(slowdown=0.1, pauses=dict.fromkeys(range(130, 5000, 97), 50.0))
+    job.run(PROFILE)
+    job.run(5000)
+    assert len(job.controller.changes) == 1
+    job.persist_seconds = 60.0
+    job.run(9)
+    job.persist_seconds = 3.0
+    job.run(2000)
+    assert len(job.controller.changes) == 1
+
+
+def test_training_that_becomes_slower_is_no_overhead() -> None:
+    """A checkpoint of every iteration leaves no free one; longer sequences look like interference until a control."""
+    job = SimulatedJob(capture_seconds=0.01, persist_seconds=0.4)
+    job.run(300)
+    assert job.intervals == (1, 1)
+    job.iteration_seconds = 2.0
+    job.run(400)
+    assert job.intervals == (1, 1)
+    assert job.controller.report.baseline_seconds == 2.0
+    job.iteration_seconds = 0.2  # the same checkpoint is five times as much of it, and storage falls behind
+    job.run(400)
+    assert job.intervals == (2, 2)
+
+
+def test_controls_are_rare_and_short() -> None:
+    job = SimulatedJob(persist_seconds=0.5)
+    job.run(4000)
+    assert job.intervals == (1, 1)
+    left_out = 4000 - len([number for number in job.captures if number > 100]) - 100
+    assert 60 <= left_out <= 140
+    assert gaps(job.captures) <= {1, *range(5, 9)}
+
+
+def test_a_known_job_is_not_profiled() -> None:
+    known = Costs(1.0, 0.01, 3.0, 0.3)
+    job = SimulatedJob(place={"known": known})
+    expected = choose(known, 1, 0.035)
+    assert expected is not None
+    assert job.intervals == (expected.memory, expected.disk)
+    job.capture_seconds, job.slowdown = 0.01, 0.1
+    job.run(500)
+    assert job.durable[0] == expected.disk
+    assert [change.step for change in job.controller.changes] == [0]
+    other = SimulatedJob(place={"known": dataclasses.replace(known, interference_seconds=30.0)})
+    other.run(10_000)  # it was wrong: what is measured takes its place
+    assert other.intervals == (1, 3)
+
+
+def test_another_plan_is_profiled_anew() -> None:
+    job = SimulatedJob(slowdown=0.1)
+    job.run(200)
+    job.unit = 4
+    job.controller.place(job.number, 4)
+    assert job.intervals is None
+    since = len(job.captures)
+    job.run(PROFILE)
+    assert all(number % 4 == 0 for number in job.captures[since:])
+    assert job.intervals == (4, 12)
+
+
+@pytest.mark.parametrize(
+    ("unit", "iteration", "expected"), [(1, 1.0, 30), (7, 1.0, 28), (1, 0.25, 120), (1, 45.0, 1), (4, 45.0, 4)]
+)
+def test_seconds(unit: int, iteration: float, expected: int) -> None:
+    job = SimulatedJob(Asked(every_seconds=30.0), unit=unit, iteration_seconds=iteration, capture_seconds=0.01)
+    job.run(1000)
+    assert job.intervals == (expected, expected)
+    assert gaps(job.captures) == {expected}
+    assert job.captures == job.durable
+    assert job.captures[0] == expected  # no profile comes first
+    assert job.controller.report.reason == "every"
+
+
+def test_seconds_follow_training() -> None:
+    job = SimulatedJob(Asked(every_seconds=30.0), noise=0.02)
+    job.run(1000)
+    assert len(job.controller.changes) == 1
+    job.iteration_seconds = 2.0
+    job.run(1000)
+    assert job.intervals is not None
+    assert job.intervals[1] == pytest.approx(15, abs=1)
+    job.iteration_seconds = 1.0
+    job.run(1000)
+    assert job.intervals[1] == pytest.approx(30, abs=2)
+
+
+def test_a_number_of_iterations_overrides_everything() -> None:
+    job = SimulatedJob(Asked(every=4), slowdown=5.0, capture_seconds=5.0, place={"every": 4})
+    job.run(400)
+    assert job.captures == job.durable == list(range(4, 401, 4))
+    assert job.controller.changes == ()
+    assert job.controller.report.reason == "every"
+
+
+def test_a_clock_that_stands_still_tells_nothing() -> None:
+    job = SimulatedJob(iteration_seconds=0.0, slowdown=0.1)
+    job.run(500)
+    assert job.intervals is None
+    assert job.captures == job.durable == list(range(1, 501))
+
+
+def test_what_changes_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "checkflow"):
+        job = SimulatedJob(capture_seconds=0.005, slowdown=0.1)
+        job.run(PROFILE)
+        (record,) = caplog.records
+        step = job.controller.changes[0].step
+        assert record.getMessage() == (
+            f"from step {step} on a checkpoint every 10 iterations, and one in host memory every 1: one costs "
+            "305 ms of training, and may cost 3.5 % of iterations of 1.00 s"
+        )
+        job.run(500)
+        assert len(caplog.records) == 1
+        job.slowdown, job.persist_seconds = 0.0, 40.0
+        job.run(500)
+        assert caplog.records[-1].getMessage().endswith("storage takes 40.0 s for one")
+
+
+def test_the_history_is_bounded() -> None:
+    job = SimulatedJob(persist_seconds=2.0)
+    for turn in range(2 * HISTORY):  # growing from 2 to 9 is one change, shrinking two
+        job.persist_seconds = 9.0 if turn % 2 else 2.0
+        job.run(100)
+    assert len(job.controller.changes) == HISTORY
+
+
+seconds = st.floats(0.0, 5.0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 5), seconds, seconds, st.floats(0.0, 0.5), st.floats(0.0, 0.1), st.booleans(), st.booleans(),
+    st.integers(0, 99),
+)  # fmt: skip
+def test_whatever_the_costs(
+    unit: int, capture: float, persist: float, slowdown: float, noise: float, planned: bool, tiers: bool, seed: int
+) -> None:
+    job = SimulatedJob(
+        capture_seconds=capture, persist_seconds=persist + 0.01, slowdown=slowdown, noise=noise, unit=unit, seed=seed,
+        place={"planned": planned, "tiers": tiers},
+    )  # fmt: skip
+    job.run(700)
+    assert all(number % unit == 0 for number in job.captures)
+    assert set(job.durable) <= set(job.captures)
+    for change in job.controller.changes:
+        assert change.memory % unit == change.disk % change.memory == 0
+        assert (planned and tiers) or change.memory == change.disk
+    assert job.intervals is not None
+    job.run(3 * job.intervals[1] + 100)
+    assert job.number - job.captures[-1] <= job.intervals[0] + 30
+    assert job.run(2000) <= 0.035 * 1.1 + 0.5 * noise + 0.005  # what is lost in noise is not seen

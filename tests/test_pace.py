@@ -1,0 +1,345 @@
+"""How often a real job is checkpointed: small ones, whose clock is the test's and goes on by what the test says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_checkpoint_is, clone_state, random_plan
+from own_plans import Beside, Job
+from torch.utils.data import TensorDataset
+
+from checkflow import plan as plans
+from checkflow.errors import TraceError
+from checkflow.plan import Plan
+from checkflow.runtime import checkpointer as checkpointers
+from checkflow.runtime import pace
+from checkflow.runtime.checkpointer import Checkpointer
+from checkflow.runtime.loader import DataLoader
+from checkflow.runtime.persist import Persisted, Writer
+from checkflow.runtime.profile_cache import NAME
+from checkflow.runtime.reader import find
+
+
+class World:
+    """The clock of a job: an iteration takes a second, and longer for each persist that ends in it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.persist_seconds = 0.5  # as the writer measures it
+        self.added_seconds = 0.25  # to training, by each
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    """Also: random plans have no link, and storage takes as long as the world says."""
+    world = World()
+    rule(world, monkeypatch)
+    return world
+
+
+def rule(world: World, patch: pytest.MonkeyPatch) -> None:
+    persist = Writer._persist
+
+    def timed(self: Writer, capture: Any) -> Persisted:
+        return dataclasses.replace(persist(self, capture), seconds=world.persist_seconds)
+
+    patch.setattr(checkpointers, "check_plan", plans.validate)
+    patch.setattr(pace, "clock", world)
+    patch.setattr(Writer, "_persist", timed)
+
+
+def plan_for(width: int = 16, interval: int = 1) -> Plan:
+    job = Job(width)
+    job.iterate()
+    return random_plan(job.models, job.optimizers, 0, interval=interval)
+
+
+def open_job(job: Job, directory: Path, plan: Any = None, loader: Any = None, **options: Any) -> Checkpointer:
+    chosen = {"audit": 0, "keep_latest": 500, "on_error": "raise", **options}
+    return Checkpointer(job.models, job.optimizers, loader, directory=directory, plan=plan or plan_for(), **chosen)
+
+
+def train(
+    job: Job, checkpointer: Checkpointer, world: World, until: int, before: Callable[[int], Any] = lambda n: None
+) -> None:
+    for n in checkpointer.steps(until):
+        before(n)
+        iterate(job, checkpointer, world)
+
+
+def iterate(job: Job, checkpointer: Checkpointer, world: World, *batch: torch.Tensor) -> None:
+    """One iteration, at the end of which storage is at rest."""
+    writer = checkpointer._boundaries._saving.writer
+    committed = writer.committed
+    job.iterate(*batch)
+    with writer._changed:  # what is held back is not waited for
+        while writer._waiting or writer._busy:
+            writer._changed.wait()
+    world.now += 1.0 + (writer.committed - committed) * world.added_seconds
+
+
+def steps(directory: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in find(directory))
+
+
+def frequency(checkpointer: Checkpointer) -> dict[str, Any]:
+    found: dict[str, Any] = checkpointer.report()["frequency"]
+    return found
+
+
+def test_a_job_is_profiled_and_its_profile_kept(tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    with caplog.at_level(logging.INFO, "checkflow"), open_job(job, tmp_path) as checkpointer:
+        before = frequency(checkpointer)
+        assert (before["reason"], before["memory_interval"], before["disk_interval"]) == ("profile", 1, None)
+        train(job, checkpointer, world, 120)
+        truth = clone_state(job.models, job.optimizers)
+    told = frequency(checkpointer)
+    # 0.25 s in each of k iterations of a second are 3.5 %: k is 7.14, or one more.
+    assert (told["memory_interval"], told["disk_interval"], told["reason"]) == (1, 8, "overhead")
+    assert told["baseline_seconds"] == 1.0
+    assert told["persist_seconds"] == 0.5
+    assert told["persist_cost_seconds"] == pytest.approx(0.25)
+    assert told["capture_cost_seconds"] == 0.0
+    assert told["overhead_share"] == pytest.approx(0.25 / 8)
+    (change,) = told["changes"]
+    assert f"from step {change['step']} on a checkpoint every 8 iterations" in caplog.text
+    durable = [step for step in steps(tmp_path) if step > change["step"]]
+    assert durable == [*range(durable[0], 120, 8), 120]
+    assert checkpointer.report()["captures"] >= 100
+    assert_checkpoint_is(find(tmp_path)[0], truth)
+    assert json.loads((tmp_path / NAME).read_text())["interference_seconds"] == pytest.approx(0.25)
+
+    again = Job()
+    with open_job(again, tmp_path) as checkpointer:
+        train(again, checkpointer, world, 160)
+    (change,) = frequency(checkpointer)["changes"]
+    assert (change["step"], change["memory"], change["disk"]) == (121, 1, 8)
+    assert [step for step in steps(tmp_path) if step > 120] == [128, 136, 144, 152, 160]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The profile of a small job, as it was kept."""
+    directory = tmp_path_factory.mktemp("profiled")
+    with pytest.MonkeyPatch.context() as patch:
+        world = World()
+        rule(world, patch)
+        job = Job()
+        with open_job(job, directory) as checkpointer:
+            train(job, checkpointer, world, 80)
+    return (directory / NAME).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("none", ""), ("width", ""), ("batch", ""), ("file system", ""), ("plan", ""), ("a FIFO", "EOF"),
+        ("damage", "Invalid JSON"), ("nonsense", "an iteration takes none"), ("negative", "a time in it is negative"),
+        ("more", "Unexpected keyword"), ("infinite", "finite"), ("a folder", "Is a directory"),
+    ],
+)  # fmt: skip
+def test_a_profile_of_another_job_does_not_count(
+    change: str, said: str, kept: bytes, tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    job, plan, file, content = Job(), plan_for(), tmp_path / NAME, json.loads(kept)
+    file.write_bytes(kept)
+    if change == "width":
+        job, plan = Job(32), plan_for(32)
+    elif change == "batch":
+        job.batch_size = 7
+    elif change == "plan":
+        plan = plan_for(interval=2)
+    elif change == "file system":
+        monkeypatch.setattr(pace, "file_system", lambda path: ("nfs", 1))
+    elif change == "damage":
+        file.write_bytes(kept[:-5])
+    elif change == "nonsense":
+        file.write_text(json.dumps({**content, "iteration_seconds": 0.0}))
+    elif change == "negative":
+        file.write_text(json.dumps({**content, "persist_seconds": -1.0}))
+    elif change == "infinite":
+        file.write_text(json.dumps({**content, "persist_seconds": float("inf")}))
+    elif change == "more":
+        file.write_text(json.dumps({**content, "unknown": 1}))
+    elif change == "a FIFO":
+        file.unlink()
+        os.mkfifo(file)
+    elif change == "a folder":
+        file.unlink()
+        file.mkdir()
+    with open_job(job, tmp_path, plan) as checkpointer:
+        train(job, checkpointer, world, 3)
+    told = frequency(checkpointer)
+    assert (told["reason"], told["disk_interval"]) == (("overhead", 8) if change == "none" else ("profile", None))
+    assert ("passing over" in caplog.text) == bool(said)
+    assert said in caplog.text
+
+
+def test_a_profile_that_cannot_be_kept_is_no_reason_to_fail(
+    tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / NAME).mkdir()
+    job = Job()
+    with open_job(job, tmp_path) as checkpointer:
+        train(job, checkpointer, world, 80)
+    assert frequency(checkpointer)["disk_interval"] == 8
+    assert "cannot keep the profile" in caplog.text
+
+
+def test_what_storage_did_not_take_is_written_at_the_end(tmp_path: Path, world: World) -> None:
+    """The newest capture is in host memory; an error in the loop is no reason to lose it."""
+    job, truth = Job(), {}
+
+    def failing(n: int) -> None:
+        if n == 101:
+            truth.update(clone_state(job.models, job.optimizers))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), open_job(job, tmp_path) as checkpointer:
+        train(job, checkpointer, world, 120, failing)
+    assert frequency(checkpointer)["disk_interval"] == 8
+    assert steps(tmp_path)[-1] == 101
+    assert 101 - steps(tmp_path)[-2] <= 8
+    assert_checkpoint_is(find(tmp_path)[0], truth)
+
+
+@pytest.mark.parametrize("host_buffers", [1, 2, 3])
+def test_few_buffers(host_buffers: int, tmp_path: Path, world: World) -> None:
+    """Whoever needs a buffer that a capture is held back in gets it; also where the layout grows."""
+    job = Job()
+
+    def before(n: int) -> None:
+        if n == 90:
+            job.model.register_buffer("late", torch.zeros(200_000))
+
+    with open_job(job, tmp_path, host_buffers=host_buffers) as checkpointer:
+        train(job, checkpointer, world, 130, before)
+        truth = clone_state(job.models, job.optimizers)
+    told = frequency(checkpointer)
+    assert (told["memory_interval"], told["disk_interval"]) == (8 if host_buffers == 1 else 1, 8)
+    report = checkpointer.report()
+    assert report["failed"] == 0
+    assert report["committed"] + report["superseded"] == report["captures"]
+    assert steps(tmp_path)[-1] == 130
+    assert_checkpoint_is(find(tmp_path)[0], truth)
+
+
+def test_a_slow_disk_and_one_that_recovers(tmp_path: Path, world: World) -> None:
+    job = Job()
+    with open_job(job, tmp_path) as checkpointer:
+        train(job, checkpointer, world, 100)
+        world.persist_seconds, world.added_seconds = 20.0, 0.0
+        train(job, checkpointer, world, 200)
+        slow = frequency(checkpointer)
+        assert (slow["disk_interval"], slow["reason"]) == (20, "persist")
+        world.persist_seconds, world.added_seconds = 0.5, 0.25
+        train(job, checkpointer, world, 420)
+    assert frequency(checkpointer)["disk_interval"] == 8
+    assert [change["disk"] for change in frequency(checkpointer)["changes"]] == [8, 20, 10, 8]
+
+
+def test_ends_of_epochs_are_saved_and_count_for_nothing(tmp_path: Path, world: World) -> None:
+    """Validation follows each epoch and takes a minute; it is neither training's time nor a checkpoint's."""
+    job = Job()
+    loader = DataLoader(TensorDataset(torch.randn(240, 8), torch.randint(0, 5, (240,))), 6)
+    with open_job(job, tmp_path, loader=loader) as checkpointer:
+        for _ in checkpointer.epochs(4):
+            for x, y in checkpointer.loader:
+                iterate(job, checkpointer, world, x, y)
+            world.now += 60.0
+    told = frequency(checkpointer)
+    assert told["baseline_seconds"] == 1.0
+    assert told["disk_interval"] == 8
+    assert {40, 80, 120, 160} <= set(steps(tmp_path))
+
+
+@pytest.mark.parametrize("epochs", [60, 3])
+def test_epochs_of_one_batch(epochs: int, tmp_path: Path, world: World) -> None:
+    job = Job()
+    loader = DataLoader(TensorDataset(torch.randn(6, 8), torch.randint(0, 5, (6,))), 6)
+    with open_job(job, tmp_path, loader=loader) as checkpointer:
+        for _ in checkpointer.epochs(epochs):
+            for x, y in checkpointer.loader:
+                iterate(job, checkpointer, world, x, y)
+    assert steps(tmp_path) == list(range(1, epochs + 1))  # the end of an epoch is saved, whatever it costs
+
+
+class _Refusing(Beside):
+    def recorder(self, *arguments: Any, **keywords: Any) -> Any:
+        raise TraceError("this job cannot be recorded")
+
+
+def test_a_job_that_gets_no_plan_has_a_period(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checkpointers, "make_planner", _Refusing)
+    job = Job()
+    world.added_seconds = 0.5
+    with Checkpointer(job.models, job.optimizers, directory=tmp_path, keep_latest=50) as checkpointer:
+        train(job, checkpointer, world, 150)
+        truth = clone_state(job.models, job.optimizers)
+    told = frequency(checkpointer)
+    assert (told["memory_interval"], told["disk_interval"], told["reason"]) == (15, 15, "overhead")
+    saved = steps(tmp_path)
+    assert saved[0] in range(25, 30)  # for trial, after free iterations
+    assert saved == [*range(saved[0], 150, 15), 150]
+    assert_checkpoint_is(find(tmp_path)[0], truth)
+    assert "as often as overhead= and every= allow" in caplog.text
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_every_so_many_seconds(interval: int, tmp_path: Path, world: World) -> None:
+    job = Job()
+    with open_job(job, tmp_path, plan_for(interval=interval), every="30s") as checkpointer:
+        train(job, checkpointer, world, 70)
+    k = 30 if interval == 1 else 32
+    assert steps(tmp_path) == [k, 2 * k, 70]
+    assert frequency(checkpointer)["disk_interval"] == k
+    assert not (tmp_path / NAME).exists()
+
+
+def test_failures_known_to_be_rare_make_checkpoints_rare(tmp_path: Path, world: World) -> None:
+    job = Job()
+    with open_job(job, tmp_path, mtbf="4h") as checkpointer:
+        train(job, checkpointer, world, 120)
+    told = frequency(checkpointer)
+    assert told["reason"] == "mtbf"
+    assert told["disk_interval"] == 85  # Young's sqrt(2 * 0.25 * 14400) is 84.9
+    assert told["memory_interval"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"every": "often"}, r"every: not a time: 'often' \(write it like 30s, 10min or 4h\)"),
+        ({"every": "0s"}, "every: '0s' is no time to wait"),
+        ({"every": 0}, "every must be a whole number of iterations, at least 1, text"),
+        ({"every": True}, "every must be"),
+        ({"every": 1.5}, "every must be"),
+        ({"mtbf": 0}, "mtbf must be seconds, more than 0"),
+        ({"mtbf": float("inf")}, "mtbf must be"),
+        ({"mtbf": "4 hours"}, "mtbf: not a time"),
+        ({"mtbf": 3600, "every": 5}, "every says how often already: pass every or mtbf"),
+        ({"mtbf": "1h", "every": "30s"}, "every says how often already: pass every or mtbf"),
+        ({"overhead": -0.1}, "overhead must be"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], said: str, tmp_path: Path) -> None:
+    job = Job()
+    with pytest.raises(ValueError, match=f"^{said}") as caught:
+        Checkpointer(job.models, job.optimizers, directory=tmp_path / "checkpoints", **arguments)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "checkpoints").exists()
