@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from checkflow.runtime.capture import Capture
-from checkflow.runtime.copy_engine import HostCopyEngine
+from checkflow.runtime.host_engine import HostCopyEngine
 from checkflow.runtime.execution import Execution
 from checkflow.runtime.persist import Writer
 from checkflow.runtime.staging import StagingBuffers

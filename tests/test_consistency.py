@@ -130,19 +130,19 @@ def test_a_deadline_ignored_is_caught(directory: Path, monkeypatch: pytest.Monke
     """The planted fault: chunks are not waited for, and the copy thread is kept from being quick by luck."""
     import threading
 
-    from checkflow.runtime import copy_engine
+    from checkflow.runtime import host_engine
 
     gate = threading.Event()
-    copy = copy_engine.HostCopyEngine._copy
+    copy = host_engine.HostCopyEngine._copy
 
-    def slow_copy(self: copy_engine.HostCopyEngine, chunks: Sequence[int]) -> None:
+    def slow_copy(self: host_engine.HostCopyEngine, chunks: Sequence[int]) -> None:
         gate.wait()
         copy(self, chunks)
 
-    monkeypatch.setattr(copy_engine, "SMALL_BYTES", 0)
-    monkeypatch.setattr(copy_engine.HostCopyEngine, "_copy", slow_copy)
-    wait = copy_engine.HostCopyEngine.wait
-    monkeypatch.setattr(copy_engine.HostCopyEngine, "wait", lambda self, chunks: None)
+    monkeypatch.setattr(host_engine, "SMALL_BYTES", 0)
+    monkeypatch.setattr(host_engine.HostCopyEngine, "_copy", slow_copy)
+    wait = host_engine.HostCopyEngine.wait
+    monkeypatch.setattr(host_engine.HostCopyEngine, "wait", lambda self, chunks: None)
     plan = warmed_plan("adam for-loop", 2)
     plan = dataclasses.replace(
         plan, chunks=tuple(dataclasses.replace(c, offload_step=0, snapshot_step=None) for c in plan.chunks)
@@ -154,7 +154,7 @@ def test_a_deadline_ignored_is_caught(directory: Path, monkeypatch: pytest.Monke
     iterate(0)
     next(run)  # the boundary of step 1: its capture begins
     iterate(1)  # and is written over, because nobody waits
-    monkeypatch.setattr(copy_engine.HostCopyEngine, "wait", wait)
+    monkeypatch.setattr(host_engine.HostCopyEngine, "wait", wait)
     gate.set()
     with pytest.raises(ConsistencyError, match="torn"):
         checkpointer.close()

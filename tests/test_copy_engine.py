@@ -1,4 +1,4 @@
-"""The copy engine's contract, on the engine for host memory."""
+"""The copy engine's contract, on the engine for host memory and on the one for GPUs (on a simulated device)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from fake_device import FakeDevice
 
-from checkflow.runtime.copy_engine import HostCopyEngine, Transfer
+from checkflow.runtime.copy_engine import CopyEngine, Transfer
+from checkflow.runtime.cuda_engine import CudaCopyEngine
+from checkflow.runtime.host_engine import HostCopyEngine
 
 
 class Memory:
@@ -37,15 +40,17 @@ class Memory:
         return self.target.raw == self.content
 
 
-@pytest.fixture
-def engine() -> Iterator[HostCopyEngine]:
-    engine = HostCopyEngine()
+@pytest.fixture(params=["host", "copies last", "copies first"])
+def engine(request: pytest.FixtureRequest) -> Iterator[CopyEngine]:
+    """What training writes here is written at once, as on a CPU; copies that may be late are late."""
+    order = request.param.removeprefix("copies ")
+    engine = HostCopyEngine() if order == "host" else CudaCopyEngine(FakeDevice(copies=order, prompt=True))
     yield engine
     engine.close()
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_writes_after_wait_or_snapshot_do_no_harm(engine: HostCopyEngine, seed: int) -> None:
+def test_writes_after_wait_or_snapshot_do_no_harm(engine: CopyEngine, seed: int) -> None:
     memory, rng = Memory(2_000_000, seed), random.Random(seed)
     complete = threading.Event()
     engine.begin(memory.transfers, complete.set)
@@ -71,7 +76,7 @@ def test_writes_after_wait_or_snapshot_do_no_harm(engine: HostCopyEngine, seed: 
     assert not engine._snapshots
 
 
-def test_snapshots_are_given_back_when_they_left_and_are_freed(engine: HostCopyEngine) -> None:
+def test_snapshots_are_given_back_when_they_left_and_are_freed(engine: CopyEngine) -> None:
     memory = Memory(100_000)
     engine.begin(memory.transfers, lambda: None)
     half = len(memory.transfers) // 2
@@ -87,7 +92,7 @@ def test_snapshots_are_given_back_when_they_left_and_are_freed(engine: HostCopyE
     assert engine.statistics().snapshot_peak_bytes == largest
 
 
-def test_nothing_moves_before_it_is_released(engine: HostCopyEngine) -> None:
+def test_nothing_moves_before_it_is_released(engine: CopyEngine) -> None:
     memory = Memory(10_000)
     engine.begin(memory.transfers, lambda: None)
     with pytest.raises(RuntimeError, match="never released"):
@@ -98,7 +103,7 @@ def test_nothing_moves_before_it_is_released(engine: HostCopyEngine) -> None:
     engine.abort()
 
 
-def test_an_aborted_capture_is_never_complete_and_the_next_one_works(engine: HostCopyEngine) -> None:
+def test_an_aborted_capture_is_never_complete_and_the_next_one_works(engine: CopyEngine) -> None:
     memory = Memory(4_000_000)
     called = threading.Event()
     engine.begin(memory.transfers, called.set)
@@ -116,7 +121,7 @@ def test_an_aborted_capture_is_never_complete_and_the_next_one_works(engine: Hos
     assert again.arrived
 
 
-def test_one_capture_at_a_time_and_an_empty_one(engine: HostCopyEngine) -> None:
+def test_one_capture_at_a_time_and_an_empty_one(engine: CopyEngine) -> None:
     called = threading.Event()
     engine.begin([], called.set)
     assert called.is_set()

@@ -1,0 +1,435 @@
+"""The copy engine for state in the memory of a device that runs behind the host: a CUDA GPU.
+
+What each method promises is :mod:`.copy_engine`'s. The engine speaks to the device in a handful of calls
+(:class:`StreamDevice`; the real one is :mod:`.cuda_device`), and blocks the host in ``finish`` and ``abort`` alone.
+A device does what is enqueued on one stream in order, and on several in any order that events leave open. So:
+
+1. Chunks cross the link on a stream of the engine's own, the side stream. Before each ``offload`` it waits for an event
+   of the stream that is current then: behind all that training has enqueued there, snapshots among it.
+2. Every so many bytes an event follows on the side stream. ``wait`` has the current stream wait for the one behind the
+   last chunk that is asked for: whatever training enqueues from then on comes after the copy.
+3. A snapshot is allocated and copied on the current stream, which orders it by itself. When it is given back, the
+   stream on which it was allocated waits for the event behind its offload before the memory returns to the allocator,
+   which may hand it out again at once, but to that stream only.
+4. Training may use several streams: backward runs on a thread with a current stream of its own. What others must come
+   behind is a *fence*: the boundary (before which all state was written), snapshots made, and events that a stream had
+   to wait for. Whenever the engine is called under a stream, that stream first waits for the fences that it has not
+   passed yet.
+5. When the last chunk has been ordered, a thread waits for the last event and calls ``on_complete``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from checkflow.errors import CheckflowError
+from checkflow.runtime.copy_engine import CopyRecord, CopyStatistics, Transfer
+
+# So much crosses the link between two events: a wait may last for as much more than what it waits for. At 50 GB/s these
+# are 0.7 ms, while an event costs the training thread some microseconds.
+EVENT_BYTES = 32 * 2**20
+MOST_PREPARED = 8  # lists of transfers: one for each staging buffer, and some of a layout before
+
+Stream = Hashable
+Event = Any
+Copies = Any
+
+
+class StreamDevice(Protocol):
+    """What the engine asks of a device. All calls but ``synchronize`` enqueue, or ask, and return at once.
+
+    Raises:
+        CheckflowError: the device refuses a call, or has failed; with its reason.
+    """
+
+    side: Stream  # the engine's own
+
+    def current(self) -> Stream:
+        """The stream on which the calling thread enqueues what it does."""
+
+    def allocate(self, size_bytes: int) -> tuple[int, object]:
+        """Memory for the current stream: its address, and what holds it.
+
+        Once that is dropped, it may be handed out again at once, to whatever is enqueued on this stream later.
+        """
+
+    def prepare(self, transfers: Sequence[Transfer]) -> Copies:
+        """Copies that are to be made together, in no order among themselves, once or again and again."""
+
+    def copy(self, copies: Copies, stream: Stream) -> None:
+        """Make these copies, in order behind what the stream has been given."""
+
+    def record(self, stream: Stream, *, timed: bool = False) -> Event:
+        """An event that happens when the device has come so far in this stream."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """What the stream is given from now on comes after the event."""
+
+    def done(self, event: Event) -> bool:
+        """Whether it has happened."""
+
+    def synchronize(self, event: Event) -> None:
+        """Return once it has happened; others of this process's threads go on."""
+
+    def seconds_between(self, before: Event, after: Event) -> float:
+        """Between two timed events; 0 if the later one has not happened yet."""
+
+    def recycle(self, events: Iterable[Event]) -> None:
+        """These may be recorded anew: nobody asks for them any more."""
+
+    def enter_thread(self) -> None:
+        """Called once on a thread that will call ``synchronize``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    address: int
+    holder: object
+    stream: Stream  # that it was allocated on
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What was ordered at one anchor; made into records when somebody asks."""
+
+    chunks: tuple[int, ...]
+    kind: Any
+    anchor: str
+
+
+class CudaCopyEngine:
+    """Copies from a device to host memory on a stream of its own: for training on a GPU.
+
+    The host never waits at an anchor. How much it does there goes with the number of parts that are copied: what lies
+    side by side in both memories is one, and lists of them are made once for each staging buffer.
+    """
+
+    def __init__(self, device: StreamDevice) -> None:
+        self._device = device
+        self._transfers: Sequence[Transfer] = ()
+        self._prepared: dict[int, tuple[Sequence[Transfer], dict[tuple[int, ...], list[_Part]]]] = {}
+        self._forget()
+        # Between the training thread and the one that waits for the end of a capture:
+        self._changed = threading.Condition()
+        self._on_complete: Callable[[], None] | None = None  # of the capture under way
+        self._awaited: Event | None = None  # behind its last chunk
+        self._complete = True
+        self._watching = self._delivering = self._closed = False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="checkflow-copy", daemon=True)
+        self._thread.start()
+
+    def begin(
+        self, transfers: Sequence[Transfer], on_complete: Callable[[], None], at_once: Sequence[Transfer] = ()
+    ) -> None:
+        if self._on_complete is not None:
+            raise RuntimeError("a capture is still running")
+        self._forget()
+        self._complete = not transfers and not at_once
+        if self._complete:
+            on_complete()
+            return
+        device = self._device
+        stream = device.current()
+        self._transfers, self._part_of = transfers, [-1] * len(transfers)
+        with self._changed:
+            self._on_complete, self._error = on_complete, None
+        if at_once:
+            device.copy(device.prepare(_merged(at_once)), stream)
+        self._fence(stream, self._event(stream))
+        device.wait(device.side, self._fences[0][1])
+        if not transfers:
+            self._seal()
+
+    def snapshot(self, chunks: Sequence[int], anchor: str) -> None:
+        stream = self._enter()
+        if forced := [chunk for chunk in chunks if self._part_of[chunk] >= 0 and chunk not in self._copied]:
+            self.wait(forced)  # they had to leave from their live tensors already
+        made: dict[int, _Snapshot] = {}
+        pieces = []
+        for chunk in chunks:
+            if self._part_of[chunk] >= 0 or chunk in self._copied:
+                continue
+            transfer = self._transfers[chunk]
+            address, holder = self._device.allocate(transfer.length_bytes)
+            made[chunk] = _Snapshot(address, holder, stream)
+            pieces.append(Transfer(transfer.source, address, transfer.length_bytes))
+        if not made:
+            return
+        before = self._event(stream, timed=True)
+        self._device.copy(self._device.prepare(_merged(pieces)), stream)
+        after = self._event(stream, timed=True)
+        self._fence(stream, after)
+        # Only now: an interrupt before this has it done again.
+        self._snapshots |= made
+        self._copied |= made.keys()
+        self._snapshot_spans.append((before, after))
+        self._held_bytes += sum(piece.length_bytes for piece in pieces)
+        self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+        self._orders.append(_Order(tuple(made), "snapshot", anchor))
+
+    def offload(self, chunks: Sequence[int], anchor: str) -> None:
+        stream = self._enter()
+        device, part_of = self._device, self._part_of
+        chosen = tuple(chunk for chunk in chunks if part_of[chunk] < 0)
+        if chosen:
+            device.wait(device.side, self._event(stream))
+            for part in self._parts(chosen):
+                if part.copies is not None:
+                    device.copy(part.copies, device.side)
+                self._ends.append(self._event(device.side))
+                for chunk in part.chunks:
+                    part_of[chunk] = len(self._ends) - 1
+                self._orders.append(_Order(part.chunks, "offload", anchor))
+        if -1 not in part_of:
+            self._seal()
+
+    def wait(self, chunks: Sequence[int]) -> None:
+        stream = self._enter()
+        last = max((self._part_of[chunk] for chunk in chunks), default=-1)
+        for chunk in chunks:
+            if self._part_of[chunk] < 0:
+                raise RuntimeError(f"chunk {chunk} is waited for before it was released")
+        if last >= self._guarded and not self._arrived(last):
+            self._hold(stream, last)
+            self._fence(None, self._ends[last])
+            self._behind[stream] = len(self._fences)
+            self._guarded = last + 1
+
+    def live(self, chunks: Sequence[int]) -> list[int]:
+        if self._on_complete is None:
+            return []
+        self._enter()
+        found = [chunk for chunk in chunks if chunk not in self._copied and not 0 <= self._part_of[chunk] < self._safe]
+        if found and self._advance():
+            found = [chunk for chunk in found if not 0 <= self._part_of[chunk] < self._safe]
+        return found
+
+    def free(self, chunks: Sequence[int]) -> None:
+        self._enter()
+        latest: dict[Stream, int] = {}
+        gone = []
+        for chunk in chunks:
+            snapshot, part = self._snapshots.get(chunk), self._part_of[chunk]
+            if snapshot is None or part < 0:
+                continue  # given back already; or not released yet, and given back at the end
+            gone.append(chunk)
+            latest[snapshot.stream] = max(part, latest.get(snapshot.stream, -1))
+        for stream, part in latest.items():
+            if not self._arrived(part):
+                self._hold(stream, part)
+        for chunk in gone:
+            del self._snapshots[chunk]
+            self._held_bytes -= self._transfers[chunk].length_bytes
+
+    def finish(self) -> None:
+        if -1 in self._part_of:
+            raise RuntimeError(f"chunk {self._part_of.index(-1)} was never released")
+        with self._changed:
+            while self._on_complete is not None or self._delivering:
+                if self._on_complete is not None and self._awaited is None:
+                    self._seal()  # an interrupt came just before it
+                self._changed.wait()
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+        # All of it has been read by now, which no stream needs to be told.
+        self._snapshots.clear()
+        self._held_bytes = 0
+
+    def abort(self) -> bool:
+        with self._changed:
+            complete = self._complete
+            self._on_complete = self._awaited = None
+        for stream in (self._device.side, *self._behind):
+            self._device.synchronize(self._event(stream))
+        with self._changed:
+            while self._watching or self._delivering:
+                self._changed.wait()
+        self._forget()
+        return complete
+
+    def close(self) -> None:
+        self.abort()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def log(self) -> tuple[CopyRecord, ...]:
+        return tuple(
+            CopyRecord(chunk, order.kind, order.anchor, self._transfers[chunk].length_bytes)
+            for order in self._orders
+            for chunk in order.chunks
+        )
+
+    def statistics(self) -> CopyStatistics:
+        seconds = [
+            sum(self._device.seconds_between(before, after) for before, after in spans)
+            for spans in (self._waited_spans, self._snapshot_spans)
+        ]
+        return CopyStatistics(*seconds, self._peak_bytes, 0)
+
+    # Events and fences
+
+    def _event(self, stream: Stream, *, timed: bool = False) -> Event:
+        event = self._device.record(stream, timed=timed)
+        self._events.append(event)
+        return event
+
+    def _fence(self, stream: Stream | None, event: Event) -> None:
+        """Every other stream of training has to come behind this event; the one that it was recorded on does."""
+        self._fences.append((stream, event))
+        if stream is not None:
+            self._behind[stream] = len(self._fences)
+
+    def _enter(self) -> Stream:
+        """The current stream, once it has been put behind all fences."""
+        stream = self._device.current()
+        for other, event in self._fences[self._behind.get(stream, 0) :]:
+            if other != stream:
+                self._device.wait(stream, event)
+        self._behind[stream] = len(self._fences)
+        return stream
+
+    def _hold(self, stream: Stream, part: int) -> None:
+        """Have a stream of training wait until a part has arrived; for how long is measured."""
+        before = self._event(stream, timed=True)
+        self._device.wait(stream, self._ends[part])
+        self._waited_spans.append((before, self._event(stream, timed=True)))
+
+    @property
+    def _safe(self) -> int:
+        """Of so many parts the live tensors may be written: they have arrived, or training waits for them."""
+        return max(self._guarded, self._arrived_parts)
+
+    def _advance(self) -> bool:
+        """Look which parts have arrived; whether there are more than before."""
+        before = self._arrived_parts
+        while self._arrived_parts < len(self._ends) and self._device.done(self._ends[self._arrived_parts]):
+            self._arrived_parts += 1
+        return self._arrived_parts > before
+
+    def _arrived(self, part: int) -> bool:
+        if part >= self._arrived_parts and self._device.done(self._ends[part]):
+            self._arrived_parts = part + 1  # those before it lie before it on the side stream
+        return part < self._arrived_parts
+
+    # Parts
+
+    def _parts(self, chunks: tuple[int, ...]) -> list[_Part]:
+        """Chunks in order, cut where an event is due; made once for each list of transfers where no snapshot is in."""
+        if not self._copied.isdisjoint(chunks):
+            return self._cut(chunks)
+        transfers, known = self._prepared.setdefault(id(self._transfers), (self._transfers, {}))
+        while len(self._prepared) > MOST_PREPARED:
+            del self._prepared[next(iter(self._prepared))]
+        if chunks not in known:
+            known[chunks] = self._cut(chunks)
+        return known[chunks]
+
+    def _cut(self, chunks: tuple[int, ...]) -> list[_Part]:
+        parts, begin, size_bytes = [], 0, 0
+        for end, chunk in enumerate(chunks, 1):
+            size_bytes += self._transfers[chunk].length_bytes
+            if size_bytes >= EVENT_BYTES or end == len(chunks):
+                parts.append(self._part(chunks[begin:end]))
+                begin, size_bytes = end, 0
+        return parts
+
+    def _part(self, chunks: tuple[int, ...]) -> _Part:
+        pieces = []
+        for chunk in chunks:
+            transfer, snapshot = self._transfers[chunk], self._snapshots.get(chunk)
+            source = transfer.source if snapshot is None else snapshot.address
+            pieces.append(Transfer(source, transfer.target, transfer.length_bytes))
+        merged = _merged(pieces)
+        return _Part(chunks, self._device.prepare(merged) if merged else None)
+
+    # The end of a capture
+
+    def _seal(self) -> None:
+        """Everything has been ordered: the thread waits for it."""
+        with self._changed:
+            if self._on_complete is not None and self._awaited is None:
+                self._awaited = self._event(self._device.side)
+                self._changed.notify_all()
+
+    def _run(self) -> None:
+        self._device.enter_thread()
+        while True:
+            with self._changed:
+                while self._awaited is None and not self._closed:
+                    self._changed.wait()
+                event = self._awaited
+                if event is None:
+                    return
+                self._watching = True
+            error = self._wait_for(event)
+            with self._changed:
+                callback = self._on_complete if self._awaited is event else None
+                if callback is not None:
+                    self._on_complete = self._awaited = None
+                    self._error, self._complete = error, error is None
+                self._watching = False
+                self._delivering = callback is not None and error is None
+                self._changed.notify_all()
+            if self._delivering and callback is not None:
+                try:
+                    callback()
+                finally:
+                    with self._changed:
+                        self._delivering = False
+                        self._changed.notify_all()
+
+    def _wait_for(self, event: Event) -> CheckflowError | None:
+        try:
+            self._device.synchronize(event)
+        except CheckflowError as error:  # the training thread raises it
+            return error
+        return None
+
+    def _forget(self) -> None:
+        """Nothing is under way."""
+        self._device.recycle(getattr(self, "_events", ()))
+        self._events: list[Event] = []  # recorded during this capture
+        self._transfers, self._part_of = (), []
+        self._ends: list[Event] = []  # behind each part, on the side stream
+        self._guarded = self._arrived_parts = 0  # parts that training waits for, or that are known to have arrived
+        self._snapshots: dict[int, _Snapshot] = {}
+        self._copied: set[int] = set()  # chunks that have, or had, one
+        self._fences: list[tuple[Stream | None, Event]] = []
+        self._behind: dict[Stream, int] = {}  # how many of the fences a stream has passed
+        self._orders: list[_Order] = []
+        self._waited_spans: list[tuple[Event, Event]] = []
+        self._snapshot_spans: list[tuple[Event, Event]] = []
+        self._held_bytes = self._peak_bytes = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Chunks that cross the link between two events; no copies where they are all empty."""
+
+    chunks: tuple[int, ...]
+    copies: Copies | None
+
+
+def _merged(transfers: Iterable[Transfer]) -> list[Transfer]:
+    """The same bytes in fewer pieces: those that follow each other in both memories are one, empty ones are none."""
+    merged: list[Transfer] = []
+    for transfer in transfers:
+        if not transfer.length_bytes:
+            continue
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and last.source + last.length_bytes == transfer.source
+            and last.target + last.length_bytes == transfer.target
+        ):
+            merged[-1] = Transfer(last.source, last.target, last.length_bytes + transfer.length_bytes)
+        else:
+            merged.append(transfer)
+    return merged

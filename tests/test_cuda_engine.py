@@ -1,0 +1,186 @@
+"""The engine for GPUs, on a simulated device: whatever order CUDA's rules permit, each capture is one boundary's state.
+
+Random iterations of training on several streams write what was captured as soon as they may; the device does what it is
+given as late, as early, and in as odd an order as it may.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from fake_device import FakeDevice
+
+from checkflow.errors import CheckflowError
+from checkflow.runtime import cuda_engine
+from checkflow.runtime.copy_engine import Transfer
+from checkflow.runtime.cuda_engine import CudaCopyEngine
+
+STREAMS = ("main", "backward", "user")
+
+
+@pytest.fixture(autouse=True)
+def _events_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_engine, "EVENT_BYTES", 64)
+
+
+@dataclass
+class Anchor:
+    """One place of an iteration: the stream that is current there, the engine's work, and what training writes after."""
+
+    stream: str
+    snapshot: list[int] = field(default_factory=list)
+    release: list[int] = field(default_factory=list)
+    due: list[int] = field(default_factory=list)
+    free: list[int] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    offset: int
+    size: int
+
+
+class Job:
+    """A job with random tensors on a simulated GPU, and random work at the anchors of its iterations."""
+
+    def __init__(self, device: FakeDevice, rng: random.Random) -> None:
+        self.device, self.rng = device, rng
+        sizes = [rng.choice((0, 1, 8, rng.randint(1, 200))) for _ in range(rng.randint(1, 6))]
+        self.size = sum(sizes)
+        self.memory = ctypes.create_string_buffer(self.size + 1)
+        self.tensors = [Tensor(sum(sizes[:index]), size) for index, size in enumerate(sizes)]
+        self.at_once = {index for index in range(len(sizes)) if rng.random() < 0.15}
+        self.chunks: list[tuple[int, int, int]] = []  # tensor, begin, length
+        for index, tensor in enumerate(self.tensors):
+            begin = 0
+            while index not in self.at_once and begin < tensor.size:
+                length = min(tensor.size - begin, rng.randint(1, 80))
+                self.chunks.append((index, tensor.offset + begin, length))
+                begin += length
+        if rng.random() < 0.3:
+            self.chunks.append((0, 0, 0))  # of a tensor that the job does not have
+        self.boundary = rng.choice(STREAMS)
+        self.anchors = [Anchor(self.boundary), *(Anchor(rng.choice(STREAMS)) for _ in range(rng.randint(0, 5)))]
+        self._draw_work()
+
+    def _draw_work(self) -> None:
+        rng, last = self.rng, len(self.anchors) - 1
+        due = {index: rng.randint(0, last) if rng.random() < 0.8 else None for index in range(len(self.tensors))}
+        for index, deadline in due.items():
+            if deadline is not None:
+                self.anchors[rng.randint(deadline, last)].written.append(index)
+        for chunk, (tensor, _, _) in enumerate(self.chunks):
+            deadline = due[tensor]
+            if rng.random() < 0.5:
+                made = rng.randint(0, last if deadline is None else deadline)
+                released = rng.randint(made, last)
+                self.anchors[made].snapshot.append(chunk)
+                if rng.random() < 0.7:
+                    self.anchors[rng.randint(released, last)].free.append(chunk)
+            else:
+                released = rng.randint(0, last if deadline is None else deadline)
+                if deadline is not None:
+                    self.anchors[deadline].due.append(chunk)
+            self.anchors[released].release.append(chunk)
+        for anchor in self.anchors:
+            rng.shuffle(anchor.release)
+
+    def transfers(self, target: int) -> tuple[list[Transfer], list[Transfer]]:
+        """Those of the chunks, and those of tensors that leave at once."""
+        base = ctypes.addressof(self.memory)
+        spans = [(self.tensors[index].offset, self.tensors[index].size) for index in sorted(self.at_once)]
+        return (
+            [Transfer(base + begin, target + begin, length) for _, begin, length in self.chunks],
+            [Transfer(base + begin, target + begin, length) for begin, length in spans],
+        )
+
+    def write(self, tensor: Tensor, content: bytes, stream: str) -> None:
+        if tensor.size:
+            self.device.write(ctypes.addressof(self.memory) + tensor.offset, content, stream)
+
+    def settle(self, content: bytes) -> None:
+        """An iteration ends: every stream has joined, and all state has its new values, or will have."""
+        device = self.device
+        for stream in STREAMS:
+            device.wait(self.boundary, device.record(stream))
+        for tensor in self.tensors:
+            self.write(tensor, content[tensor.offset : tensor.offset + tensor.size], self.boundary)
+
+    def run(self, engine: CudaCopyEngine, abort_at: int | None = None) -> None:
+        """One iteration with a capture under way. Training's other streams begin by waiting for the boundary's state.
+
+        No stream is told of what the engine enqueued on another: the engine itself has to see to it.
+        """
+        device = self.device
+        begun = device.record(self.boundary)
+        ready = {self.boundary}
+        for number, anchor in enumerate(self.anchors):
+            device.on_stream(anchor.stream)
+            if number == abort_at:
+                return
+            if number == 0:
+                self.begin()
+            engine.live([])
+            for work, chunks in ((engine.snapshot, anchor.snapshot), (engine.offload, anchor.release)):
+                if chunks:
+                    work(chunks, str(number))
+            if anchor.due:
+                engine.wait(anchor.due)
+            if anchor.free:
+                engine.free(anchor.free)
+            if anchor.stream not in ready:
+                device.wait(anchor.stream, begun)
+                ready.add(anchor.stream)
+            for index in anchor.written:
+                tensor = self.tensors[index]
+                self.write(tensor, b"\xdd" * tensor.size, anchor.stream)
+
+    def begin(self) -> None:
+        """Set by whoever captures."""
+
+
+@pytest.mark.parametrize("copies", ["first", "last", ""])
+@pytest.mark.parametrize("hasty", [0.0, 0.5])
+def test_every_capture_is_the_state_of_its_boundary(copies: str, hasty: float) -> None:
+    for seed in range(120):
+        rng = random.Random(seed)
+        device = FakeDevice(seed, copies=copies)
+        device.hasty = hasty
+        engine = CudaCopyEngine(device)
+        job = Job(device, rng)
+        targets = [ctypes.create_string_buffer(job.size + 1) for _ in range(2)]
+        prepared = [job.transfers(ctypes.addressof(target)) for target in targets]
+        lazy = rng.random() < 0.8
+        for number in range(4):
+            content, target = rng.randbytes(job.size), targets[number % 2]
+            job.settle(content)
+            arrived: list[bytes] = []
+            if lazy:
+                device.host_waits.clear()
+
+            def begin(number: int = number, target: object = target, arrived: list[bytes] = arrived) -> None:
+                transfers, at_once = prepared[number % 2]
+                engine.begin(transfers, lambda: arrived.append(target.raw[: job.size]), at_once)
+
+            job.begin = begin
+            aborted = rng.randint(1, len(job.anchors)) if rng.random() < 0.2 else None
+            job.run(engine, aborted)
+            device.host_waits.set()
+            if aborted is None:
+                engine.finish()
+                assert arrived == [content], (seed, number)
+            else:
+                complete = engine.abort()
+                assert complete == bool(arrived)
+                assert not device.uses(ctypes.addressof(target), job.size), (seed, number)
+                assert not device.uses(ctypes.addressof(job.memory), job.size, reads_only=True), (seed, number)
+                assert not engine._snapshots
+            assert device.allocated_bytes == 0
+            assert engine.statistics().snapshot_peak_bytes <= sum(length for _, _, length in job.chunks)
+        engine.close()
