@@ -30,6 +30,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """One chunk's bytes: from an address in device memory to one in host memory."""
@@ -61,6 +64,10 @@ class CopyStatistics:
 
 class CopyEngine(Protocol):
     """See the module's text for what each method promises."""
+
+    @property
+    def source(self) -> torch.device:
+        """The device whose memory it copies from."""
 
     def begin(
         self, transfers: Sequence[Transfer], on_complete: Callable[[], None], at_once: Sequence[Transfer] = ()

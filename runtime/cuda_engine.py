@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
 
 from checkflow.errors import CheckflowError
 from checkflow.runtime.copy_engine import CopyRecord, CopyStatistics, Transfer
@@ -46,6 +48,7 @@ class StreamDevice(Protocol):
     """
 
     side: Stream  # the engine's own
+    memory: torch.device  # whose memory it is
 
     def current(self) -> Stream:
         """The stream on which the calling thread enqueues what it does."""
@@ -96,8 +99,34 @@ class _Order:
     """What was ordered at one anchor; made into records when somebody asks."""
 
     chunks: tuple[int, ...]
-    kind: Any
+    kind: Literal["snapshot", "offload"]
     anchor: str
+
+
+@dataclass(slots=True)
+class _Capture:
+    """What has become of one capture so far; of parts that cross the link between two events, in order."""
+
+    transfers: Sequence[Transfer] = ()
+    part_of: list[int] = field(default_factory=list)  # the part that each chunk crosses in; -1: not ordered yet
+    ends: list[Event] = field(default_factory=list)  # behind each part, on the side stream
+    guarded: int = 0  # so many parts are waited for by training
+    arrived: int = 0  # so many parts are known to have arrived
+    snapshots: dict[int, _Snapshot] = field(default_factory=dict)  # by chunk
+    copied: set[int] = field(default_factory=set)  # chunks that have a snapshot, or had one
+    fences: list[tuple[Stream | None, Event]] = field(default_factory=list)
+    behind: dict[Stream, int] = field(default_factory=dict)  # how many of the fences a stream has passed
+    orders: list[_Order] = field(default_factory=list)
+    waited_spans: list[tuple[Event, Event]] = field(default_factory=list)
+    snapshot_spans: list[tuple[Event, Event]] = field(default_factory=list)
+    held_bytes: int = 0
+    peak_bytes: int = 0
+    events: list[Event] = field(default_factory=list)  # all that were recorded
+
+    @property
+    def safe(self) -> int:
+        """Of so many parts the live tensors may be written: they have arrived, or training waits for them."""
+        return max(self.guarded, self.arrived)
 
 
 class CudaCopyEngine:
@@ -109,9 +138,9 @@ class CudaCopyEngine:
 
     def __init__(self, device: StreamDevice) -> None:
         self._device = device
-        self._transfers: Sequence[Transfer] = ()
+        self.source = device.memory
+        self._now = _Capture()
         self._prepared: dict[int, tuple[Sequence[Transfer], dict[tuple[int, ...], list[_Part]]]] = {}
-        self._forget()
         # Between the training thread and the one that waits for the end of a capture:
         self._changed = threading.Condition()
         self._on_complete: Callable[[], None] | None = None  # of the capture under way
@@ -134,26 +163,27 @@ class CudaCopyEngine:
             return
         device = self._device
         stream = device.current()
-        self._transfers, self._part_of = transfers, [-1] * len(transfers)
+        self._now = _Capture(transfers, [-1] * len(transfers))
         with self._changed:
             self._on_complete, self._error = on_complete, None
         if at_once:
             device.copy(device.prepare(_merged(at_once)), stream)
         self._fence(stream, self._event(stream))
-        device.wait(device.side, self._fences[0][1])
+        device.wait(device.side, self._now.fences[0][1])
         if not transfers:
             self._seal()
 
     def snapshot(self, chunks: Sequence[int], anchor: str) -> None:
         stream = self._enter()
-        if forced := [chunk for chunk in chunks if self._part_of[chunk] >= 0 and chunk not in self._copied]:
+        now = self._now
+        if forced := [chunk for chunk in chunks if now.part_of[chunk] >= 0 and chunk not in now.copied]:
             self.wait(forced)  # they had to leave from their live tensors already
         made: dict[int, _Snapshot] = {}
         pieces = []
         for chunk in chunks:
-            if self._part_of[chunk] >= 0 or chunk in self._copied:
+            if now.part_of[chunk] >= 0 or chunk in now.copied:
                 continue
-            transfer = self._transfers[chunk]
+            transfer = now.transfers[chunk]
             address, holder = self._device.allocate(transfer.length_bytes)
             made[chunk] = _Snapshot(address, holder, stream)
             pieces.append(Transfer(transfer.source, address, transfer.length_bytes))
@@ -164,48 +194,50 @@ class CudaCopyEngine:
         after = self._event(stream, timed=True)
         self._fence(stream, after)
         # Only now: an interrupt before this has it done again.
-        self._snapshots |= made
-        self._copied |= made.keys()
-        self._snapshot_spans.append((before, after))
-        self._held_bytes += sum(piece.length_bytes for piece in pieces)
-        self._peak_bytes = max(self._peak_bytes, self._held_bytes)
-        self._orders.append(_Order(tuple(made), "snapshot", anchor))
+        now.snapshots |= made
+        now.copied |= made.keys()
+        now.snapshot_spans.append((before, after))
+        now.held_bytes += sum(piece.length_bytes for piece in pieces)
+        now.peak_bytes = max(now.peak_bytes, now.held_bytes)
+        now.orders.append(_Order(tuple(made), "snapshot", anchor))
 
     def offload(self, chunks: Sequence[int], anchor: str) -> None:
         stream = self._enter()
-        device, part_of = self._device, self._part_of
+        device, now, part_of = self._device, self._now, self._now.part_of
         chosen = tuple(chunk for chunk in chunks if part_of[chunk] < 0)
         if chosen:
             device.wait(device.side, self._event(stream))
             for part in self._parts(chosen):
                 if part.copies is not None:
                     device.copy(part.copies, device.side)
-                self._ends.append(self._event(device.side))
+                now.ends.append(self._event(device.side))
                 for chunk in part.chunks:
-                    part_of[chunk] = len(self._ends) - 1
-                self._orders.append(_Order(part.chunks, "offload", anchor))
+                    part_of[chunk] = len(now.ends) - 1
+                now.orders.append(_Order(part.chunks, "offload", anchor))
         if -1 not in part_of:
             self._seal()
 
     def wait(self, chunks: Sequence[int]) -> None:
         stream = self._enter()
-        last = max((self._part_of[chunk] for chunk in chunks), default=-1)
+        now = self._now
+        last = max((now.part_of[chunk] for chunk in chunks), default=-1)
         for chunk in chunks:
-            if self._part_of[chunk] < 0:
+            if now.part_of[chunk] < 0:
                 raise RuntimeError(f"chunk {chunk} is waited for before it was released")
-        if last >= self._guarded and not self._arrived(last):
+        if last >= now.guarded and not self._arrived(last):
             self._hold(stream, last)
-            self._fence(None, self._ends[last])
-            self._behind[stream] = len(self._fences)
-            self._guarded = last + 1
+            self._fence(None, now.ends[last])
+            now.behind[stream] = len(now.fences)
+            now.guarded = last + 1
 
     def live(self, chunks: Sequence[int]) -> list[int]:
         if self._on_complete is None:
             return []
         self._enter()
-        found = [chunk for chunk in chunks if chunk not in self._copied and not 0 <= self._part_of[chunk] < self._safe]
+        now = self._now
+        found = [chunk for chunk in chunks if chunk not in now.copied and not 0 <= now.part_of[chunk] < now.safe]
         if found and self._advance():
-            found = [chunk for chunk in found if not 0 <= self._part_of[chunk] < self._safe]
+            found = [chunk for chunk in found if not 0 <= now.part_of[chunk] < now.safe]
         return found
 
     def free(self, chunks: Sequence[int]) -> None:
@@ -213,7 +245,7 @@ class CudaCopyEngine:
         latest: dict[Stream, int] = {}
         gone = []
         for chunk in chunks:
-            snapshot, part = self._snapshots.get(chunk), self._part_of[chunk]
+            snapshot, part = self._now.snapshots.get(chunk), self._now.part_of[chunk]
             if snapshot is None or part < 0:
                 continue  # given back already; or not released yet, and given back at the end
             gone.append(chunk)
@@ -222,12 +254,12 @@ class CudaCopyEngine:
             if not self._arrived(part):
                 self._hold(stream, part)
         for chunk in gone:
-            del self._snapshots[chunk]
-            self._held_bytes -= self._transfers[chunk].length_bytes
+            del self._now.snapshots[chunk]
+            self._now.held_bytes -= self._now.transfers[chunk].length_bytes
 
     def finish(self) -> None:
-        if -1 in self._part_of:
-            raise RuntimeError(f"chunk {self._part_of.index(-1)} was never released")
+        if -1 in self._now.part_of:
+            raise RuntimeError(f"chunk {self._now.part_of.index(-1)} was never released")
         with self._changed:
             while self._on_complete is not None or self._delivering:
                 if self._on_complete is not None and self._awaited is None:
@@ -237,14 +269,14 @@ class CudaCopyEngine:
         if error is not None:
             raise error
         # All of it has been read by now, which no stream needs to be told.
-        self._snapshots.clear()
-        self._held_bytes = 0
+        self._now.snapshots.clear()
+        self._now.held_bytes = 0
 
     def abort(self) -> bool:
         with self._changed:
             complete = self._complete
             self._on_complete = self._awaited = None
-        for stream in (self._device.side, *self._behind):
+        for stream in (self._device.side, *self._now.behind):
             self._device.synchronize(self._event(stream))
         with self._changed:
             while self._watching or self._delivering:
@@ -261,70 +293,67 @@ class CudaCopyEngine:
 
     def log(self) -> tuple[CopyRecord, ...]:
         return tuple(
-            CopyRecord(chunk, order.kind, order.anchor, self._transfers[chunk].length_bytes)
-            for order in self._orders
+            CopyRecord(chunk, order.kind, order.anchor, self._now.transfers[chunk].length_bytes)
+            for order in self._now.orders
             for chunk in order.chunks
         )
 
     def statistics(self) -> CopyStatistics:
-        seconds = [
-            sum(self._device.seconds_between(before, after) for before, after in spans)
-            for spans in (self._waited_spans, self._snapshot_spans)
-        ]
-        return CopyStatistics(*seconds, self._peak_bytes, 0)
+        now = self._now
+        return CopyStatistics(self._seconds(now.waited_spans), self._seconds(now.snapshot_spans), now.peak_bytes, 0)
+
+    def _seconds(self, spans: Iterable[tuple[Event, Event]]) -> float:
+        return sum((self._device.seconds_between(before, after) for before, after in spans), 0.0)
 
     # Events and fences
 
     def _event(self, stream: Stream, *, timed: bool = False) -> Event:
         event = self._device.record(stream, timed=timed)
-        self._events.append(event)
+        self._now.events.append(event)
         return event
 
     def _fence(self, stream: Stream | None, event: Event) -> None:
         """Every other stream of training has to come behind this event; the one that it was recorded on does."""
-        self._fences.append((stream, event))
+        self._now.fences.append((stream, event))
         if stream is not None:
-            self._behind[stream] = len(self._fences)
+            self._now.behind[stream] = len(self._now.fences)
 
     def _enter(self) -> Stream:
         """The current stream, once it has been put behind all fences."""
         stream = self._device.current()
-        for other, event in self._fences[self._behind.get(stream, 0) :]:
+        for other, event in self._now.fences[self._now.behind.get(stream, 0) :]:
             if other != stream:
                 self._device.wait(stream, event)
-        self._behind[stream] = len(self._fences)
+        self._now.behind[stream] = len(self._now.fences)
         return stream
 
     def _hold(self, stream: Stream, part: int) -> None:
         """Have a stream of training wait until a part has arrived; for how long is measured."""
         before = self._event(stream, timed=True)
-        self._device.wait(stream, self._ends[part])
-        self._waited_spans.append((before, self._event(stream, timed=True)))
-
-    @property
-    def _safe(self) -> int:
-        """Of so many parts the live tensors may be written: they have arrived, or training waits for them."""
-        return max(self._guarded, self._arrived_parts)
+        self._device.wait(stream, self._now.ends[part])
+        self._now.waited_spans.append((before, self._event(stream, timed=True)))
 
     def _advance(self) -> bool:
         """Look which parts have arrived; whether there are more than before."""
-        before = self._arrived_parts
-        while self._arrived_parts < len(self._ends) and self._device.done(self._ends[self._arrived_parts]):
-            self._arrived_parts += 1
-        return self._arrived_parts > before
+        now, before = self._now, self._now.arrived
+        while now.arrived < len(now.ends) and self._device.done(now.ends[now.arrived]):
+            now.arrived += 1
+        return now.arrived > before
 
     def _arrived(self, part: int) -> bool:
-        if part >= self._arrived_parts and self._device.done(self._ends[part]):
-            self._arrived_parts = part + 1  # those before it lie before it on the side stream
-        return part < self._arrived_parts
+        now = self._now
+        if part >= now.arrived and self._device.done(now.ends[part]):
+            now.arrived = part + 1  # those before it lie before it on the side stream
+        return part < now.arrived
 
     # Parts
 
     def _parts(self, chunks: tuple[int, ...]) -> list[_Part]:
         """Chunks in order, cut where an event is due; made once for each list of transfers where no snapshot is in."""
-        if not self._copied.isdisjoint(chunks):
+        if not self._now.copied.isdisjoint(chunks):
             return self._cut(chunks)
-        transfers, known = self._prepared.setdefault(id(self._transfers), (self._transfers, {}))
+        # The list is kept beside what was made of it: so long no other can have its identity.
+        known = self._prepared.setdefault(id(self._now.transfers), (self._now.transfers, {}))[1]
         while len(self._prepared) > MOST_PREPARED:
             del self._prepared[next(iter(self._prepared))]
         if chunks not in known:
@@ -334,7 +363,7 @@ class CudaCopyEngine:
     def _cut(self, chunks: tuple[int, ...]) -> list[_Part]:
         parts, begin, size_bytes = [], 0, 0
         for end, chunk in enumerate(chunks, 1):
-            size_bytes += self._transfers[chunk].length_bytes
+            size_bytes += self._now.transfers[chunk].length_bytes
             if size_bytes >= EVENT_BYTES or end == len(chunks):
                 parts.append(self._part(chunks[begin:end]))
                 begin, size_bytes = end, 0
@@ -343,7 +372,7 @@ class CudaCopyEngine:
     def _part(self, chunks: tuple[int, ...]) -> _Part:
         pieces = []
         for chunk in chunks:
-            transfer, snapshot = self._transfers[chunk], self._snapshots.get(chunk)
+            transfer, snapshot = self._now.transfers[chunk], self._now.snapshots.get(chunk)
             source = transfer.source if snapshot is None else snapshot.address
             pieces.append(Transfer(source, transfer.target, transfer.length_bytes))
         merged = _merged(pieces)
@@ -394,19 +423,8 @@ class CudaCopyEngine:
 
     def _forget(self) -> None:
         """Nothing is under way."""
-        self._device.recycle(getattr(self, "_events", ()))
-        self._events: list[Event] = []  # recorded during this capture
-        self._transfers, self._part_of = (), []
-        self._ends: list[Event] = []  # behind each part, on the side stream
-        self._guarded = self._arrived_parts = 0  # parts that training waits for, or that are known to have arrived
-        self._snapshots: dict[int, _Snapshot] = {}
-        self._copied: set[int] = set()  # chunks that have, or had, one
-        self._fences: list[tuple[Stream | None, Event]] = []
-        self._behind: dict[Stream, int] = {}  # how many of the fences a stream has passed
-        self._orders: list[_Order] = []
-        self._waited_spans: list[tuple[Event, Event]] = []
-        self._snapshot_spans: list[tuple[Event, Event]] = []
-        self._held_bytes = self._peak_bytes = 0
+        self._device.recycle(self._now.events)
+        self._now = _Capture()
 
 
 @dataclass(frozen=True, slots=True)

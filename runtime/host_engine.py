@@ -11,6 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import torch
+
 from checkflow.runtime.copy_engine import CopyRecord, CopyStatistics, Transfer
 
 # What the training thread copies itself: waking another thread, and sharing the interpreter with it, costs more.
@@ -29,6 +31,8 @@ class HostCopyEngine:
 
     Both sides copy with memmove, which releases the interpreter's lock for as long as it runs.
     """
+
+    source = torch.device("cpu")
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -54,12 +58,14 @@ class HostCopyEngine:
                 raise RuntimeError("a capture is still running")
             self._transfers, self._on_complete = transfers, on_complete
             self._status = bytearray(len(transfers))
-            self._remaining = len(transfers)
+            self._remaining = len(transfers) + 1  # what leaves at once is one more
             self._log = []
             self._waited_seconds = self._snapshot_seconds = 0.0
             self._peak_bytes = self._helped_bytes = 0
         for transfer in at_once:
             ctypes.memmove(transfer.target, transfer.source, transfer.length_bytes)
+        with self._changed:
+            self._remaining -= 1
         if not transfers:
             on_complete()
 

@@ -1,4 +1,4 @@
-"""A device that runs behind the host, simulated over host memory: streams, events, and an allocator that reuses at once.
+"""A device that runs behind the host, simulated over host memory: streams, events, an allocator that reuses at once.
 
 What is enqueued is not done until it must be, and then in an order that is drawn from all those that CUDA's rules
 permit: each stream in its own order, nothing before the events that it waits for. The draw may be loaded, so that
@@ -17,6 +17,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from checkflow.errors import CheckflowError
 from checkflow.runtime.copy_engine import Transfer
@@ -69,6 +71,7 @@ class FakeDevice:
     """
 
     side = "side"
+    memory = torch.device("cpu")
 
     def __init__(self, seed: int = 0, *, copies: str = "", prompt: bool = False) -> None:
         self._random = random.Random(seed)

@@ -7,15 +7,14 @@ given as late, as early, and in as odd an order as it may.
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 from fake_device import FakeDevice
 
-from checkflow.errors import CheckflowError
 from checkflow.runtime import cuda_engine
 from checkflow.runtime.copy_engine import Transfer
 from checkflow.runtime.cuda_engine import CudaCopyEngine
@@ -30,7 +29,7 @@ def _events_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Anchor:
-    """One place of an iteration: the stream that is current there, the engine's work, and what training writes after."""
+    """One place of an iteration: the stream that is current, the engine's work, and what training writes then."""
 
     stream: str
     snapshot: list[int] = field(default_factory=list)
@@ -112,7 +111,7 @@ class Job:
         for tensor in self.tensors:
             self.write(tensor, content[tensor.offset : tensor.offset + tensor.size], self.boundary)
 
-    def run(self, engine: CudaCopyEngine, abort_at: int | None = None) -> None:
+    def run(self, engine: CudaCopyEngine, begin: Callable[[], None], abort_at: int | None = None) -> None:
         """One iteration with a capture under way. Training's other streams begin by waiting for the boundary's state.
 
         No stream is told of what the engine enqueued on another: the engine itself has to see to it.
@@ -125,7 +124,7 @@ class Job:
             if number == abort_at:
                 return
             if number == 0:
-                self.begin()
+                begin()
             engine.live([])
             for work, chunks in ((engine.snapshot, anchor.snapshot), (engine.offload, anchor.release)):
                 if chunks:
@@ -140,9 +139,6 @@ class Job:
             for index in anchor.written:
                 tensor = self.tensors[index]
                 self.write(tensor, b"\xdd" * tensor.size, anchor.stream)
-
-    def begin(self) -> None:
-        """Set by whoever captures."""
 
 
 @pytest.mark.parametrize("copies", ["first", "last", ""])
@@ -164,13 +160,10 @@ def test_every_capture_is_the_state_of_its_boundary(copies: str, hasty: float) -
             if lazy:
                 device.host_waits.clear()
 
-            def begin(number: int = number, target: object = target, arrived: list[bytes] = arrived) -> None:
-                transfers, at_once = prepared[number % 2]
-                engine.begin(transfers, lambda: arrived.append(target.raw[: job.size]), at_once)
-
-            job.begin = begin
+            transfers, at_once = prepared[number % 2]
+            take = functools.partial(lambda arrived, target: arrived.append(target.raw[:-1]), arrived, target)
             aborted = rng.randint(1, len(job.anchors)) if rng.random() < 0.2 else None
-            job.run(engine, aborted)
+            job.run(engine, functools.partial(engine.begin, transfers, take, at_once), aborted)
             device.host_waits.set()
             if aborted is None:
                 engine.finish()
@@ -180,7 +173,7 @@ def test_every_capture_is_the_state_of_its_boundary(copies: str, hasty: float) -
                 assert complete == bool(arrived)
                 assert not device.uses(ctypes.addressof(target), job.size), (seed, number)
                 assert not device.uses(ctypes.addressof(job.memory), job.size, reads_only=True), (seed, number)
-                assert not engine._snapshots
+                assert not engine._now.snapshots
             assert device.allocated_bytes == 0
             assert engine.statistics().snapshot_peak_bytes <= sum(length for _, _, length in job.chunks)
         engine.close()
