@@ -18,10 +18,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 
 from checkflow.errors import CheckflowError
+from checkflow.runtime import saving
 from checkflow.runtime.copy_engine import Transfer
+from checkflow.runtime.cuda_engine import CudaCopyEngine
 
 GARBAGE = 0xEE
 
@@ -41,6 +44,13 @@ class Operation:
     after: threading.Event | None = None
     reads: tuple[int, int] | None = None
     writes: tuple[int, int] | None = None
+
+
+def simulate_gpu(monkeypatch: pytest.MonkeyPatch, seed: int = 0, copies: str = "last") -> FakeDevice:
+    """Checkpointers made from now on copy as they would from a GPU, out of host memory, as late as they may."""
+    device = FakeDevice(seed, copies=copies, prompt=True)
+    monkeypatch.setattr(saving, "make_engine", lambda _: (CudaCopyEngine(device), None))
+    return device
 
 
 class Memory:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fake_device import simulate_gpu
 from oracle import assert_checkpoint_is, clone_state, random_plan, run_oracle, same_bits
 from torch import nn
 
@@ -84,8 +85,18 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine for the CPU, or the one for GPUs on a simulated device."""
+    if request.param == "GPU":
+        simulate_gpu(monkeypatch)
+
+
 @pytest.mark.parametrize("optimizer", list(optimizers()))
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("engine", "seed"), [*(("CPU", n) for n in range(4)), ("GPU", 0), ("GPU", 1)], indirect=["engine"]
+)
+@pytest.mark.usefixtures("engine")
 def test_every_checkpoint_is_one_boundary(optimizer: str, seed: int, directory: Path) -> None:
     plan = warmed_plan(optimizer, seed)
     model, chosen, iterate = make_job(optimizer)
@@ -170,7 +181,10 @@ def test_the_plan_of_another_model_is_refused(directory: Path) -> None:
         Checkpointer(model, torch.optim.Adam(model.parameters(), foreach=True), directory=directory, plan=plan)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("engine", "seed"), [*(("CPU", n) for n in range(3)), ("GPU", 0), ("GPU", 1)], indirect=["engine"]
+)
+@pytest.mark.usefixtures("engine")
 def test_the_plan_is_what_runs(seed: int, directory: Path) -> None:
     plan = warmed_plan("momentum", seed)
     model, chosen, iterate = make_job("momentum")

@@ -9,12 +9,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
 from fake_device import FakeDevice
 
+from checkflow.errors import CheckflowError
 from checkflow.runtime import cuda_engine
 from checkflow.runtime.copy_engine import Transfer
 from checkflow.runtime.cuda_engine import CudaCopyEngine
@@ -177,3 +179,167 @@ def test_every_capture_is_the_state_of_its_boundary(copies: str, hasty: float) -
             assert device.allocated_bytes == 0
             assert engine.statistics().snapshot_peak_bytes <= sum(length for _, _, length in job.chunks)
         engine.close()
+
+
+class Buffers:
+    """Chunks of 48 bytes that follow each other, on a device where everything comes late."""
+
+    def __init__(self, count: int) -> None:
+        self.device = FakeDevice(copies="last")
+        self.engine = CudaCopyEngine(self.device)
+        self.content = bytes(range(1, count + 1)) * 48
+        self.source = ctypes.create_string_buffer(self.content, len(self.content))
+        self.target = ctypes.create_string_buffer(len(self.content))
+        base, there = ctypes.addressof(self.source), ctypes.addressof(self.target)
+        self.transfers = [Transfer(base + 48 * n, there + 48 * n, 48) for n in range(count)]
+        self.arrived = threading.Event()
+
+    def begin(self) -> None:
+        self.arrived.clear()
+        self.engine.begin(self.transfers, self.arrived.set)
+
+    def overwrite(self, chunk: int) -> None:
+        self.device.write(self.transfers[chunk].source, b"\xdd" * 48)
+
+
+@pytest.fixture
+def buffers() -> Iterator[Buffers]:
+    buffers = Buffers(4)
+    yield buffers
+    buffers.device.failure = ""
+    buffers.engine.close()
+
+
+def test_what_is_still_to_be_read_from_live_memory(buffers: Buffers) -> None:
+    engine, device = buffers.engine, buffers.device
+    assert engine.live([]) == []
+    device.host_waits.clear()
+    buffers.begin()
+    assert engine.live(range(4)) == [0, 1, 2, 3]
+    engine.snapshot([3], "a")
+    engine.offload([0, 1, 3], "a")
+    assert engine.live(range(4)) == [0, 1, 2]  # ordered, and nobody knows when it comes
+    engine.wait([0])
+    assert engine.live(range(4)) == [2]  # the event behind the first chunk is behind the second one as well
+    engine.free([3])
+    assert engine.live(range(4)) == [2]
+    engine.offload([2], "b")
+    assert engine.live([2]) == [2]
+    device.drain()
+    assert engine.live([2]) == []
+    device.host_waits.set()
+    engine.finish()
+    assert engine.live(range(4)) == []
+    assert buffers.target.raw == buffers.content
+
+
+def test_a_chunk_that_left_from_live_memory_is_waited_for_where_its_snapshot_was_to_be_made(buffers: Buffers) -> None:
+    engine = buffers.engine
+    buffers.device.host_waits.clear()
+    buffers.begin()
+    engine.offload(range(4), "forced")
+    engine.snapshot([1, 2], "planned")
+    buffers.overwrite(1)
+    buffers.overwrite(2)
+    buffers.device.host_waits.set()
+    engine.finish()
+    assert buffers.target.raw == buffers.content
+    assert {record.kind for record in engine.log()} == {"offload"}
+
+
+def test_lists_of_copies_are_made_once_and_neighbours_are_one(
+    buffers: Buffers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    prepare = buffers.device.prepare
+    monkeypatch.setattr(cuda_engine, "EVENT_BYTES", 96)
+    monkeypatch.setattr(buffers.device, "prepare", lambda pieces: (made.append(len(pieces)), prepare(pieces))[1])
+    for _ in range(3):
+        buffers.begin()
+        buffers.engine.offload([0, 1, 2], "a")
+        buffers.engine.offload([3], "b")
+        buffers.engine.finish()
+    assert made == [1, 1, 1]  # of 96, 48 and 48 bytes
+    buffers.begin()
+    buffers.engine.offload([0, 2, 3, 1], "a")
+    buffers.engine.finish()
+    assert made[3:] == [2, 2]
+    assert buffers.target.raw == buffers.content
+
+
+def test_other_lists_of_transfers_than_before(buffers: Buffers) -> None:
+    for number in range(2 * cuda_engine.MOST_PREPARED):
+        buffers.transfers = buffers.transfers[::-1]
+        buffers.target.raw = bytes(len(buffers.content))
+        buffers.begin()
+        buffers.engine.offload([0, 1, 2, 3], str(number))
+        buffers.engine.finish()
+        assert buffers.target.raw == buffers.content
+    assert len(buffers.engine._prepared) <= cuda_engine.MOST_PREPARED
+
+
+def test_a_snapshot_is_given_back_where_it_is_freed_be_the_capture_complete(buffers: Buffers) -> None:
+    buffers.begin()
+    buffers.engine.snapshot([0, 1], "a")
+    buffers.engine.offload(range(4), "a")
+    assert buffers.arrived.wait(10)
+    assert buffers.device.allocated_bytes == 96
+    buffers.engine.free([0])
+    assert buffers.device.allocated_bytes == 48
+    buffers.engine.finish()
+    assert buffers.device.allocated_bytes == 0
+
+
+def test_a_call_that_the_device_refuses_is_raised_and_the_next_capture_works(buffers: Buffers) -> None:
+    for fails_at in range(3):
+        buffers.begin()
+        buffers.device.fails_at = fails_at
+        with pytest.raises(CheckflowError, match="invalid argument"):
+            for chunk in range(4):
+                buffers.engine.snapshot([chunk], "a")
+                buffers.engine.offload([chunk], "a")
+        assert not buffers.engine.abort()
+        assert not buffers.arrived.is_set()
+        assert buffers.device.allocated_bytes == 0
+    buffers.begin()
+    buffers.engine.offload(range(4), "a")
+    buffers.engine.finish()
+    assert buffers.target.raw == buffers.content
+
+
+def test_a_device_that_fails_while_it_copies_is_told_of_at_the_end(buffers: Buffers) -> None:
+    buffers.device.host_waits.clear()
+    buffers.begin()
+    buffers.engine.offload(range(4), "a")
+    buffers.device.failure = "CUDA: an illegal memory access was encountered"
+    buffers.device.host_waits.set()
+    with pytest.raises(CheckflowError, match="illegal memory access"):
+        buffers.engine.finish()
+    buffers.device.failure = ""
+    assert not buffers.engine.abort()
+    assert not buffers.arrived.is_set()
+    buffers.begin()
+    buffers.engine.offload(range(4), "a")
+    buffers.engine.finish()
+    assert buffers.arrived.is_set()
+
+
+def test_a_capture_of_what_leaves_at_once_alone(buffers: Buffers) -> None:
+    buffers.engine.begin([], buffers.arrived.set, buffers.transfers)
+    for chunk in range(4):
+        buffers.overwrite(chunk)
+    buffers.engine.finish()
+    assert buffers.arrived.is_set()
+    assert buffers.target.raw == buffers.content
+    assert buffers.engine.log() == ()
+    assert buffers.engine.abort()  # it was complete
+
+
+def test_closing_ends_a_capture_that_is_under_way() -> None:
+    buffers = Buffers(4)
+    buffers.begin()
+    buffers.engine.offload([0, 1], "a")
+    buffers.engine.close()
+    assert not buffers.arrived.is_set()
+    assert not buffers.device.uses(ctypes.addressof(buffers.source), 1)
+    assert not buffers.engine._thread.is_alive()
