@@ -30,7 +30,7 @@ from checkflow.state import StateTensor
 
 BLOCK_ITEMS = 2**16  # 256 KiB: fits into a core's cache with its weights
 GOLDEN = 0x9E3779B97F4A7C15
-_SLICE_BLOCKS = 64  # digested at once on a device: 32 MiB of products
+_SLICE_BLOCKS = 32  # digested at once on a device: 16 MiB of products
 _BLOCK_BYTES = 4 * BLOCK_ITEMS
 _MODULUS = 2**64
 
@@ -60,13 +60,15 @@ class Digests:
         self._known: dict[str, Digest] = {}
         self._sizes: dict[str, int] = {}  # of tensors on the device, in order
         sums: list[torch.Tensor] = []
+        weights: torch.Tensor | None = None
         for item in tensors:
             tensor = item.tensor
             if tensor.device.type == "cpu":
                 self._known[item.name] = digest_memory("xxh3", tensor.data_ptr(), tensor.nbytes)
             else:
                 self._sizes[item.name] = tensor.nbytes
-                sums += device_sums(tensor)
+                weights = weights_on(tensor.device) if weights is None else weights
+                sums += device_sums(tensor, weights)
         self._device = sums[0].device if sums else None
         self._sums = _to_host(torch.cat(sums)) if sums else torch.empty(0, dtype=torch.int64)
 
@@ -88,12 +90,15 @@ class Digests:
         return self.take()
 
 
-def device_sums(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The sums of the blocks of a tensor's bytes, reckoned where it lies; nothing waits for them."""
+def device_sums(tensor: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
+    """The sums of the blocks of a tensor's bytes, reckoned where it lies; nothing waits for them.
+
+    Args:
+        weights: :func:`weights_on` its device.
+    """
     begin, size_bytes = tensor.storage_offset() * tensor.element_size(), tensor.nbytes
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     memory.set_(tensor.untyped_storage(), begin, (size_bytes,), (1,))
-    weights = _weights_on(tensor.device)
     whole = size_bytes - size_bytes % _BLOCK_BYTES
     sums = []
     for first in range(0, whole, _SLICE_BLOCKS * _BLOCK_BYTES):
@@ -159,6 +164,12 @@ def _weights() -> np.ndarray[Any, np.dtype[np.uint64]]:
     return high | scattered << np.uint64(1) | np.uint64(1)
 
 
+def weights_on(device: torch.device) -> torch.Tensor:
+    """The weights of a block's items in a device's memory: for one audit, so that none of it is kept."""
+    return _host_weights(pinned=device.type != "cpu").to(device, non_blocking=True)
+
+
 @functools.cache
-def _weights_on(device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(_weights().view(np.int64)).to(device)
+def _host_weights(*, pinned: bool) -> torch.Tensor:
+    weights = torch.from_numpy(_weights().view(np.int64))
+    return weights.pin_memory() if pinned else weights

@@ -147,6 +147,8 @@ def refuse_other_memory(state: TrainingState, device: torch.device) -> None:
                 f"state tensor {item.name} lies on {tensor.device}, and what is copied on {device}: this version "
                 "trains on one GPU; move the models there before the Checkpointer is made"
             )
+    for item in state.tensors:
+        tensor = item.tensor
         if tensor.nbytes and not tensor.data_ptr():
             raise UnsupportedError(
                 f"state tensor {item.name} is a {type(tensor).__name__} without memory of its own: give its class "

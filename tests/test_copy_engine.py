@@ -1,4 +1,4 @@
-"""The copy engine's contract, on the engine for host memory and on the one for GPUs (on a simulated device)."""
+"""The copy engine's contract, on the engine for host memory and on the one for GPUs: simulated ones, and a real one."""
 
 from __future__ import annotations
 
@@ -8,43 +8,47 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 from fake_device import FakeDevice
 
 from checkflow.runtime.copy_engine import CopyEngine, Transfer
 from checkflow.runtime.cuda_engine import CudaCopyEngine
-from checkflow.runtime.host_engine import HostCopyEngine
+from checkflow.runtime.saving import make_engine
 
 
 class Memory:
     """Source and target bytes, and transfers of random chunks between them."""
 
-    def __init__(self, size: int, seed: int = 0) -> None:
+    def __init__(self, engine: CopyEngine, size: int, seed: int = 0) -> None:
         rng = random.Random(seed)
         self.content = rng.randbytes(size)
-        self.source = ctypes.create_string_buffer(self.content, size)
+        self.source = torch.frombuffer(bytearray(self.content), dtype=torch.uint8).to(engine.source)
         self.target = ctypes.create_string_buffer(size)
         self.transfers: list[Transfer] = []
         offset = 0
         while offset < size:
             length = min(size - offset, rng.randint(1, 50_000))
-            here = ctypes.addressof(self.source) + offset, ctypes.addressof(self.target) + offset
+            here = self.source.data_ptr() + offset, ctypes.addressof(self.target) + offset
             self.transfers.append(Transfer(*here, length))
             offset += length
 
     def overwrite(self, chunks: list[int]) -> None:
         for chunk in chunks:
-            ctypes.memset(self.transfers[chunk].source, 0xEE, self.transfers[chunk].length_bytes)
+            offset = self.transfers[chunk].source - self.source.data_ptr()
+            self.source[offset : offset + self.transfers[chunk].length_bytes] = 0xEE
 
     @property
     def arrived(self) -> bool:
         return self.target.raw == self.content
 
 
-@pytest.fixture(params=["host", "copies last", "copies first"])
+@pytest.fixture(params=["host", "first", "last", pytest.param("GPU", marks=pytest.mark.cuda)])
 def engine(request: pytest.FixtureRequest) -> Iterator[CopyEngine]:
-    """What training writes here is written at once, as on a CPU; copies that may be late are late."""
-    order = request.param.removeprefix("copies ")
-    engine = HostCopyEngine() if order == "host" else CudaCopyEngine(FakeDevice(copies=order, prompt=True))
+    """Of simulated GPUs, training writes at once, as on a CPU; copies come as early as they may, or as late."""
+    if request.param in ("host", "GPU"):
+        engine, _ = make_engine(torch.device("cpu" if request.param == "host" else "cuda:0"))
+    else:
+        engine = CudaCopyEngine(FakeDevice(copies=request.param, prompt=True))
     yield engine
     engine.close()
 
@@ -56,7 +60,7 @@ def snapshots(engine: CopyEngine) -> object:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_writes_after_wait_or_snapshot_do_no_harm(engine: CopyEngine, seed: int) -> None:
-    memory, rng = Memory(2_000_000, seed), random.Random(seed)
+    memory, rng = Memory(engine, 2_000_000, seed), random.Random(seed)
     complete = threading.Event()
     engine.begin(memory.transfers, complete.set)
     chunks = list(range(len(memory.transfers)))
@@ -82,7 +86,7 @@ def test_writes_after_wait_or_snapshot_do_no_harm(engine: CopyEngine, seed: int)
 
 
 def test_snapshots_are_given_back_when_they_left_and_are_freed(engine: CopyEngine) -> None:
-    memory = Memory(100_000)
+    memory = Memory(engine, 100_000)
     engine.begin(memory.transfers, lambda: None)
     half = len(memory.transfers) // 2
     first, second = list(range(half)), list(range(half, len(memory.transfers)))
@@ -98,7 +102,7 @@ def test_snapshots_are_given_back_when_they_left_and_are_freed(engine: CopyEngin
 
 
 def test_nothing_moves_before_it_is_released(engine: CopyEngine) -> None:
-    memory = Memory(10_000)
+    memory = Memory(engine, 10_000)
     engine.begin(memory.transfers, lambda: None)
     with pytest.raises(RuntimeError, match="never released"):
         engine.finish()
@@ -109,7 +113,7 @@ def test_nothing_moves_before_it_is_released(engine: CopyEngine) -> None:
 
 
 def test_an_aborted_capture_is_never_complete_and_the_next_one_works(engine: CopyEngine) -> None:
-    memory = Memory(4_000_000)
+    memory = Memory(engine, 4_000_000)
     called = threading.Event()
     engine.begin(memory.transfers, called.set)
     engine.offload(range(len(memory.transfers) - 1), "a")
@@ -118,7 +122,7 @@ def test_an_aborted_capture_is_never_complete_and_the_next_one_works(engine: Cop
     memory.overwrite(list(range(len(memory.transfers))))
     assert memory.target.raw == before
     assert not called.is_set()
-    again = Memory(1_000_000, 5)
+    again = Memory(engine, 1_000_000, 5)
     engine.begin(again.transfers, called.set)
     engine.offload(range(len(again.transfers)), "a")
     engine.finish()
@@ -131,7 +135,7 @@ def test_one_capture_at_a_time_and_an_empty_one(engine: CopyEngine) -> None:
     engine.begin([], called.set)
     assert called.is_set()
     engine.finish()
-    memory = Memory(100)
+    memory = Memory(engine, 100)
     engine.begin(memory.transfers, lambda: None)
     with pytest.raises(RuntimeError, match="still running"):
         engine.begin(memory.transfers, lambda: None)
