@@ -5,6 +5,7 @@ Streams and events are torch's own, and memory is its caching allocator's; copie
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import cast
 
@@ -31,10 +32,7 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self.memory, self._index = device, device.index
         self._runtime = load_runtime()
-        try:
-            self.side: Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise _told(error) from error
+        self.side: Stream = _side_stream(device)
         self._free_events: tuple[list[_Event], list[_Event]] = ([], [])  # plain, timed
 
     def current(self) -> Stream:
@@ -121,6 +119,13 @@ class CudaDevice:
     def unregister(self, address: int) -> None:
         """See :meth:`.cudart.Runtime.unregister`."""
         self._runtime.unregister(address)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for each GPU, as long as the process lasts."""
+    with torch.cuda.device(device):
+        return torch.cuda.ExternalStream(load_runtime().make_stream(), device)  # type: ignore[no-untyped-call]
 
 
 class _Event:

@@ -20,6 +20,7 @@ A device does what is enqueued on one stream in order, and on several in any ord
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ import torch
 
 from checkflow.errors import CheckflowError
 from checkflow.runtime.copy_engine import CopyRecord, CopyStatistics, Transfer
+
+logger = logging.getLogger("checkflow")
 
 # So much crosses the link between two events: a wait may last for as much more than what it waits for. At 50 GB/s these
 # are 0.7 ms, while an event costs the training thread some microseconds.
@@ -109,6 +112,7 @@ class _Capture:
 
     transfers: Sequence[Transfer] = ()
     part_of: list[int] = field(default_factory=list)  # the part that each chunk crosses in; -1: not ordered yet
+    remaining: int = 0  # chunks that are not ordered yet
     ends: list[Event] = field(default_factory=list)  # behind each part, on the side stream
     guarded: int = 0  # so many parts are waited for by training
     arrived: int = 0  # so many parts are known to have arrived
@@ -163,7 +167,7 @@ class CudaCopyEngine:
             return
         device = self._device
         stream = device.current()
-        self._now = _Capture(transfers, [-1] * len(transfers))
+        self._now = _Capture(transfers, [-1] * len(transfers), len(transfers))
         with self._changed:
             self._on_complete, self._error = on_complete, None
         if at_once:
@@ -213,8 +217,9 @@ class CudaCopyEngine:
                 now.ends.append(self._event(device.side))
                 for chunk in part.chunks:
                     part_of[chunk] = len(now.ends) - 1
+                now.remaining -= len(part.chunks)
                 now.orders.append(_Order(part.chunks, "offload", anchor))
-        if -1 not in part_of:
+        if now.remaining <= 0:
             self._seal()
 
     def wait(self, chunks: Sequence[int]) -> None:
@@ -262,8 +267,7 @@ class CudaCopyEngine:
             raise RuntimeError(f"chunk {self._now.part_of.index(-1)} was never released")
         with self._changed:
             while self._on_complete is not None or self._delivering:
-                if self._on_complete is not None and self._awaited is None:
-                    self._seal()  # an interrupt came just before it
+                self._seal()  # unless that was done when the last chunk was ordered, and no interrupt came before it
                 self._changed.wait()
             error, self._error = self._error, None
         if error is not None:
@@ -276,8 +280,11 @@ class CudaCopyEngine:
         with self._changed:
             complete = self._complete
             self._on_complete = self._awaited = None
-        for stream in (self._device.side, *self._now.behind):
-            self._device.synchronize(self._event(stream))
+        try:
+            for stream in (self._device.side, *self._now.behind):
+                self._device.synchronize(self._event(stream))
+        except CheckflowError as error:  # a device that has failed does nothing any more
+            logger.warning("%s", error)
         with self._changed:
             while self._watching or self._delivering:
                 self._changed.wait()

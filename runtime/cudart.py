@@ -24,7 +24,10 @@ from checkflow.runtime.copy_engine import Transfer
 # Constants of driver_types.h.
 _DEFAULT_KIND = 4  # cudaMemcpyDefault: addresses are unique, so that both ends tell by themselves where they lie
 _PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
+_NON_BLOCKING = 1  # cudaStreamNonBlocking: the legacy stream neither waits for it nor holds it up
+_LEGACY = (0, 1)  # handles of the legacy stream
 _STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
+_OVERLAP = 1  # cudaMemcpyFlagPreferOverlapWithCompute: by copy engines, not by kernels
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 _NOT_OFFERED = (36, 801)  # cudaErrorCallRequiresNewerDriver, cudaErrorNotSupported
 _BATCHES_SINCE = 12_080  # versions count as 1000 * major + 10 * minor
@@ -72,7 +75,7 @@ class Runtime:
         self._check(library.cudaRuntimeGetVersion(ctypes.byref(version)))
         self.version = version.value
         self._batches = self.version >= _BATCHES_SINCE and hasattr(library, "cudaMemcpyBatchAsync")
-        self._attributes = _Attributes(source_order=_STREAM_ORDER)
+        self._attributes = _Attributes(source_order=_STREAM_ORDER, flags=_OVERLAP)
         self._first = ctypes.c_size_t(0)
         self._failed = ctypes.c_size_t(0)
 
@@ -80,12 +83,12 @@ class Runtime:
         """Enqueue copies, in no order among themselves; in one call where the runtime has one for it.
 
         Args:
-            stream: its handle; 0, the legacy stream, takes copies one by one only.
+            stream: its handle; the legacy stream takes copies one by one only.
 
         Raises:
             CheckflowError: the runtime refuses, or an earlier fault of the device has come to light.
         """
-        if self._batches and stream and copies.count > 1 and self._copy_batch(copies, stream):
+        if self._batches and stream not in _LEGACY and copies.count > 1 and self._copy_batch(copies, stream):
             return
         copy = self._library.cudaMemcpyAsync
         for target, source, length_bytes in copies.singly:
@@ -122,6 +125,17 @@ class Runtime:
             CheckflowError: it was not registered, or the runtime is gone already.
         """
         self._check(self._library.cudaHostUnregister(address))
+
+    def make_stream(self) -> int:
+        """The handle of a new stream of the current device, which nobody else is given: torch's streams come from a
+        pool and are given out again and again.
+
+        Raises:
+            CheckflowError: the runtime refuses.
+        """
+        handle = ctypes.c_void_p()
+        self._check(self._library.cudaStreamCreateWithFlags(ctypes.byref(handle), _NON_BLOCKING))
+        return handle.value or 0
 
     def pci_address(self, index: int) -> str:
         """Of a device: domain, bus, device and function, as "0000:3B:00.0".

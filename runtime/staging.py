@@ -9,6 +9,7 @@ NUMA node that it hangs on.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
@@ -161,6 +162,9 @@ def _allocate(index: int, size_bytes: int, node: int | None) -> StagingBuffer:
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     if node is not None:
         numa.prefer_node(address, size_bytes, node)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux: to touch, lock and copy to few large pages takes less
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     # Touch every page now: a page fault in the middle of training costs more than the copy that meets it.
     ctypes.memset(address, 0, size_bytes)
     return StagingBuffer(index, memory, address)

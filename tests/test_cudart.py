@@ -73,7 +73,7 @@ class Library:
     def _batch(self, *given: Any) -> int:
         targets, sources, sizes, count, attributes, first, attribute_count, stream = given
         words = (c_int * 6).from_address(attributes)
-        assert (list(words), first[0], attribute_count) == ([1, 0, 0, 0, 0, 0], 0, 1)
+        assert (list(words), first[0], attribute_count) == ([1, 0, 0, 0, 0, 1], 0, 1)
         if not self.batch_code:
             for at in range(count):
                 ctypes.memmove(targets[at], sources[at], sizes[at])
@@ -104,7 +104,7 @@ def test_copies_are_one_call_where_the_runtime_has_it(version: int) -> None:
 
 
 def test_one_by_one_where_it_has_it_not_and_on_the_legacy_stream() -> None:
-    for version, stream in ((12_060, 77), (13_000, 0)):
+    for version, stream in ((12_060, 77), (13_000, 0), (13_000, 1)):
         library, three = Library(version), Three()
         Runtime(library).copy(three.copies, stream)
         assert three.made
@@ -132,6 +132,14 @@ def test_an_error_is_raised_with_its_message_and_taken_back() -> None:
     batching = Runtime(Library(13_000, 1))
     with pytest.raises(CheckflowError, match="error 1"):
         batching.copy(three.copies, 77)
+
+
+def test_a_stream_of_one_s_own() -> None:
+    library = Library(13_000)
+    library.cudaStreamCreateWithFlags = library._function(
+        lambda place, flags: library._put(place, 4711) if flags == 1 else 1, POINTERS, c_uint
+    )
+    assert Runtime(library).make_stream() == 4711
 
 
 def test_memory_is_registered_for_every_context_and_a_thread_s_mode_restored() -> None:
