@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from torch import nn
 
 from checkflow import plan as plans
 from checkflow.errors import CheckflowError
+from checkflow.graph import BOUNDARY, AnchorKey, AnchorKind
 from checkflow.plan import Plan
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.cuda_engine import CudaCopyEngine
+from checkflow.runtime.live_state import capture_generators, restore_generators
 from checkflow.runtime.reader import find
 
 
@@ -174,3 +177,39 @@ def test_a_break_out_of_the_loop_and_a_resume(tmp_path: Path, monkeypatch: pytes
     state = clone_state(job.models, job.optimizers)
     assert state.keys() == truth.keys()
     assert all(torch.equal(state[name], truth[name]) for name in truth)
+
+
+def test_hooks_on_two_threads_come_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward of what lies on a GPU and of what lies in host memory fires hooks on two threads at once."""
+    simulate_gpu(monkeypatch)
+    job = Job()
+    with Checkpointer(job.model, job.optimizer, directory=tmp_path, plan=plan_of(0), every=1) as checkpointer:
+        execution = checkpointer._boundaries.execution
+        inside, overlapped, left = threading.Event(), threading.Event(), threading.Event()
+        other = threading.Thread(target=execution.reached, args=(AnchorKey(AnchorKind.FORWARD, "model/one"),))
+
+        def work(key: AnchorKey) -> None:
+            if key == BOUNDARY:
+                inside.set()
+                other.start()
+                other.join(0.1)  # it cannot come in here
+                left.set()
+            elif not left.is_set():
+                overlapped.set()
+
+        monkeypatch.setattr(execution.capturer, "reached", work)
+        execution.reached(BOUNDARY)
+        other.join(60)
+        assert inside.is_set()
+        assert not overlapped.is_set()
+
+
+def test_generators_of_gpus_that_are_no_longer_there_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    restored: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, index: restored.append((state, index)))
+    restore_generators({**capture_generators(), "cuda": ["a", "b", "c"]})
+    assert restored == [("a", 0), ("b", 1)]
+    restore_generators({**capture_generators(), "cuda": ["a"]})
+    assert restored[2:] == [("a", 0)]
