@@ -59,7 +59,7 @@ class CudaDevice:
     def copy(self, copies: Copies, stream: Stream) -> None:
         handle = cast(torch.cuda.Stream, stream).cuda_stream
         if handle or torch.cuda.current_device() == self._index:
-            self._runtime.copy(copies, handle)
+            self._runtime.copy(copies, handle, beside=stream is self.side)
         else:  # the legacy stream is the current device's
             with torch.cuda.device(self._index):
                 self._runtime.copy(copies, handle)

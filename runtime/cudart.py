@@ -75,32 +75,33 @@ class Runtime:
         self._check(library.cudaRuntimeGetVersion(ctypes.byref(version)))
         self.version = version.value
         self._batches = self.version >= _BATCHES_SINCE and hasattr(library, "cudaMemcpyBatchAsync")
-        self._attributes = _Attributes(source_order=_STREAM_ORDER, flags=_OVERLAP)
+        self._attributes = tuple(_Attributes(source_order=_STREAM_ORDER, flags=flags) for flags in (0, _OVERLAP))
         self._first = ctypes.c_size_t(0)
         self._failed = ctypes.c_size_t(0)
 
-    def copy(self, copies: Copies, stream: int) -> None:
+    def copy(self, copies: Copies, stream: int, *, beside: bool = False) -> None:
         """Enqueue copies, in no order among themselves; in one call where the runtime has one for it.
 
         Args:
             stream: its handle; the legacy stream takes copies one by one only.
+            beside: whether they are to leave the multiprocessors to others, as far as the runtime can be told.
 
         Raises:
             CheckflowError: the runtime refuses, or an earlier fault of the device has come to light.
         """
-        if self._batches and stream not in _LEGACY and copies.count > 1 and self._copy_batch(copies, stream):
+        if self._batches and stream not in _LEGACY and copies.count > 1 and self._copy_batch(copies, stream, beside):
             return
         copy = self._library.cudaMemcpyAsync
         for target, source, length_bytes in copies.singly:
             if code := copy(target, source, length_bytes, _DEFAULT_KIND, stream):
                 self._check(code)
 
-    def _copy_batch(self, copies: Copies, stream: int) -> bool:
+    def _copy_batch(self, copies: Copies, stream: int, beside: bool) -> bool:
         """Whether it was enqueued; a driver older than the runtime does not have the call."""
         failed = () if self.version >= _NO_FAIL_INDEX_SINCE else (ctypes.byref(self._failed),)
         code = self._library.cudaMemcpyBatchAsync(
             copies.targets, copies.sources, copies.sizes, ctypes.c_size_t(copies.count),
-            ctypes.byref(self._attributes), ctypes.byref(self._first), ctypes.c_size_t(1),
+            ctypes.byref(self._attributes[beside]), ctypes.byref(self._first), ctypes.c_size_t(1),
             *failed, ctypes.c_void_p(stream),
         )  # fmt: skip
         if code in _NOT_OFFERED:

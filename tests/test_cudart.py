@@ -73,7 +73,8 @@ class Library:
     def _batch(self, *given: Any) -> int:
         targets, sources, sizes, count, attributes, first, attribute_count, stream = given
         words = (c_int * 6).from_address(attributes)
-        assert (list(words), first[0], attribute_count) == ([1, 0, 0, 0, 0, 1], 0, 1)
+        assert (list(words)[:5], first[0], attribute_count) == ([1, 0, 0, 0, 0], 0, 1)
+        self.flags = words[5]
         if not self.batch_code:
             for at in range(count):
                 ctypes.memmove(targets[at], sources[at], sizes[at])
@@ -98,9 +99,13 @@ class Three:
 @pytest.mark.parametrize("version", [12_080, 12_090, 13_000, 13_010])
 def test_copies_are_one_call_where_the_runtime_has_it(version: int) -> None:
     library, three = Library(version), Three()
-    Runtime(library).copy(three.copies, 77)
+    runtime = Runtime(library)
+    runtime.copy(three.copies, 77)
     assert three.made
     assert library.calls == [("batch", [4, 4, 4], 77)]
+    assert library.flags == 0
+    runtime.copy(three.copies, 77, beside=True)
+    assert library.flags == 1
 
 
 def test_one_by_one_where_it_has_it_not_and_on_the_legacy_stream() -> None:
