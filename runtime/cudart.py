@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import glob
+import logging
 import os
 import re
 import sys
@@ -21,6 +22,8 @@ import torch
 from checkflow.errors import CheckflowError
 from checkflow.runtime.copy_engine import Transfer
 
+logger = logging.getLogger("checkflow")
+
 # Constants of driver_types.h.
 _DEFAULT_KIND = 4  # cudaMemcpyDefault: addresses are unique, so that both ends tell by themselves where they lie
 _PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
@@ -29,7 +32,6 @@ _LEGACY = (0, 1)  # handles of the legacy stream
 _STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 _OVERLAP = 1  # cudaMemcpyFlagPreferOverlapWithCompute: by copy engines, not by kernels
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
-_NOT_OFFERED = (36, 801)  # cudaErrorCallRequiresNewerDriver, cudaErrorNotSupported
 _BATCHES_SINCE = 12_080  # versions count as 1000 * major + 10 * minor
 _NO_FAIL_INDEX_SINCE = 13_000
 
@@ -97,19 +99,20 @@ class Runtime:
                 self._check(code)
 
     def _copy_batch(self, copies: Copies, stream: int, beside: bool) -> bool:
-        """Whether it was enqueued; a driver older than the runtime does not have the call."""
+        """Whether it was enqueued; a driver older than the runtime does not have the call, and it is not made again.
+
+        Nor is it after any other error: copies one by one either do, or say what is wrong.
+        """
         failed = () if self.version >= _NO_FAIL_INDEX_SINCE else (ctypes.byref(self._failed),)
         code = self._library.cudaMemcpyBatchAsync(
             copies.targets, copies.sources, copies.sizes, ctypes.c_size_t(copies.count),
             ctypes.byref(self._attributes[beside]), ctypes.byref(self._first), ctypes.c_size_t(1),
             *failed, ctypes.c_void_p(stream),
         )  # fmt: skip
-        if code in _NOT_OFFERED:
+        if code:
             self._batches = False
-            self._library.cudaGetLastError()
-            return False
-        self._check(code)
-        return True
+            logger.info("copies to host memory are made one by one: %s", self._explained(code))
+        return not code
 
     def register(self, address: int, size_bytes: int) -> None:
         """Lock host memory in place, so that the device copies to it by itself, while host and device go on.
@@ -164,10 +167,13 @@ class Runtime:
 
     def _check(self, code: int) -> None:
         if code:
-            # Taken back: otherwise torch would find it at its next kernel, and blame training.
-            self._library.cudaGetLastError()
-            said = self._library.cudaGetErrorString(code) or b"unknown error"
-            raise CheckflowError(f"CUDA: {said.decode(errors='replace')} (error {code})")
+            raise CheckflowError(self._explained(code))
+
+    def _explained(self, code: int) -> str:
+        """An error's message; it is taken back, or torch would find it at its next kernel, and blame training."""
+        self._library.cudaGetLastError()
+        said = self._library.cudaGetErrorString(code) or b"unknown error"
+        return f"CUDA: {said.decode(errors='replace')} (error {code})"
 
 
 @functools.cache

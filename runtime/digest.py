@@ -53,6 +53,11 @@ def digest_memory(rule: Rule, address: int, size_bytes: int) -> Digest:
     return Digest(rule, _combined(_host_sums(np.frombuffer(data, np.uint8)), size_bytes))
 
 
+def in_host_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes can be read by address."""
+    return tensor.device.type == "cpu"
+
+
 class Digests:
     """Of every state tensor at this instant; those of device memory are reckoned by the current stream."""
 
@@ -63,7 +68,7 @@ class Digests:
         weights: torch.Tensor | None = None
         for item in tensors:
             tensor = item.tensor
-            if tensor.device.type == "cpu":
+            if in_host_memory(tensor):
                 self._known[item.name] = digest_memory("xxh3", tensor.data_ptr(), tensor.nbytes)
             else:
                 self._sizes[item.name] = tensor.nbytes
@@ -85,7 +90,7 @@ class Digests:
 
     def wait(self) -> Mapping[str, Digest]:
         """The same, once the device has come so far: the host waits for it."""
-        if self._device is not None:
+        if self._device is not None and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return self.take()
 

@@ -20,6 +20,7 @@ from checkflow.errors import CheckflowError
 from checkflow.graph import BOUNDARY, AnchorKey, AnchorKind
 from checkflow.plan import Plan
 from checkflow.runtime import checkpointer as checkpointers
+from checkflow.runtime import digest
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.cuda_engine import CudaCopyEngine
 from checkflow.runtime.live_state import capture_generators, restore_generators
@@ -80,7 +81,8 @@ def assert_true(directory: Path, truths: dict[int, Truth], steps: Sequence[int])
 def test_every_checkpoint_is_one_boundary(
     copies: str, interval: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over several iterations too, in which what is never written leaves late."""
+    """Over several iterations too, in which what is never written leaves late. Audited as on a GPU."""
+    monkeypatch.setattr(digest, "in_host_memory", lambda _: False)
     device = simulate_gpu(monkeypatch, copies=copies)
     checkpointer, truths = Job().train(tmp_path, plan_of(3, interval))
     assert_true(tmp_path, truths, range(interval, 10, interval))
@@ -94,6 +96,7 @@ def test_where_training_does_not_wait_the_audit_tells_and_all_leaves_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planted fault: no stream waits for a copy. What is torn is void; then everything leaves at the boundary."""
+    monkeypatch.setattr(digest, "in_host_memory", lambda _: False)
     simulate_gpu(monkeypatch)
     monkeypatch.setattr(CudaCopyEngine, "_hold", lambda self, stream, part: None)
     job = Job()

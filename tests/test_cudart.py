@@ -117,7 +117,7 @@ def test_one_by_one_where_it_has_it_not_and_on_the_legacy_stream() -> None:
 
 
 def test_a_driver_that_has_it_not_is_asked_once() -> None:
-    for code in (36, 801):
+    for code in (36, 801, 1):
         library, three = Library(13_000, code), Three()
         runtime = Runtime(library)
         for _ in range(2):
@@ -134,9 +134,12 @@ def test_an_error_is_raised_with_its_message_and_taken_back() -> None:
     with pytest.raises(CheckflowError, match=r"CUDA: out of order \(error 700\)"):
         runtime.copy(three.copies, 77)
     assert library.calls == [("copy", 4, 77), ("taken back",)]
-    batching = Runtime(Library(13_000, 1))
-    with pytest.raises(CheckflowError, match="error 1"):
-        batching.copy(three.copies, 77)
+    failing = Library(13_000, 700)
+    failing.code = 0
+    runtime = Runtime(failing)
+    failing.cudaMemcpyAsync = failing._function(lambda *_: 700, c_void_p, c_void_p, c_size_t, c_int, c_void_p)
+    with pytest.raises(CheckflowError, match="error 700"):
+        runtime.copy(three.copies, 77)
 
 
 def test_a_stream_of_one_s_own() -> None:

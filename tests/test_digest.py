@@ -144,6 +144,17 @@ def test_all_tensors_at_once() -> None:
     assert known == {item.name: on_host(bytes(item.tensor.tolist()), "xxh3") for item in state}
 
 
+def test_all_tensors_at_once_as_a_device_reckons_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest, "in_host_memory", lambda tensor: len(tensor) == 4)
+    sizes = (0, 3, 4, BLOCK, 33 * BLOCK + 7, 1)
+    state = [StateTensor(f"model/{size}", "parameter", tensor_of(random_bytes(size), 2)) for size in sizes]
+    digests = Digests(state)
+    state[1].tensor.fill_(0)  # what is written later does not count
+    expected = {f"model/{n}": on_host(random_bytes(n), "xxh3" if n == 4 else "sums") for n in sizes}
+    assert digests.wait() == expected
+    assert digests.take() == expected
+
+
 @pytest.mark.cuda
 def test_on_a_gpu_it_is_the_same_number() -> None:
     sizes = (0, 3, 4, BLOCK, 33 * BLOCK + 7)
