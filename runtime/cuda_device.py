@@ -65,8 +65,10 @@ class CudaDevice:
                 self._runtime.copy(copies, handle)
 
     def record(self, stream: Stream, *, timed: bool = False) -> _Event:
-        free = self._free_events[timed]
-        event = free.pop() if free else _Event(timed)
+        try:
+            event = self._free_events[timed].pop()
+        except IndexError:
+            event = _Event(timed)
         try:
             event.event.record(cast(torch.cuda.Stream, stream))
         except RuntimeError as error:

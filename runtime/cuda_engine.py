@@ -144,6 +144,7 @@ class CudaCopyEngine:
         self._device = device
         self.source = device.memory
         self._now = _Capture()
+        self._ordering = threading.RLock()  # what ``hasten`` reads and writes, on whichever thread
         self._prepared: dict[int, tuple[Sequence[Transfer], dict[tuple[int, ...], list[_Part]]]] = {}
         # Between the training thread and the one that waits for the end of a capture:
         self._changed = threading.Condition()
@@ -198,29 +199,20 @@ class CudaCopyEngine:
         after = self._event(stream, timed=True)
         self._fence(stream, after)
         # Only now: an interrupt before this has it done again.
-        now.snapshots |= made
-        now.copied |= made.keys()
+        with self._ordering:
+            now.snapshots |= made
+            now.copied |= made.keys()
         now.snapshot_spans.append((before, after))
         now.held_bytes += sum(piece.length_bytes for piece in pieces)
         now.peak_bytes = max(now.peak_bytes, now.held_bytes)
         now.orders.append(_Order(tuple(made), "snapshot", anchor))
 
     def offload(self, chunks: Sequence[int], anchor: str) -> None:
-        stream = self._enter()
-        device, now, part_of = self._device, self._now, self._now.part_of
-        chosen = tuple(chunk for chunk in chunks if part_of[chunk] < 0)
-        if chosen:
-            device.wait(device.side, self._event(stream))
-            for part in self._parts(chosen):
-                if part.copies is not None:
-                    device.copy(part.copies, device.side)
-                now.ends.append(self._event(device.side))
-                for chunk in part.chunks:
-                    part_of[chunk] = len(now.ends) - 1
-                now.remaining -= len(part.chunks)
-                now.orders.append(_Order(part.chunks, "offload", anchor))
-        if now.remaining <= 0:
-            self._seal()
+        with self._ordering:
+            stream = self._enter()
+            if chosen := tuple(chunk for chunk in chunks if self._now.part_of[chunk] < 0):
+                self._device.wait(self._device.side, self._event(stream))
+                self._order(chosen, anchor)
 
     def wait(self, chunks: Sequence[int]) -> None:
         stream = self._enter()
@@ -245,6 +237,15 @@ class CudaCopyEngine:
             found = [chunk for chunk in found if not 0 <= now.part_of[chunk] < now.safe]
         return found
 
+    def hasten(self) -> None:
+        with self._ordering:
+            now = self._now
+            if chosen := tuple(chunk for chunk in now.snapshots if now.part_of[chunk] < 0):
+                # This thread's current stream tells nothing: behind whatever made them, on any stream.
+                for _, event in now.fences:
+                    self._device.wait(self._device.side, event)
+                self._order(chosen, "end")
+
     def free(self, chunks: Sequence[int]) -> None:
         self._enter()
         latest: dict[Stream, int] = {}
@@ -258,9 +259,10 @@ class CudaCopyEngine:
         for stream, part in latest.items():
             if not self._arrived(part):
                 self._hold(stream, part)
-        for chunk in gone:
-            del self._now.snapshots[chunk]
-            self._now.held_bytes -= self._now.transfers[chunk].length_bytes
+        with self._ordering:
+            for chunk in gone:
+                del self._now.snapshots[chunk]
+                self._now.held_bytes -= self._now.transfers[chunk].length_bytes
 
     def finish(self) -> None:
         if -1 in self._now.part_of:
@@ -273,22 +275,24 @@ class CudaCopyEngine:
         if error is not None:
             raise error
         # All of it has been read by now, which no stream needs to be told.
-        self._now.snapshots.clear()
-        self._now.held_bytes = 0
+        with self._ordering:
+            self._now.snapshots.clear()
+            self._now.held_bytes = 0
 
     def abort(self) -> bool:
-        with self._changed:
-            complete = self._complete
-            self._on_complete = self._awaited = None
-        try:
-            for stream in (self._device.side, *self._now.behind):
-                self._device.synchronize(self._event(stream))
-        except CheckflowError as error:  # a device that has failed does nothing any more
-            logger.warning("%s", error)
-        with self._changed:
-            while self._watching or self._delivering:
-                self._changed.wait()
-        self._forget()
+        with self._ordering:  # nothing is hastened from here on
+            with self._changed:
+                complete = self._complete
+                self._on_complete = self._awaited = None
+            try:
+                for stream in (self._device.side, *self._now.behind):
+                    self._device.synchronize(self._event(stream))
+            except CheckflowError as error:  # a device that has failed does nothing any more
+                logger.warning("%s", error)
+            with self._changed:
+                while self._watching or self._delivering:
+                    self._changed.wait()
+            self._forget()
         return complete
 
     def close(self) -> None:
@@ -311,6 +315,20 @@ class CudaCopyEngine:
 
     def _seconds(self, spans: Iterable[tuple[Event, Event]]) -> float:
         return sum((self._device.seconds_between(before, after) for before, after in spans), 0.0)
+
+    def _order(self, chunks: tuple[int, ...], anchor: str) -> None:
+        """These cross the link, behind what the side stream has been given."""
+        device, now = self._device, self._now
+        for part in self._parts(chunks):
+            if part.copies is not None:
+                device.copy(part.copies, device.side)
+            now.ends.append(self._event(device.side))
+            for chunk in part.chunks:
+                now.part_of[chunk] = len(now.ends) - 1
+            now.remaining -= len(part.chunks)
+            now.orders.append(_Order(part.chunks, "offload", anchor))
+        if now.remaining <= 0:
+            self._seal()
 
     # Events and fences
 
@@ -430,8 +448,9 @@ class CudaCopyEngine:
 
     def _forget(self) -> None:
         """Nothing is under way."""
-        self._device.recycle(self._now.events)
-        self._now = _Capture()
+        with self._ordering:
+            self._device.recycle(self._now.events)
+            self._now = _Capture()
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,15 @@ class HostCopyEngine:
         with self._changed:
             return [chunk for chunk in chunks if self._status[chunk] != _DONE and chunk not in self._snapshots]
 
+    def hasten(self) -> None:
+        with self._changed:
+            for chunk in self._snapshots:
+                if self._status[chunk] == _PENDING:
+                    self._log.append(CopyRecord(chunk, "offload", "end", self._transfers[chunk].length_bytes))
+                    self._status[chunk] = _QUEUED  # small ones too: this may be another thread than the one that trains
+                    self._queue.append(chunk)
+            self._changed.notify_all()
+
     def free(self, chunks: Sequence[int]) -> None:
         with self._changed:
             for chunk in chunks:

@@ -140,3 +140,27 @@ def test_one_capture_at_a_time_and_an_empty_one(engine: CopyEngine) -> None:
     with pytest.raises(RuntimeError, match="still running"):
         engine.begin(memory.transfers, lambda: None)
     engine.abort()
+
+
+def test_any_thread_may_let_snapshots_leave(engine: CopyEngine) -> None:
+    """They leave while the training thread goes on; what is live alone is not touched."""
+    memory = Memory(engine, 1_000_000)
+    complete = threading.Event()
+    engine.begin(memory.transfers, complete.set)
+    chunks = list(range(len(memory.transfers)))
+    copied, live = chunks[::2], chunks[1::2]
+    engine.snapshot(copied[:-1], "a")
+    thread = threading.Thread(target=engine.hasten)
+    thread.start()
+    engine.snapshot(copied[-1:], "b")
+    thread.join()
+    engine.hasten()
+    memory.overwrite(copied)
+    engine.wait(copied)
+    assert [record.chunk for record in engine.log() if record.kind == "offload"] == copied
+    assert engine.live(chunks) == live
+    engine.offload(chunks, "c")  # as planned: what has left is passed over
+    engine.finish()
+    assert complete.wait(10)
+    assert memory.arrived
+    engine.hasten()  # nothing is left

@@ -40,6 +40,7 @@ class Anchor:
     due: list[int] = field(default_factory=list)
     free: list[int] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
+    hastened: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class Job:
             self.anchors[released].release.append(chunk)
         for anchor in self.anchors:
             rng.shuffle(anchor.release)
+            anchor.hastened = rng.random() < 0.1
 
     def transfers(self, target: int) -> tuple[list[Transfer], list[Transfer]]:
         """Those of the chunks, and those of tensors that leave at once."""
@@ -132,6 +134,10 @@ class Job:
             for work, chunks in ((engine.snapshot, anchor.snapshot), (engine.offload, anchor.release)):
                 if chunks:
                     work(chunks, str(number))
+            if anchor.hastened:  # by a thread whose current stream is another one
+                thread = threading.Thread(target=engine.hasten)
+                thread.start()
+                thread.join()
             if anchor.due:
                 engine.wait(anchor.due)
             if anchor.free:
@@ -338,6 +344,24 @@ def test_a_capture_of_what_leaves_at_once_alone(buffers: Buffers) -> None:
     assert buffers.target.raw == buffers.content
     assert buffers.engine.log() == ()
     assert buffers.engine.abort()  # it was complete
+
+
+def test_what_has_a_snapshot_may_leave_early_and_nothing_else(buffers: Buffers) -> None:
+    engine = buffers.engine
+    engine.hasten()
+    buffers.begin()
+    engine.snapshot([1, 2], "a")
+    thread = threading.Thread(target=engine.hasten)
+    thread.start()
+    thread.join()
+    buffers.overwrite(1)
+    buffers.overwrite(2)
+    assert [(r.chunk, r.anchor) for r in engine.log() if r.kind == "offload"] == [(1, "end"), (2, "end")]
+    engine.offload([0, 1, 2, 3], "planned")
+    engine.finish()
+    engine.hasten()
+    assert buffers.target.raw == buffers.content
+    assert [r.chunk for r in engine.log() if r.kind == "offload"] == [1, 2, 0, 3]
 
 
 def test_closing_ends_a_capture_that_is_under_way() -> None:

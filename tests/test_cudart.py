@@ -135,7 +135,6 @@ def test_an_error_is_raised_with_its_message_and_taken_back() -> None:
         runtime.copy(three.copies, 77)
     assert library.calls == [("copy", 4, 77), ("taken back",)]
     failing = Library(13_000, 700)
-    failing.code = 0
     runtime = Runtime(failing)
     failing.cudaMemcpyAsync = failing._function(lambda *_: 700, c_void_p, c_void_p, c_size_t, c_int, c_void_p)
     with pytest.raises(CheckflowError, match="error 700"):
