@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import xxhash
 
 from checkflow.errors import ConsistencyError, UnsupportedError
 from checkflow.graph import BOUNDARY, AnchorKey
@@ -28,6 +27,7 @@ from checkflow.plan import Plan
 from checkflow.runtime import fit
 from checkflow.runtime.barriers import AnchorWork, Program
 from checkflow.runtime.copy_engine import CopyEngine, CopyRecord, CopyStatistics, Moved, Transfer
+from checkflow.runtime.digest import Digest, Digests
 from checkflow.runtime.layout import STORED_TYPES, Layout, TensorRecord, make_layout
 from checkflow.runtime.live_state import StateWalk
 from checkflow.runtime.settled import SettledTensors, WrittenError
@@ -48,8 +48,8 @@ class Capture:
     info: Mapping[str, Any]
     ties: tuple[tuple[str, str], ...]
     absent: tuple[str, ...]
-    digests: Mapping[str, int] | None  # of every tensor at the boundary, where this capture is audited
-    settled: Mapping[str, int]  # digests of the settled tensors, known from before
+    digests: Digests | None  # of every tensor at the boundary, where this capture is audited
+    settled: Mapping[str, Digest]  # of the settled tensors, known from before
     plan_digest: str  # of the plan that it was begun under, "" where there was none
     begun: float = field(default_factory=time.monotonic)
 
@@ -76,11 +76,6 @@ class _Arrangement:
     at_boundary: tuple[StateTensor, ...]
     chunks: tuple[tuple[int, int, int], ...]  # per chunk: source address, staging offset, length
     chunk_bytes: int
-
-
-def tensor_digest(address: int, size_bytes: int) -> int:
-    """xxh3 of a range of memory."""
-    return xxhash.xxh3_64_intdigest((ctypes.c_char * size_bytes).from_address(address)) if size_bytes else 0
 
 
 class Capturer:
@@ -159,8 +154,8 @@ class Capturer:
         try:
             if buffer.index not in self._prepared:
                 self._prepare(buffer, arrangement)
-            self._copy_at_boundary(buffer, arrangement)
-            digests = _digests(arrangement.state) if audit or self.settled.undecided else None
+            at_once = self._copy_at_boundary(buffer, arrangement)
+            digests = Digests(arrangement.state.tensors) if audit or self.settled.undecided else None
             settled = self.settled.look(self._tensors, digests)
         except BaseException:
             self._buffers.give_back(buffer)
@@ -171,7 +166,7 @@ class Capturer:
         )  # fmt: skip
         self._iteration = self._next = 0
         self._versions = {name: tensor._version for name, tensor in self._tensors.items()}
-        self._engine.begin(self._prepared[buffer.index], lambda: self._deliver(capture))
+        self._engine.begin(self._prepared[buffer.index], lambda: self._deliver(capture), at_once)
         self.reached(BOUNDARY)
         return waited_seconds
 
@@ -317,7 +312,7 @@ class Capturer:
     def _arrange(self, state: TrainingState) -> None:
         """Lay the files out for the state as it is now, and make room for them."""
         self._arrangement = None  # if what follows fails, the next capture tries again
-        fit.refuse_other_memory(state)  # optimizers make theirs late
+        fit.refuse_other_memory(state, self._engine.source)  # optimizers make theirs late
         deadlines = self._plan.deadlines
         last = self._plan.horizon_steps
         live = {item.name: item for item in state.tensors}
@@ -326,7 +321,11 @@ class Capturer:
         ]
         layout = make_layout(records)
         sizes = {name: size for group in self._plan.timeline.groups for name, size in group.members}
-        planned = {name for name, size in sizes.items() if name in live and live[name].tensor.nbytes == size}
+        planned = {
+            name
+            for name, size in sizes.items()
+            if name in live and live[name].tensor.nbytes == size and live[name].tensor.device == self._engine.source
+        }
         if self._at_boundary:
             planned = set()
         host = set(self._plan.host_tensors)
@@ -372,17 +371,19 @@ class Capturer:
             Transfer(source, buffer.address + offset, length) for source, offset, length in arrangement.chunks
         ]
 
-    def _copy_at_boundary(self, buffer: StagingBuffer, arrangement: _Arrangement) -> None:
+    def _copy_at_boundary(self, buffer: StagingBuffer, arrangement: _Arrangement) -> list[Transfer]:
+        """Copy what lies in host memory; returns what the engine is to copy at once."""
         self._boundary_bytes = 0
+        at_once = []
         for item in arrangement.at_boundary:
-            if item.tensor.nbytes:
-                target = buffer.address + arrangement.layout.tensors[item.name].staging_offset
-                ctypes.memmove(target, item.tensor.data_ptr(), item.tensor.nbytes)
-                self._boundary_bytes += item.tensor.nbytes
-
-
-def _digests(state: TrainingState) -> dict[str, int]:
-    return {item.name: tensor_digest(item.tensor.data_ptr(), item.tensor.nbytes) for item in state.tensors}
+            source, size_bytes = item.tensor.data_ptr(), item.tensor.nbytes
+            target = buffer.address + arrangement.layout.tensors[item.name].staging_offset
+            if item.tensor.device == self._engine.source:
+                at_once.append(Transfer(source, target, size_bytes))
+            elif size_bytes:
+                ctypes.memmove(target, source, size_bytes)
+            self._boundary_bytes += size_bytes
+        return at_once
 
 
 def planned_records(plan: Plan) -> list[TensorRecord]:

@@ -140,7 +140,7 @@ class Checkpointer:
             given = plan if isinstance(plan, Plan) else plans.load(plan)
             check_plan(given)
             fit.check_every(asked.every, given.interval)
-        fit.refuse_devices(models, optimizers)
+        device = fit.copied_device(models, optimizers)
         refuse_closures(optimizers)
         fit.refuse_objects(job.objects)
         if given is not None:
@@ -162,7 +162,7 @@ class Checkpointer:
                 cache = PlanCache(self._store.directory, wishes)
                 planning = Planning(job, cache, make_planner(), check_plan, wishes, follow=plan == "auto")
             self._resume(resume, given)
-            self._saving = Saving(self._store, each=every is not None, host_buffers=host_buffers, audit=audit)
+            self._saving = Saving(self._store, device, each=every is not None, host_buffers=host_buffers, audit=audit)
             undo.callback(self._saving.close)
             self._boundaries = Boundaries(
                 job, iteration=self.resumed_from or 0, progress=self._progress, saving=self._saving,

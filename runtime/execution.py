@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -96,6 +97,8 @@ class Execution:
         self._told: frozenset[Place] = frozenset()  # anchors that the log has called silent
         self._fired = self._whole = False  # an anchor, and a whole iteration, under these hooks
         self._error_in_compiling: CheckflowError | None = None
+        # Backward of what lies on a GPU and of what lies in host memory run on two threads at once.
+        self._one_hook = threading.RLock()
         self._models, self._optimizers, self._walk = job.models, job.optimizers, job.walk
         self._implementations, self._listener, self._raising = implementations, listener, raising
         self.capturer = Capturer(
@@ -146,7 +149,7 @@ class Execution:
     def reached(self, key: AnchorKey) -> None:
         """An anchor fired: do what the plan, and caution beyond it, ask for before the job goes on from it."""
         self._fired = True
-        with self.surviving():
+        with self._one_hook, self.surviving():
             self._guard(key)
         if key.kind is AnchorKind.OPTIMIZER_POST:
             self.stepped.add(key.name)

@@ -167,17 +167,21 @@ def _is_count(value: object, least: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def refuse_devices(models: Models, optimizers: Optimizers) -> None:
-    """Refuse state that no copy engine of this version can copy.
+def copied_device(models: Models, optimizers: Optimizers) -> torch.device:
+    """The device whose memory a job's state is copied from: its GPU, or the CPU where no state lies on one.
 
     Raises:
-        UnsupportedError: a state tensor does not lie in host memory.
+        UnsupportedError: state that no copy engine of this version can copy.
     """
-    refuse_other_memory(collect_state(models, optimizers))
+    state = collect_state(models, optimizers)
+    elsewhere = (item.tensor.device for item in state.tensors if item.tensor.device.type not in ("cpu", "meta"))
+    device = next(elsewhere, torch.device("cpu"))
+    refuse_other_memory(state, device)
+    return device
 
 
-def refuse_other_memory(state: TrainingState) -> None:
-    """Refuse state tensors whose bytes do not lie in host memory: to copy them would read what is not there.
+def refuse_other_memory(state: TrainingState, device: torch.device) -> None:
+    """Refuse state tensors that lie neither in host memory nor on this device: nothing would order their copies.
 
     Raises:
         UnsupportedError: there is one; it is named.
@@ -189,10 +193,17 @@ def refuse_other_memory(state: TrainingState) -> None:
                 f"state tensor {item.name} is on the meta device, without values: initialise it before training "
                 "(model.to_empty(device=...), then load or reset its parameters)"
             )
-        if tensor.device.type != "cpu":
+        if tensor.device.type not in ("cpu", "cuda") or (tensor.device.type == "cuda" and torch.version.hip):
             raise UnsupportedError(
-                f"state tensor {item.name} lies on {tensor.device}: this version trains on the CPU only"
+                f"state tensor {item.name} lies on {tensor.device}: this version trains on one NVIDIA GPU or on the CPU"
             )
+        if tensor.device.type != "cpu" and tensor.device != device:
+            raise UnsupportedError(
+                f"state tensor {item.name} lies on {tensor.device}, and what is copied on {device}: this version "
+                "trains on one GPU; move the models there before the Checkpointer is made"
+            )
+    for item in state.tensors:
+        tensor = item.tensor
         if tensor.nbytes and not tensor.data_ptr():
             raise UnsupportedError(
                 f"state tensor {item.name} is a {type(tensor).__name__} without memory of its own: give its class "
@@ -217,7 +228,7 @@ def refuse_objects(objects: Mapping[str, object]) -> None:
 def implementations(models: Models, optimizers: Optimizers) -> dict[str, str]:
     """Optimizer name to implementation, as plans name it."""
     devices = (parameter.device.type for model in models.values() for parameter in model.parameters())
-    device = next(devices, "cpu")
+    device = next((device for device in devices if device != "cpu"), "cpu")
     return {name: optimizer_implementation(optimizer, device) for name, optimizer in optimizers.items()}
 
 

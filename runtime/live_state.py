@@ -129,7 +129,8 @@ def restore_generators(states: Mapping[str, Any]) -> None:
 
         numpy.random.set_state(states["numpy"])
     if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
+        for index, state in enumerate(states["cuda"][: torch.cuda.device_count()]):  # there may be fewer GPUs now
+            torch.cuda.set_rng_state(state, index)
 
 
 def capture_extra(walk: StateWalk, optimizers: Optimizers, objects: Mapping[str, Stateful]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkflow.errors import CheckflowError, ConsistencyError
-from checkflow.runtime.capture import Capture, tensor_digest
+from checkflow.runtime.capture import Capture
+from checkflow.runtime.digest import Digest, digest_memory
 from checkflow.runtime.settled import WrittenError
 
 logger = logging.getLogger("checkflow")
@@ -212,13 +213,13 @@ class Writer:
     def _audit(self, capture: Capture) -> None:
         """Hold the staged bytes against the digests made at the boundary, those of settled tensors before it."""
         for name, digest in capture.settled.items():
-            if _staged_digest(capture, name) != digest:
+            if not _is_staged(capture, name, digest):
                 raise WrittenError(capture.step, name)
         if capture.digests is None:
             return
         self.audited += 1
-        for name, digest in capture.digests.items():
-            if name not in capture.settled and _staged_digest(capture, name) != digest:
+        for name, digest in capture.digests.take().items():
+            if name not in capture.settled and not _is_staged(capture, name, digest):
                 self.breaches += 1
                 self.breached_plans.add(capture.plan_digest)
                 raise ConsistencyError(
@@ -227,9 +228,12 @@ class Writer:
                 )
 
 
-def _staged_digest(capture: Capture, name: str) -> int:
+def _is_staged(capture: Capture, name: str, digest: Digest) -> bool:
+    """Whether a tensor's staged bytes have this digest."""
     placed = capture.layout.tensors[name]
-    return tensor_digest(capture.buffer.address + placed.staging_offset, placed.record.size_bytes)
+    return (
+        digest_memory(digest.rule, capture.buffer.address + placed.staging_offset, placed.record.size_bytes) == digest
+    )
 
 
 def _nothing() -> None:

@@ -11,36 +11,58 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from checkflow.runtime.capture import Capture
-from checkflow.runtime.copy_engine import HostCopyEngine
+from checkflow.runtime.copy_engine import CopyEngine
 from checkflow.runtime.execution import Execution
+from checkflow.runtime.host_engine import HostCopyEngine
 from checkflow.runtime.persist import Writer
-from checkflow.runtime.staging import StagingBuffers
+from checkflow.runtime.staging import Locking, StagingBuffers
 from checkflow.runtime.store import Store
 
 FIRST_AUDITS = 3  # of each plan's checkpoints
+
+
+def make_engine(device: torch.device) -> tuple[CopyEngine, Locking | None]:
+    """What copies from a device to host memory, and what it needs done to that memory.
+
+    Raises:
+        CheckflowError: CUDA's runtime cannot be found, or fails.
+    """
+    if device.type == "cpu":
+        return HostCopyEngine(), None
+    from checkflow.runtime.cuda_device import CudaDevice
+    from checkflow.runtime.cuda_engine import CudaCopyEngine
+
+    gpu = CudaDevice(device)
+    return CudaCopyEngine(gpu), gpu
 
 
 class Saving:
     """What captures are copied with, staged in and written by.
 
     Args:
+        device: that state is copied from.
         each: whether each capture is committed, however long training has to wait for storage; otherwise storage takes
             the newest one.
         host_buffers: staging buffers.
         audit: of how many captures one is audited; 0: none but the first ones.
+
+    Raises:
+        CheckflowError: the GPU cannot be copied from.
     """
 
-    def __init__(self, store: Store, *, each: bool, host_buffers: int, audit: int) -> None:
+    def __init__(self, store: Store, device: torch.device, *, each: bool, host_buffers: int, audit: int) -> None:
         self._store, self._each, self._audit_every = store, each, audit
         self.host_buffers = host_buffers
         self.captures = 0
         self.newest: tuple[int, float] | None = None  # step of the newest capture, and time.monotonic at its begin
         self._held_step: int | None = None  # of the capture that is being gathered, if storage is not to take it
         with contextlib.ExitStack() as undo:
-            self.engine = HostCopyEngine()
+            self.engine, locking = make_engine(device)
             undo.callback(self.engine.close)
-            self.buffers = StagingBuffers(host_buffers, self._urge)
+            self.buffers = StagingBuffers(host_buffers, locking, self._urge)
             undo.callback(self.buffers.close)
             self.writer = Writer(self._commit, self._recycle, supersede=not each, lasting=self._lasts)
             undo.pop_all()

@@ -32,6 +32,7 @@ import torch
 from checkflow.errors import ConsistencyError
 from checkflow.graph import AnchorKind
 from checkflow.plan import Plan
+from checkflow.runtime.digest import Digest, Digests
 
 logger = logging.getLogger("checkflow")
 
@@ -49,7 +50,7 @@ class SettledTensors:
 
     def __init__(self, plan: Plan) -> None:
         self._late = frozenset(_read_late(plan))
-        self._known: dict[str, tuple[int, int]] = {}  # version counter and digest at the last audited boundary
+        self._known: dict[str, tuple[int, Digest]] = {}  # version counter and digest at the last audited boundary
         self._settled: set[str] = set()
         self._written: set[str] = set()
 
@@ -77,7 +78,7 @@ class SettledTensors:
         self._written.update(names)
         self._settled.difference_update(names)
 
-    def look(self, tensors: Mapping[str, torch.Tensor], digests: Mapping[str, int] | None) -> dict[str, int]:
+    def look(self, tensors: Mapping[str, torch.Tensor], digests: Digests | None) -> dict[str, Digest]:
         """At a capture's boundary: learn what has settled, and what no longer is.
 
         Args:
@@ -88,8 +89,10 @@ class SettledTensors:
             The digest that each settled tensor must have when it has been staged.
         """
         changed = []
-        for name in sorted((self._late - self._written) & tensors.keys()):
-            now = (tensors[name]._version, None if digests is None else digests[name])
+        watched = sorted((self._late - self._written) & tensors.keys())
+        values = digests.wait() if digests is not None and watched else None
+        for name in watched:
+            now = (tensors[name]._version, None if values is None else values[name])
             version, digest = self._known.get(name, now)
             if now[0] != version or now[1] not in (None, digest):
                 changed.append(name)

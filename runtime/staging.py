@@ -2,20 +2,43 @@
 
 Three buffers, so that one may be persisting, one complete and one filling. A buffer is filled by the training thread
 and the copy engine, then handed to the writer, which gives it back.
+
+Where the state lies on a GPU, buffers are locked in place, so that the GPU writes to them by itself, and lie on the
+NUMA node that it hangs on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
 import mmap
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import psutil
 
-from checkflow.errors import StorageError
+from checkflow.errors import CheckflowError, StorageError
 from checkflow.hardware import format_size
+from checkflow.runtime import numa
+
+logger = logging.getLogger("checkflow")
+
+
+class Locking(Protocol):
+    """What a device needs done to the host memory that it copies to (:class:`.cuda_device.CudaDevice`)."""
+
+    @property
+    def numa_node(self) -> int | None:
+        """The node whose memory is nearest to it, if that is known."""
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """Lock memory in place for it; raises CheckflowError where the system refuses."""
+
+    def unregister(self, address: int) -> None:
+        """Undo that; raises CheckflowError where it cannot be undone."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +58,15 @@ class StagingBuffers:
     """A fixed number of buffers of one size, none until :meth:`grow` made them; ``take`` waits for a free one.
 
     Args:
+        locking: what they are locked by, for a device that needs it.
         urge: called before anybody waits: whoever holds a buffer back is to give it up.
     """
 
-    def __init__(self, count: int, urge: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, count: int, locking: Locking | None = None, urge: Callable[[], None] = lambda: None) -> None:
         self.size_bytes = 0
-        self._count, self._urge = count, urge
+        self._count, self._locking, self._urge = count, locking, urge
+        self._locked: list[int] = []  # addresses
+        self._told = False  # that they cannot be locked
         self._all: list[StagingBuffer] = []
         self._free: list[StagingBuffer] = []
         self._changed = threading.Condition()
@@ -62,7 +88,9 @@ class StagingBuffers:
                 f"{self._count} staging buffers of {format_size(size_bytes)} do not fit into the "
                 f"{format_size(available)} of host memory that are free: pass host_buffers=2 or 1, or free some"
             )
-        self._all = [_allocate(index, wanted_bytes) for index in range(self._count)]
+        node = None if self._locking is None else self._locking.numa_node
+        self._all = [_allocate(index, wanted_bytes, node) for index in range(self._count)]
+        self._lock()
         self.size_bytes = wanted_bytes
         self._free.extend(self._all)
 
@@ -93,14 +121,47 @@ class StagingBuffers:
             while len(self._free) < len(self._all):
                 self._changed.wait()
 
+    @property
+    def locked(self) -> bool:
+        """Whether every buffer is locked in place: copies from a GPU go on behind training then."""
+        return len(self._locked) == len(self._all)
+
+    def _lock(self) -> None:
+        """Lock them all, or none: copies into one that is not hold training, and say so once."""
+        if self._locking is None:
+            return
+        try:
+            for buffer in self._all:
+                self._locking.register(buffer.address, len(buffer.memory))
+                self._locked.append(buffer.address)
+        except CheckflowError as error:
+            self._unlock()
+            if not self._told:
+                self._told = True
+                logger.warning(
+                    "staging memory (%d times %s) cannot be locked in place, so that copies from the GPU hold "
+                    "training: %s; raise the limit on locked memory (ulimit -l unlimited, or --ulimit memlock=-1 of a "
+                    "container), or pass host_buffers=2",
+                    self._count, format_size(len(buffer.memory)), error,
+                )  # fmt: skip
+
+    def _unlock(self) -> None:
+        while self._locked and self._locking is not None:
+            address = self._locked.pop()
+            try:
+                self._locking.unregister(address)
+            except CheckflowError as error:  # the runtime ends before the process does, and takes its locks along
+                logger.debug("staging memory is not unlocked: %s", error)
+
     def close(self) -> None:
         """Give the memory back to the system, as soon as nobody looks at it any more."""
+        self._unlock()
         self.size_bytes = 0
         self._free.clear()
         self._all.clear()
 
 
-def _allocate(index: int, size_bytes: int) -> StagingBuffer:
+def _allocate(index: int, size_bytes: int, node: int | None) -> StagingBuffer:
     try:
         memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
@@ -109,6 +170,11 @@ def _allocate(index: int, size_bytes: int) -> StagingBuffer:
     if hasattr(mmap, "MADV_DONTFORK"):  # Linux
         memory.madvise(mmap.MADV_DONTFORK)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    if node is not None:
+        numa.prefer_node(address, size_bytes, node)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux: to touch, lock and copy to few large pages takes less
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     # Touch every page now: a page fault in the middle of training costs more than the copy that meets it.
     ctypes.memset(address, 0, size_bytes)
     return StagingBuffer(index, memory, address)

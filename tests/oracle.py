@@ -19,8 +19,9 @@ from torch import nn
 from checkflow.graph import BOUNDARY, AnchorKey, AnchorKind
 from checkflow.plan import Certificate, Chunk, Fingerprint, Plan, StateSpec
 from checkflow.runtime.checkpointer import Checkpointer
+from checkflow.runtime.fit import implementations
 from checkflow.runtime.reader import Checkpoint, open_checkpoint
-from checkflow.state import collect_state, dtype_name, optimizer_implementation
+from checkflow.state import collect_state, dtype_name
 from checkflow.timeline import StateGroup, Step, Timeline
 
 Truth = dict[str, torch.Tensor]
@@ -29,7 +30,7 @@ Optimizers = Mapping[str, torch.optim.Optimizer]
 
 
 def clone_state(models: Models, optimizers: Optimizers) -> Truth:
-    """All state now, by name, in memory of its own."""
+    """All state now, by name, in memory of its own, where it lies."""
     tensors = collect_state(models, optimizers).tensors
     return {item.name: item.tensor.detach().clone().resolve_conj().resolve_neg() for item in tensors}
 
@@ -38,6 +39,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal dtype, shape and bytes (NaN equals the same NaN, 0.0 differs from -0.0)."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
+    one, other = one.cpu(), other.cpu()
     return one.contiguous().view(-1).view(torch.uint8).equal(other.contiguous().view(-1).view(torch.uint8))
 
 
@@ -113,7 +115,7 @@ def random_plan(
     chunks: list[Chunk] = []
     specs = []
     for item in state.tensors:
-        host = item.name.endswith(".step")
+        host = item.name.endswith(".step") and item.tensor.device.type == "cpu"
         size = item.tensor.nbytes
         specs.append(StateSpec(item.name, tuple(item.tensor.shape), dtype_name(item.tensor.dtype), size, host))
         if host:
@@ -125,9 +127,8 @@ def random_plan(
     ordered = sorted(groups.items(), key=lambda pair: (pair[0] is None, pair[0] or 0))
     timeline = Timeline("segment", tuple(steps), tuple(StateGroup(u, tuple(sorted(m))) for u, m in ordered))
     fingerprint = Fingerprint(
-        "random", tuple(specs), state.ties, (), 1, "",
-        tuple((name, optimizer_implementation(one, "cpu")) for name, one in optimizers.items()), "cpu",
-    )  # fmt: skip
+        "random", tuple(specs), state.ties, (), 1, "", tuple(implementations(models, optimizers).items()), "cpu"
+    )
     certificate = Certificate("feasible", "random", "none", "", 0, 0)
     chunks.sort(key=lambda chunk: (chunk.offload_step, chunk.tensor, chunk.offset_bytes))
     return Plan(

@@ -115,7 +115,7 @@ def test_a_full_disk_raises_if_asked(small_disk: Path) -> None:
 
 
 def test_a_fault_inside_a_hook_gives_up_that_checkpoint_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkflow.runtime.copy_engine import HostCopyEngine
+    from checkflow.runtime.host_engine import HostCopyEngine
 
     plan = make_plan()
     model, optimizer, iterate = make()

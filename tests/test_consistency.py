@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fake_device import simulate_gpu
 from oracle import assert_checkpoint_is, clone_state, random_plan, run_oracle, same_bits
 from torch import nn
 
@@ -84,8 +85,18 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine for the CPU, or the one for GPUs on a simulated device."""
+    if request.param == "GPU":
+        simulate_gpu(monkeypatch)
+
+
 @pytest.mark.parametrize("optimizer", list(optimizers()))
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("engine", "seed"), [*(("CPU", n) for n in range(4)), ("GPU", 0), ("GPU", 1)], indirect=["engine"]
+)
+@pytest.mark.usefixtures("engine")
 def test_every_checkpoint_is_one_boundary(optimizer: str, seed: int, directory: Path) -> None:
     plan = warmed_plan(optimizer, seed)
     model, chosen, iterate = make_job(optimizer)
@@ -130,19 +141,19 @@ def test_a_deadline_ignored_is_caught(directory: Path, monkeypatch: pytest.Monke
     """The planted fault: chunks are not waited for, and the copy thread is kept from being quick by luck."""
     import threading
 
-    from checkflow.runtime import copy_engine
+    from checkflow.runtime import host_engine
 
     gate = threading.Event()
-    copy = copy_engine.HostCopyEngine._copy
+    copy = host_engine.HostCopyEngine._copy
 
-    def slow_copy(self: copy_engine.HostCopyEngine, chunks: Sequence[int]) -> None:
+    def slow_copy(self: host_engine.HostCopyEngine, chunks: Sequence[int]) -> None:
         gate.wait()
         copy(self, chunks)
 
-    monkeypatch.setattr(copy_engine, "SMALL_BYTES", 0)
-    monkeypatch.setattr(copy_engine.HostCopyEngine, "_copy", slow_copy)
-    wait = copy_engine.HostCopyEngine.wait
-    monkeypatch.setattr(copy_engine.HostCopyEngine, "wait", lambda self, chunks: None)
+    monkeypatch.setattr(host_engine, "SMALL_BYTES", 0)
+    monkeypatch.setattr(host_engine.HostCopyEngine, "_copy", slow_copy)
+    wait = host_engine.HostCopyEngine.wait
+    monkeypatch.setattr(host_engine.HostCopyEngine, "wait", lambda self, chunks: None)
     plan = warmed_plan("adam for-loop", 2)
     plan = dataclasses.replace(
         plan, chunks=tuple(dataclasses.replace(c, offload_step=0, snapshot_step=None) for c in plan.chunks)
@@ -154,7 +165,7 @@ def test_a_deadline_ignored_is_caught(directory: Path, monkeypatch: pytest.Monke
     iterate(0)
     next(run)  # the boundary of step 1: its capture begins
     iterate(1)  # and is written over, because nobody waits
-    monkeypatch.setattr(copy_engine.HostCopyEngine, "wait", wait)
+    monkeypatch.setattr(host_engine.HostCopyEngine, "wait", wait)
     gate.set()
     with pytest.raises(ConsistencyError, match="torn"):
         checkpointer.close()
@@ -170,7 +181,10 @@ def test_the_plan_of_another_model_is_refused(directory: Path) -> None:
         Checkpointer(model, torch.optim.Adam(model.parameters(), foreach=True), directory=directory, plan=plan)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("engine", "seed"), [*(("CPU", n) for n in range(3)), ("GPU", 0), ("GPU", 1)], indirect=["engine"]
+)
+@pytest.mark.usefixtures("engine")
 def test_the_plan_is_what_runs(seed: int, directory: Path) -> None:
     plan = warmed_plan("momentum", seed)
     model, chosen, iterate = make_job("momentum")

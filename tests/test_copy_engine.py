@@ -1,4 +1,4 @@
-"""The copy engine's contract, on the engine for host memory."""
+"""The copy engine's contract, on the engine for host memory and on the one for GPUs: simulated ones, and a real one."""
 
 from __future__ import annotations
 
@@ -8,45 +8,59 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
+from fake_device import FakeDevice
 
-from checkflow.runtime.copy_engine import HostCopyEngine, Transfer
+from checkflow.runtime.copy_engine import CopyEngine, Transfer
+from checkflow.runtime.cuda_engine import CudaCopyEngine
+from checkflow.runtime.saving import make_engine
 
 
 class Memory:
     """Source and target bytes, and transfers of random chunks between them."""
 
-    def __init__(self, size: int, seed: int = 0) -> None:
+    def __init__(self, engine: CopyEngine, size: int, seed: int = 0) -> None:
         rng = random.Random(seed)
         self.content = rng.randbytes(size)
-        self.source = ctypes.create_string_buffer(self.content, size)
+        self.source = torch.frombuffer(bytearray(self.content), dtype=torch.uint8).to(engine.source)
         self.target = ctypes.create_string_buffer(size)
         self.transfers: list[Transfer] = []
         offset = 0
         while offset < size:
             length = min(size - offset, rng.randint(1, 50_000))
-            here = ctypes.addressof(self.source) + offset, ctypes.addressof(self.target) + offset
+            here = self.source.data_ptr() + offset, ctypes.addressof(self.target) + offset
             self.transfers.append(Transfer(*here, length))
             offset += length
 
     def overwrite(self, chunks: list[int]) -> None:
         for chunk in chunks:
-            ctypes.memset(self.transfers[chunk].source, 0xEE, self.transfers[chunk].length_bytes)
+            offset = self.transfers[chunk].source - self.source.data_ptr()
+            self.source[offset : offset + self.transfers[chunk].length_bytes] = 0xEE
 
     @property
     def arrived(self) -> bool:
         return self.target.raw == self.content
 
 
-@pytest.fixture
-def engine() -> Iterator[HostCopyEngine]:
-    engine = HostCopyEngine()
+@pytest.fixture(params=["host", "first", "last", pytest.param("GPU", marks=pytest.mark.cuda)])
+def engine(request: pytest.FixtureRequest) -> Iterator[CopyEngine]:
+    """Of simulated GPUs, training writes at once, as on a CPU; copies come as early as they may, or as late."""
+    if request.param in ("host", "GPU"):
+        engine, _ = make_engine(torch.device("cpu" if request.param == "host" else "cuda:0"))
+    else:
+        engine = CudaCopyEngine(FakeDevice(copies=request.param, prompt=True))
     yield engine
     engine.close()
 
 
+def snapshots(engine: CopyEngine) -> object:
+    """Those that it holds."""
+    return engine._now.snapshots if isinstance(engine, CudaCopyEngine) else engine._snapshots
+
+
 @pytest.mark.parametrize("seed", range(10))
-def test_writes_after_wait_or_snapshot_do_no_harm(engine: HostCopyEngine, seed: int) -> None:
-    memory, rng = Memory(2_000_000, seed), random.Random(seed)
+def test_writes_after_wait_or_snapshot_do_no_harm(engine: CopyEngine, seed: int) -> None:
+    memory, rng = Memory(engine, 2_000_000, seed), random.Random(seed)
     complete = threading.Event()
     engine.begin(memory.transfers, complete.set)
     chunks = list(range(len(memory.transfers)))
@@ -68,11 +82,11 @@ def test_writes_after_wait_or_snapshot_do_no_harm(engine: HostCopyEngine, seed: 
     assert {r.anchor for r in log if r.kind == "snapshot"} == {"a"}
     total = sum(memory.transfers[chunk].length_bytes for chunk in copied)
     assert engine.statistics().snapshot_peak_bytes == total
-    assert not engine._snapshots
+    assert not snapshots(engine)
 
 
-def test_snapshots_are_given_back_when_they_left_and_are_freed(engine: HostCopyEngine) -> None:
-    memory = Memory(100_000)
+def test_snapshots_are_given_back_when_they_left_and_are_freed(engine: CopyEngine) -> None:
+    memory = Memory(engine, 100_000)
     engine.begin(memory.transfers, lambda: None)
     half = len(memory.transfers) // 2
     first, second = list(range(half)), list(range(half, len(memory.transfers)))
@@ -81,14 +95,14 @@ def test_snapshots_are_given_back_when_they_left_and_are_freed(engine: HostCopyE
         engine.offload(chunks, "a")
         engine.wait(chunks)
         engine.free(chunks)
-        assert not engine._snapshots
+        assert not snapshots(engine)
     engine.finish()
     largest = max(sum(memory.transfers[c].length_bytes for c in chunks) for chunks in (first, second))
     assert engine.statistics().snapshot_peak_bytes == largest
 
 
-def test_nothing_moves_before_it_is_released(engine: HostCopyEngine) -> None:
-    memory = Memory(10_000)
+def test_nothing_moves_before_it_is_released(engine: CopyEngine) -> None:
+    memory = Memory(engine, 10_000)
     engine.begin(memory.transfers, lambda: None)
     with pytest.raises(RuntimeError, match="never released"):
         engine.finish()
@@ -98,8 +112,8 @@ def test_nothing_moves_before_it_is_released(engine: HostCopyEngine) -> None:
     engine.abort()
 
 
-def test_an_aborted_capture_is_never_complete_and_the_next_one_works(engine: HostCopyEngine) -> None:
-    memory = Memory(4_000_000)
+def test_an_aborted_capture_is_never_complete_and_the_next_one_works(engine: CopyEngine) -> None:
+    memory = Memory(engine, 4_000_000)
     called = threading.Event()
     engine.begin(memory.transfers, called.set)
     engine.offload(range(len(memory.transfers) - 1), "a")
@@ -108,7 +122,7 @@ def test_an_aborted_capture_is_never_complete_and_the_next_one_works(engine: Hos
     memory.overwrite(list(range(len(memory.transfers))))
     assert memory.target.raw == before
     assert not called.is_set()
-    again = Memory(1_000_000, 5)
+    again = Memory(engine, 1_000_000, 5)
     engine.begin(again.transfers, called.set)
     engine.offload(range(len(again.transfers)), "a")
     engine.finish()
@@ -116,21 +130,21 @@ def test_an_aborted_capture_is_never_complete_and_the_next_one_works(engine: Hos
     assert again.arrived
 
 
-def test_one_capture_at_a_time_and_an_empty_one(engine: HostCopyEngine) -> None:
+def test_one_capture_at_a_time_and_an_empty_one(engine: CopyEngine) -> None:
     called = threading.Event()
     engine.begin([], called.set)
     assert called.is_set()
     engine.finish()
-    memory = Memory(100)
+    memory = Memory(engine, 100)
     engine.begin(memory.transfers, lambda: None)
     with pytest.raises(RuntimeError, match="still running"):
         engine.begin(memory.transfers, lambda: None)
     engine.abort()
 
 
-def test_any_thread_may_let_snapshots_leave(engine: HostCopyEngine) -> None:
+def test_any_thread_may_let_snapshots_leave(engine: CopyEngine) -> None:
     """They leave while the training thread goes on; what is live alone is not touched."""
-    memory = Memory(1_000_000)
+    memory = Memory(engine, 1_000_000)
     complete = threading.Event()
     engine.begin(memory.transfers, complete.set)
     chunks = list(range(len(memory.transfers)))

@@ -28,7 +28,7 @@ from checkflow.plan import Plan
 from checkflow.planner.replay import check_plan
 from checkflow.planner.schedule import Request, make_plan
 from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime import copy_engine
+from checkflow.runtime import host_engine
 from checkflow.runtime.barriers import compile_plan
 from checkflow.runtime.capture import Capturer, CaptureReport
 from checkflow.runtime.checkpointer import Checkpointer
@@ -98,7 +98,7 @@ def test_every_checkpoint_is_the_truth_of_its_boundary(interval: int, seed: int,
     plan = spread_plan(*_traced(), interval, seed, waits=waits)
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpointers, "check_plan", check_plan)
-        patch.setattr(copy_engine, "SMALL_BYTES", 0 if seed % 2 else copy_engine.SMALL_BYTES)
+        patch.setattr(host_engine, "SMALL_BYTES", 0 if seed % 2 else host_engine.SMALL_BYTES)
         with open_job(step, Path(directory), plan, audit=int(audit)) as checkpointer:
             truths = oracle(checkpointer, step, 5 * interval + seed % interval)
         assert check(Path(directory), truths) == [interval * n for n in range(1, 6)]
@@ -335,7 +335,7 @@ def test_the_last_checkpoint_is_whole_when_the_loop_is_left(
     way: str, interval: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights that are put back right after the loop are written at no anchor; nobody audits, and nothing is quick."""
-    monkeypatch.setattr(copy_engine, "SMALL_BYTES", 0)
+    monkeypatch.setattr(host_engine, "SMALL_BYTES", 0)
     step, truths = make_step(), {}
     head = step.models["model"].head
     loader = DataLoader(TensorDataset(torch.randn(40, 16), torch.randint(5, (40,))), 8) if "epochs" in way else None

@@ -386,13 +386,14 @@ def open_with(model: nn.Module | None = None, **arguments: Any) -> Callable[[Pat
     return run
 
 
-def on_another_device(directory: Path, plan: Plan) -> Any:
+def on_devices(*devices: str) -> Callable[[Path, Plan], Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    model = nn.Linear(2, 2, bias=False)
+    model = nn.Module()
     with FakeTensorMode():  # which makes tensors for devices that are not there
-        model.weight = nn.Parameter(torch.empty(2, 2, device="cuda"))
-    return open_with(model)(directory, plan)
+        for number, device in enumerate(devices):
+            model.register_buffer(f"state{number}", torch.empty(2, device=device))
+    return open_with(model)
 
 
 def with_lbfgs(directory: Path, plan: Plan) -> Any:
@@ -437,7 +438,8 @@ RUNTIME: dict[str, tuple[Callable[[Path, Plan], Any], str]] = {
     "LBFGS, planned": (plan_with_lbfgs, "optimizer optimizer is LBFGS"),
     "closure": (steps_with_closure, "optimizer optimizer steps with a closure"),
     "meta": (open_with(nn.Linear(2, 2, device="meta")), "model/weight is on the meta device"),
-    "device": (on_another_device, "model/weight lies on cuda"),
+    "device": (on_devices("cpu", "xpu:0"), "model/state1 lies on xpu:0: this version trains on one NVIDIA GPU"),
+    "two devices": (on_devices("cpu", "cuda:0", "cuda:1"), "model/state2 lies on cuda:1, and what is copied on cuda:0"),
     "opaque": (open_with(with_buffer(Opaque(torch.zeros(2)))), "model/odd is a Opaque"),
     "no state_dict": (open_with(state={"x": 3}), r"state\['x'\] is a int"),
     "loader": (open_with(loader=NoPosition()), "loader is a NoPosition"),

@@ -359,7 +359,7 @@ def test_the_last_capture_is_delivered_before_the_writer_closes(
         submit(self, capture)
 
     monkeypatch.setattr(Writer, "submit", slow)
-    monkeypatch.setattr("checkflow.runtime.copy_engine.SMALL_BYTES", 0)
+    monkeypatch.setattr("checkflow.runtime.host_engine.SMALL_BYTES", 0)
     job = Job()
     with open_job(job, tmp_path, warmed()) as checkpointer:
         truths = train(job, checkpointer, 2)

@@ -1,0 +1,479 @@
+"""The copy engine for state in the memory of a device that runs behind the host: a CUDA GPU.
+
+What each method promises is :mod:`.copy_engine`'s. The engine speaks to the device in a handful of calls
+(:class:`StreamDevice`; the real one is :mod:`.cuda_device`), and blocks the host in ``finish`` and ``abort`` alone.
+A device does what is enqueued on one stream in order, and on several in any order that events leave open. So:
+
+1. Chunks cross the link on a stream of the engine's own, the side stream. Before each ``offload`` it waits for an event
+   of the stream that is current then: behind all that training has enqueued there, snapshots among it.
+2. Every so many bytes an event follows on the side stream. ``wait`` has the current stream wait for the one behind the
+   last chunk that is asked for: whatever training enqueues from then on comes after the copy.
+3. A snapshot is allocated and copied on the current stream, which orders it by itself. When it is given back, the
+   stream on which it was allocated waits for the event behind its offload before the memory returns to the allocator,
+   which may hand it out again at once, but to that stream only.
+4. Training may use several streams: backward runs on a thread with a current stream of its own. What others must come
+   behind is a *fence*: the boundary (before which all state was written), snapshots made, and events that a stream had
+   to wait for. Whenever the engine is called under a stream, that stream first waits for the fences that it has not
+   passed yet.
+5. When the last chunk has been ordered, a thread waits for the last event and calls ``on_complete``.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+
+from checkflow.errors import CheckflowError
+from checkflow.runtime.copy_engine import CopyRecord, CopyStatistics, Transfer
+
+logger = logging.getLogger("checkflow")
+
+# So much crosses the link between two events: a wait may last for as much more than what it waits for. At 50 GB/s these
+# are 0.7 ms, while an event costs the training thread some microseconds.
+EVENT_BYTES = 32 * 2**20
+MOST_PREPARED = 8  # lists of transfers: one for each staging buffer, and some of a layout before
+
+Stream = Hashable
+Event = Any
+Copies = Any
+
+
+class StreamDevice(Protocol):
+    """What the engine asks of a device. All calls but ``synchronize`` enqueue, or ask, and return at once.
+
+    Raises:
+        CheckflowError: the device refuses a call, or has failed; with its reason.
+    """
+
+    side: Stream  # the engine's own
+    memory: torch.device  # whose memory it is
+
+    def current(self) -> Stream:
+        """The stream on which the calling thread enqueues what it does."""
+
+    def allocate(self, size_bytes: int) -> tuple[int, object]:
+        """Memory for the current stream: its address, and what holds it.
+
+        Once that is dropped, it may be handed out again at once, to whatever is enqueued on this stream later.
+        """
+
+    def prepare(self, transfers: Sequence[Transfer]) -> Copies:
+        """Copies that are to be made together, in no order among themselves, once or again and again."""
+
+    def copy(self, copies: Copies, stream: Stream) -> None:
+        """Make these copies, in order behind what the stream has been given."""
+
+    def record(self, stream: Stream, *, timed: bool = False) -> Event:
+        """An event that happens when the device has come so far in this stream."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """What the stream is given from now on comes after the event."""
+
+    def done(self, event: Event) -> bool:
+        """Whether it has happened."""
+
+    def synchronize(self, event: Event) -> None:
+        """Return once it has happened; others of this process's threads go on."""
+
+    def seconds_between(self, before: Event, after: Event) -> float:
+        """Between two timed events; 0 if the later one has not happened yet."""
+
+    def recycle(self, events: Iterable[Event]) -> None:
+        """These may be recorded anew: nobody asks for them any more."""
+
+    def enter_thread(self) -> None:
+        """Called once on a thread that will call ``synchronize``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    address: int
+    holder: object
+    stream: Stream  # that it was allocated on
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What was ordered at one anchor; made into records when somebody asks."""
+
+    chunks: tuple[int, ...]
+    kind: Literal["snapshot", "offload"]
+    anchor: str
+
+
+@dataclass(slots=True)
+class _Capture:
+    """What has become of one capture so far; of parts that cross the link between two events, in order."""
+
+    transfers: Sequence[Transfer] = ()
+    part_of: list[int] = field(default_factory=list)  # the part that each chunk crosses in; -1: not ordered yet
+    remaining: int = 0  # chunks that are not ordered yet
+    ends: list[Event] = field(default_factory=list)  # behind each part, on the side stream
+    guarded: int = 0  # so many parts are waited for by training
+    arrived: int = 0  # so many parts are known to have arrived
+    snapshots: dict[int, _Snapshot] = field(default_factory=dict)  # by chunk
+    copied: set[int] = field(default_factory=set)  # chunks that have a snapshot, or had one
+    fences: list[tuple[Stream | None, Event]] = field(default_factory=list)
+    behind: dict[Stream, int] = field(default_factory=dict)  # how many of the fences a stream has passed
+    orders: list[_Order] = field(default_factory=list)
+    waited_spans: list[tuple[Event, Event]] = field(default_factory=list)
+    snapshot_spans: list[tuple[Event, Event]] = field(default_factory=list)
+    held_bytes: int = 0
+    peak_bytes: int = 0
+    events: list[Event] = field(default_factory=list)  # all that were recorded
+
+    @property
+    def safe(self) -> int:
+        """Of so many parts the live tensors may be written: they have arrived, or training waits for them."""
+        return max(self.guarded, self.arrived)
+
+
+class CudaCopyEngine:
+    """Copies from a device to host memory on a stream of its own: for training on a GPU.
+
+    The host never waits at an anchor. How much it does there goes with the number of parts that are copied: what lies
+    side by side in both memories is one, and lists of them are made once for each staging buffer.
+    """
+
+    def __init__(self, device: StreamDevice) -> None:
+        self._device = device
+        self.source = device.memory
+        self._now = _Capture()
+        self._ordering = threading.RLock()  # what ``hasten`` reads and writes, on whichever thread
+        self._prepared: dict[int, tuple[Sequence[Transfer], dict[tuple[int, ...], list[_Part]]]] = {}
+        # Between the training thread and the one that waits for the end of a capture:
+        self._changed = threading.Condition()
+        self._on_complete: Callable[[], None] | None = None  # of the capture under way
+        self._awaited: Event | None = None  # behind its last chunk
+        self._complete = True
+        self._watching = self._delivering = self._closed = False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="checkflow-copy", daemon=True)
+        self._thread.start()
+
+    def begin(
+        self, transfers: Sequence[Transfer], on_complete: Callable[[], None], at_once: Sequence[Transfer] = ()
+    ) -> None:
+        if self._on_complete is not None:
+            raise RuntimeError("a capture is still running")
+        self._forget()
+        self._complete = not transfers and not at_once
+        if self._complete:
+            on_complete()
+            return
+        device = self._device
+        stream = device.current()
+        self._now = _Capture(transfers, [-1] * len(transfers), len(transfers))
+        with self._changed:
+            self._on_complete, self._error = on_complete, None
+        if at_once:
+            device.copy(device.prepare(_merged(at_once)), stream)
+        self._fence(stream, self._event(stream))
+        device.wait(device.side, self._now.fences[0][1])
+        if not transfers:
+            self._seal()
+
+    def snapshot(self, chunks: Sequence[int], anchor: str) -> None:
+        stream = self._enter()
+        now = self._now
+        if forced := [chunk for chunk in chunks if now.part_of[chunk] >= 0 and chunk not in now.copied]:
+            self.wait(forced)  # they had to leave from their live tensors already
+        made: dict[int, _Snapshot] = {}
+        pieces = []
+        for chunk in chunks:
+            if now.part_of[chunk] >= 0 or chunk in now.copied:
+                continue
+            transfer = now.transfers[chunk]
+            address, holder = self._device.allocate(transfer.length_bytes)
+            made[chunk] = _Snapshot(address, holder, stream)
+            pieces.append(Transfer(transfer.source, address, transfer.length_bytes))
+        if not made:
+            return
+        before = self._event(stream, timed=True)
+        self._device.copy(self._device.prepare(_merged(pieces)), stream)
+        after = self._event(stream, timed=True)
+        self._fence(stream, after)
+        # Only now: an interrupt before this has it done again.
+        with self._ordering:
+            now.snapshots |= made
+            now.copied |= made.keys()
+        now.snapshot_spans.append((before, after))
+        now.held_bytes += sum(piece.length_bytes for piece in pieces)
+        now.peak_bytes = max(now.peak_bytes, now.held_bytes)
+        now.orders.append(_Order(tuple(made), "snapshot", anchor))
+
+    def offload(self, chunks: Sequence[int], anchor: str) -> None:
+        with self._ordering:
+            stream = self._enter()
+            if chosen := tuple(chunk for chunk in chunks if self._now.part_of[chunk] < 0):
+                self._device.wait(self._device.side, self._event(stream))
+                self._order(chosen, anchor)
+
+    def wait(self, chunks: Sequence[int]) -> None:
+        stream = self._enter()
+        now = self._now
+        last = max((now.part_of[chunk] for chunk in chunks), default=-1)
+        for chunk in chunks:
+            if now.part_of[chunk] < 0:
+                raise RuntimeError(f"chunk {chunk} is waited for before it was released")
+        if last >= now.guarded and not self._arrived(last):
+            self._hold(stream, last)
+            self._fence(None, now.ends[last])
+            now.behind[stream] = len(now.fences)
+            now.guarded = last + 1
+
+    def live(self, chunks: Sequence[int]) -> list[int]:
+        if self._on_complete is None:
+            return []
+        self._enter()
+        now = self._now
+        found = [chunk for chunk in chunks if chunk not in now.copied and not 0 <= now.part_of[chunk] < now.safe]
+        if found and self._advance():
+            found = [chunk for chunk in found if not 0 <= now.part_of[chunk] < now.safe]
+        return found
+
+    def hasten(self) -> None:
+        with self._ordering:
+            now = self._now
+            if chosen := tuple(chunk for chunk in now.snapshots if now.part_of[chunk] < 0):
+                # This thread's current stream tells nothing: behind whatever made them, on any stream.
+                for _, event in now.fences:
+                    self._device.wait(self._device.side, event)
+                self._order(chosen, "end")
+
+    def free(self, chunks: Sequence[int]) -> None:
+        self._enter()
+        latest: dict[Stream, int] = {}
+        gone = []
+        for chunk in chunks:
+            snapshot, part = self._now.snapshots.get(chunk), self._now.part_of[chunk]
+            if snapshot is None or part < 0:
+                continue  # given back already; or not released yet, and given back at the end
+            gone.append(chunk)
+            latest[snapshot.stream] = max(part, latest.get(snapshot.stream, -1))
+        for stream, part in latest.items():
+            if not self._arrived(part):
+                self._hold(stream, part)
+        with self._ordering:
+            for chunk in gone:
+                del self._now.snapshots[chunk]
+                self._now.held_bytes -= self._now.transfers[chunk].length_bytes
+
+    def finish(self) -> None:
+        if -1 in self._now.part_of:
+            raise RuntimeError(f"chunk {self._now.part_of.index(-1)} was never released")
+        with self._changed:
+            while self._on_complete is not None or self._delivering:
+                self._seal()  # unless that was done when the last chunk was ordered, and no interrupt came before it
+                self._changed.wait()
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+        # All of it has been read by now, which no stream needs to be told.
+        with self._ordering:
+            self._now.snapshots.clear()
+            self._now.held_bytes = 0
+
+    def abort(self) -> bool:
+        with self._ordering:  # nothing is hastened from here on
+            with self._changed:
+                complete = self._complete
+                self._on_complete = self._awaited = None
+            try:
+                for stream in (self._device.side, *self._now.behind):
+                    self._device.synchronize(self._event(stream))
+            except CheckflowError as error:  # a device that has failed does nothing any more
+                logger.warning("%s", error)
+            with self._changed:
+                while self._watching or self._delivering:
+                    self._changed.wait()
+            self._forget()
+        return complete
+
+    def close(self) -> None:
+        self.abort()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def log(self) -> tuple[CopyRecord, ...]:
+        return tuple(
+            CopyRecord(chunk, order.kind, order.anchor, self._now.transfers[chunk].length_bytes)
+            for order in self._now.orders
+            for chunk in order.chunks
+        )
+
+    def statistics(self) -> CopyStatistics:
+        now = self._now
+        return CopyStatistics(self._seconds(now.waited_spans), self._seconds(now.snapshot_spans), now.peak_bytes, 0)
+
+    def _seconds(self, spans: Iterable[tuple[Event, Event]]) -> float:
+        return sum((self._device.seconds_between(before, after) for before, after in spans), 0.0)
+
+    def _order(self, chunks: tuple[int, ...], anchor: str) -> None:
+        """These cross the link, behind what the side stream has been given."""
+        device, now = self._device, self._now
+        for part in self._parts(chunks):
+            if part.copies is not None:
+                device.copy(part.copies, device.side)
+            now.ends.append(self._event(device.side))
+            for chunk in part.chunks:
+                now.part_of[chunk] = len(now.ends) - 1
+            now.remaining -= len(part.chunks)
+            now.orders.append(_Order(part.chunks, "offload", anchor))
+        if now.remaining <= 0:
+            self._seal()
+
+    # Events and fences
+
+    def _event(self, stream: Stream, *, timed: bool = False) -> Event:
+        event = self._device.record(stream, timed=timed)
+        self._now.events.append(event)
+        return event
+
+    def _fence(self, stream: Stream | None, event: Event) -> None:
+        """Every other stream of training has to come behind this event; the one that it was recorded on does."""
+        self._now.fences.append((stream, event))
+        if stream is not None:
+            self._now.behind[stream] = len(self._now.fences)
+
+    def _enter(self) -> Stream:
+        """The current stream, once it has been put behind all fences."""
+        stream = self._device.current()
+        for other, event in self._now.fences[self._now.behind.get(stream, 0) :]:
+            if other != stream:
+                self._device.wait(stream, event)
+        self._now.behind[stream] = len(self._now.fences)
+        return stream
+
+    def _hold(self, stream: Stream, part: int) -> None:
+        """Have a stream of training wait until a part has arrived; for how long is measured."""
+        before = self._event(stream, timed=True)
+        self._device.wait(stream, self._now.ends[part])
+        self._now.waited_spans.append((before, self._event(stream, timed=True)))
+
+    def _advance(self) -> bool:
+        """Look which parts have arrived; whether there are more than before."""
+        now, before = self._now, self._now.arrived
+        while now.arrived < len(now.ends) and self._device.done(now.ends[now.arrived]):
+            now.arrived += 1
+        return now.arrived > before
+
+    def _arrived(self, part: int) -> bool:
+        now = self._now
+        if part >= now.arrived and self._device.done(now.ends[part]):
+            now.arrived = part + 1  # those before it lie before it on the side stream
+        return part < now.arrived
+
+    # Parts
+
+    def _parts(self, chunks: tuple[int, ...]) -> list[_Part]:
+        """Chunks in order, cut where an event is due; made once for each list of transfers where no snapshot is in."""
+        if not self._now.copied.isdisjoint(chunks):
+            return self._cut(chunks)
+        # The list is kept beside what was made of it: so long no other can have its identity.
+        known = self._prepared.setdefault(id(self._now.transfers), (self._now.transfers, {}))[1]
+        while len(self._prepared) > MOST_PREPARED:
+            del self._prepared[next(iter(self._prepared))]
+        if chunks not in known:
+            known[chunks] = self._cut(chunks)
+        return known[chunks]
+
+    def _cut(self, chunks: tuple[int, ...]) -> list[_Part]:
+        parts, begin, size_bytes = [], 0, 0
+        for end, chunk in enumerate(chunks, 1):
+            size_bytes += self._now.transfers[chunk].length_bytes
+            if size_bytes >= EVENT_BYTES or end == len(chunks):
+                parts.append(self._part(chunks[begin:end]))
+                begin, size_bytes = end, 0
+        return parts
+
+    def _part(self, chunks: tuple[int, ...]) -> _Part:
+        pieces = []
+        for chunk in chunks:
+            transfer, snapshot = self._now.transfers[chunk], self._now.snapshots.get(chunk)
+            source = transfer.source if snapshot is None else snapshot.address
+            pieces.append(Transfer(source, transfer.target, transfer.length_bytes))
+        merged = _merged(pieces)
+        return _Part(chunks, self._device.prepare(merged) if merged else None)
+
+    # The end of a capture
+
+    def _seal(self) -> None:
+        """Everything has been ordered: the thread waits for it."""
+        with self._changed:
+            if self._on_complete is not None and self._awaited is None:
+                self._awaited = self._event(self._device.side)
+                self._changed.notify_all()
+
+    def _run(self) -> None:
+        self._device.enter_thread()
+        while True:
+            with self._changed:
+                while self._awaited is None and not self._closed:
+                    self._changed.wait()
+                event = self._awaited
+                if event is None:
+                    return
+                self._watching = True
+            error = self._wait_for(event)
+            with self._changed:
+                callback = self._on_complete if self._awaited is event else None
+                if callback is not None:
+                    self._on_complete = self._awaited = None
+                    self._error, self._complete = error, error is None
+                self._watching = False
+                self._delivering = callback is not None and error is None
+                self._changed.notify_all()
+            if self._delivering and callback is not None:
+                try:
+                    callback()
+                finally:
+                    with self._changed:
+                        self._delivering = False
+                        self._changed.notify_all()
+
+    def _wait_for(self, event: Event) -> CheckflowError | None:
+        try:
+            self._device.synchronize(event)
+        except CheckflowError as error:  # the training thread raises it
+            return error
+        return None
+
+    def _forget(self) -> None:
+        """Nothing is under way."""
+        with self._ordering:
+            self._device.recycle(self._now.events)
+            self._now = _Capture()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Chunks that cross the link between two events; no copies where they are all empty."""
+
+    chunks: tuple[int, ...]
+    copies: Copies | None
+
+
+def _merged(transfers: Iterable[Transfer]) -> list[Transfer]:
+    """The same bytes in fewer pieces: those that follow each other in both memories are one, empty ones are none."""
+    merged: list[Transfer] = []
+    for transfer in transfers:
+        if not transfer.length_bytes:
+            continue
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and last.source + last.length_bytes == transfer.source
+            and last.target + last.length_bytes == transfer.target
+        ):
+            merged[-1] = Transfer(last.source, last.target, last.length_bytes + transfer.length_bytes)
+        else:
+            merged.append(transfer)
+    return merged

@@ -1,0 +1,231 @@
+"""The copy engine for state in host memory: one thread copies beside training.
+
+What each method promises is :mod:`.copy_engine`'s.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from checkflow.runtime.copy_engine import CopyRecord, CopyStatistics, Transfer
+
+# What the training thread copies itself: waking another thread, and sharing the interpreter with it, costs more.
+SMALL_BYTES = 32 * 1024
+
+# _OWN: the training thread copies it now; if an interrupt ends that half-way, the next wait copies it again.
+_PENDING, _QUEUED, _RUNNING, _OWN, _DONE = range(5)
+
+
+class HostCopyEngine:
+    """Copies between two places of host memory with one thread: for training on a CPU.
+
+    The thread copies in the order of ``offload``, small chunks excepted: those are copied at once. A training thread
+    that has to wait takes the chunks it waits for out of the queue and copies them itself, so that a deadline costs at
+    most one foreign chunk's time.
+
+    Both sides copy with memmove, which releases the interpreter's lock for as long as it runs.
+    """
+
+    source = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._queue: deque[int] = deque()
+        self._transfers: Sequence[Transfer] = ()
+        self._status = bytearray()
+        self._snapshots: dict[int, ctypes.Array[ctypes.c_char]] = {}
+        self._freeable: set[int] = set()
+        self._log: list[CopyRecord] = []
+        self._waited_seconds = self._snapshot_seconds = self._offload_seconds = 0.0
+        self._held_bytes = self._peak_bytes = self._helped_bytes = self._remaining = 0
+        self._on_complete: Callable[[], None] = _nothing
+        self._delivering = False
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="checkflow-copy", daemon=True)
+        self._thread.start()
+
+    def begin(
+        self, transfers: Sequence[Transfer], on_complete: Callable[[], None], at_once: Sequence[Transfer] = ()
+    ) -> None:
+        with self._changed:
+            if self._remaining:
+                raise RuntimeError("a capture is still running")
+            self._transfers, self._on_complete = transfers, on_complete
+            self._status = bytearray(len(transfers))
+            self._remaining = len(transfers) + 1  # what leaves at once is one more
+            self._log = []
+            self._waited_seconds = self._snapshot_seconds = self._offload_seconds = 0.0
+            self._peak_bytes = self._helped_bytes = 0
+        for transfer in at_once:
+            ctypes.memmove(transfer.target, transfer.source, transfer.length_bytes)
+        with self._changed:
+            self._remaining -= 1
+        if not transfers:
+            on_complete()
+
+    def snapshot(self, chunks: Sequence[int], anchor: str) -> None:
+        begun = time.perf_counter()
+        for chunk in chunks:
+            if self._status[chunk] != _PENDING or chunk in self._snapshots:
+                continue  # it was forced to leave from its live tensor already, or an interrupt came after it
+            transfer = self._transfers[chunk]
+            copy = (ctypes.c_char * transfer.length_bytes)()
+            ctypes.memmove(copy, transfer.source, transfer.length_bytes)
+            with self._changed:
+                self._snapshots[chunk] = copy
+                self._held_bytes += transfer.length_bytes
+                self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+                self._log.append(CopyRecord(chunk, "snapshot", anchor, transfer.length_bytes))
+        self._snapshot_seconds += time.perf_counter() - begun
+
+    def offload(self, chunks: Sequence[int], anchor: str) -> None:
+        small: list[int] = []
+        with self._changed:
+            for chunk in chunks:
+                if self._status[chunk] != _PENDING:
+                    continue
+                length_bytes = self._transfers[chunk].length_bytes
+                self._log.append(CopyRecord(chunk, "offload", anchor, length_bytes))
+                if length_bytes <= SMALL_BYTES:
+                    self._status[chunk] = _OWN
+                    small.append(chunk)
+                else:
+                    self._status[chunk] = _QUEUED
+                    self._queue.append(chunk)
+            if self._queue:
+                self._changed.notify_all()
+        if small:
+            self._copy(small)
+
+    def wait(self, chunks: Sequence[int]) -> None:
+        begun = time.perf_counter()
+        for chunk in chunks:
+            with self._changed:
+                mine = self._status[chunk] in (_QUEUED, _OWN)
+                if mine:
+                    self._status[chunk] = _OWN  # the thread skips what is no longer queued
+            if mine:
+                self._copy((chunk,))
+                self._helped_bytes += self._transfers[chunk].length_bytes
+            elif self._status[chunk] == _PENDING:
+                raise RuntimeError(f"chunk {chunk} is waited for before it was released")
+        with self._changed:
+            while any(self._status[chunk] != _DONE for chunk in chunks):
+                self._changed.wait()
+        self._waited_seconds += time.perf_counter() - begun
+
+    def live(self, chunks: Sequence[int]) -> list[int]:
+        with self._changed:
+            return [chunk for chunk in chunks if self._status[chunk] != _DONE and chunk not in self._snapshots]
+
+    def hasten(self) -> None:
+        with self._changed:
+            for chunk in self._snapshots:
+                if self._status[chunk] == _PENDING:
+                    self._log.append(CopyRecord(chunk, "offload", "end", self._transfers[chunk].length_bytes))
+                    self._status[chunk] = _QUEUED  # small ones too: this may be another thread than the one that trains
+                    self._queue.append(chunk)
+            self._changed.notify_all()
+
+    def free(self, chunks: Sequence[int]) -> None:
+        with self._changed:
+            for chunk in chunks:
+                self._freeable.add(chunk)
+                if self._status[chunk] == _DONE:
+                    self._give_back(chunk)
+
+    def finish(self) -> None:
+        if _PENDING in self._status:
+            raise RuntimeError(f"chunk {self._status.index(_PENDING)} was never released")
+        self.wait(range(len(self._transfers)))
+        with self._changed:
+            while self._delivering:
+                self._changed.wait()
+            for chunk in list(self._snapshots):
+                self._give_back(chunk)
+            self._freeable.clear()
+
+    def abort(self) -> bool:
+        with self._changed:
+            complete = not self._remaining
+            for chunk in self._queue:
+                if self._status[chunk] == _QUEUED:
+                    self._status[chunk] = _PENDING
+            self._queue.clear()
+            self._on_complete = _nothing
+            while _RUNNING in self._status or self._delivering:
+                self._changed.wait()
+            self._snapshots.clear()
+            self._freeable.clear()
+            self._held_bytes = self._remaining = 0
+            self._transfers = ()
+            self._status = bytearray()
+            return complete
+
+    def close(self) -> None:
+        self.abort()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def log(self) -> tuple[CopyRecord, ...]:
+        with self._changed:
+            return tuple(self._log)
+
+    def statistics(self) -> CopyStatistics:
+        return CopyStatistics(
+            self._waited_seconds, self._snapshot_seconds, self._peak_bytes, self._helped_bytes, self._offload_seconds
+        )
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                chunk = self._queue.popleft()
+                if self._status[chunk] != _QUEUED:
+                    continue
+                self._status[chunk] = _RUNNING
+            self._copy((chunk,))
+
+    def _copy(self, chunks: Sequence[int]) -> None:
+        begun = time.perf_counter()
+        for chunk in chunks:
+            transfer = self._transfers[chunk]
+            snapshot = self._snapshots.get(chunk)
+            source = transfer.source if snapshot is None else ctypes.addressof(snapshot)
+            ctypes.memmove(transfer.target, source, transfer.length_bytes)
+        seconds = time.perf_counter() - begun
+        with self._changed:
+            self._offload_seconds += seconds
+            for chunk in chunks:
+                self._status[chunk] = _DONE
+                if chunk in self._freeable:
+                    self._give_back(chunk)
+            self._remaining -= len(chunks)
+            complete = not self._remaining
+            callback = self._on_complete if complete else _nothing
+            self._delivering = complete
+            self._changed.notify_all()
+        callback()
+        if complete:
+            with self._changed:
+                self._delivering = False
+                self._changed.notify_all()
+
+    def _give_back(self, chunk: int) -> None:
+        if self._snapshots.pop(chunk, None) is not None:
+            self._held_bytes -= self._transfers[chunk].length_bytes
+
+
+def _nothing() -> None:
+    """Called in place of ``on_complete`` by a copy that is not the last one, or whose capture was aborted."""

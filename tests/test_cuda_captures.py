@@ -1,0 +1,218 @@
+"""The whole runtime over the engine for GPUs, on a simulated device that copies as late as it may (or as early)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fake_device import FakeDevice, simulate_gpu
+from oracle import Truth, assert_checkpoint_is, clone_state, random_plan, run_oracle
+from torch import nn
+
+from checkflow import plan as plans
+from checkflow.errors import CheckflowError
+from checkflow.graph import BOUNDARY, AnchorKey, AnchorKind
+from checkflow.plan import Plan
+from checkflow.runtime import checkpointer as checkpointers
+from checkflow.runtime import digest
+from checkflow.runtime.checkpointer import Checkpointer
+from checkflow.runtime.cuda_engine import CudaCopyEngine
+from checkflow.runtime.live_state import capture_generators, restore_generators
+from checkflow.runtime.reader import find
+
+
+@pytest.fixture(autouse=True)
+def _random_plans_have_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointers, "check_plan", plans.validate)
+
+
+class Net(nn.Module):
+    """Batch norm, and weights that are never written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.two = nn.Linear(6, 24), nn.BatchNorm1d(24), nn.Linear(24, 4)
+        self.frozen = nn.Parameter(torch.randn(900), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(F.relu(self.norm(self.one(x)))) * self.frozen[:4]
+
+
+class Job:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = Net()
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.Adam(trained, foreach=True)
+        self.models, self.optimizers = {"model": self.model}, {"optimizer": self.optimizer}
+
+    def iterate(self, _: int) -> None:
+        self.optimizer.zero_grad()
+        F.cross_entropy(self.model(torch.randn(5, 6)), torch.randint(0, 4, (5,))).backward()
+        self.optimizer.step()
+
+    def train(self, directory: Path, plan: Plan, iterations: int = 9, **options: Any) -> tuple[Checkpointer, Any]:
+        options = {"every": plan.interval, "audit": 1, "keep_latest": 99, "on_error": "raise"} | options
+        with Checkpointer(self.model, self.optimizer, directory=directory, plan=plan, **options) as checkpointer:
+            truths = run_oracle(checkpointer, self.iterate, self.models, self.optimizers, iterations=iterations)
+        return checkpointer, truths
+
+
+def plan_of(seed: int, interval: int = 1) -> Plan:
+    job = Job()
+    job.iterate(0)
+    return random_plan(job.models, job.optimizers, seed, chunk_bytes=600, interval=interval)
+
+
+def assert_true(directory: Path, truths: dict[int, Truth], steps: Sequence[int]) -> None:
+    assert [int(path.name[5:]) for path in sorted(find(directory))] == list(steps)
+    for path in find(directory):
+        assert_checkpoint_is(path, truths[int(path.name[5:])])
+
+
+@pytest.mark.parametrize("copies", ["last", "first", ""])
+@pytest.mark.parametrize("interval", [1, 3])
+def test_every_checkpoint_is_one_boundary(
+    copies: str, interval: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over several iterations too, in which what is never written leaves late. Audited as on a GPU."""
+    monkeypatch.setattr(digest, "in_host_memory", lambda _: False)
+    device = simulate_gpu(monkeypatch, copies=copies)
+    checkpointer, truths = Job().train(tmp_path, plan_of(3, interval))
+    assert_true(tmp_path, truths, range(interval, 10, interval))
+    report = checkpointer.report()
+    assert report["breaches"] == report["failed"] == 0
+    assert report["audited"] == 9 // interval
+    assert device.allocated_bytes == 0
+
+
+def test_where_training_does_not_wait_the_audit_tells_and_all_leaves_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted fault: no stream waits for a copy. What is torn is void; then everything leaves at the boundary."""
+    monkeypatch.setattr(digest, "in_host_memory", lambda _: False)
+    simulate_gpu(monkeypatch)
+    monkeypatch.setattr(CudaCopyEngine, "_hold", lambda self, stream, part: None)
+    job = Job()
+    checkpointer, truths = job.train(tmp_path, plan_of(5), on_error="warn")
+    report = checkpointer.report()
+    assert report["breaches"] >= 1
+    state_bytes = sum(tensor.nbytes for tensor in clone_state(job.models, job.optimizers).values())
+    assert report["boundary_bytes"] == state_bytes
+    steps = [int(path.name[5:]) for path in sorted(find(tmp_path))]
+    assert len(steps) >= 4
+    assert_true(tmp_path, truths, steps)
+
+
+def test_tensors_that_are_not_in_the_plan_leave_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate_gpu(monkeypatch)
+    plan, job = plan_of(1), Job()
+    iterate = job.iterate
+
+    def grow(n: int) -> None:
+        if n == 3:
+            job.model.register_buffer("late", torch.arange(50.0))
+        if n > 3:
+            job.model.late.mul_(1.5)
+        iterate(n)
+
+    job.iterate = grow
+    _, truths = job.train(tmp_path, plan)
+    assert_true(tmp_path, truths, range(1, 10))
+    assert "model/late" in truths[9]
+
+
+@pytest.mark.parametrize("fails_at", [0, 7, 40])
+def test_a_copy_that_the_device_refuses_costs_one_checkpoint(
+    fails_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device, job = simulate_gpu(monkeypatch), Job()
+    iterate = job.iterate
+
+    def fail_once(n: int) -> None:
+        if n == 4:
+            device.fails_at = fails_at
+        iterate(n)
+
+    job.iterate = fail_once
+    with caplog.at_level(logging.WARNING, "checkflow"):
+        checkpointer, truths = job.train(tmp_path, plan_of(2), on_error="warn")
+    assert checkpointer.report()["failed"] == 1
+    assert "is given up: CheckflowError: CUDA: invalid argument" in caplog.text
+    steps = [int(path.name[5:]) for path in sorted(find(tmp_path))]
+    assert len(steps) == 8
+    assert_true(tmp_path, truths, steps)
+
+
+def test_a_device_that_fails_is_raised_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, job = simulate_gpu(monkeypatch), Job()
+    iterate = job.iterate
+
+    def fail(n: int) -> None:
+        iterate(n)
+        device.failure = "CUDA: an illegal memory access was encountered" if n == 2 else ""
+
+    job.iterate = fail
+    with pytest.raises(CheckflowError, match="illegal memory access"):
+        job.train(tmp_path, plan_of(2))
+
+
+def test_a_break_out_of_the_loop_and_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device: FakeDevice = simulate_gpu(monkeypatch)
+    plan, job = plan_of(4), Job()
+    for n in range(9):
+        job.iterate(n)
+    truth = clone_state(job.models, job.optimizers)
+    for upto in (4, 9):
+        job = Job()
+        with Checkpointer(job.model, job.optimizer, directory=tmp_path, plan=plan, every=1) as checkpointer:
+            for n in checkpointer.steps(9):
+                job.iterate(n)
+                if n + 1 == upto:
+                    break
+    assert device.allocated_bytes == 0
+    state = clone_state(job.models, job.optimizers)
+    assert state.keys() == truth.keys()
+    assert all(torch.equal(state[name], truth[name]) for name in truth)
+
+
+def test_hooks_on_two_threads_come_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward of what lies on a GPU and of what lies in host memory fires hooks on two threads at once."""
+    simulate_gpu(monkeypatch)
+    job = Job()
+    with Checkpointer(job.model, job.optimizer, directory=tmp_path, plan=plan_of(0), every=1) as checkpointer:
+        execution = checkpointer._boundaries.execution
+        inside, overlapped, left = threading.Event(), threading.Event(), threading.Event()
+        other = threading.Thread(target=execution.reached, args=(AnchorKey(AnchorKind.FORWARD, "model/one"),))
+
+        def work(key: AnchorKey) -> None:
+            if key == BOUNDARY:
+                inside.set()
+                other.start()
+                other.join(0.1)  # it cannot come in here
+                left.set()
+            elif not left.is_set():
+                overlapped.set()
+
+        monkeypatch.setattr(execution.capturer, "reached", work)
+        execution.reached(BOUNDARY)
+        other.join(60)
+        assert inside.is_set()
+        assert not overlapped.is_set()
+
+
+def test_generators_of_gpus_that_are_no_longer_there_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    restored: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, index: restored.append((state, index)))
+    restore_generators({**capture_generators(), "cuda": ["a", "b", "c"]})
+    assert restored == [("a", 0), ("b", 1)]
+    restore_generators({**capture_generators(), "cuda": ["a"]})
+    assert restored[2:] == [("a", 0)]
