@@ -163,6 +163,10 @@ class Boundaries:
 
     # What the loader and the hooks call
 
+    def on_seeds_needed(self) -> None:
+        """The loader begins an epoch, and draws its seeds."""
+        self._progress.restore_generators()
+
     def on_batch_requested(self) -> None:
         """The loader is asked for a batch that it has."""
         if not self.explicit:

@@ -50,7 +50,7 @@ class Progress:
         loader = None
         if self._loader is not None:
             epoch = self.epoch if self._loader.epochs_counted_elsewhere else self._loader_epoch
-            loader = {**self._loader.state_dict(), "epoch": epoch, "position": self.position}
+            loader = self._loader.state_at(epoch, self.position)
         return {
             "epoch": self.epoch,
             "position": self.position,
