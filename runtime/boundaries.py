@@ -101,7 +101,7 @@ class Boundaries:
             logger.warning(
                 "%d batches of epoch %d were handed out and not counted by step(): after a resume they are used again; "
                 "pass their number to step()",
-                self._progress.waiting, self._progress.epoch,
+                self._progress.waiting, self._progress.number,
             )  # fmt: skip
         self._progress.end_epoch()
         if not self.explicit:

@@ -402,6 +402,29 @@ def test_an_order_that_is_drawn_goes_on_where_it_stopped(tmp_path: Path, loop: A
         assert first[:begin] + train(tmp_path / str(stop), 1 if begin else 0, 99) == truth
 
 
+@pytest.mark.parametrize("numbers", [(3,), (1, 4), (-2, 1), (2, 2), (0,)])
+def test_epochs_and_steps_are_counted_as_by_range(tmp_path: Path, numbers: tuple[int, ...]) -> None:
+    plan = make_plan()
+    data = TensorDataset(torch.randn(2, 4), torch.randint(0, 3, (2,)))
+
+    def run(way: str, stop: int) -> list[int]:
+        model, optimizer, iterate = make()
+        seen = []
+        loader = DataLoader(data, 2) if way == "epochs" else None
+        with Checkpointer(model, optimizer, loader, directory=tmp_path / way, plan=plan, every=1) as checkpointer:
+            for number in getattr(checkpointer, way)(*numbers):
+                seen.append(number)
+                for batch in checkpointer.loader if loader is not None else [()]:
+                    iterate(*batch)
+                if len(seen) == stop:
+                    break
+        return seen
+
+    for way in ("epochs", "steps"):
+        assert run(way, 2) + run(way, 99) == list(range(*numbers))
+        assert run(way, 99) == []
+
+
 def test_bad_arguments(tmp_path: Path) -> None:
     plan = make_plan()
     model, optimizer, _ = make()
