@@ -5,6 +5,7 @@ When boundaries are, and what is done at each, is :mod:`.boundaries`'.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -147,6 +148,8 @@ class Checkpointer:
             undo.pop_all()
         if loader is not None:
             loader.listener = self._boundaries
+        self._process = os.getpid()
+        atexit.register(self._close_at_exit)
 
     # What users call
 
@@ -259,8 +262,14 @@ class Checkpointer:
             self._saving.close()
             self._store.close()
             self._closed = True
+            atexit.unregister(self._close_at_exit)
         if raising:
             self._boundaries.raise_if_asked()
+
+    def _close_at_exit(self) -> None:
+        """The process ends, and nobody has closed: an error did not pass through a ``with`` block on its way out."""
+        if os.getpid() == self._process:  # a forked child has none of the threads to wait for
+            self._close(raising=False)
 
     def __enter__(self) -> Self:
         return self

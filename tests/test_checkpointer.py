@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -423,6 +424,25 @@ def test_epochs_and_steps_are_counted_as_by_range(tmp_path: Path, numbers: tuple
     for way in ("epochs", "steps"):
         assert run(way, 2) + run(way, 99) == list(range(*numbers))
         assert run(way, 99) == []
+
+
+def test_closed_by_nobody_it_closes_as_the_process_ends(tmp_path: Path) -> None:
+    """An error ends a script that has no ``with`` block: what was captured is committed, and nothing hangs."""
+    code = """
+import torch, checkflow
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+checkpointer = checkflow.Checkpointer(model, optimizer, directory="checkpoints", every=1)
+for number in checkpointer.steps(9):
+    if number == 5:
+        raise SystemExit("planted")
+    optimizer.zero_grad()
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.stderr == "planted\n"
+    assert steps(tmp_path / "checkpoints")[-1] == 5
 
 
 def test_bad_arguments(tmp_path: Path) -> None:
