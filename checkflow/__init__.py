@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from checkflow.plan import Plan
     from checkflow.runtime.checkpointer import Checkpointer
     from checkflow.runtime.loader import DataLoader
+    from checkflow.runtime.variables import Variables
     from checkflow.training_step import TrainingStep
 
 __version__ = "0.1.0"
@@ -55,6 +56,7 @@ __all__ = [
     "TraceError",
     "TrainingStep",
     "UnsupportedError",
+    "Variables",
 ]
 
 _HOMES = {
@@ -62,6 +64,7 @@ _HOMES = {
     "DataLoader": "checkflow.runtime.loader",
     "Plan": "checkflow.plan",
     "TrainingStep": "checkflow.training_step",
+    "Variables": "checkflow.runtime.variables",
 }
 
 
