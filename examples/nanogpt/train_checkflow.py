@@ -39,7 +39,7 @@ dropout = 0.1
 bias = False
 # AdamW
 learning_rate = 1e-3
-max_iters = 300
+max_iters = 200
 weight_decay = 1e-1
 beta1 = 0.9
 beta2 = 0.99
@@ -47,7 +47,7 @@ grad_clip = 1.0  # 0.0: gradients are not clipped
 # learning rate
 decay_lr = True
 warmup_iters = 20
-lr_decay_iters = 300
+lr_decay_iters = 200
 min_lr = 1e-4
 # system
 device = "cuda" if torch.cuda.is_available() else "cpu"
