@@ -35,8 +35,8 @@ MNIST = Example("mnist", "main.py", ("--epochs", "3", "--log-interval", "3", "--
 NANOGPT = Example(
     "nanogpt",
     "train.py",
-    ("--max_iters", "62", "--eval_interval", "20", "--eval_iters", "2", "--log_interval", "2", "--warmup_iters", "5",
-     "--lr_decay_iters", "60", "--n_layer", "2", "--n_embd", "32", "--dtype", "float16"),
+    ("--max_iters", "42", "--eval_interval", "20", "--eval_iters", "2", "--log_interval", "2", "--warmup_iters", "5",
+     "--lr_decay_iters", "40", "--batch_size", "4", "--n_layer", "2", "--n_embd", "32", "--dtype", "float16"),
     6,
 )  # fmt: skip
 BOTH = pytest.mark.parametrize("example", [MNIST, NANOGPT], ids=lambda example: example.folder)
