@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import jobs
 import torch
@@ -25,7 +26,8 @@ class Kill:
     line: str
     seconds: float
     last_line: str
-    saved: bool  # not before storage holds a checkpoint
+    awaits: Literal["nothing", "plan", "checkpoint"] = "nothing"  # training stands still until storage holds it
+    epoch: int = 0  # iterations of an epoch; the checkpoint that is awaited is within one
 
 
 class Output:
@@ -38,9 +40,9 @@ class Output:
     def write(self, text: str) -> int:
         line = text.lstrip("\n")
         if self._kill is not None and line.startswith(self._kill.line):
-            end = time.monotonic() + 60
-            while self._kill.saved and not list(Path().glob("*/step-*")):
-                assert time.monotonic() < end, "no checkpoint is committed"
+            end = time.monotonic() + 100
+            while not _is_there(self._kill):
+                assert time.monotonic() < end, f"there is no {self._kill.awaits}"
                 time.sleep(0.001)
             threading.Timer(self._kill.seconds, _kill).start()
         if self._kill is not None and line.startswith(self._kill.last_line):
@@ -49,6 +51,13 @@ class Output:
 
     def flush(self) -> None:
         self._file.flush()
+
+
+def _is_there(kill: Kill) -> bool:
+    if kill.awaits == "plan":
+        return bool(list(Path().glob("*/plans/*.json")))
+    steps = [int(path.name[5:]) for path in Path().glob("*/step-*")]
+    return kill.awaits == "nothing" or any(not kill.epoch or step % kill.epoch for step in steps)
 
 
 def _kill() -> None:
