@@ -4,10 +4,16 @@ BIN := .venv/bin
 # Made last by a successful installation; older than what it was installed from, it is made anew.
 STAMP := .venv/.installed
 
-.PHONY: demo test check
+.PHONY: demo mnist nanogpt test check
 
 demo: $(STAMP)
 	@$(BIN)/checkflow demo
+
+mnist: $(STAMP)
+	@$(BIN)/python examples/mnist/main_checkflow.py
+
+nanogpt: $(STAMP)
+	@$(BIN)/python examples/nanogpt/train_checkflow.py
 
 test: $(STAMP)
 	@$(BIN)/pytest --numprocesses auto --dist loadfile

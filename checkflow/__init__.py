@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from checkflow.plan import Plan
     from checkflow.runtime.checkpointer import Checkpointer
     from checkflow.runtime.loader import DataLoader
+    from checkflow.runtime.variables import Variables
     from checkflow.training_step import TrainingStep
 
 __version__ = "0.1.0"
@@ -59,6 +60,7 @@ __all__ = [
     "TraceError",
     "TrainingStep",
     "UnsupportedError",
+    "Variables",
 ]
 
 _HOMES = {
@@ -66,6 +68,7 @@ _HOMES = {
     "DataLoader": "checkflow.runtime.loader",
     "Plan": "checkflow.plan",
     "TrainingStep": "checkflow.training_step",
+    "Variables": "checkflow.runtime.variables",
 }
 
 

@@ -113,7 +113,7 @@ class Boundaries:
             logger.warning(
                 "%d batches of epoch %d were handed out and not counted by step(): after a resume they are used again; "
                 "pass their number to step()",
-                self._progress.waiting, self._progress.epoch,
+                self._progress.waiting, self._progress.number,
             )  # fmt: skip
         self._progress.end_epoch()
         if not self.explicit:
@@ -207,6 +207,10 @@ class Boundaries:
         return None if last is None else last.seconds
 
     # What the loader and the hooks call
+
+    def on_seeds_needed(self) -> None:
+        """The loader begins an epoch, and draws its seeds."""
+        self._progress.restore_generators()
 
     def on_batch_requested(self) -> None:
         """The loader is asked for a batch that it has."""

@@ -204,8 +204,9 @@ class Checkpointer:
         """Whether a signal has asked the job to end: it will, at the next boundary."""
         return self._preemption.preempted
 
-    def epochs(self, count: int) -> Iterator[int]:
-        """The epochs from where the last run stopped up to ``count``; iterate the loader once in each.
+    def epochs(self, start: int, stop: int | None = None, /) -> Iterator[int]:
+        """The epochs of ``range(stop)`` or ``range(start, stop)`` from where the last run stopped; iterate the loader
+        once in each.
 
         Raises:
             UnsupportedError: without a loader nobody knows the place in an epoch; use ``steps``.
@@ -214,13 +215,14 @@ class Checkpointer:
         loader.epochs_counted_elsewhere = True
         progress = self._progress
         self._boundaries.looping = True
-        while progress.epoch < count:
+        progress.numbers = numbers = range(start) if stop is None else range(start, stop)
+        while progress.epoch < len(numbers):
             loader.set_epoch(progress.epoch, progress.position)
             # No first batch will come, or code before it may draw numbers.
             if progress.position == 0 or loader.exhausted:
                 progress.restore_generators()
             try:
-                yield progress.epoch
+                yield numbers[progress.epoch]
             except GeneratorExit:  # the loop was left with ``break``
                 self._boundaries.leave_loop(in_epoch=True)
                 raise
@@ -229,18 +231,20 @@ class Checkpointer:
         # A run that was finished already: what follows the loop sees them as it did then.
         self._progress.restore_generators()
 
-    def steps(self, count: int) -> Iterator[int]:
-        """Iterations from where the last run stopped up to ``count``, for loops without epochs."""
+    def steps(self, start: int, stop: int | None = None, /) -> Iterator[int]:
+        """The iterations of ``range(stop)`` or ``range(start, stop)`` from where the last run stopped, for loops
+        without epochs."""
         boundaries = self._boundaries
         boundaries.in_steps = boundaries.looping = True
-        while self.iteration < count:
+        numbers = range(start) if stop is None else range(start, stop)
+        while self.iteration < len(numbers):
             self._progress.restore_generators()
             try:
-                yield self.iteration
+                yield numbers[self.iteration]
             except GeneratorExit:  # the loop was left with ``break``
                 boundaries.leave_loop()
                 raise
-            boundaries.end_step(last=self.iteration + 1 >= count)
+            boundaries.end_step(last=self.iteration + 1 >= len(numbers))
         boundaries.in_steps = False
         boundaries.end_loop()
         self._progress.restore_generators()

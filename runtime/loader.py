@@ -2,8 +2,12 @@
 augmentation as without interruption, whatever the number of workers.
 
 Order comes from (seed, epoch) alone, and each sample's randomness from (seed, epoch, index) alone, so that the whole
-state is two numbers: the epoch, and how many of its samples reached a training step. Skipping to a position loads
-nothing.
+state is the epoch, how many of its samples reached a training step, and the seeds where they are drawn. Skipping to a
+position loads nothing.
+
+Without a seed of its own the loader draws an epoch's seeds when the epoch begins, from torch's generator, as many and
+in the order as torch's loader does (torch/utils/data: ``_BaseDataLoaderIter``, then ``RandomSampler``): the samples
+come in the order in which torch's would hand them out, and whatever else draws from that generator draws what it would.
 """
 
 from __future__ import annotations
@@ -23,11 +27,15 @@ from checkflow.errors import MismatchError, UnsupportedError
 from checkflow.runtime.worker_signals import WorkerShield
 
 Batch = TypeVar("Batch")
-_Place = tuple[int, int]  # (epoch, index of a sample)
+_Place = tuple[int, int, int]  # (seed, epoch, index of a sample)
+_Seeds = tuple[int, int]  # of an epoch: of its samples' randomness, and of its order
 
 
 class LoaderListener(Protocol):
     """What a loader tells the checkpointer that follows it."""
+
+    def on_seeds_needed(self) -> None:
+        """A new epoch's seeds are about to be drawn."""
 
     def on_batch_requested(self) -> None:
         """A batch is asked for, and there is one: what the loop did so far belongs to the iteration before."""
@@ -64,16 +72,15 @@ def _generators_kept() -> Iterator[None]:
 
 
 class _SeededDataset(Dataset[Any]):
-    """The user's data set, indexed by (epoch, index), with every generator seeded by them before each sample."""
+    """The user's data set, indexed by (seed, epoch, index), with every generator seeded by them before each sample."""
 
-    def __init__(self, dataset: Any, seed: int, collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset = dataset
-        self.seed = seed
         self.collate = collate
 
     def __getitem__(self, place: _Place) -> Any:
-        epoch, index = place
-        _seed_generators(derived_seed(self.seed, epoch, index))
+        seed, epoch, index = place
+        _seed_generators(derived_seed(seed, epoch, index))
         return self.dataset[index]
 
     def __getitems__(self, places: Sequence[_Place]) -> Any:
@@ -85,8 +92,8 @@ class _SeededDataset(Dataset[Any]):
     def _batch(self, places: Sequence[_Place]) -> Any:
         """The samples, collated: mixing samples draws numbers too, and they must be the same after a resume."""
         samples = [self[place] for place in places]
-        epoch, first = places[0]
-        _seed_generators(derived_seed(self.seed, epoch, first, -1))
+        seed, epoch, first = places[0]
+        _seed_generators(derived_seed(seed, epoch, first, -1))
         return self.collate(samples)
 
 
@@ -94,29 +101,34 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+def _draw() -> int:
+    """A seed from torch's generator, as its loaders and samplers draw theirs."""
+    return int(torch.empty((), dtype=torch.int64).random_().item())
+
+
 class _PlaceSampler(Sampler[list[_Place]]):
     """Batches of places for one epoch, from a position on."""
 
-    def __init__(self, size: int, batch_size: int, shuffle: bool, drop_last: bool, seed: int) -> None:
-        self.size, self.batch_size, self.shuffle, self.drop_last, self.seed = size, batch_size, shuffle, drop_last, seed
+    def __init__(self, size: int, batch_size: int, shuffle: bool, drop_last: bool) -> None:
+        self.size, self.batch_size, self.shuffle, self.drop_last = size, batch_size, shuffle, drop_last
         self.epoch = self.position = 0
-
-    def order(self, epoch: int) -> list[int]:
-        """Indices of the samples of an epoch, in the order in which they are used."""
-        if not self.shuffle:
-            return list(range(self.size))
-        generator = torch.Generator().manual_seed(derived_seed(self.seed, epoch))
-        return torch.randperm(self.size, generator=generator).tolist()
+        self.seeds: _Seeds = (0, 0)  # set before it is iterated
 
     @property
     def samples(self) -> int:
         """Samples used in an epoch."""
         return self.size - self.size % self.batch_size if self.drop_last else self.size
 
+    def _order(self) -> list[int]:
+        """Indices of the samples of the epoch, in the order in which they are used."""
+        if not self.shuffle:
+            return list(range(self.size))
+        return torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seeds[1])).tolist()
+
     def __iter__(self) -> Iterator[list[_Place]]:
-        epoch, order = self.epoch, self.order(self.epoch)
+        seed, epoch, order = self.seeds[0], self.epoch, self._order()
         for begin in range(self.position, self.samples, self.batch_size):
-            yield [(epoch, index) for index in order[begin : min(begin + self.batch_size, self.samples)]]
+            yield [(seed, epoch, index) for index in order[begin : min(begin + self.batch_size, self.samples)]]
 
     def __len__(self) -> int:
         return -(-(self.samples - self.position) // self.batch_size)
@@ -127,10 +139,13 @@ class DataLoader:
 
     Args:
         dataset: anything with ``__len__`` and ``__getitem__``.
-        seed: of the order and of every sample's randomness; the same seed gives the same epochs.
+        seed: of the order and of every sample's randomness; the same seed gives the same epochs. None: each epoch's are
+            drawn from torch's generator, as torch's loader draws them: ``torch.manual_seed`` decides, the order is that
+            of torch's loader, and so is the training, where samples draw no numbers of their own.
         others: as torch's. Samplers are not taken: the order must follow from (seed, epoch).
 
-    The generators of the main process are left as they were, so that dropout does not repeat from batch to batch.
+    But for these draws the generators of the main process are left as they were, so that dropout does not repeat from
+    batch to batch.
 
     Raises:
         UnsupportedError: the data set is iterable-style.
@@ -143,7 +158,7 @@ class DataLoader:
         batch_size: int = 1,
         shuffle: bool = False,
         *,
-        seed: int = 0,
+        seed: int | None = None,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
@@ -160,13 +175,14 @@ class DataLoader:
             raise ValueError(f"batch_size must be a whole number of at least 1, not {batch_size!r}")
         self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
         self.listener: LoaderListener | None = None
-        self._sampler = _PlaceSampler(len(dataset), batch_size, shuffle, drop_last, seed)
+        self._sampler = _PlaceSampler(len(dataset), batch_size, shuffle, drop_last)
+        self._drawn: dict[int, _Seeds] = {}  # by epoch
         self._handed = 0  # samples of this epoch handed out so far
         self._fresh = True  # the epoch was set, and not iterated since
         self.shield = WorkerShield(worker_init_fn) if num_workers else None
         self.epochs_counted_elsewhere = False  # by Checkpointer.epochs: iterating twice is then a mistake
         self._loader: TorchDataLoader[Any] = TorchDataLoader(
-            _SeededDataset(dataset, seed, default_collate if collate_fn is None else collate_fn),
+            _SeededDataset(dataset, default_collate if collate_fn is None else collate_fn),
             batch_sampler=self._sampler,
             num_workers=num_workers,
             collate_fn=_as_it_is,
@@ -212,10 +228,13 @@ class DataLoader:
             self.set_epoch(self.epoch + 1)
         self._fresh = False
         self._sampler.position = self._handed
-        batches = iter(self._loader)
-        for _ in range(len(self._sampler)):
+        batches: Iterator[Any] = iter(())
+        for number in range(len(self._sampler)):
             if self.listener is not None:
                 self.listener.on_batch_requested()
+            if not number:  # after the boundary: the epoch before must not have seen this one's seeds drawn
+                self._sampler.seeds = self._epoch_seeds()
+                batches = iter(self._loader)
             batch = next(batches)
             self._handed = min(self._handed + self.batch_size, self._sampler.samples)
             if self.listener is not None:
@@ -226,15 +245,28 @@ class DataLoader:
         """Iterate this epoch next, from a position (samples already used) on."""
         self._sampler.epoch, self._handed, self._fresh = epoch, position, True
 
+    def _epoch_seeds(self) -> _Seeds:
+        if self.seed is not None:
+            return self.seed, derived_seed(self.seed, self.epoch)
+        if self.epoch not in self._drawn:
+            if self.listener is not None:
+                self.listener.on_seeds_needed()
+            self._drawn[self.epoch] = _draw(), _draw() if self._sampler.shuffle else 0
+        return self._drawn[self.epoch]
+
     def state_dict(self) -> dict[str, Any]:
         """Epoch and position, and what they are counted in."""
-        sampler = self._sampler
+        return self.state_at(self.epoch, self._handed)
+
+    def state_at(self, epoch: int, position: int) -> dict[str, Any]:
+        """The state that goes on from this place, which may lie behind batches fetched ahead."""
         return {
-            "epoch": self.epoch,
-            "position": self._handed,
-            "size": sampler.size,
-            "shuffle": sampler.shuffle,
-            "seed": sampler.seed,
+            "epoch": epoch,
+            "position": position,
+            "size": self._sampler.size,
+            "shuffle": self._sampler.shuffle,
+            "seed": self.seed,
+            "drawn": {number: seeds for number, seeds in self._drawn.items() if number >= epoch},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -243,8 +275,9 @@ class DataLoader:
         Raises:
             MismatchError: the data set's size, the shuffling or the seed differs: other samples would be meant.
         """
+        own = self.state_dict()
         for name in ("size", "shuffle", "seed"):
-            if state[name] != getattr(self._sampler, name):
-                have, want = getattr(self._sampler, name), state[name]
+            if (want := state[name]) != (have := own[name]):
                 raise MismatchError(f"the checkpoint's loader has {name}={want!r}, this one {name}={have!r}")
+        self._drawn = dict(state["drawn"])
         self.set_epoch(state["epoch"], state["position"])

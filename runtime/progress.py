@@ -17,7 +17,8 @@ class Progress:
 
     def __init__(self, loader: DataLoader | None) -> None:
         self._loader = loader
-        self.epoch = 0
+        self.epoch = 0  # how many are over
+        self.numbers = range(0)  # what the job calls its epochs
         self.position = 0  # samples of this epoch that reached a step
         self._loader_epoch = 0
         # Loader epoch and position after each batch that was handed out and has not reached a step.
@@ -28,6 +29,11 @@ class Progress:
     def waiting(self) -> int:
         """Batches that were handed out and have not reached a step."""
         return len(self._handed)
+
+    @property
+    def number(self) -> int:
+        """What the job calls this epoch."""
+        return self.numbers.start + self.epoch
 
     def batch_handed(self) -> None:
         assert self._loader is not None
@@ -50,7 +56,7 @@ class Progress:
         loader = None
         if self._loader is not None:
             epoch = self.epoch if self._loader.epochs_counted_elsewhere else self._loader_epoch
-            loader = {**self._loader.state_dict(), "epoch": epoch, "position": self.position}
+            loader = self._loader.state_at(epoch, self.position)
         return {
             "epoch": self.epoch,
             "position": self.position,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -176,10 +176,17 @@ def samples(directory: Path) -> list[list[int]]:
 
 def start(job: Job) -> int:
     """Run a job in a process of its own; returns its exit code (-9 when it was killed)."""
+    return in_a_process(run, job)
+
+
+def in_a_process(function: Callable[..., None], *arguments: Any) -> int:
+    """Call a function of an importable module in a process of its own; returns its exit code."""
     context = multiprocessing.get_context("forkserver")
     # Imported once, in the server that every job is forked from.
-    context.set_forkserver_preload(["torch", "torch._dynamo", "checkflow.runtime.checkpointer", "pydantic"])
-    process = context.Process(target=run, args=(job,))
+    context.set_forkserver_preload(
+        ["torch", "torch._dynamo", "checkflow.runtime.checkpointer", "pydantic", "sklearn.datasets"]
+    )
+    process = context.Process(target=function, args=arguments)
     process.start()
     process.join()
     assert process.exitcode is not None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -326,6 +328,104 @@ def test_ties_and_absent_state_are_in_the_manifest(tmp_path: Path) -> None:
             optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
     with Checkpointer(model, optimizer, directory=tmp_path, plan=plan):
         assert model[2].weight not in optimizer.state  # what was absent is taken away again
+
+
+def by_epochs(checkpointer: Checkpointer) -> Iterator[Any]:
+    for _ in checkpointer.epochs(3):
+        yield from checkpointer.loader
+
+
+def by_loader(checkpointer: Checkpointer) -> Iterator[Any]:
+    while checkpointer.iteration < 8:  # the ninth batch is being trained on then
+        yield from checkpointer.loader
+
+
+def ahead(checkpointer: Checkpointer) -> Iterator[Any]:
+    """Batches are fetched one before they are used, over the ends of epochs too."""
+    batches = itertools.chain.from_iterable(checkpointer.loader for _ in itertools.count())
+    following = next(batches)
+    while checkpointer.iteration < 9:
+        batch, following = following, next(batches)
+        yield batch
+        checkpointer.step()
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("loop", [by_epochs, by_loader, ahead])
+def test_an_order_that_is_drawn_goes_on_where_it_stopped(tmp_path: Path, loop: Any, shuffle: bool) -> None:
+    plan = make_plan()
+    data = TensorDataset(torch.arange(6), torch.randn(6, 4), torch.randint(0, 3, (6,)))
+
+    def train(directory: Path, seed: int, stop: int) -> list[tuple[list[int], float]]:
+        """What each iteration used, and a number drawn in it."""
+        model, optimizer, iterate = make()
+        torch.manual_seed(seed)
+        used = []
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            Checkpointer(
+                model, optimizer, DataLoader(data, 2, shuffle), directory=directory, plan=plan, every=1
+            ) as checkpointer,
+        ):
+            for indices, x, y in loop(checkpointer):
+                iterate(x, y)
+                used.append((indices.tolist(), torch.rand(()).item()))
+                if len(used) == stop:
+                    raise KeyboardInterrupt
+        return used
+
+    truth = train(tmp_path / "truth", 0, 99)
+    assert len(truth) == 9
+    assert len({str(used) for used, _ in truth}) > 3 or not shuffle
+    for stop in (1, 3, 4, 8):  # the fourth is the first of the second epoch
+        first = train(tmp_path / str(stop), 0, stop)
+        done = find(tmp_path / str(stop))
+        begin = int(done[0].name[5:]) if done else 0
+        assert begin >= stop - 1
+        # Another seed: nothing but the checkpoint says how to go on.
+        assert first[:begin] + train(tmp_path / str(stop), 1 if begin else 0, 99) == truth
+
+
+@pytest.mark.parametrize("numbers", [(3,), (1, 4), (-2, 1), (2, 2), (0,)])
+def test_epochs_and_steps_are_counted_as_by_range(tmp_path: Path, numbers: tuple[int, ...]) -> None:
+    plan = make_plan()
+    data = TensorDataset(torch.randn(2, 4), torch.randint(0, 3, (2,)))
+
+    def run(way: str, stop: int) -> list[int]:
+        model, optimizer, iterate = make()
+        seen = []
+        loader = DataLoader(data, 2) if way == "epochs" else None
+        with Checkpointer(model, optimizer, loader, directory=tmp_path / way, plan=plan, every=1) as checkpointer:
+            for number in getattr(checkpointer, way)(*numbers):
+                seen.append(number)
+                for batch in checkpointer.loader if loader is not None else [()]:
+                    iterate(*batch)
+                if len(seen) == stop:
+                    break
+        return seen
+
+    for way in ("epochs", "steps"):
+        assert run(way, 2) + run(way, 99) == list(range(*numbers))
+        assert run(way, 99) == []
+
+
+def test_closed_by_nobody_it_closes_as_the_process_ends(tmp_path: Path) -> None:
+    """An error ends a script that has no ``with`` block: what was captured is committed, and nothing hangs."""
+    code = """
+import torch, checkflow
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+checkpointer = checkflow.Checkpointer(model, optimizer, directory="checkpoints", every=1)
+for number in checkpointer.steps(9):
+    if number == 5:
+        raise SystemExit("planted")
+    optimizer.zero_grad()
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.stderr == "planted\n"
+    assert steps(tmp_path / "checkpoints")[-1] == 5
 
 
 def test_bad_arguments(tmp_path: Path) -> None:

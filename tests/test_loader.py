@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, TensorDataset
 
 from checkflow.errors import MismatchError, UnsupportedError
+from checkflow.runtime import extra_state
 from checkflow.runtime.loader import DataLoader, derived_seed
 
 
@@ -100,8 +103,63 @@ def test_the_main_generators_are_left_alone() -> None:
     torch.manual_seed(3)
     random.seed(3)
     np.random.seed(3)
-    loader = DataLoader(Augmented(16), 4, True)
+    loader = DataLoader(Augmented(16), 4, True, seed=0)
     assert [(torch.rand(()).item(), random.random(), np.random.rand()) for _ in loader] == expected
+
+
+def drawing(loader: Any, stops: list[int]) -> Iterator[tuple[list[int], float]]:
+    """So many batches of each epoch, at most, each with a number drawn after it."""
+    for stop in stops:
+        for batch in itertools.islice(loader, stop):
+            yield batch.tolist(), torch.rand(()).item()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 23),
+    batch_size=st.integers(1, 7),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+    stops=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    seed=st.integers(0, 9),
+)
+def test_without_a_seed_it_draws_as_torch_s_loader_does(
+    size: int, batch_size: int, shuffle: bool, drop_last: bool, stops: list[int], seed: int
+) -> None:
+    def run(kind: Any) -> tuple[list[Any], torch.Tensor]:
+        torch.manual_seed(seed)
+        rows = list(drawing(kind(list(range(size)), batch_size, shuffle, drop_last=drop_last), stops))
+        return rows, torch.get_rng_state()
+
+    (expected, end), (found, own_end) = run(TorchDataLoader), run(DataLoader)
+    assert found == expected
+    if expected:  # an epoch without a batch draws nothing
+        assert torch.equal(own_end, end)
+
+
+@settings(max_examples=40, deadline=None)
+@given(size=st.integers(1, 12), batch_size=st.integers(1, 5), shuffle=st.booleans(), data=st.data())
+def test_drawn_seeds_go_on_from_any_batch(size: int, batch_size: int, shuffle: bool, data: st.DataObject) -> None:
+    torch.manual_seed(3)
+    loader = DataLoader(list(range(size)), batch_size, shuffle)
+    rows, states = [], []
+    for row in drawing(loader, [99, 99, 99]):
+        rows.append(row)
+        states.append((loader.state_dict(), torch.get_rng_state()))
+    at = data.draw(st.integers(0, len(rows) - 1))
+    state, generator = states[at]
+    other = DataLoader(list(range(size)), batch_size, shuffle)
+    other.load_state_dict(extra_state.decode(extra_state.encode(state)))
+    torch.set_rng_state(generator)
+    assert list(drawing(other, [99] * (3 - state["epoch"]))) == rows[at + 1 :]
+
+
+def test_without_a_seed_workers_change_nothing() -> None:
+    def run(num_workers: int) -> list[tuple[float, ...]]:
+        torch.manual_seed(5)
+        return rows(DataLoader(Augmented(37), 5, True, num_workers=num_workers))
+
+    assert run(2) == run(0)
 
 
 def test_two_passes_in_one_epoch_of_a_checkpointer_are_refused() -> None:

@@ -48,7 +48,8 @@ def copy_sources(target: Path, *, links: str = "kept") -> Path:
             link.unlink()
         if links == "text":
             link.write_text(f"../{wing}")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    shutil.copytree(ROOT / "examples", target / "examples", ignore=ignored)
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, target / name)
     return target
 
@@ -98,13 +99,16 @@ def test_wheel_holds_every_source_file_once(wheel: Path) -> None:
     assert {name for name in names_in_wheel(wheel) if ".dist-info/" not in name} == expected
 
 
-def test_sdist_holds_real_folders_and_the_licence(built: Path) -> None:
+def test_sdist_holds_real_folders_the_examples_and_the_licence(built: Path) -> None:
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         members = {member.name.partition("/")[2]: member for member in archive.getmembers()}
     assert "LICENSE" in members
     for wing in WINGS:
         assert members[f"checkflow/{wing}/__init__.py"].isfile()
+    examples = {path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").rglob("*.*") if path.suffix != ".pyc"}
+    assert {name for name in members if name.startswith("examples/") and members[name].isfile()} == examples
+    assert len(examples) >= 6
     assert not any(member.issym() or member.islnk() for member in members.values())
 
 
