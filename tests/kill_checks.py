@@ -16,13 +16,14 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-from killed_job import BATCHES, EPOCHS, KEEP, SAMPLES, Notes, Training, Variant, Whereabouts, digest_tensors, read_notes
+from kill_notes import Notes, Whereabouts, digest_tensors, read_notes
+from killed_job import BATCHES, EPOCHS, KEEP, SAMPLES, Training, Variant
 from oracle import read_tensor
 
 from checkflow.errors import CheckflowError, CorruptCheckpointError
@@ -87,15 +88,16 @@ def check_restored(restored: Mapping[str, Any] | None, record: Record, *, oldest
     least = record.acknowledged if oldest is None else oldest
     step = 0 if restored["step"] is None else restored["step"]
     if (-1 if restored["step"] is None else step) < least:
-        return [f"L1 step {least} was acknowledged, {'nothing' if restored['step'] is None else f'step {step}'} is left"]
+        return [
+            f"L1 step {least} was acknowledged, {'nothing' if restored['step'] is None else f'step {step}'} is left"
+        ]
     noted = record.boundaries.get(step, ())
     if not noted and restored["step"] is None:
         return []  # killed before it had begun
     equal = [at for at, states in record.boundaries.items() if state_of(restored) in states]
     if equal != [step]:
-        odd = [part for part, text in zip(STATE, state_of(restored), strict=True) if all(
-            text != state[STATE.index(part)] for state in noted
-        )]  # fmt: skip
+        found = zip(STATE, state_of(restored), zip(*noted, strict=True), strict=True) if noted else ()
+        odd = [part for part, text, known in found if text not in known]
         return [f"L2 what is restored of step {step} is no state of that boundary: {', '.join(odd) or 'a mixture'}"]
     return []
 
@@ -131,7 +133,9 @@ def check_replayed(begun: int, restored: int, interval: int, every: int | None) 
     period = -(-every // interval) * interval
     most = 2 * period + 1
     if begun - restored > most:
-        return [f"L6 {begun - restored} iterations are replayed, where at most {most} may be: from {restored} to {begun}"]
+        return [
+            f"L6 {begun - restored} iterations are replayed, where at most {most} may be: from {restored} to {begun}"
+        ]
     return []
 
 
@@ -139,8 +143,28 @@ def check_disk(used_bytes: int, checkpoint_bytes: int) -> list[str]:
     """L5: what the directory takes, at any instant."""
     most = (KEEP + 1) * checkpoint_bytes + MIB
     if checkpoint_bytes and used_bytes > most:
-        return [f"L5 the directory has {used_bytes} bytes, and may have {most}: {KEEP + 1} of {checkpoint_bytes} and 1 MiB"]
+        return [
+            f"L5 the directory has {used_bytes} bytes, and may have {most}: {KEEP + 1} of {checkpoint_bytes} and 1 MiB"
+        ]
     return []
+
+
+def size_bytes(directory: Path) -> int:
+    """Of all files below."""
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def check_left(variant: Variant, directory: Path) -> list[str]:
+    """L5: what lies in a directory when its job has come to its end."""
+    steps = {path.name: parse_step(path.name) for path in find(directory)}
+    wrong = []
+    if odd := sorted({path.name for path in directory.iterdir()} - steps.keys() - {".lock", "plans"}):
+        wrong.append(f"L5 left over in the directory: {', '.join(odd)}")
+    if odd := sorted(path.name for path in directory.glob("plans/.*")):
+        wrong.append(f"L5 left over among the plans: {', '.join(odd)}")
+    if variant.steps not in steps.values():
+        wrong.append(f"L5 the last boundary, {variant.steps}, is not saved")
+    return wrong
 
 
 def check_end(record: Record, expected: Record, variant: Variant) -> list[str]:
@@ -222,19 +246,22 @@ def restore_somewhere(
 
 
 def examine(
-    variant: Variant, directory: Path, plan: Path | None, record: Record, folder: Path, damage_seed: int | None
-) -> dict[str, Any]:
+    variant: Variant, directory: Path, plan: Path | None, record: Record, folder: Path, damage_seed: int | None,
+    break_runtime: Callable[[], None] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """All that a fresh process can find out about a killed job's directory, which is left as it is.
 
     Args:
         folder: empty, on the same file system.
         damage_seed: whether the newest checkpoint is also damaged, in a copy, and in which way.
+        break_runtime: takes something away of it first.
 
     Returns:
-        "problems", and the step that was "restored", 0 for none.
+        "problems"; the step that was "restored", 0 for none; whether one was "damaged".
     """
-    problems = check_files(directory, record) if directory.exists() else []
-    directory.mkdir(exist_ok=True)
+    if break_runtime is not None:
+        break_runtime()
+    problems = check_files(directory, record)
     copy = folder / "copy"
     link_copy(directory, copy)
     restored, after = restore_somewhere(variant, copy, plan, folder, iterations=2)
@@ -245,9 +272,10 @@ def examine(
         if not newest or parse_step(newest[0].name) != min(step + 2, variant.steps):
             problems.append(f"L5 the next save does not work: {[path.name for path in newest]} after step {step}")
         problems += check_files(copy, merged(record, after))
-    if damage_seed is not None and len(find(directory)) > 1:
+    damaged = damage_seed is not None and len(find(directory)) > 1
+    if damage_seed is not None and damaged:
         problems += _examine_damaged(variant, directory, plan, record, folder, damage_seed)
-    return {"problems": problems, "restored": step}
+    return {"problems": problems, "restored": step, "damaged": damaged}
 
 
 def merged(one: Record, other: Record) -> Record:
