@@ -3,8 +3,8 @@
 - **L1** the newest restorable step is no older than the last acknowledged one
 - **L2** what is restored, and what each checkpoint holds, equals exactly one noted state, all of it of one boundary
 - **L3** what has a checkpoint's name is whole; damaged data is refused by an error that names the file, never returned
-- **L4** the job ends bit-identical to an uninterrupted one; every sample once an epoch, in the same order, the same bytes
-- **L5** the next save works; disk use stays within (keep + 1) checkpoints and 1 MiB; nothing hangs, nothing is left over
+- **L4** the job ends bit-identical to an uninterrupted one; every sample once an epoch, in its order, with its bytes
+- **L5** the next save works; the directory has at most (keep + 1) checkpoints and 1 MiB; nothing hangs or is left over
 - **L6** replayed are at most the iterations of the interval, those of the checkpoint in flight, and the one under way
 
 Each check returns what is wrong, one line each that begins with the promise's name.
@@ -88,9 +88,7 @@ def check_restored(restored: Mapping[str, Any] | None, record: Record, *, oldest
     least = record.acknowledged if oldest is None else oldest
     step = 0 if restored["step"] is None else restored["step"]
     if (-1 if restored["step"] is None else step) < least:
-        return [
-            f"L1 step {least} was acknowledged, {'nothing' if restored['step'] is None else f'step {step}'} is left"
-        ]
+        return [f"L1 step {least} was acknowledged, and {restored['step']} is the newest that can be restored"]
     noted = record.boundaries.get(step, ())
     if not noted and restored["step"] is None:
         return []  # killed before it had begun
@@ -133,9 +131,7 @@ def check_replayed(begun: int, restored: int, interval: int, every: int | None) 
     period = -(-every // interval) * interval
     most = 2 * period + 1
     if begun - restored > most:
-        return [
-            f"L6 {begun - restored} iterations are replayed, where at most {most} may be: from {restored} to {begun}"
-        ]
+        return [f"L6 {begun - restored} iterations are replayed, {restored} to {begun}, and {most} at most may be"]
     return []
 
 
@@ -143,9 +139,7 @@ def check_disk(used_bytes: int, checkpoint_bytes: int) -> list[str]:
     """L5: what the directory takes, at any instant."""
     most = (KEEP + 1) * checkpoint_bytes + MIB
     if checkpoint_bytes and used_bytes > most:
-        return [
-            f"L5 the directory has {used_bytes} bytes, and may have {most}: {KEEP + 1} of {checkpoint_bytes} and 1 MiB"
-        ]
+        return [f"L5 the directory has {used_bytes} bytes and may have {most}, {KEEP + 1} checkpoints and 1 MiB"]
     return []
 
 

@@ -261,7 +261,7 @@ class Training:
         )  # fmt: skip
 
     def _note_boundary(self, epoch: int, position: int) -> None:
-        """The state is that of one more iteration: what a checkpoint of it must hold. Noted before checkflow sees it."""
+        """The state is that of one more iteration: what its checkpoint must hold. Noted before checkflow sees it."""
         self._notes.write("boundary", step=self._checkpointer.iteration + 1, place=[epoch, position], **self._state())
 
 
@@ -275,4 +275,4 @@ def live(
         break_runtime()
     watch_storage(directory, told, where)
     Training(variant, directory, plan, told, where).run()
-    gc.collect()  # or workers that persist would be ended, not told to end, and leave what multiprocessing made for them
+    gc.collect()  # workers that persist are told to end, or multiprocessing would end them, with its files left behind

@@ -30,7 +30,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 from kill_breaks import BREAKS
 from kill_checks import Record, check_disk, check_end, check_left, check_replayed, examine, make_record, size_bytes
 from kill_notes import KINDS, STORAGE, TRAINING, Whereabouts, read_notes
