@@ -33,7 +33,7 @@ def manifest_late() -> None:
 
     def publish_first(self: Store, root: int, temporary: str, final: str) -> None:
         publish(self, root, temporary, final)
-        time.sleep(0.01)
+        time.sleep(0.05)
         folder = files.open_folder(final, dir_fd=root)
         write(folder, manifest.MANIFEST, iter([memoryview(kept[0])]))
         files.close(folder)

@@ -38,7 +38,7 @@ def _call(work: Callable[..., Any], arguments: tuple[Any, ...], log: Path, tempo
     faulthandler.enable()
     try:
         work(*arguments)
-    except Exception:
+    except Exception:  # noqa: BLE001
         traceback.print_exc()
         raise SystemExit(1) from None
 

@@ -100,7 +100,7 @@ class Killing:
 
     Args:
         folder: empty; everything that is written lies below it.
-        breaking: the name of what is taken away of the runtime, "" for nothing.
+        breaking: the name of what is taken away of the runtime, "" for nothing. Kills go on then, whatever is found.
     """
 
     def __init__(self, folder: Path, source: random.Random, breaking: str) -> None:
@@ -115,6 +115,11 @@ class Killing:
         self._ours: set[int] = set()
         self._plan = folder / "plan.json"
         run(make_plan, self._plan, log=folder / "plan.log", temporary=self._temporary / "plan")
+
+    @property
+    def over(self) -> bool:
+        """What was found is left as it is, for people to look at."""
+        return bool(self.tally.problems) and self._break is None
 
     def plan(self, variant: Variant) -> Path | None:
         return self._plan if variant.given else None
@@ -141,7 +146,7 @@ class Killing:
         notes, log = directory.with_suffix(".notes"), directory.with_suffix(".log")
         expected, usual_seconds = self.reference(variant)
         life, before, ended = 0, tally.kills, False
-        while not ended and not tally.problems:
+        while not ended and not self.over and life < 3 * most_kills + 3:
             aim = draw_aim(self._source, variant, usual_seconds) if tally.kills - before < most_kills else None
             damage_seed = self._source.randrange(2**32) if self._source.random() < 0.25 else None
             if aim is not None and aim.stage is not None:  # or a kept plan would spare the job this stage
@@ -154,9 +159,9 @@ class Killing:
         record = make_record(read_notes(notes))
         tally.acknowledged += record.acknowledgements
         tally.boundaries += len(record.boundaries)
-        if not tally.problems:
+        if not self.over:
             self._say(log, check_end(record, expected, variant) + check_left(variant, directory))
-        if not tally.problems:
+        if not self.over:
             shutil.rmtree(directory)
 
     def _say(self, log: Path, problems: list[str]) -> None:
@@ -291,12 +296,12 @@ def kill(kills: int, seed: int, *, breaking: str = "", most_a_job: int = 8, vari
     folder = Path(tempfile.mkdtemp(prefix="checkflow-kills-"))
     killing = Killing(folder, random.Random(seed), breaking)
     tally = killing.tally
-    while tally.kills < kills and not tally.problems:
+    while tally.kills < kills and not killing.over:
         killing.job(VARIANTS[tally.jobs % variants], min(most_a_job, kills - tally.kills))
         if sys.stderr.isatty():
             say(f"\r{tally.kills} of {kills} kills, {tally.jobs} jobs ", sys.stderr)
     killing.finish()
-    if tally.problems:
+    if killing.over:
         say(f"what was found lies in {folder}\n", sys.stderr)
     else:
         shutil.rmtree(folder)
