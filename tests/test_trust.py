@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,8 @@ def test_a_breach_refutes_the_plan_that_it_was_captured_by_and_no_newer_one(
     seen: list[str] = []
 
     def before(n: int) -> None:
+        while n == 9 and not torn:  # the writer comes to one of those before
+            time.sleep(0.001)
         job.batch_size = 9 if n >= 10 else 6
         if (plan := checkpointer.report()["plan"]) is not None and plan not in seen:
             seen.append(plan)
@@ -102,7 +105,7 @@ def test_a_breach_refutes_the_plan_that_it_was_captured_by_and_no_newer_one(
     assert DISTRUSTED not in caplog.text
     assert len(kept(tmp_path)) == 2
     steps = check(tmp_path, truths)
-    assert torn[0] < 16  # no change is believed before it has lasted
+    assert 6 <= torn[0] <= 9
     assert torn[0] not in steps
     assert steps[-1] == 32
     # The new plan is executed still: at the boundary itself only what lies in host memory is copied.
