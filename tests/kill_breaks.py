@@ -5,13 +5,15 @@ Each takes away one thing that a promise rests on, in the processes that train a
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from killed_job import BATCH
 
 from checkflow.runtime import files, loader, manifest, opening, store
+from checkflow.runtime.barriers import AnchorWork
 from checkflow.runtime.capture import Capturer
 from checkflow.runtime.copy_engine import HostCopyEngine
 from checkflow.runtime.persist import Writer
@@ -89,8 +91,20 @@ def generators_not_restored() -> None:
 
 def no_barrier() -> None:
     """Nothing waits for a copy before the write that it must come before, and nobody looks whether it was torn. L2."""
-    HostCopyEngine.wait = lambda self, chunks: None  # type: ignore[method-assign]
-    HostCopyEngine.snapshot = lambda self, chunks, anchor: None  # type: ignore[method-assign]
+    copy = HostCopyEngine._copy
+
+    def slowly(self: HostCopyEngine, chunks: Sequence[int]) -> None:
+        if threading.current_thread().name == "checkflow-copy":
+            time.sleep(0.002)  # not quick by luck
+        copy(self, chunks)
+
+    def do_without_waiting(self: Capturer, work: AnchorWork) -> None:
+        self._engine.snapshot(work.snapshot, work.label)
+        self._engine.offload(work.release, work.label)
+        self._engine.free(work.free)
+
+    HostCopyEngine._copy = slowly  # type: ignore[method-assign]
+    Capturer._do = do_without_waiting  # type: ignore[method-assign]
     Capturer._refuse_written = lambda self, chunks: None  # type: ignore[method-assign]
     Capturer.require = lambda self, chunks: None  # type: ignore[method-assign]
     Writer._audit = lambda self, capture: None  # type: ignore[method-assign]

@@ -148,7 +148,7 @@ class Killing:
         life, before, ended = 0, tally.kills, False
         while not ended and not self.over and life < 3 * most_kills + 3:
             aim = draw_aim(self._source, variant, usual_seconds) if tally.kills - before < most_kills else None
-            damage_seed = self._source.randrange(2**32) if self._source.random() < 0.25 else None
+            damage_seed = self._source.randrange(2**32) if self._source.random() < 0.4 else None
             if aim is not None and aim.stage is not None:  # or a kept plan would spare the job this stage
                 shutil.rmtree(directory / "plans", ignore_errors=True)
             ended, hit = self._live(variant, directory, life, aim)
