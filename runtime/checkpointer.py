@@ -245,6 +245,7 @@ class Checkpointer:
         if loader is not None and loader.listener is self._boundaries:
             loader.listener = None
             loader.epochs_counted_elsewhere = False
+            loader.end_workers()
         try:
             self._boundaries.close()
         except CheckflowError as error:

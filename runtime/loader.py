@@ -224,6 +224,14 @@ class DataLoader:
         """Iterate this epoch next, from a position (samples already used) on."""
         self._sampler.epoch, self._handed, self._fresh = epoch, position, True
 
+    def end_workers(self) -> None:
+        """End workers that persist; iterating starts new ones.
+
+        They end at once as long as torch's iterator goes by itself. Where the collector takes it with a cycle of
+        references it takes its queues first, no worker hears of the end, and each costs torch's five seconds.
+        """
+        self._loader._iterator = None
+
     def state_dict(self) -> dict[str, Any]:
         """Epoch and position, and what they are counted in."""
         sampler = self._sampler

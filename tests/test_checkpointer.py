@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -266,6 +267,26 @@ def test_closing_gives_everything_back(tmp_path: Path) -> None:
     assert not any(module._forward_pre_hooks for module in model.modules())
     with Checkpointer(model, optimizer, directory=tmp_path, plan=plan) as again:
         assert again.resumed_from == 2
+
+
+def test_closing_ends_workers_that_persist(tmp_path: Path) -> None:
+    """They are told to end, and hear of it: nobody has to terminate them."""
+    plan = make_plan()
+    model, optimizer, iterate = make()
+    data = TensorDataset(torch.randn(8, 4), torch.randint(0, 3, (8,)))
+    loader = DataLoader(data, 4, num_workers=2, persistent_workers=True, multiprocessing_context="fork")
+    with Checkpointer(model, optimizer, loader, directory=tmp_path, plan=plan) as checkpointer:
+        for _ in checkpointer.epochs(2):
+            for x, y in checkpointer.loader:
+                iterate(x, y)
+        workers = multiprocessing.active_children()
+        assert len(workers) == 2
+        assert [worker.exitcode for worker in workers] == [None, None]
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert multiprocessing.active_children() == []
+    loader.set_epoch(5)
+    assert [len(x) for x, _ in loader] == [4, 4]  # and can be used again
+    loader.end_workers()
 
 
 def test_a_closure_is_refused(tmp_path: Path) -> None:
