@@ -5,7 +5,6 @@ Everything draws random numbers: augmentation in loader workers, dropout, mixing
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import time
@@ -275,4 +274,3 @@ def live(
         break_runtime()
     watch_storage(directory, told, where)
     Training(variant, directory, plan, told, where).run()
-    gc.collect()  # workers that persist are told to end, or multiprocessing would end them, with its files left behind

@@ -187,8 +187,8 @@ class Killing:
             fine, hit = process.exitcode == 0, False
         else:
             fine, hit = self._note_kill(aim, process.exitcode, log), True
-            if aim.target == "worker":
-                self._excused.add(temporary)  # nobody else knows of what multiprocessing has made there for it
+            if aim.target != "planner":
+                self._excused.add(temporary)
         if not fine:
             self._say(log, [f"L5 the job ended by itself with {process.exitcode}: {tail(log)}"])
         return process.exitcode == 0, hit
@@ -282,8 +282,10 @@ class Killing:
         """When all is over: no process, no temporary directory, no shared memory may be left."""
         self._look_at_leftovers(wait=True)
         problems = self.tally.problems
-        temporary = [folder for folder in self._temporary.iterdir() if folder not in self._excused]
-        if odd := sorted(str(path.relative_to(self._temporary)) for folder in temporary for path in folder.iterdir()):
+        # Nobody knows of what multiprocessing and torch have made for processes that are killed, and for their workers.
+        theirs = {folder: ("pymp-", "tmp") for folder in self._excused}
+        left = [path for folder in self._temporary.iterdir() for path in folder.iterdir()]
+        if odd := sorted(str(path) for path in left if not path.name.startswith(theirs.get(path.parent, ()))):
             problems.append(f"L5 left over among temporary files: {', '.join(odd)}")
         if odd := sorted(path.name for pid in self._ours for path in Path("/dev/shm").glob(f"*_{pid}_*")):
             problems.append(f"L5 left over in shared memory: {', '.join(odd)}")
