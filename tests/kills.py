@@ -283,7 +283,7 @@ class Killing:
         self._look_at_leftovers(wait=True)
         problems = self.tally.problems
         # Nobody knows of what multiprocessing and torch have made for processes that are killed, and for their workers.
-        theirs = {folder: ("pymp-", "tmp") for folder in self._excused}
+        theirs = dict.fromkeys(self._excused, ("pymp-", "tmp"))
         left = [path for folder in self._temporary.iterdir() for path in folder.iterdir()]
         if odd := sorted(str(path) for path in left if not path.name.startswith(theirs.get(path.parent, ()))):
             problems.append(f"L5 left over among temporary files: {', '.join(odd)}")
