@@ -93,13 +93,13 @@ def children(pid: int) -> list[tuple[int, list[str]]]:
     return found
 
 
-def descendants() -> list[psutil.Process]:
-    """Every process below this one that lives, adopted orphans included."""
-    found = []
+def descendants() -> dict[int, str]:
+    """Every process below this one that lives, adopted orphans included: id to command line."""
+    found = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                found[process.pid] = " ".join(process.cmdline())
     return found
 
 

@@ -38,7 +38,7 @@ from killed_job import PLANNER, VARIANTS, Variant, live, make_plan, preload
 
 from checkflow.runtime.reader import find
 
-LOOK_SECONDS = 0.0005
+LOOK_SECONDS = 0.001
 BEFORE_A_PLAN = ("recording", "timing", "making the plan")
 # Times that a phase is passed, at most, before it is deadly: those of every iteration often, those of an epoch seldom.
 PHASES = (
@@ -266,9 +266,9 @@ class Killing:
         """Processes of dead lives have ``HANG_SECONDS`` to end."""
         while True:
             bury()
-            alive, now = {process.pid for process in descendants()}, time.monotonic()
+            alive, now = descendants(), time.monotonic()
             self._left = {pid: self._left.get(pid, now) for pid in alive}
-            late = sorted(pid for pid, since in self._left.items() if now - since > HANG_SECONDS)
+            late = {pid: alive[pid] for pid, since in self._left.items() if now - since > HANG_SECONDS}
             if late:
                 self.tally.problems.append(f"L5 processes are left over: {late}")
             if late or not (wait and self._left):
@@ -276,7 +276,7 @@ class Killing:
             time.sleep(0.05)
         for pid in late:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGABRT)  # leaves a traceback in its job's log
 
     def finish(self) -> None:
         """When all is over: no process, no temporary directory, no shared memory may be left."""
