@@ -232,7 +232,11 @@ def damage(path: Path, seed: int) -> Path:
 def restore_somewhere(
     variant: Variant, directory: Path, plan: Path | None, folder: Path, *, iterations: int
 ) -> tuple[Mapping[str, Any] | None, Record]:
-    """Go on for some iterations from what is in a directory; returns what was restored, and what was noted then."""
+    """Go on for some iterations from what is in a directory, without loader workers, whatever the job had.
+
+    Returns:
+        What was restored, and what was noted then.
+    """
     file = folder / f"{directory.name}.notes"
     Training(variant, directory, plan, Notes(file, 0), Whereabouts(), iterations=iterations, workers=0).run()
     notes = read_notes(file)

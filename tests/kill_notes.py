@@ -56,8 +56,8 @@ class Whereabouts:
     def at(self, kind: str, phase: str) -> None:
         """The job comes to this phase."""
         slot, number = list(KINDS).index(kind), KINDS[kind].index(phase)
-        before, self._memory[slot] = self._memory[slot], number
-        if self._memory[3:5] == bytes((slot + 1, number)) and before != number:
+        self._memory[slot] = number
+        if self._memory[3:5] == bytes((slot + 1, number)):
             self._memory[5] -= 1
             if not self._memory[5]:
                 os.kill(os.getpid(), signal.SIGKILL)
