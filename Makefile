@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Made last by a successful installation; older than what it was installed from, it is made anew.
 STAMP := .venv/.installed
 
-.PHONY: demo mnist nanogpt test check
+.PHONY: demo mnist nanogpt test check kills
 
 demo: $(STAMP)
 	@$(BIN)/checkflow demo
@@ -17,6 +17,12 @@ nanogpt: $(STAMP)
 
 test: $(STAMP)
 	@$(BIN)/pytest --numprocesses auto --dist loadfile
+
+# A training job killed KILLS times at random moments: what must hold is in tests/kill_checks.py. BREAK=name takes
+# something away of the runtime first (tests/kill_breaks.py), and the run must fail.
+KILLS ?= 200
+kills: $(STAMP)
+	@$(BIN)/python tests/kills.py --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(if $(BREAK),--break $(BREAK),--output benchmarks/results/kills.json)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -56,6 +56,7 @@ class Holdings:
         if self.loader is not None and self.loader.listener is self.boundaries:
             self.loader.listener = None
             self.loader.epochs_counted_elsewhere = False
+            self.loader.end_workers()
         error: Exception | None = None
         try:
             self.boundaries.close()

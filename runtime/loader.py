@@ -254,6 +254,14 @@ class DataLoader:
             self._drawn[self.epoch] = _draw(), _draw() if self._sampler.shuffle else 0
         return self._drawn[self.epoch]
 
+    def end_workers(self) -> None:
+        """End workers that persist; iterating starts new ones.
+
+        They end at once as long as torch's iterator goes by itself. Where the collector takes it with a cycle of
+        references it takes its queues first, no worker hears of the end, and each costs torch's five seconds.
+        """
+        self._loader._iterator = None
+
     def state_dict(self) -> dict[str, Any]:
         """Epoch and position, and what they are counted in."""
         return self.state_at(self.epoch, self._handed)

@@ -68,6 +68,7 @@ def resume_from(
         resumed = restore(checkpoint, models, optimizers, objects, host_tensors=host_tensors)
     if isinstance(mode, int):
         store.rewind(mode)  # only now: what was refused must not have hidden anything
+    store.went_on_from(resumed.step)
     return resumed
 
 

@@ -76,6 +76,7 @@ class Store:
         self._epoch_ends: dict[int, bool] = {}  # of every checkpoint that is known to be complete
         self._left_alone: set[int] = set()  # steps whose checkpoint was told to be incomplete, or unreadable
         self._void: set[str] = set()  # published, but not durably, and not yet taken back
+        self._went_on_from: int | None = None  # older ones have not been looked at since
         self._root: int | None = None
         self._told_no_sync = False
         with _reported(f"cannot use the checkpoint directory {self.directory}"):
@@ -158,6 +159,9 @@ class Store:
             with _reported(f"cannot write the checkpoint of step {step} to {self.directory}"):
                 try:
                     self._settle()
+                    if self._went_on_from is not None:  # what a dead run did not live to delete takes this one's room
+                        self._retire(root, self._went_on_from)
+                        self._went_on_from = None
                     # (2) a directory that no reader looks at
                     files.mkdir(temporary, dir_fd=root)
                     folder = files.open_folder(temporary, dir_fd=root)
@@ -194,6 +198,10 @@ class Store:
             # (8) only now may older ones go
             self._retire(root, step)
             return self.directory / final
+
+    def went_on_from(self, step: int) -> None:
+        """A job was restored from this checkpoint, verified whole: older ones may go before the next commit."""
+        self._went_on_from = step
 
     def set_aside(self, path: Path) -> Path:
         """Rename a checkpoint that is proved damaged to ``.broken-…``, so that no restore meets it again.
@@ -311,7 +319,7 @@ class Store:
             self._remove_quietly(root, name)
 
     def _retire(self, root: int, newest: int) -> None:
-        """Delete old checkpoints. The one of step ``newest`` was just acknowledged and stays in any case.
+        """Delete old checkpoints. The one of step ``newest`` is proved whole and durable, and stays in any case.
 
         Only complete ones count towards ``keep_latest``, or damaged ones could push out the last good one; damaged ones
         are left for a restore to set aside.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import multiprocessing
 import subprocess
 import sys
 import threading
@@ -251,6 +252,26 @@ def test_exceptions_leave_a_whole_checkpoint_behind(tmp_path: Path) -> None:
             iterate()
     assert steps(tmp_path)[-1] == 4
     assert_checkpoint_is(find(tmp_path)[0], truth)
+
+
+def test_closing_ends_workers_that_persist(tmp_path: Path) -> None:
+    """They are told to end, and hear of it: nobody has to terminate them."""
+    plan = make_plan()
+    model, optimizer, iterate = make()
+    data = TensorDataset(torch.randn(8, 4), torch.randint(0, 3, (8,)))
+    loader = DataLoader(data, 4, num_workers=2, persistent_workers=True, multiprocessing_context="fork")
+    with Checkpointer(model, optimizer, loader, directory=tmp_path, plan=plan) as checkpointer:
+        for _ in checkpointer.epochs(2):
+            for x, y in checkpointer.loader:
+                iterate(x, y)
+        workers = multiprocessing.active_children()
+        assert len(workers) == 2
+        assert [worker.exitcode for worker in workers] == [None, None]
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert multiprocessing.active_children() == []
+    loader.set_epoch(5)
+    assert [len(x) for x, _ in loader] == [4, 4]  # and can be used again
+    loader.end_workers()
 
 
 def test_a_closure_is_refused(tmp_path: Path) -> None:

@@ -154,6 +154,32 @@ def test_old_checkpoints_go_and_epochs_stay(directory: Path) -> None:
     assert steps(directory) == [9, 8]
 
 
+def test_what_a_dead_run_did_not_delete_goes_before_the_next_commit(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It died between rename and retention: with the one being written there would be one too many on the disk."""
+    with new_store(directory, keep_latest=3) as store:
+        for step in (1, 2, 3):
+            commit(store, step, step)
+    present: list[list[int]] = []
+    with new_store(directory) as store:
+        with Faults(1, errno.ENOSPC, sticky=True, only=("pwrite",))():
+            assert try_commit(store, 4, 4)
+        assert steps(directory) == [3, 2, 1]  # nobody has looked whether the newest is whole
+        checkpoint = recover(store)
+        assert checkpoint is not None
+        checkpoint.close()
+        store.went_on_from(checkpoint.step)
+        assert steps(directory) == [3, 2, 1]  # nor has the job begun
+        real = files.pwrite
+        monkeypatch.setattr(
+            files, "pwrite", lambda *given: (present.append(steps(directory)), real(*given))[1]
+        )  # fmt: skip
+        commit(store, 4, 4)
+    assert all(one == [3, 2] for one in present)
+    assert steps(directory) == [4, 3]
+
+
 def test_damaged_checkpoints_do_not_count_as_kept(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     with new_store(directory) as store:
         commit(store, 1, 1)

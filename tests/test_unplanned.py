@@ -205,6 +205,50 @@ def test_after_a_breach_everything_is_copied_at_the_boundary(tmp_path: Path, cap
     assert caplog.text.count("copied at each boundary") == 1
 
 
+class Swapping(nn.Module):
+    """Its layers change inside of forward: taken by turns, or made anew."""
+
+    def __init__(self, fresh: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.fresh = nn.Linear(4, 64), nn.Linear(64, 3), fresh
+        self.norm = nn.BatchNorm1d(64)
+        self.others = (nn.BatchNorm1d(64),)  # not registered: no state as long as they lie here
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        if self.training:
+            used = self.norm
+            self.norm = nn.BatchNorm1d(64) if self.fresh else self.others[0]
+            self.others = (used,)
+        return self.last(F.relu(self.norm(hidden)))
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_modules_that_are_swapped_inside_of_a_forward_are_followed(fresh: bool, seed: int, tmp_path: Path) -> None:
+    """No hook hangs on what is swapped in, and what is swapped out is written by the optimizer alone."""
+
+    def make() -> Job:
+        job = Job()
+        job.model = Swapping(fresh)
+        parameters = [*job.model.parameters(), *job.model.others[0].parameters()]
+        job.ema = torch.optim.swa_utils.AveragedModel(nn.Linear(1, 1))
+        job.ema.update_parameters = lambda _: None
+        job.models = {"model": job.model}
+        job.optimizer = torch.optim.Adam(parameters[: 6 if fresh else None], lr=0.01)
+        job.optimizers = {"optimizer": job.optimizer}
+        return job
+
+    job = make()
+    job.iterate()
+    plan = job.plan(seed)
+    job = make()
+    with open_job(job, tmp_path, plan, on_error="raise") as checkpointer:
+        truths = train(job, checkpointer, 9)
+    assert checkpointer.report()["breaches"] == checkpointer.report()["failed"] == 0
+    assert check(tmp_path, truths) == list(range(1, 10))
+
+
 def test_a_module_that_is_skipped_does_not_lose_its_deadline(tmp_path: Path) -> None:
     """Layer drop: the anchor where a snapshot was planned does not fire, and the optimizer writes all the same."""
     job = Job()
