@@ -295,19 +295,25 @@ class Controller:
         """Where nothing may be lost to checkpoints, and something is: step by step."""
         return Intervals(now.memory * FASTEST_GROWTH, now.disk * FASTEST_GROWTH, "overhead")
 
+    def _suffices(self, now: Intervals, costs: Costs) -> bool:
+        """Whether intervals are long enough for these costs."""
+        wanted = self._choice(costs)
+        if wanted is None or wanted.disk > now.disk:
+            return False
+        # Captures in between may be meant to be rarer only because storage could be written to more often.
+        return wanted.memory <= now.memory or costs.share(now.memory, now.disk) <= self._asked.overhead
+
     def _review(self, number: int, now: Intervals) -> None:
         samples, known = self._samples, self._costs
         last = samples.estimate(LEAST, known=known)
-        wanted = None if last is None else self._choice(last)
-        if wanted is not None and wanted.disk <= now.disk and wanted.memory <= now.memory:
+        if last is not None and self._suffices(now, last):
             self._shrink(number, now)  # whatever was before that
             return
         for size in WINDOWS:
             least = samples.estimate(size, -DOUBT, known)
             if samples.largest < size or least is None:
                 break
-            wanted = self._choice(least.times(1 / (1 + BAND)))
-            if wanted is not None and wanted.disk <= now.disk and wanted.memory <= now.memory:
+            if self._suffices(now, least.times(1 / (1 + BAND))):
                 continue
             if number - (samples.last_free or 0) > max(2 * REVIEW_EVERY, 2 * now.disk):
                 self._suspicious = True  # perhaps it is training itself that has become slower
@@ -324,21 +330,26 @@ class Controller:
             return
 
     def _shrink(self, number: int, now: Intervals) -> None:
-        size = min(KEPT, self._samples.persists_seen - self._persists_before)
-        if size < PATIENCE:
+        """By what all persists since the last change tell or, where costs have fallen since, the last few of them."""
+        samples, known = self._samples, self._costs
+        since = min(KEPT, samples.persists_seen - self._persists_before)
+        if since < PATIENCE:
             return
-        most, costs = self._samples.estimate(size, 1.0, self._costs), self._samples.estimate(size, known=self._costs)
-        wanted = None if most is None else self._choice(most)
-        if wanted is None or wanted.disk > now.disk or wanted.memory > now.memory:
+        for size, doubt in ((since, 1.0), (PATIENCE, DOUBT)):
+            most, costs = samples.estimate(size, doubt, known), samples.estimate(size, known=known)
+            wanted = None if most is None else self._choice(most)
+            if wanted is None or wanted.disk > now.disk:
+                continue
+            if min(wanted.disk / now.disk, wanted.memory / now.memory) > 1 - BAND:
+                continue
+            disk, memory = max(wanted.disk, now.disk / 2), max(wanted.memory, now.memory / 2)
+            # What would be left is too little for another change.
+            disk = wanted.disk if disk <= (1 + BAND) * wanted.disk else disk
+            memory = least_multiple(self._unit, wanted.memory if memory <= (1 + BAND) * wanted.memory else memory)
+            self._costs = costs
+            self._set(number, Intervals(memory, least_multiple(memory, disk), wanted.reason))
+            samples.keep_last(size)  # older ones would make the intervals grow again
             return
-        if min(wanted.disk / now.disk, wanted.memory / now.memory) > 1 - BAND:
-            return
-        disk, memory = max(wanted.disk, now.disk / 2), max(wanted.memory, now.memory / 2)
-        # What would be left is too little for another change.
-        disk = wanted.disk if disk <= (1 + BAND) * wanted.disk else disk
-        memory = least_multiple(self._unit, wanted.memory if memory <= (1 + BAND) * wanted.memory else memory)
-        self._costs = costs
-        self._set(number, Intervals(memory, least_multiple(memory, disk), wanted.reason))
 
     def _keep_time(self, number: int, seconds: float) -> None:
         wanted = in_iterations(self._unit, median(self._samples.recent), seconds)

@@ -83,6 +83,12 @@ class Samples:
         self._persist: Span | None = None
         self._began = False  # a capture, at the last boundary
 
+    def keep_last(self, size: int) -> None:
+        """Forget what older checkpoints cost: it holds no more."""
+        for samples in (self._captures, self._persists, self._persist_seconds):
+            while len(samples) > size:
+                samples.popleft()
+
     @property
     def free(self) -> int:
         """How many free iterations are remembered."""
