@@ -300,8 +300,9 @@ class Controller:
         wanted = self._choice(costs)
         if wanted is None or wanted.disk > now.disk:
             return False
-        # Captures in between may be meant to be rarer only because storage could be written to more often.
-        return wanted.memory <= now.memory or costs.share(now.memory, now.disk) <= self._asked.overhead
+        # Where storage can be written to more often, captures in between become rarer, and may have been cheap enough.
+        paid = _is_shorter(wanted.disk, now.disk) and costs.share(now.memory, now.disk) <= self._asked.overhead
+        return paid or wanted.memory <= now.memory
 
     def _review(self, number: int, now: Intervals) -> None:
         samples, known = self._samples, self._costs
@@ -330,26 +331,30 @@ class Controller:
             return
 
     def _shrink(self, number: int, now: Intervals) -> None:
-        """By what all persists since the last change tell or, where costs have fallen since, the last few of them."""
+        """By what all persists since the last change tell, or by the last few if costs have clearly fallen since."""
         samples, known = self._samples, self._costs
         since = min(KEPT, samples.persists_seen - self._persists_before)
         if since < PATIENCE:
             return
-        for size, doubt in ((since, 1.0), (PATIENCE, DOUBT)):
-            most, costs = samples.estimate(size, doubt, known), samples.estimate(size, known=known)
-            wanted = None if most is None else self._choice(most)
-            if wanted is None or wanted.disk > now.disk:
-                continue
-            if min(wanted.disk / now.disk, wanted.memory / now.memory) > 1 - BAND:
-                continue
-            disk, memory = max(wanted.disk, now.disk / 2), max(wanted.memory, now.memory / 2)
-            # What would be left is too little for another change.
-            disk = wanted.disk if disk <= (1 + BAND) * wanted.disk else disk
-            memory = least_multiple(self._unit, wanted.memory if memory <= (1 + BAND) * wanted.memory else memory)
-            self._costs = costs
-            self._set(number, Intervals(memory, least_multiple(memory, disk), wanted.reason))
-            samples.keep_last(size)  # older ones would make the intervals grow again
+        wanted, size = self._asked_for(since, 1.0), since
+        if wanted is None or wanted.disk > now.disk or wanted.memory > now.memory:
+            wanted, size = self._asked_for(PATIENCE, DOUBT), PATIENCE
+            if wanted is None or not _is_shorter(wanted.disk, now.disk):
+                return
+            samples.keep_last(PATIENCE)  # what was before would make the intervals grow again
+        if not (_is_shorter(wanted.disk, now.disk) or _is_shorter(wanted.memory, now.memory)):
             return
+        disk, memory = max(wanted.disk, now.disk / 2), max(wanted.memory, now.memory / 2)
+        # What would be left is too little for another change.
+        disk = wanted.disk if disk <= (1 + BAND) * wanted.disk else disk
+        memory = least_multiple(self._unit, wanted.memory if memory <= (1 + BAND) * wanted.memory else memory)
+        self._costs = samples.estimate(size, known=known)
+        self._set(number, Intervals(memory, least_multiple(memory, disk), wanted.reason))
+
+    def _asked_for(self, size: int, doubt: float) -> Intervals | None:
+        """The intervals that the last samples ask for, at most."""
+        most = self._samples.estimate(size, doubt, self._costs)
+        return None if most is None else self._choice(most)
 
     def _keep_time(self, number: int, seconds: float) -> None:
         wanted = in_iterations(self._unit, median(self._samples.recent), seconds)
@@ -384,3 +389,8 @@ class Controller:
             return f"one costs {both} of training, and failures come every {format_seconds(asked.mtbf_seconds or 0.0)}"
         seconds = format_seconds(costs.iteration_seconds)
         return f"one costs {both} of training, and may cost {100 * asked.overhead:.3g} % of iterations of {seconds}"
+
+
+def _is_shorter(interval: int, than: int) -> bool:
+    """Whether the difference is a reason to change anything."""
+    return interval <= (1 - BAND) * than
