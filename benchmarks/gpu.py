@@ -1,0 +1,450 @@
+"""Everything that needs a GPU, in one command of some minutes: the CUDA tests, and all measurements.
+
+``make test-gpu``, or ``python -m benchmarks.gpu [--budget SECONDS] [--output DIR] [--only PART …] [--wheels DIR]``
+
+It uses the Python that runs it and the torch that this has: nothing is installed, no network is used. Each part runs in
+a process of its own and has its time; one that fails, hangs or crashes is ended, and costs the others nothing. What it
+sent by then, and why it ended, are in the JSON at once: ``gpu-<card>.json`` in the output folder, ``benchmarks/results``
+unless another is given. Parts for which the budget leaves too little are skipped, the least important ones come last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_figures import Part, Row, Status, allowed_seconds, judge
+
+ROOT = Path(__file__).parent.parent
+SCHEMA = 1
+BUDGET_SECONDS = 480.0
+LEAST_TORCH = (2, 11)
+#: Of the package's dependencies, what only other commands use: a solver with its own licence, and the demo's data.
+NOT_NEEDED = frozenset(("gurobipy", "scikit-learn"))
+#: Of those for development, what tests use.
+FOR_TESTS = frozenset(("pytest", "pytest-timeout", "hypothesis"))
+#: What a package is imported as, where that is not its name.
+MODULES = {"pytest-timeout": "pytest_timeout"}
+#: Tags of wheels that today's Linux takes.
+PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014", "manylinux1")
+
+Case = dict[str, Any]  # the fields of benchmarks.gpu_loop.Case
+#: Batches that a card has to work on for longer than the state needs to leave; halved where memory does not suffice.
+CASES: tuple[Case, ...] = (
+    {"model": "gpt2", "batch_size": 8, "settings": {"mixed": True}, "thorough": True},
+    {"model": "resnet18", "batch_size": 128, "optimizer": "momentum", "thorough": True},
+    {"model": "bert", "batch_size": 32, "optimizer": "adam", "thorough": True},
+    {"model": "alexnet", "batch_size": 512, "optimizer": "momentum", "thorough": True},
+    {"model": "vit", "batch_size": 64, "optimizer": "adam"},
+    {"model": "vgg11", "batch_size": 64, "optimizer": "momentum"},
+    {"model": "mnasnet", "batch_size": 128, "optimizer": "momentum"},
+    {"model": "resnet3d", "batch_size": 64, "optimizer": "momentum"},
+    {"model": "transformer", "batch_size": 512, "optimizer": "adam"},
+    {"model": "gpt2", "batch_size": 8},
+    {"model": "resnet18", "batch_size": 32, "optimizer": "adam"},
+    {"model": "alexnet", "batch_size": 32, "optimizer": "adam"},
+)
+QUICK_CASES: tuple[Case, ...] = (
+    {"model": "digits", "batch_size": 4, "settings": {"width": 8}, "thorough": True},
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A part, and what its process is asked for: a function of ``benchmarks.gpu_parts`` and its options."""
+
+    part: Part
+    function: str
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def case_name(case: Case) -> str:
+    """As "gpt2 mixed batch 8"."""
+    words = [case["model"], *(f"{key}" for key in case.get("settings", {}) if key == "mixed")]
+    return " ".join((*words, *([case["optimizer"]] if "optimizer" in case else []), f"batch {case['batch_size']}"))
+
+
+def tasks(card: str, output: Path, *, quick: bool) -> tuple[Task, ...]:
+    """All parts in the order in which they run: those that time nothing together and first, then the others by weight.
+
+    Args:
+        card: what files are named after.
+    """
+    cases = QUICK_CASES if quick else CASES
+    small = cases[1] if len(cases) > 1 else cases[0]
+    sanitizer = ("a short run under compute-sanitizer", 100.0, 30.0, True)
+    probe = ["-m", "checkflow", "probe", "--quick", "--json", "--directory", str(output)]
+    probe += ["-o", str(output / f"probe-{card}.json")]
+    auto = ["-m", "checkflow", "plan", "resnet18", "--device", "auto", "--json"]
+    step_time = ["-m", "benchmarks.step_time", "--quick", "--only", "resnet18", "bert", "--output"]
+    memory = ["-m", "benchmarks.memory", "--only", "resnet18", "--output", str(output / f"memory-{card}.json")]
+    return (
+        Task(Part("tests", "the tests with the marker cuda", 150.0, 20.0, beside=True), "tests"),
+        Task(Part("traces", "each case's memory by its trace", 150.0, 20.0, beside=True, on_cpu=True), "traces",
+             {"cases": list(cases)}),
+        Task(Part("memcheck", *sanitizer), "sanitized", {"tool": "memcheck"}),
+        Task(Part("racecheck", *sanitizer), "sanitized", {"tool": "racecheck"}),
+        Task(Part("link", "the device, as plans are made for it, and its bare link", 60.0, 10.0, on_cpu=True), "link"),
+        *(Task(Part(f"case {case_name(case)}", "with and without checkpoints", 60.0 if case.get("thorough") else 35.0,
+                    12.0, on_cpu=True), "case", {"case": case}) for case in cases),
+        Task(Part("live", "a job that makes its own plan", 50.0, 20.0, on_cpu=not quick), "live",
+             {"case": small, "seconds": 40.0}),
+        Task(Part("disk", "durable checkpoints beside bare writes", 40.0, 15.0, on_cpu=True), "disk", {"case": small}),
+        Task(Part("probe", "checkflow probe", 60.0, 20.0), "command", {"arguments": probe}),
+        Task(Part("device auto", "checkflow plan --device auto", 60.0, 20.0), "command", {"arguments": auto}),
+        Task(Part("memory", "benchmarks/memory.py, one model", 60.0, 20.0), "command", {"arguments": memory}),
+        Task(Part("step time", "benchmarks/step_time.py, two models", 80.0, 25.0), "command",
+             {"arguments": [*step_time, str(output / f"step-time-{card}.json")]}),
+    )  # fmt: skip
+
+
+# --- packages
+
+
+def minima() -> dict[str, tuple[int, ...]]:
+    """The packages that a run needs besides torch, with the least version of each, as pyproject.toml has them."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    found = {}
+    for requirement in needed:
+        name, _, rest = requirement.partition(">=")
+        development = requirement in project["optional-dependencies"]["dev"]
+        if name != "torch" and name not in NOT_NEEDED and (not development or name in FOR_TESTS):
+            found[name] = version_of(rest)
+    return found
+
+
+def version_of(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version: (3, 0) of "3.0,<4", (2, 11, 0) of "2.11.0+cu130"."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in match.group().split(".")) if match else ()
+
+
+def lacking(needed: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Which of these packages this Python does not have, or has in a version that is too old."""
+    missing = []
+    for name, least in needed.items():
+        try:
+            present = version_of(importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            # What was put there without its metadata counts too.
+            present = (10**6,) if importlib.util.find_spec(MODULES.get(name, name)) else ()
+        if present < least:
+            missing.append(name)
+    return missing
+
+
+def how_to_bring(missing: Sequence[str]) -> str:
+    """What is missing in the first line, and how it comes here in the others."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    machine = "aarch64" if os.uname().machine == "aarch64" else "x86_64"
+    tags = " ".join(f"--platform {platform}_{machine}" for platform in PLATFORMS)
+    names = " ".join(missing)
+    return (
+        f"checkflow: {sys.executable} (Python {version}) lacks {', '.join(missing)}: bring them as wheels\n"
+        "where there is a network, in a clone of this repository:\n"
+        f"  python3 -m pip download --only-binary=:all: --python-version {version} --implementation cp {tags}"
+        f" --constraint constraints.txt --dest wheels {names}\n"
+        "and here:\n"
+        "  make test-gpu WHEELS=wheels"
+    )
+
+
+def install(wheels: Path, target: Path) -> None:
+    """Unpack those wheels of a folder whose packages are not here, or too old; processes find them from now on.
+
+    What is here stays as it is: torch was built with the numpy beside it, and wheels bring one along.
+
+    Raises:
+        SystemExit: there are no wheels, or pip refuses one; the message says why.
+    """
+    found = sorted(wheels.glob("*.whl"))
+    if not found:
+        raise SystemExit(f"checkflow: there are no wheels in {wheels}")
+    least = minima()
+    chosen = []
+    for wheel in found:
+        name = re.sub(r"[-_.]+", "-", wheel.name.split("-")[0]).lower()
+        try:
+            present = version_of(importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            present = None
+        if present is None or present < least.get(name, ()):
+            chosen.append(wheel)
+    if chosen:
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-cache-dir"]
+        done = subprocess.run(
+            [*command, "--target", str(target), *map(str, chosen)], capture_output=True, text=True
+        )
+        if done.returncode:
+            said = (done.stderr or done.stdout).strip().splitlines()
+            raise SystemExit(f"checkflow: pip does not install the wheels in {wheels}: {said[-1] if said else '?'}")
+    sys.path.insert(0, str(target))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(target), *filter(None, [os.environ.get("PYTHONPATH")])])
+    importlib.invalidate_caches()
+
+
+# --- processes
+
+
+def serve(connection: Any, log: str) -> None:
+    """The other process: does what it is asked to, one thing after the other, until nobody asks any more."""
+    os.setpgid(0, 0)  # whatever it starts is ended with it
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    import traceback
+
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            name, options = connection.recv()
+            try:
+                from benchmarks.gpu_parts import FUNCTIONS
+
+                FUNCTIONS[name](options, lambda row: connection.send(("row", row)))
+                connection.send(("done", ""))
+            except Exception as error:
+                traceback.print_exc()
+                connection.send(("failed", f"{type(error).__name__}: {' '.join(str(error).split())}"))
+
+
+class Worker:
+    """A process that does parts. After one that failed it is another process: CUDA's errors stay in the one they hit."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._process: Any = None
+        self._connection: Any = None
+
+    def run(self, function: str, options: Mapping[str, Any], limit_seconds: float, rows: list[Row]) -> tuple[Status, str]:
+        """Do one thing within its time; what it sends is appended to ``rows``. Returns how it ended, and why."""
+        if self._process is None or not self._process.is_alive():
+            self._start()
+        until = time.monotonic() + limit_seconds
+        self._connection.send((function, dict(options)))
+        while True:
+            try:
+                if not self._connection.poll(max(0.0, until - time.monotonic())):
+                    self.close()
+                    return "ended", f"it was ended after {limit_seconds:.0f} s"
+                kind, content = self._connection.recv()
+            except (EOFError, OSError):
+                self._process.join(5)
+                code = self._process.exitcode
+                self.close()
+                return "failed", f"its process ended with {_ending(code)}"
+            if kind == "row":
+                rows.append(content)
+            elif kind == "failed":
+                self.close()
+                return "failed", content
+            else:
+                return "done", ""
+
+    def close(self) -> None:
+        """End the process, and what it started."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
+        self._process = self._connection = None
+
+    def _start(self) -> None:
+        self.close()
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, str(self._log)))
+        self._process.start()
+        theirs.close()
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "no exit code"
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+# --- the run
+
+
+class Run:
+    """A run, and its JSON, which is written anew whenever something is known."""
+
+    def __init__(self, file: Path, log: Path, environment: Row, budget_seconds: float, begun: float) -> None:
+        self.file, self.log = file, log
+        self._begun, self._budget_seconds = begun, budget_seconds
+        self._changed = threading.Lock()
+        self._numbers: Row | None = None  # the probe's device
+        self.result: Row = {
+            "schema": SCHEMA,
+            "card": environment["gpu"] or "cpu",
+            "begun": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "budget_seconds": budget_seconds,
+            "seconds": 0.0,
+            "environment": environment,
+            "targets": [],
+            "parts": {},
+        }
+
+    @property
+    def left_seconds(self) -> float:
+        return self._budget_seconds - (time.monotonic() - self._begun)
+
+    def note(self, part: Part, status: Status, reason: str, seconds: float, rows: list[Row]) -> None:
+        """Keep how a part ended."""
+        with self._changed:
+            self.result["parts"][part.name] = {
+                "what": part.what, "status": status, "reason": reason, "seconds": seconds, "rows": rows,
+            }  # fmt: skip
+            cases = {
+                name.removeprefix("case "): entry["rows"]
+                for name, entry in self.result["parts"].items()
+                if name.startswith("case ")
+            }
+            self.result["targets"] = judge(cases)
+            self.result["seconds"] = time.monotonic() - self._begun
+            temporary = self.file.with_name(f".{self.file.name}.tmp")
+            temporary.write_text(json.dumps(self.result, indent=1) + "\n")
+            os.replace(temporary, self.file)
+            if part.name == "link":
+                probed = next((row for row in rows if row.get("section") == "probe" and "device" in row), None)
+                self._numbers = None if probed is None else probed["device"]
+            print(f"{status:8} {seconds:6.1f} s  {part.name}{': ' + reason if reason else ''}", flush=True)
+
+    def do(self, task: Task, worker: Worker, common: Mapping[str, Any]) -> None:
+        """One part, within what is left of the budget."""
+        limit = allowed_seconds(task.part, self.left_seconds)
+        if limit is None:
+            self.note(task.part, "skipped", f"{max(0.0, self.left_seconds):.0f} s are left of the budget", 0.0, [])
+            return
+        begun, rows = time.monotonic(), list[Row]()
+        status, reason = worker.run(task.function, {**common, "numbers": self._numbers, **task.options}, limit, rows)
+        if status == "done" and rows and all("skipped" in row for row in rows):
+            status, reason = "skipped", rows[0]["skipped"]
+        self.note(task.part, status, reason, time.monotonic() - begun, rows)
+
+
+def perform(run: Run, chosen: Iterable[Task], common: Mapping[str, Any], worker: Worker) -> None:
+    """All parts: those that time nothing beside each other, then one after the other."""
+    with_gpu = common["device"] == "cuda"
+    serial: list[Task] = []
+    beside: list[Task] = []
+    for task in chosen:
+        if not with_gpu and not task.part.on_cpu:
+            run.note(task.part, "skipped", "it needs a CUDA GPU", 0.0, [])
+        else:
+            (beside if task.part.beside and with_gpu else serial).append(task)
+
+    def apart(task: Task) -> None:
+        with contextlib.closing(Worker(run.log)) as own:
+            run.do(task, own, common)
+
+    if beside:
+        with ThreadPoolExecutor(len(beside)) as pool:
+            for waiting in [pool.submit(apart, task) for task in beside]:
+                waiting.result()
+    for task in serial:
+        run.do(task, worker, common)
+
+
+@contextlib.contextmanager
+def wheels_at_hand(wheels: Path | None) -> Iterator[None]:
+    """With the packages of a folder of wheels, until the run ends."""
+    if wheels is None:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="checkflow-wheels-") as target:
+        install(wheels, Path(target))
+        yield
+
+
+def lines_of(targets: Sequence[Row]) -> Iterator[str]:
+    """The figures beside their targets, for people."""
+    for row in targets:
+        bound = f"at most {row['most']:g}" if row["most"] is not None else f"at least {row['least']:g}"
+        if row["met"] is None:
+            yield f"  not measured  {row['figure']}: {bound}"
+        else:
+            verdict = "reached" if row["met"] else "MISSED"
+            yield f"  {verdict:12}  {row['figure']}: {row['worst']:.4g} ({row['worst_case']}), {bound}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    begun = time.monotonic()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and few iterations: whether it all works")
+    parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, metavar="SECONDS", help="of the whole run")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", metavar="DIR")
+    parser.add_argument("--wheels", type=Path, metavar="DIR", help="packages that this Python lacks")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="parts whose names begin so, such as: tests 'case gpt2'")
+    asked = parser.parse_args(argv)
+    with wheels_at_hand(asked.wheels):
+        return _main(asked, begun)
+
+
+def _main(asked: argparse.Namespace, begun: float) -> int:
+    missing = lacking({"torch": LEAST_TORCH})
+    if missing:
+        version = ".".join(map(str, LEAST_TORCH))
+        print(f"checkflow: {sys.executable} has no torch of version {version} or later", file=sys.stderr)
+        return 2
+    asked.output.mkdir(parents=True, exist_ok=True)
+    output = asked.output.resolve()
+    log = output / "gpu.log"
+    with contextlib.closing(Worker(log)) as worker:
+        rows: list[Row] = []
+        status, reason = worker.run("environment", {"output": str(output)}, 120.0, rows)
+        if status != "done":
+            print(f"checkflow: this machine cannot be looked at: {reason}; see {log}", file=sys.stderr)
+            return 1
+        environment = rows[0]
+        if asked.device == "cuda" and environment["gpu"] is None:
+            print("there is no CUDA GPU here, and so nothing to test or measure on it")
+            log.unlink(missing_ok=True)
+            return 0
+        if missing := lacking(minima()):
+            print(how_to_bring(missing), file=sys.stderr)
+            return 2
+        name = environment["gpu"] if asked.device == "cuda" else "cpu"
+        card = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+        every = tasks(card, output, quick=asked.quick)
+        chosen = [t for t in every if not asked.only or any(t.part.name.startswith(start) for start in asked.only)]
+        if not chosen:
+            print(f"checkflow: no such part; there are: {', '.join(t.part.name for t in every)}", file=sys.stderr)
+            return 2
+        run = Run(output / f"gpu-{card}.json", log, environment, asked.budget, begun)
+        print(f"{name}, torch {environment['torch']}, {environment['processors']} processors; to {run.file}", flush=True)
+        common = {"device": asked.device, "quick": asked.quick, "output": str(output)}
+        perform(run, chosen, common, worker)
+    print("\n".join(lines_of(run.result["targets"])))
+    failed = [part for part, entry in run.result["parts"].items() if entry["status"] in ("failed", "ended")]
+    print(f"{run.result['seconds']:.0f} s; " + (f"not well: {', '.join(failed)}" if failed else "all parts went well"))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
