@@ -31,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_figures import Part, Row, Status, allowed_seconds, judge
+from benchmarks.gpu_figures import Part, Row, Status, allowed_seconds, case_name, judge
 
 ROOT = Path(__file__).parent.parent
 SCHEMA = 1
@@ -62,9 +62,7 @@ CASES: tuple[Case, ...] = (
     {"model": "resnet18", "batch_size": 32, "optimizer": "adam"},
     {"model": "alexnet", "batch_size": 32, "optimizer": "adam"},
 )
-QUICK_CASES: tuple[Case, ...] = (
-    {"model": "digits", "batch_size": 4, "settings": {"width": 8}, "thorough": True},
-)
+QUICK_CASES: tuple[Case, ...] = ({"model": "digits", "batch_size": 4, "settings": {"width": 8}, "thorough": True},)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +74,9 @@ class Task:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def case_name(case: Case) -> str:
+def name_of(case: Case) -> str:
     """As "gpt2 mixed batch 8"."""
-    words = [case["model"], *(f"{key}" for key in case.get("settings", {}) if key == "mixed")]
-    return " ".join((*words, *([case["optimizer"]] if "optimizer" in case else []), f"batch {case['batch_size']}"))
+    return case_name(**{key: value for key, value in case.items() if key != "thorough"})
 
 
 def tasks(card: str, output: Path, *, quick: bool) -> tuple[Task, ...]:
@@ -90,12 +87,15 @@ def tasks(card: str, output: Path, *, quick: bool) -> tuple[Task, ...]:
     """
     cases = QUICK_CASES if quick else CASES
     small = cases[1] if len(cases) > 1 else cases[0]
+    first = [_case(case) for case in cases if case.get("thorough")]
+    others = [_case(case) for case in cases if not case.get("thorough")]
     sanitizer = ("a short run under compute-sanitizer", 100.0, 30.0, True)
     probe = ["-m", "checkflow", "probe", "--quick", "--json", "--directory", str(output)]
     probe += ["-o", str(output / f"probe-{card}.json")]
     auto = ["-m", "checkflow", "plan", "resnet18", "--device", "auto", "--json"]
-    step_time = ["-m", "benchmarks.step_time", "--quick", "--only", "resnet18", "bert", "--output"]
     memory = ["-m", "benchmarks.memory", "--only", "resnet18", "--output", str(output / f"memory-{card}.json")]
+    step_time = ["-m", "benchmarks.step_time", "--quick", "--only", "resnet18", "bert"]
+    step_time += ["--output", str(output / f"step-time-{card}.json")]
     return (
         Task(Part("tests", "the tests with the marker cuda", 150.0, 20.0, beside=True), "tests"),
         Task(Part("traces", "each case's memory by its trace", 150.0, 20.0, beside=True, on_cpu=True), "traces",
@@ -103,17 +103,22 @@ def tasks(card: str, output: Path, *, quick: bool) -> tuple[Task, ...]:
         Task(Part("memcheck", *sanitizer), "sanitized", {"tool": "memcheck"}),
         Task(Part("racecheck", *sanitizer), "sanitized", {"tool": "racecheck"}),
         Task(Part("link", "the device, as plans are made for it, and its bare link", 60.0, 10.0, on_cpu=True), "link"),
-        *(Task(Part(f"case {case_name(case)}", "with and without checkpoints", 60.0 if case.get("thorough") else 35.0,
-                    12.0, on_cpu=True), "case", {"case": case}) for case in cases),
-        Task(Part("live", "a job that makes its own plan", 50.0, 20.0, on_cpu=not quick), "live",
-             {"case": small, "seconds": 40.0}),
-        Task(Part("disk", "durable checkpoints beside bare writes", 40.0, 15.0, on_cpu=True), "disk", {"case": small}),
+        *first,
+        Task(Part("live", "a job that makes its own plan", 50.0, 20.0), "live", {"case": small, "seconds": 40.0}),
         Task(Part("probe", "checkflow probe", 60.0, 20.0), "command", {"arguments": probe}),
         Task(Part("device auto", "checkflow plan --device auto", 60.0, 20.0), "command", {"arguments": auto}),
         Task(Part("memory", "benchmarks/memory.py, one model", 60.0, 20.0), "command", {"arguments": memory}),
+        *others,
+        Task(Part("disk", "durable checkpoints beside bare writes", 40.0, 15.0, on_cpu=True), "disk", {"case": small}),
         Task(Part("step time", "benchmarks/step_time.py, two models", 80.0, 25.0), "command",
-             {"arguments": [*step_time, str(output / f"step-time-{card}.json")]}),
+             {"arguments": step_time}),
     )  # fmt: skip
+
+
+def _case(case: Case) -> Task:
+    seconds = 60.0 if case.get("thorough") else 35.0
+    part = Part(f"case {name_of(case)}", "with and without checkpoints", seconds, 12.0, on_cpu=True)
+    return Task(part, "case", {"case": case})
 
 
 # --- packages
@@ -193,9 +198,7 @@ def install(wheels: Path, target: Path) -> None:
             chosen.append(wheel)
     if chosen:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-cache-dir"]
-        done = subprocess.run(
-            [*command, "--target", str(target), *map(str, chosen)], capture_output=True, text=True
-        )
+        done = subprocess.run([*command, "--target", str(target), *map(str, chosen)], capture_output=True, text=True)
         if done.returncode:
             said = (done.stderr or done.stdout).strip().splitlines()
             raise SystemExit(f"checkflow: pip does not install the wheels in {wheels}: {said[-1] if said else '?'}")
@@ -236,30 +239,33 @@ class Worker:
         self._process: Any = None
         self._connection: Any = None
 
-    def run(self, function: str, options: Mapping[str, Any], limit_seconds: float, rows: list[Row]) -> tuple[Status, str]:
+    def run(
+        self, function: str, options: Mapping[str, Any], limit_seconds: float, rows: list[Row]
+    ) -> tuple[Status, str]:
         """Do one thing within its time; what it sends is appended to ``rows``. Returns how it ended, and why."""
         if self._process is None or not self._process.is_alive():
             self._start()
         until = time.monotonic() + limit_seconds
-        self._connection.send((function, dict(options)))
-        while True:
-            try:
-                if not self._connection.poll(max(0.0, until - time.monotonic())):
-                    self.close()
-                    return "ended", f"it was ended after {limit_seconds:.0f} s"
-                kind, content = self._connection.recv()
-            except (EOFError, OSError):
-                self._process.join(5)
-                code = self._process.exitcode
-                self.close()
-                return "failed", f"its process ended with {_ending(code)}"
-            if kind == "row":
+        process, connection = self._process, self._connection
+        try:
+            connection.send((function, dict(options)))
+            while connection.poll(max(0.0, until - time.monotonic())):
+                kind, content = connection.recv()
+                if kind != "row":
+                    break
                 rows.append(content)
-            elif kind == "failed":
-                self.close()
-                return "failed", content
             else:
-                return "done", ""
+                self.close()
+                return "ended", f"it was ended after {limit_seconds:.0f} s"
+        except (EOFError, OSError):
+            process.join(5)
+            code = process.exitcode
+            self.close()
+            return "failed", f"its process ended with {_ending(code)}"
+        wrong = next((f"{row.get('section', 'row')}: {row['error']}" for row in rows if "error" in row), "")
+        if kind == "failed" or wrong:
+            self.close()
+        return ("failed", content or wrong) if kind == "failed" or wrong else ("done", "")
 
     def close(self) -> None:
         """End the process, and what it started."""
@@ -298,6 +304,7 @@ class Run:
         self._begun, self._budget_seconds = begun, budget_seconds
         self._changed = threading.Lock()
         self._numbers: Row | None = None  # the probe's device
+        self._traced: dict[str, Row] = {}  # by the name of the case
         self.result: Row = {
             "schema": SCHEMA,
             "card": environment["gpu"] or "cpu",
@@ -332,6 +339,8 @@ class Run:
             if part.name == "link":
                 probed = next((row for row in rows if row.get("section") == "probe" and "device" in row), None)
                 self._numbers = None if probed is None else probed["device"]
+            elif part.name == "traces":
+                self._traced = {row["case"]: row for row in rows if "training_peak_bytes" in row}
             print(f"{status:8} {seconds:6.1f} s  {part.name}{': ' + reason if reason else ''}", flush=True)
 
     def do(self, task: Task, worker: Worker, common: Mapping[str, Any]) -> None:
@@ -341,7 +350,8 @@ class Run:
             self.note(task.part, "skipped", f"{max(0.0, self.left_seconds):.0f} s are left of the budget", 0.0, [])
             return
         begun, rows = time.monotonic(), list[Row]()
-        status, reason = worker.run(task.function, {**common, "numbers": self._numbers, **task.options}, limit, rows)
+        known = {"numbers": self._numbers, "traced": self._traced.get(task.part.name.removeprefix("case "))}
+        status, reason = worker.run(task.function, {**common, **known, **task.options}, limit, rows)
         if status == "done" and rows and all("skipped" in row for row in rows):
             status, reason = "skipped", rows[0]["skipped"]
         self.note(task.part, status, reason, time.monotonic() - begun, rows)
@@ -358,13 +368,11 @@ def perform(run: Run, chosen: Iterable[Task], common: Mapping[str, Any], worker:
         else:
             (beside if task.part.beside and with_gpu else serial).append(task)
 
-    def apart(task: Task) -> None:
-        with contextlib.closing(Worker(run.log)) as own:
-            run.do(task, own, common)
-
     if beside:
-        with ThreadPoolExecutor(len(beside)) as pool:
-            for waiting in [pool.submit(apart, task) for task in beside]:
+        with contextlib.ExitStack() as ending:
+            pool = ending.enter_context(ThreadPoolExecutor(len(beside)))
+            own = [ending.enter_context(contextlib.closing(Worker(run.log))) for _ in beside]  # closed before the pool
+            for waiting in [pool.submit(run.do, *pair, common) for pair in zip(beside, own, strict=True)]:
                 waiting.result()
     for task in serial:
         run.do(task, worker, common)
@@ -400,8 +408,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, metavar="SECONDS", help="of the whole run")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", metavar="DIR")
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="packages that this Python lacks")
-    parser.add_argument("--only", nargs="+", metavar="PART", help="parts whose names begin so, such as: tests 'case gpt2'")
+    parser.add_argument(
+        "--only", nargs="+", metavar="PART", help="parts whose names begin so, such as: tests 'case gpt2'"
+    )
     asked = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # its processes are ended too
     with wheels_at_hand(asked.wheels):
         return _main(asked, begun)
 
@@ -437,7 +448,9 @@ def _main(asked: argparse.Namespace, begun: float) -> int:
             print(f"checkflow: no such part; there are: {', '.join(t.part.name for t in every)}", file=sys.stderr)
             return 2
         run = Run(output / f"gpu-{card}.json", log, environment, asked.budget, begun)
-        print(f"{name}, torch {environment['torch']}, {environment['processors']} processors; to {run.file}", flush=True)
+        print(
+            f"{name}, torch {environment['torch']}, {environment['processors']} processors; to {run.file}", flush=True
+        )
         common = {"device": asked.device, "quick": asked.quick, "output": str(output)}
         perform(run, chosen, common, worker)
     print("\n".join(lines_of(run.result["targets"])))

@@ -113,9 +113,7 @@ def _request(device: Device) -> Request:
 def traced_graph(case: Case, target: str) -> TrainingGraph:
     """What ``checkflow plan`` knows of a case without running it."""
     settings = {key: str(value) for key, value in case.settings.items()}
-    name, step = load_training_step(
-        case.model, batch_size=case.batch_size, settings=settings, optimizer=case.optimizer
-    )
+    name, step = load_training_step(case.model, batch_size=case.batch_size, settings=settings, optimizer=case.optimizer)
     return trace(step, name=name, target="cuda" if target == "cuda" else "cpu")
 
 
@@ -161,8 +159,15 @@ def make_case_plan(job: TrainingJob, device: Device, effort: Effort, row: Row) -
     return plan
 
 
-def measure_case(case: Case, device: torch.device, numbers: Device, effort: Effort, send: Send) -> None:
-    """All sections of one case, the main ones first."""
+def measure_case(
+    case: Case, device: torch.device, numbers: Device, effort: Effort, traced: Row | None, send: Send
+) -> None:
+    """All sections of one case, the main ones first.
+
+    Args:
+        numbers: of the device, to plan for.
+        traced: what is known of the case by its trace, if it is.
+    """
     before = empty_gpu() if device.type == "cuda" else None
     job = _build(case, device)
     send({"section": "case", **dataclasses.asdict(job.case)})
@@ -179,11 +184,11 @@ def measure_case(case: Case, device: torch.device, numbers: Device, effort: Effo
     blocks: list[Block] = []
     with section(send, "step_time") as row:
         row |= {"interval": plan.interval, "storage": file_system(storage), "iterations_a_block": iterations}
-        for kind in gpu_figures.interleaved(effort.rounds):
+        for kind in gpu_figures.interleaved(effort.rounds if case.thorough else 1):
             blocks.append(block(job, kind, plan, storage, iterations))
         row |= step_time(blocks)
     with section(send, "memory") as row:
-        row |= memory(blocks, plan, before)
+        row |= memory(blocks, plan, before, traced if job.case == case else None)
     if not case.thorough:
         return
     with section(send, "following") as row:
@@ -244,8 +249,8 @@ def step_time(blocks: Sequence[Block]) -> Row:
     }
 
 
-def memory(blocks: Sequence[Block], plan: checkflow.Plan, before: Before | None) -> Row:
-    """The allocator's peaks of both kinds of blocks, beside what the plan says."""
+def memory(blocks: Sequence[Block], plan: checkflow.Plan, before: Before | None, traced: Row | None) -> Row:
+    """The allocator's peaks of both kinds of blocks, beside what the plan says, and what a trace does."""
     if before is None:
         return {"skipped": "torch counts the memory of CUDA devices alone"}
     held = torch.cuda.memory_allocated()
@@ -258,30 +263,29 @@ def memory(blocks: Sequence[Block], plan: checkflow.Plan, before: Before | None)
     added_bytes = peaks[CHECKPOINTED]["allocated_bytes"] - peaks[PLAIN]["allocated_bytes"]
     planned_bytes = plan.plan_peak_bytes - plan.timeline.training_peak_bytes
     own_bytes = workspace_bytes + before.allocated_bytes
-    error = {
-        name: (peaks[kind]["allocated_bytes"] - own_bytes) / predicted - 1
-        for name, kind, predicted in (
-            ("training_error", PLAIN, plan.timeline.training_peak_bytes),
-            ("plan_error", CHECKPOINTED, plan.plan_peak_bytes),
-        )
+    predictions = {
+        "training": (PLAIN, plan.timeline.training_peak_bytes),
+        "plan": (CHECKPOINTED, plan.plan_peak_bytes),
+        **({} if traced is None else {"trace": (PLAIN, traced["training_peak_bytes"])}),
+    }
+    ratios = {
+        name: (peaks[kind]["allocated_bytes"] - own_bytes) / predicted
+        for name, (kind, predicted) in predictions.items()
     }
     return {
         "peaks": peaks,
         "workspace_bytes": workspace_bytes,
         "before_bytes": before.allocated_bytes,
-        "predicted_training_peak_bytes": plan.timeline.training_peak_bytes,
-        "predicted_peak_bytes": plan.plan_peak_bytes,
+        "predicted_bytes": {name: predicted for name, (_, predicted) in predictions.items()},
+        "measured_over_predicted": ratios,
+        "plan_error": abs(ratios["plan"] - 1),
         "added_bytes": added_bytes,
         "planned_added_bytes": planned_bytes,
         "unplanned_bytes": max(0, added_bytes - planned_bytes),
-        **{name: abs(value) for name, value in error.items()},
-        "measured_over_predicted": {name.removesuffix("_error"): 1 + value for name, value in error.items()},
     }
 
 
-def following(
-    job: TrainingJob, plan: checkflow.Plan, storage: Path, effort: Effort, usual_seconds: float
-) -> Row:
+def following(job: TrainingJob, plan: checkflow.Plan, storage: Path, effort: Effort, usual_seconds: float) -> Row:
     """What a single checkpoint costs in the ten iterations after its boundary."""
     gap = -(-12 // plan.interval) * plan.interval
     warm_up, iterations = AUDITED * gap, effort.singles * gap
@@ -311,9 +315,11 @@ def stays(job: TrainingJob, plan: checkflow.Plan, storage: Path, iterations: int
             job, checkpointer, warm_up=warm_up, iterations=iterations, phases=phases,
             at={warm_up: found.found.clear, warm_up + iterations: found.stop},
         )  # fmt: skip
+        last = checkpointer.last_capture
     rows = found.rows(iterations)
     return {
         "iterations": iterations,
+        "engine": None if last is None else dataclasses.asdict(last.statistics),  # of one capture, by its own events
         "stream_seconds": sum(row["stream_seconds"] for row in rows),
         "host_seconds": sum(row["host_seconds"] for row in rows),
         "anchors": rows[:12],

@@ -36,6 +36,12 @@ def allowed_seconds(part: Part, left_seconds: float) -> float | None:
     return None if left_seconds < part.least_seconds else min(part.most_seconds, left_seconds)
 
 
+def case_name(model: str, batch_size: int, optimizer: str | None = None, settings: Mapping[str, Any] = {}) -> str:
+    """What a training step is called in results, as "gpt2 mixed batch 8"."""
+    chosen = (key if value is True else f"{key}={value}" for key, value in settings.items())
+    return " ".join((model, *chosen, *([optimizer] if optimizer else []), f"batch {batch_size}"))
+
+
 # --- what was measured
 
 

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 import checkflow
-from benchmarks.gpu_figures import CHECKPOINTED, PLAIN, Row
+from benchmarks.gpu_figures import CHECKPOINTED, PLAIN, Row, case_name
 from checkflow.planner.load import OPTIMIZERS
 from checkflow.runtime.boundaries import Boundaries
 
@@ -44,8 +44,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        settings = "".join(f" {key}={value}" for key, value in self.settings.items())
-        return f"{self.model}{settings} {self.optimizer or 'own'} batch {self.batch_size}"
+        return case_name(self.model, self.batch_size, self.optimizer, self.settings)
 
 
 class Marks(Protocol):

@@ -94,9 +94,11 @@ def tests(options: Options, send: Send) -> None:
 
     # Only these files are imported: collecting all tests takes longer than running those of a GPU.
     marked = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.cuda" in path.read_text()]
+    if not marked:
+        raise RuntimeError("no test has the marker cuda")
     os.chdir(ROOT)
-    arguments = ["-m", "cuda", "-p", "no:cacheprovider", "--continue-on-collection-errors", *map(str, marked)]
-    code = pytest.main(arguments, plugins=[Reporter()])
+    arguments = ["-m", "cuda", "-p", "no:cacheprovider", "--timeout=60", "--continue-on-collection-errors"]
+    code = pytest.main([*arguments, *map(str, marked)], plugins=[Reporter()])
     send({"exit": int(code), "files": [path.name for path in marked]})
     if code:
         raise RuntimeError(f"pytest ended with {code!r}")
@@ -205,9 +207,7 @@ def link(options: Options, send: Send) -> None:
     device = _device(options)
     effort = QUICK
     if options["quick"]:
-        effort = dataclasses.replace(
-            QUICK, repetitions=3, seconds=0.01, array_bytes=8 * 2**20, product_seconds=1e-4
-        )
+        effort = dataclasses.replace(QUICK, repetitions=3, seconds=0.01, array_bytes=8 * 2**20, product_seconds=1e-4)
     with section(send, "probe") as row:
         row |= probe_json(probe(None, effort))
     with section(send, "bandwidths of a live job") as row:
@@ -280,7 +280,8 @@ def case(options: Options, send: Send) -> None:
     else:
         numbers = Device(**given)
     send({"section": "before", "gpu": gpu_state() if device.type == "cuda" else None})
-    measure_case(Case(**options["case"]), device, numbers, QUICK if options["quick"] else Effort(), send)
+    effort = QUICK if options["quick"] else Effort()
+    measure_case(Case(**options["case"]), device, numbers, effort, options["traced"], send)
     send({"section": "after", "gpu": gpu_state() if device.type == "cuda" else None})
 
 
@@ -334,7 +335,7 @@ def disk(options: Options, send: Send) -> None:
     import torch
 
     from benchmarks.cpu_overhead import raw_write_seconds
-    from benchmarks.gpu_case import Effort, QUICK, file_system, make_case_plan, section
+    from benchmarks.gpu_case import QUICK, Effort, file_system, make_case_plan, section
     from benchmarks.gpu_loop import Case, Phases, TrainingJob, checkpointing, train, warm_up_iterations
     from checkflow.hardware import Device, find_device
 
@@ -369,6 +370,5 @@ def disk(options: Options, send: Send) -> None:
 
 #: What a process is asked for by name.
 FUNCTIONS: Mapping[str, Callable[[Options, Send], None]] = {
-    function.__name__: function
-    for function in (environment, tests, sanitized, traces, link, case, live, command, disk)
+    function.__name__: function for function in (environment, tests, sanitized, traces, link, case, live, command, disk)
 }

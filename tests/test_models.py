@@ -63,7 +63,12 @@ KEYS = {
     "digits": ["features.0.weight", "features.1.running_mean", "classifier.weight"],
     "llama": ["tok_embeddings.weight", "layers.31.attention.wq.weight", "layers.0.ffn_norm.weight", "output.weight"],
     "dlrm": ["embeddings.tables.25.weight", "bottom.0.weight", "top.4.bias"],
-    "gpt2": ["transformer.wte.weight", "transformer.h.11.attn.c_attn.weight", "transformer.ln_f.bias", "lm_head.weight"],
+    "gpt2": [
+        "transformer.wte.weight",
+        "transformer.h.11.attn.c_attn.weight",
+        "transformer.ln_f.bias",
+        "lm_head.weight",
+    ],
 }
 
 
