@@ -4,8 +4,9 @@
 
 It uses the Python that runs it and the torch that this has: nothing is installed, no network is used. Each part runs in
 a process of its own and has its time; one that fails, hangs or crashes is ended, and costs the others nothing. What it
-sent by then, and why it ended, are in the JSON at once: ``gpu-<card>.json`` in the output folder, ``benchmarks/results``
-unless another is given. Parts for which the budget leaves too little are skipped, the least important ones come last.
+sent by then, and why it ended, are in the JSON at once: ``gpu-<card>.json`` in the output folder, which is
+``benchmarks/results`` unless another is given. Parts for which the budget leaves too little are skipped, the least
+important ones come last.
 """
 
 from __future__ import annotations
@@ -226,13 +227,13 @@ def serve(connection: Any, log: str) -> None:
 
                 FUNCTIONS[name](options, lambda row: connection.send(("row", row)))
                 connection.send(("done", ""))
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is said, and the others go on
                 traceback.print_exc()
                 connection.send(("failed", f"{type(error).__name__}: {' '.join(str(error).split())}"))
 
 
 class Worker:
-    """A process that does parts. After one that failed it is another process: CUDA's errors stay in the one they hit."""
+    """A process that does parts. After one that failed it is another one: CUDA's errors stay in the process they hit."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -408,9 +409,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, metavar="SECONDS", help="of the whole run")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", metavar="DIR")
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="packages that this Python lacks")
-    parser.add_argument(
-        "--only", nargs="+", metavar="PART", help="parts whose names begin so, such as: tests 'case gpt2'"
-    )
+    parser.add_argument("--only", nargs="+", metavar="PART", help="whose names begin so: tests 'case gpt2'")
     asked = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # its processes are ended too
     with wheels_at_hand(asked.wheels):
@@ -448,9 +447,7 @@ def _main(asked: argparse.Namespace, begun: float) -> int:
             print(f"checkflow: no such part; there are: {', '.join(t.part.name for t in every)}", file=sys.stderr)
             return 2
         run = Run(output / f"gpu-{card}.json", log, environment, asked.budget, begun)
-        print(
-            f"{name}, torch {environment['torch']}, {environment['processors']} processors; to {run.file}", flush=True
-        )
+        print(f"{name}, torch {environment['torch']}, Python {environment['python']}: {run.file}", flush=True)
         common = {"device": asked.device, "quick": asked.quick, "output": str(output)}
         perform(run, chosen, common, worker)
     print("\n".join(lines_of(run.result["targets"])))

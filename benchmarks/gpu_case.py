@@ -76,7 +76,7 @@ def section(send: Send, name: str) -> Iterator[Row]:
     row: Row = {"section": name}
     try:
         yield row
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is kept
         said = f"{type(error).__name__}: {' '.join(str(error).split())}"
         row |= {"error": said, "traceback": traceback.format_exc()[-MOST_ERROR:]}
     send(row)
@@ -128,7 +128,7 @@ def make_case_plan(job: TrainingJob, device: Device, effort: Effort, row: Row) -
         graph, durations = measured.graph, measured.durations_seconds
         row |= {"made_by": "running it", "iteration_seconds": dataclasses.asdict(measured.times.step)}
         row["recorded_seconds"] = dataclasses.asdict(measured.times.recorded)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - likewise
         row |= {"made_by": "a trace", "not_run": f"{type(error).__name__}: {' '.join(str(error).split())}"}
         row["not_run_traceback"] = traceback.format_exc()[-MOST_ERROR:]
         graph = traced_graph(job.case, job.device.type)

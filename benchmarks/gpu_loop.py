@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -152,8 +153,8 @@ class Phases:
         """Of each iteration but the last (nothing tells its end), the seconds of each phase."""
         self._job.marks.wait()
         elapsed = self._job.marks.seconds
-        rows = [[*row, after[0]] for row, after in zip(self._rows, self._rows[1:], strict=False)]
-        return [[elapsed(a, b) for a, b in zip(row, row[1:], strict=False)] for row in rows]
+        rows = [[*row, after[0]] for row, after in itertools.pairwise(self._rows)]
+        return [[elapsed(a, b) for a, b in itertools.pairwise(row)] for row in rows]
 
     def _mark(self, place: int) -> None:
         row = self._rows[-1]

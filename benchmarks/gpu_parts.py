@@ -1,4 +1,4 @@
-"""The parts of a run on a GPU (``benchmarks/gpu.py``), each a function that sends rows; they run in processes of their own.
+"""The parts of a run on a GPU (``benchmarks/gpu.py``): functions that send rows, in processes of their own.
 
 A part may fail, hang or crash: what it has sent by then is kept.
 """
@@ -171,7 +171,7 @@ def traces(options: Options, send: Send) -> None:
         for done in concurrent.futures.as_completed(waiting):
             try:
                 send(done.result())
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is kept
                 send({"case": waiting[done].name, "error": f"{type(error).__name__}: {error}"})
 
 
