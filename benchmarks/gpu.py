@@ -15,14 +15,10 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
-import importlib.metadata
-import importlib.util
 import json
-import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -33,19 +29,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_figures import Part, Row, Status, allowed_seconds, case_name, judge
+from benchmarks.gpu_packages import LEAST_TORCH, how_to_bring, install, lacking, minima
+from benchmarks.gpu_worker import Worker
 
 ROOT = Path(__file__).parent.parent
 SCHEMA = 1
 BUDGET_SECONDS = 480.0
-LEAST_TORCH = (2, 11)
-#: Of the package's dependencies, what only other commands use: a solver with its own licence, and the demo's data.
-NOT_NEEDED = frozenset(("gurobipy", "scikit-learn"))
-#: Of those for development, what tests use.
-FOR_TESTS = frozenset(("pytest", "pytest-timeout", "hypothesis"))
-#: What a package is imported as, where that is not its name.
-MODULES = {"pytest-timeout": "pytest_timeout"}
-#: Tags of wheels that today's Linux takes.
-PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014", "manylinux1")
 
 Case = dict[str, Any]  # the fields of benchmarks.gpu_loop.Case
 #: Batches that a card has to work on for longer than the state needs to leave; halved where memory does not suffice.
@@ -122,185 +111,13 @@ def _case(case: Case) -> Task:
     return Task(part, "case", {"case": case})
 
 
-# --- packages
-
-
-def minima() -> dict[str, tuple[int, ...]]:
-    """The packages that a run needs besides torch, with the least version of each, as pyproject.toml has them."""
-    import tomllib
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
-    found = {}
-    for requirement in needed:
-        name, _, rest = requirement.partition(">=")
-        development = requirement in project["optional-dependencies"]["dev"]
-        if name != "torch" and name not in NOT_NEEDED and (not development or name in FOR_TESTS):
-            found[name] = version_of(rest)
-    return found
-
-
-def version_of(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (3, 0) of "3.0,<4", (2, 11, 0) of "2.11.0+cu130"."""
-    match = re.match(r"\d+(\.\d+)*", text)
-    return tuple(int(part) for part in match.group().split(".")) if match else ()
-
-
-def lacking(needed: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Which of these packages this Python does not have, or has in a version that is too old."""
-    missing = []
-    for name, least in needed.items():
-        try:
-            present = version_of(importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            # What was put there without its metadata counts too.
-            present = (10**6,) if importlib.util.find_spec(MODULES.get(name, name)) else ()
-        if present < least:
-            missing.append(name)
-    return missing
-
-
-def how_to_bring(missing: Sequence[str]) -> str:
-    """What is missing in the first line, and how it comes here in the others."""
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    machine = "aarch64" if os.uname().machine == "aarch64" else "x86_64"
-    tags = " ".join(f"--platform {platform}_{machine}" for platform in PLATFORMS)
-    names = " ".join(missing)
-    return (
-        f"checkflow: {sys.executable} (Python {version}) lacks {', '.join(missing)}: bring them as wheels\n"
-        "where there is a network, in a clone of this repository:\n"
-        f"  python3 -m pip download --only-binary=:all: --python-version {version} --implementation cp {tags}"
-        f" --constraint constraints.txt --dest wheels {names}\n"
-        "and here:\n"
-        "  make test-gpu WHEELS=wheels"
-    )
-
-
-def install(wheels: Path, target: Path) -> None:
-    """Unpack those wheels of a folder whose packages are not here, or too old; processes find them from now on.
-
-    What is here stays as it is: torch was built with the numpy beside it, and wheels bring one along.
-
-    Raises:
-        SystemExit: there are no wheels, or pip refuses one; the message says why.
-    """
-    found = sorted(wheels.glob("*.whl"))
-    if not found:
-        raise SystemExit(f"checkflow: there are no wheels in {wheels}")
-    least = minima()
-    chosen = []
-    for wheel in found:
-        name = re.sub(r"[-_.]+", "-", wheel.name.split("-")[0]).lower()
-        try:
-            present = version_of(importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            present = None
-        if present is None or present < least.get(name, ()):
-            chosen.append(wheel)
-    if chosen:
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-cache-dir"]
-        done = subprocess.run([*command, "--target", str(target), *map(str, chosen)], capture_output=True, text=True)
-        if done.returncode:
-            said = (done.stderr or done.stdout).strip().splitlines()
-            raise SystemExit(f"checkflow: pip does not install the wheels in {wheels}: {said[-1] if said else '?'}")
-    sys.path.insert(0, str(target))
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(target), *filter(None, [os.environ.get("PYTHONPATH")])])
-    importlib.invalidate_caches()
-
-
-# --- processes
-
-
-def serve(connection: Any, log: str) -> None:
-    """The other process: does what it is asked to, one thing after the other, until nobody asks any more."""
-    os.setpgid(0, 0)  # whatever it starts is ended with it
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    import traceback
-
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        while True:
-            name, options = connection.recv()
-            try:
-                from benchmarks.gpu_parts import FUNCTIONS
-
-                FUNCTIONS[name](options, lambda row: connection.send(("row", row)))
-                connection.send(("done", ""))
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is said, and the others go on
-                traceback.print_exc()
-                connection.send(("failed", f"{type(error).__name__}: {' '.join(str(error).split())}"))
-
-
-class Worker:
-    """A process that does parts. After one that failed it is another one: CUDA's errors stay in the process they hit."""
-
-    def __init__(self, log: Path) -> None:
-        self._log = log
-        self._process: Any = None
-        self._connection: Any = None
-
-    def run(
-        self, function: str, options: Mapping[str, Any], limit_seconds: float, rows: list[Row]
-    ) -> tuple[Status, str]:
-        """Do one thing within its time; what it sends is appended to ``rows``. Returns how it ended, and why."""
-        if self._process is None or not self._process.is_alive():
-            self._start()
-        until = time.monotonic() + limit_seconds
-        process, connection = self._process, self._connection
-        try:
-            connection.send((function, dict(options)))
-            while connection.poll(max(0.0, until - time.monotonic())):
-                kind, content = connection.recv()
-                if kind != "row":
-                    break
-                rows.append(content)
-            else:
-                self.close()
-                return "ended", f"it was ended after {limit_seconds:.0f} s"
-        except (EOFError, OSError):
-            process.join(5)
-            code = process.exitcode
-            self.close()
-            return "failed", f"its process ended with {_ending(code)}"
-        wrong = next((f"{row.get('section', 'row')}: {row['error']}" for row in rows if "error" in row), "")
-        if kind == "failed" or wrong:
-            self.close()
-        return ("failed", content or wrong) if kind == "failed" or wrong else ("done", "")
-
-    def close(self) -> None:
-        """End the process, and what it started."""
-        if self._process is None:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.join()
-        self._connection.close()
-        self._process = self._connection = None
-
-    def _start(self) -> None:
-        self.close()
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, str(self._log)))
-        self._process.start()
-        theirs.close()
-
-
-def _ending(code: int | None) -> str:
-    if code is None:
-        return "no exit code"
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
 # --- the run
 
 
 class Run:
     """A run, and its JSON, which is written anew whenever something is known."""
 
-    def __init__(self, file: Path, log: Path, environment: Row, budget_seconds: float, begun: float) -> None:
+    def __init__(self, file: Path, log: Path, card: str, environment: Row, budget_seconds: float, begun: float) -> None:
         self.file, self.log = file, log
         self._begun, self._budget_seconds = begun, budget_seconds
         self._changed = threading.Lock()
@@ -308,7 +125,7 @@ class Run:
         self._traced: dict[str, Row] = {}  # by the name of the case
         self.result: Row = {
             "schema": SCHEMA,
-            "card": environment["gpu"] or "cpu",
+            "card": card,
             "begun": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "budget_seconds": budget_seconds,
             "seconds": 0.0,
@@ -387,6 +204,8 @@ def wheels_at_hand(wheels: Path | None) -> Iterator[None]:
         return
     with tempfile.TemporaryDirectory(prefix="checkflow-wheels-") as target:
         install(wheels, Path(target))
+        sys.path.insert(0, target)
+        os.environ["PYTHONPATH"] = os.pathsep.join([target, *filter(None, [os.environ.get("PYTHONPATH")])])
         yield
 
 
@@ -424,6 +243,8 @@ def _main(asked: argparse.Namespace, begun: float) -> int:
         return 2
     asked.output.mkdir(parents=True, exist_ok=True)
     output = asked.output.resolve()
+    if asked.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # to none of its processes
     log = output / "gpu.log"
     with contextlib.closing(Worker(log)) as worker:
         rows: list[Row] = []
@@ -446,7 +267,7 @@ def _main(asked: argparse.Namespace, begun: float) -> int:
         if not chosen:
             print(f"checkflow: no such part; there are: {', '.join(t.part.name for t in every)}", file=sys.stderr)
             return 2
-        run = Run(output / f"gpu-{card}.json", log, environment, asked.budget, begun)
+        run = Run(output / f"gpu-{card}.json", log, name, environment, asked.budget, begun)
         print(f"{name}, torch {environment['torch']}, Python {environment['python']}: {run.file}", flush=True)
         common = {"device": asked.device, "quick": asked.quick, "output": str(output)}
         perform(run, chosen, common, worker)

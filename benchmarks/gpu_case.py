@@ -52,6 +52,7 @@ from checkflow.planner.trace import trace
 
 Send = Callable[[Row], None]
 MOST_ERROR = 4000  # characters of a traceback that are kept
+RUNNING, TRACING = "running it", "a trace"  # how a plan was made
 OVERHEAD = 0.01  # of training's time: what the plans that are measured may cost
 
 
@@ -126,10 +127,10 @@ def make_case_plan(job: TrainingJob, device: Device, effort: Effort, row: Row) -
     try:
         measured = measure_step(job.step, name=job.case.model, runs=effort.recorded)
         graph, durations = measured.graph, measured.durations_seconds
-        row |= {"made_by": "running it", "iteration_seconds": dataclasses.asdict(measured.times.step)}
+        row |= {"made_by": RUNNING, "iteration_seconds": dataclasses.asdict(measured.times.step)}
         row["recorded_seconds"] = dataclasses.asdict(measured.times.recorded)
     except Exception as error:  # noqa: BLE001 - likewise
-        row |= {"made_by": "a trace", "not_run": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+        row |= {"made_by": TRACING, "not_run": f"{type(error).__name__}: {' '.join(str(error).split())}"}
         row["not_run_traceback"] = traceback.format_exc()[-MOST_ERROR:]
         graph = traced_graph(job.case, job.device.type)
         durations = tuple(durations_seconds(graph, device))
@@ -142,6 +143,7 @@ def make_case_plan(job: TrainingJob, device: Device, effort: Effort, row: Row) -
         "explanation": outcome.explanation,
         "operators": len(graph.operators),
         "state_bytes": graph.state_bytes,
+        "planned_for": device.name,
         "planned_iteration_seconds": timeline.iteration_seconds,
         "link_bytes_per_second": device.link_bandwidth_bytes_per_second,
         "training_peak_bytes": timeline.training_peak_bytes,
@@ -172,9 +174,11 @@ def measure_case(
     job = _build(case, device)
     send({"section": "case", **dataclasses.asdict(job.case)})
     plan: checkflow.Plan | None = None
+    recorded = False
     with section(send, "plan") as row:
         begun = time.perf_counter()
         plan = make_case_plan(job, numbers, effort, row)
+        recorded = row["made_by"] == RUNNING
         row["seconds"] = time.perf_counter() - begun
     if plan is None:
         return
@@ -188,7 +192,7 @@ def measure_case(
             blocks.append(block(job, kind, plan, storage, iterations))
         row |= step_time(blocks)
     with section(send, "memory") as row:
-        row |= memory(blocks, plan, before, traced if job.case == case else None)
+        row |= memory(blocks, plan, before, traced if job.case == case else None, recorded=recorded)
     if not case.thorough:
         return
     with section(send, "following") as row:
@@ -249,8 +253,15 @@ def step_time(blocks: Sequence[Block]) -> Row:
     }
 
 
-def memory(blocks: Sequence[Block], plan: checkflow.Plan, before: Before | None, traced: Row | None) -> Row:
-    """The allocator's peaks of both kinds of blocks, beside what the plan says, and what a trace does."""
+def memory(
+    blocks: Sequence[Block], plan: checkflow.Plan, before: Before | None, traced: Row | None, *, recorded: bool
+) -> Row:
+    """The allocator's peaks of both kinds of blocks, beside what the plan says, and what a trace does.
+
+    Args:
+        recorded: whether the plan was made from what ran, and knows what was allocated before: cuBLAS's workspace, and
+            what other jobs of this process left. A trace knows its own tensors alone.
+    """
     if before is None:
         return {"skipped": "torch counts the memory of CUDA devices alone"}
     held = torch.cuda.memory_allocated()
@@ -263,20 +274,21 @@ def memory(blocks: Sequence[Block], plan: checkflow.Plan, before: Before | None,
     added_bytes = peaks[CHECKPOINTED]["allocated_bytes"] - peaks[PLAIN]["allocated_bytes"]
     planned_bytes = plan.plan_peak_bytes - plan.timeline.training_peak_bytes
     own_bytes = workspace_bytes + before.allocated_bytes
+    unknown_bytes = 0 if recorded else own_bytes
     predictions = {
-        "training": (PLAIN, plan.timeline.training_peak_bytes),
-        "plan": (CHECKPOINTED, plan.plan_peak_bytes),
-        **({} if traced is None else {"trace": (PLAIN, traced["training_peak_bytes"])}),
+        "training": (PLAIN, plan.timeline.training_peak_bytes, unknown_bytes),
+        "plan": (CHECKPOINTED, plan.plan_peak_bytes, unknown_bytes),
+        **({} if traced is None else {"trace": (PLAIN, traced["training_peak_bytes"], own_bytes)}),
     }
     ratios = {
-        name: (peaks[kind]["allocated_bytes"] - own_bytes) / predicted
-        for name, (kind, predicted) in predictions.items()
+        name: (peaks[kind]["allocated_bytes"] - unknown) / predicted
+        for name, (kind, predicted, unknown) in predictions.items()
     }
     return {
         "peaks": peaks,
         "workspace_bytes": workspace_bytes,
         "before_bytes": before.allocated_bytes,
-        "predicted_bytes": {name: predicted for name, (_, predicted) in predictions.items()},
+        "predicted_bytes": {name: predicted for name, (_, predicted, _) in predictions.items()},
         "measured_over_predicted": ratios,
         "plan_error": abs(ratios["plan"] - 1),
         "added_bytes": added_bytes,

@@ -36,6 +36,23 @@ def _device(options: Options) -> Any:
     return torch.device("cuda", 0) if options["device"] == "cuda" else torch.device("cpu")
 
 
+def _numbers(options: Options) -> Any:
+    """What plans are made for: the probed device; if that failed, the catalogue's entry for the card, or any card's."""
+    import torch
+
+    from checkflow.errors import CheckflowError
+    from checkflow.hardware import CATALOGUE, Device, find_device
+
+    if options["numbers"] is not None:
+        return Device(**options["numbers"])
+    if options["device"] == "cpu":
+        return CATALOGUE["cpu"]
+    try:
+        return find_device(torch.cuda.get_device_name(0))
+    except CheckflowError:
+        return CATALOGUE["A100 40GB"]
+
+
 def environment(options: Options, send: Send) -> None:
     """What this machine is. Needs torch and nothing else."""
     import torch
@@ -104,8 +121,12 @@ def tests(options: Options, send: Send) -> None:
         raise RuntimeError(f"pytest ended with {code!r}")
 
 
-def short_run() -> None:
-    """A few checkpointed iterations on the GPU, audited: what memory checkers watch."""
+def short_run(device: str = "cuda") -> None:
+    """A few checkpointed iterations, audited: what memory checkers watch on a GPU.
+
+    Raises:
+        RuntimeError: a checkpoint failed, or is not what it should be.
+    """
     import torch
 
     import checkflow
@@ -113,9 +134,9 @@ def short_run() -> None:
     from benchmarks.gpu_loop import Case, TrainingJob
     from checkflow.hardware import find_device
 
-    job = TrainingJob(Case("digits", 4, settings={"width": 8}), torch.device("cuda", 0))
+    job = TrainingJob(Case("digits", 4, settings={"width": 8}), torch.device(device))
     job.iterate()
-    plan = make_case_plan(job, find_device("A100"), QUICK, {})
+    plan = make_case_plan(job, find_device("H200"), QUICK, {})
     with (
         tempfile.TemporaryDirectory() as directory,
         checkflow.Checkpointer(
@@ -269,19 +290,13 @@ def case(options: Options, send: Send) -> None:
 
     from benchmarks.gpu_case import QUICK, Effort, measure_case
     from benchmarks.gpu_loop import Case
-    from checkflow.hardware import Device, find_device
 
     if options["quick"]:
         torch.set_num_threads(1)
     device = _device(options)
-    given = options["numbers"]
-    if given is None:  # the probe failed: the catalogue's card of this name, if it has one
-        numbers = find_device(torch.cuda.get_device_name(0) if device.type == "cuda" else "cpu")
-    else:
-        numbers = Device(**given)
     send({"section": "before", "gpu": gpu_state() if device.type == "cuda" else None})
     effort = QUICK if options["quick"] else Effort()
-    measure_case(Case(**options["case"]), device, numbers, effort, options["traced"], send)
+    measure_case(Case(**options["case"]), device, _numbers(options), effort, options["traced"], send)
     send({"section": "after", "gpu": gpu_state() if device.type == "cuda" else None})
 
 
@@ -332,21 +347,15 @@ def command(options: Options, send: Send) -> None:
 
 def disk(options: Options, send: Send) -> None:
     """Durable checkpoints as fast as training waits for them, beside bare fsynced writes of as many bytes."""
-    import torch
-
     from benchmarks.cpu_overhead import raw_write_seconds
     from benchmarks.gpu_case import QUICK, Effort, file_system, make_case_plan, section
     from benchmarks.gpu_loop import Case, Phases, TrainingJob, checkpointing, train, warm_up_iterations
-    from checkflow.hardware import Device, find_device
 
-    device = _device(options)
-    numbers = find_device("cpu" if device.type == "cpu" else torch.cuda.get_device_name(0))
-    numbers = numbers if options["numbers"] is None else Device(**options["numbers"])
-    job = TrainingJob(Case(**options["case"]), device)
+    job = TrainingJob(Case(**options["case"]), _device(options))
     job.iterate()
     with tempfile.TemporaryDirectory(dir=options["output"]) as folder, section(send, "durable") as row:
         storage = Path(folder)
-        plan = make_case_plan(job, numbers, QUICK if options["quick"] else Effort(), {})
+        plan = make_case_plan(job, _numbers(options), QUICK if options["quick"] else Effort(), {})
         size_bytes = sum(spec.size_bytes for spec in plan.fingerprint.state)
         (storage / "bare").mkdir()
         bare = [raw_write_seconds(storage / "bare", size_bytes)]
