@@ -57,7 +57,7 @@ QUICK_CASES: tuple[Case, ...] = ({"model": "digits", "batch_size": 4, "settings"
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A part, and what its process is asked for: a function of ``benchmarks.gpu_parts`` and its options."""
+    """A part, and what its process is asked for: a function, "module:function", and its options."""
 
     part: Part
     function: str
@@ -79,36 +79,43 @@ def tasks(card: str, output: Path, *, quick: bool) -> tuple[Task, ...]:
     small = cases[1] if len(cases) > 1 else cases[0]
     first = [_case(case) for case in cases if case.get("thorough")]
     others = [_case(case) for case in cases if not case.get("thorough")]
-    sanitizer = ("a short run under compute-sanitizer", 100.0, 30.0, True)
-    probe = ["-m", "checkflow", "probe", "--quick", "--json", "--directory", str(output)]
+    probe = ["checkflow", "probe", "--quick", "--json", "--directory", str(output)]
     probe += ["-o", str(output / f"probe-{card}.json")]
-    auto = ["-m", "checkflow", "plan", "resnet18", "--device", "auto", "--json"]
-    memory = ["-m", "benchmarks.memory", "--only", "resnet18", "--output", str(output / f"memory-{card}.json")]
-    step_time = ["-m", "benchmarks.step_time", "--quick", "--only", "resnet18", "bert"]
+    auto = ["checkflow", "plan", "resnet18", "--device", "auto", "--json"]
+    memory = ["benchmarks.memory", "--only", "resnet18", "--output", str(output / f"memory-{card}.json")]
+    step_time = ["benchmarks.step_time", "--quick", "--only", "resnet18", "bert"]
     step_time += ["--output", str(output / f"step-time-{card}.json")]
     return (
-        Task(Part("tests", "the tests with the marker cuda", 150.0, 20.0, beside=True), "tests"),
-        Task(Part("traces", "each case's memory by its trace", 150.0, 20.0, beside=True, on_cpu=True), "traces",
-             {"cases": list(cases)}),
-        Task(Part("memcheck", *sanitizer), "sanitized", {"tool": "memcheck"}),
-        Task(Part("racecheck", *sanitizer), "sanitized", {"tool": "racecheck"}),
-        Task(Part("link", "the device, as plans are made for it, and its bare link", 60.0, 10.0, on_cpu=True), "link"),
+        _task(Part("tests", "tests with the marker cuda", 150.0, 20.0, beside=True), "tests"),
+        _task(
+            Part("traces", "each case's memory by its trace", 150.0, 20.0, beside=True, on_cpu=True),
+            "traces",
+            cases=list(cases),
+        ),
+        *(
+            _task(Part(tool, "a short run under compute-sanitizer", 100.0, 30.0, beside=True), "sanitized", tool=tool)
+            for tool in ("memcheck", "racecheck")
+        ),
+        _task(Part("link", "the device that plans are made for, and its bare link", 60.0, 10.0, on_cpu=True), "link"),
         *first,
-        Task(Part("live", "a job that makes its own plan", 50.0, 20.0), "live", {"case": small, "seconds": 40.0}),
-        Task(Part("probe", "checkflow probe", 60.0, 20.0), "command", {"arguments": probe}),
-        Task(Part("device auto", "checkflow plan --device auto", 60.0, 20.0), "command", {"arguments": auto}),
-        Task(Part("memory", "benchmarks/memory.py, one model", 60.0, 20.0), "command", {"arguments": memory}),
+        _task(Part("live", "a job that makes its own plan", 50.0, 20.0), "live", case=small, seconds=40.0),
+        _task(Part("probe", "checkflow probe", 60.0, 20.0), "command", arguments=probe),
+        _task(Part("device auto", "checkflow plan --device auto", 60.0, 20.0), "command", arguments=auto),
+        _task(Part("memory", "benchmarks/memory.py, one model", 60.0, 20.0), "command", arguments=memory),
         *others,
-        Task(Part("disk", "durable checkpoints beside bare writes", 40.0, 15.0, on_cpu=True), "disk", {"case": small}),
-        Task(Part("step time", "benchmarks/step_time.py, two models", 80.0, 25.0), "command",
-             {"arguments": step_time}),
-    )  # fmt: skip
+        _task(Part("disk", "durable checkpoints beside bare writes", 40.0, 15.0, on_cpu=True), "disk", case=small),
+        _task(Part("step time", "benchmarks/step_time.py, two models", 80.0, 25.0), "command", arguments=step_time),
+    )
+
+
+def _task(part: Part, function: str, **options: Any) -> Task:
+    return Task(part, f"benchmarks.gpu_parts:{function}", options)
 
 
 def _case(case: Case) -> Task:
     seconds = 60.0 if case.get("thorough") else 35.0
     part = Part(f"case {name_of(case)}", "with and without checkpoints", seconds, 12.0, on_cpu=True)
-    return Task(part, "case", {"case": case})
+    return _task(part, "case", case=case)
 
 
 # --- the run
@@ -248,7 +255,7 @@ def _main(asked: argparse.Namespace, begun: float) -> int:
     log = output / "gpu.log"
     with contextlib.closing(Worker(log)) as worker:
         rows: list[Row] = []
-        status, reason = worker.run("environment", {"output": str(output)}, 120.0, rows)
+        status, reason = worker.run("benchmarks.gpu_parts:environment", {"output": str(output)}, 120.0, rows)
         if status != "done":
             print(f"checkflow: this machine cannot be looked at: {reason}; see {log}", file=sys.stderr)
             return 1

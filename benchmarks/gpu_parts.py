@@ -330,9 +330,9 @@ def live(options: Options, send: Send) -> None:
 
 
 def command(options: Options, send: Send) -> None:
-    """A command of the package, or a benchmark of its own, in a process; files go to the output folder."""
+    """A module that is run as a command, in a process of its own; its files go to the output folder."""
     begun = time.perf_counter()
-    arguments = [sys.executable, *options["arguments"]]
+    arguments = [sys.executable, "-m", *options["arguments"]]
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
     row: Row = {"arguments": options["arguments"], "exit": done.returncode, "seconds": time.perf_counter() - begun}
     with contextlib.suppress(ValueError):
@@ -375,9 +375,3 @@ def disk(options: Options, send: Send) -> None:
             "waited_for_storage_seconds": found.report["held_seconds"]["buffers"] / iterations,
             **{name: found.report[name] for name in ("captures", "committed", "failed", "breaches")},
         }
-
-
-#: What a process is asked for by name.
-FUNCTIONS: Mapping[str, Callable[[Options, Send], None]] = {
-    function.__name__: function for function in (environment, tests, sanitized, traces, link, case, live, command, disk)
-}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import signal
@@ -25,9 +26,8 @@ def serve(connection: Any, log: str) -> None:
         while True:
             name, options = connection.recv()
             try:
-                from benchmarks.gpu_parts import FUNCTIONS
-
-                FUNCTIONS[name](options, lambda row: connection.send(("row", row)))
+                module, _, function = name.partition(":")
+                getattr(importlib.import_module(module), function)(options, lambda row: connection.send(("row", row)))
                 connection.send(("done", ""))
             except Exception as error:  # noqa: BLE001 - whatever it is, it is said, and the others go on
                 traceback.print_exc()
@@ -45,7 +45,12 @@ class Worker:
     def run(
         self, function: str, options: Mapping[str, Any], limit_seconds: float, rows: list[Row]
     ) -> tuple[Status, str]:
-        """Do one thing within its time; what it sends is appended to ``rows``. Returns how it ended, and why."""
+        """Do one thing within its time; what it sends is appended to ``rows``. Returns how it ended, and why.
+
+        Args:
+            function: "module:function"; it is given the options, and what sends a row. A row with an "error" tells that
+                something went wrong, and that it went on all the same.
+        """
         if self._process is None or not self._process.is_alive():
             self._start()
         until = time.monotonic() + limit_seconds
