@@ -76,9 +76,7 @@ def how_to_bring(missing: Sequence[str]) -> str:
 
 
 def install(wheels: Path, target: Path) -> None:
-    """Unpack those wheels of a folder whose packages are not here, or too old.
-
-    What is here stays as it is: torch was built with the numpy beside it, and wheels bring one along.
+    """Unpack those wheels of a folder whose packages are not here, or older here. The torch that is here stays.
 
     Raises:
         SystemExit: there are no wheels, or pip refuses one; the message says why.
@@ -86,15 +84,15 @@ def install(wheels: Path, target: Path) -> None:
     found = sorted(wheels.glob("*.whl"))
     if not found:
         raise SystemExit(f"checkflow: there are no wheels in {wheels}")
-    least = minima()
     chosen = []
     for wheel in found:
-        name = re.sub(r"[-_.]+", "-", wheel.name.split("-")[0]).lower()
+        name, version = wheel.name.split("-")[:2]
+        name = re.sub(r"[-_.]+", "-", name).lower()
         try:
-            present = version_of(importlib.metadata.version(name))
+            older = version_of(importlib.metadata.version(name)) < version_of(version)
         except importlib.metadata.PackageNotFoundError:
-            present = None
-        if present is None or present < least.get(name, ()):
+            older = True
+        if older and name != "torch":
             chosen.append(wheel)
     if chosen:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-cache-dir"]

@@ -276,15 +276,18 @@ def make_wheel(folder: Path, name: str, version: str) -> None:
         wheel.writestr(f"{info}/RECORD", "\n".join([*lines, f"{info}/RECORD,,", ""]))
 
 
-def test_wheels_bring_what_is_missing_and_replace_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wheels_bring_what_is_missing_or_older_and_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "before")
     monkeypatch.setattr(sys, "path", list(sys.path))
     make_wheel(tmp_path, "brought_by_a_wheel", "1.5")
     make_wheel(tmp_path, "torch", "99.0")
+    make_wheel(tmp_path, "numpy", "1.0")
+    make_wheel(tmp_path, "iniconfig", "99.0")
     with gpu.wheels_at_hand(tmp_path):
         places = os.environ["PYTHONPATH"].split(os.pathsep)
         assert places[1:] == ["before"]
-        assert sorted(path.name for path in Path(places[0]).glob("*.py")) == ["brought_by_a_wheel.py"]
+        brought = sorted(path.name for path in Path(places[0]).glob("*.py"))
+        assert brought == ["brought_by_a_wheel.py", "iniconfig.py"]  # the older one here is older than it
         assert gpu_packages.lacking({"brought_by_a_wheel": (1, 5)}) == []
         assert gpu_packages.lacking({"brought_by_a_wheel": (1, 6)}) == ["brought_by_a_wheel"]
     assert not Path(places[0]).exists()
