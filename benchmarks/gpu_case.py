@@ -30,6 +30,7 @@ from benchmarks.gpu_loop import (
     Block,
     Case,
     Phases,
+    SideCopies,
     Stays,
     TrainingJob,
     block,
@@ -200,8 +201,7 @@ def measure_case(
         row |= following(job, plan, storage, effort, statistics.median(plain or [iteration_seconds]))
     with section(send, "stays") as row:
         row |= stays(job, plan, storage, min(iterations, 10 * plan.interval))
-    with section(send, "copies") as row:
-        row |= profiled(job, plan, storage, min(iterations, 5 * plan.interval), state_bytes)
+    crossing(job, plan, storage, min(iterations, 5 * plan.interval), state_bytes, send)
 
 
 def _build(case: Case, device: torch.device) -> TrainingJob:
@@ -338,29 +338,43 @@ def stays(job: TrainingJob, plan: checkflow.Plan, storage: Path, iterations: int
     }
 
 
-def profiled(job: TrainingJob, plan: checkflow.Plan, storage: Path, iterations: int, state_bytes: int) -> Row:
-    """What crossed the link, and how fast, by a profiler; beside the bare link on as many bytes, right before."""
+def crossing(
+    job: TrainingJob, plan: checkflow.Plan, storage: Path, iterations: int, state_bytes: int, send: Send
+) -> None:
+    """What crosses the link, and how fast: by events on the copy engine's stream, then by a profiler.
+
+    Beside them the bare link on as many bytes, right before.
+    """
     if job.device.type != "cuda":
-        return {"skipped": "the profiler that sees copies is CUDA's"}
-    bare = bare_link(job.device, min(state_bytes, 256 * 2**20))
+        send({"section": "copies", "skipped": "without a GPU there is no link"})
+        return
+    bare: Row = {}
+    with section(send, "bare link") as row:
+        bare |= bare_link(job.device, min(state_bytes, 256 * 2**20))
+        row |= bare
     warm_up = warm_up_iterations(plan.interval)
     watching = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    with section(send, "copies") as row:
+        with Phases(job) as phases, checkpointing(job, plan, storage) as checkpointer:
+            copies = SideCopies(checkpointer)
+            at = {warm_up: copies.start, warm_up + iterations: copies.stop}
+            train(job, checkpointer, warm_up=warm_up, iterations=iterations, phases=phases, at=at)
+            row |= copies.row()
+        if bare:
+            row["of_bare_link"] = row["bytes_per_second"] / bare["registered, to host"]["most"]
+    with section(send, "profiled") as row:
 
-    def stop() -> None:
-        torch.cuda.synchronize()
-        watching.stop()
+        def stop() -> None:
+            torch.cuda.synchronize()
+            watching.stop()
 
-    with Phases(job) as phases, checkpointing(job, plan, storage) as checkpointer:
-        train(
-            job, checkpointer, warm_up=warm_up, iterations=iterations, phases=phases,
-            at={warm_up: watching.start, warm_up + iterations: stop},
-        )  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        watching.export_chrome_trace(str(file))
-        found = gpu_figures.copies(json.loads(file.read_text()), iterations)
-    best = bare["registered, to host"]["most"]
-    return {**found, "bare_link_bytes_per_second": bare, "of_bare_link": found["bytes_per_second"] / best}
+        with Phases(job) as phases, checkpointing(job, plan, storage) as checkpointer:
+            at = {warm_up: watching.start, warm_up + iterations: stop}
+            train(job, checkpointer, warm_up=warm_up, iterations=iterations, phases=phases, at=at)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "trace.json"
+            watching.export_chrome_trace(str(file))
+            row |= gpu_figures.copies(json.loads(file.read_text()), iterations)
 
 
 @contextlib.contextmanager

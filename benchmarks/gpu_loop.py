@@ -266,6 +266,46 @@ def phase_medians(blocks: Sequence[Block], kind: str) -> dict[str, float]:
     return {name: float(torch.tensor(column).median()) for name, column in zip(PHASES, columns, strict=True)}
 
 
+class SideCopies:
+    """Times what crosses the link on the copy engine's own stream, by events around each call that copies there.
+
+    Raises:
+        AttributeError: the engine is none that copies on a stream of its own.
+    """
+
+    def __init__(self, checkpointer: checkflow.Checkpointer) -> None:
+        self._device = checkpointer._saving.engine._device  # type: ignore[attr-defined]
+        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event, int]] = []
+
+    def start(self) -> None:
+        """Time from now on."""
+        copy, side = self._device.copy, self._device.side
+
+        def timed(copies: Any, stream: Any) -> None:
+            if stream is not side:  # a snapshot
+                copy(copies, stream)
+                return
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record(stream)
+            copy(copies, stream)
+            after.record(stream)
+            self._spans.append((before, after, sum(length for _, _, length in copies.singly)))
+
+        self._device.copy = timed
+
+    def stop(self) -> None:
+        """Time no more."""
+        del self._device.copy
+
+    def row(self) -> Row:
+        """Bytes, the seconds in which they crossed, and what that makes."""
+        torch.cuda.synchronize()
+        size_bytes = sum(length for _, _, length in self._spans)
+        seconds = sum(before.elapsed_time(after) / 1e3 for before, after, _ in self._spans)
+        rate = size_bytes / seconds if seconds else 0.0
+        return {"bytes": size_bytes, "calls": len(self._spans), "busy_seconds": seconds, "bytes_per_second": rate}
+
+
 @dataclass
 class Stays:
     """How long the hooks of a Checkpointer last at each anchor: on the training stream, and on the host."""

@@ -1,7 +1,4 @@
-"""One thread for torch in every test: the machines that run them have two cores, and spinning threads are no test.
-
-Tests with the marker "cuda" are skipped where torch has no CUDA GPU.
-"""
+"""One thread for torch in every test: the machines that run them have two cores, and spinning threads are no test."""
 
 from __future__ import annotations
 
@@ -11,6 +8,9 @@ import torch
 torch.set_num_threads(1)
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("cuda") is not None and not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU")
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``cuda`` need a GPU."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))

@@ -14,7 +14,8 @@ import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 from benchmarks import gpu, gpu_case, gpu_figures, gpu_loop, gpu_packages, gpu_parts
 from benchmarks.gpu_figures import CHECKPOINTED, PLAIN, Part
 from benchmarks.gpu_worker import Worker
+from benchmarks.memory import Before
 from checkflow.hardware import find_device
 from checkflow.runtime.boundaries import Boundaries
 
@@ -355,6 +357,77 @@ def test_an_error_in_a_section_is_its_row() -> None:
         raise KeyError("gone")
     assert rows[0] | {"traceback": ""} == {"section": "one", "kept": 1, "error": "KeyError: 'gone'", "traceback": ""}
     assert "KeyError" in rows[0]["traceback"]
+
+
+class TimedEvent:
+    """Stands for CUDA's: each is recorded 1 ms after the one before."""
+
+    recorded = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: str) -> None:
+        TimedEvent.recorded += 1
+        self.at = TimedEvent.recorded
+
+    def elapsed_time(self, later: TimedEvent) -> float:
+        return later.at - self.at
+
+
+class SideDevice:
+    """The part of a device that copies go through."""
+
+    side = "side"
+
+    def __init__(self) -> None:
+        self.copied: list[tuple[int, str]] = []
+
+    def copy(self, copies: Any, stream: str) -> None:
+        self.copied.append((len(copies.singly), stream))
+
+
+def test_copies_on_the_engines_stream_are_timed_and_others_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", TimedEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    device = SideDevice()
+    many, one = (SimpleNamespace(singly=[(0, 0, 1000)] * count) for count in (3, 1))
+    owner: Any = SimpleNamespace(_saving=SimpleNamespace(engine=SimpleNamespace(_device=device)))
+    watch = gpu_loop.SideCopies(owner)
+    device.copy(many, "side")
+    watch.start()
+    device.copy(many, "side")
+    device.copy(one, "training")
+    device.copy(one, "side")
+    watch.stop()
+    device.copy(many, "side")
+    assert device.copied == [(3, "side"), (3, "side"), (1, "training"), (1, "side"), (3, "side")]
+    assert watch.row() == {"bytes": 4000, "calls": 2, "busy_seconds": 0.002, "bytes_per_second": 2e6}
+    with pytest.raises(AttributeError):
+        gpu_loop.SideCopies(cast(Any, SimpleNamespace(_saving=SimpleNamespace(engine=object()))))
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_peaks_are_held_against_what_the_plan_knows_of(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training's 1,000 bytes, 100 of a workspace, 10 that were there before; snapshots of 40 where 30 were planned."""
+    held = iter([600, 500])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(held))
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    known = 110 if recorded else 0
+    timeline: Any = SimpleNamespace(training_peak_bytes=1000 + known)
+    plan: Any = SimpleNamespace(timeline=timeline, plan_peak_bytes=1030 + known)
+    blocks = [
+        gpu_loop.Block(kind, [], {f"{name}_bytes": peak for name in ("requested", "allocated", "reserved")}, {}, 0.0)
+        for kind, peak in ((PLAIN, 1110), (CHECKPOINTED, 1150), (PLAIN, 1100))
+    ]
+    traced = {"training_peak_bytes": 500}
+    found = gpu_case.memory(blocks, plan, Before(10, 0), traced, recorded=recorded)
+    assert (found["workspace_bytes"], found["added_bytes"], found["planned_added_bytes"]) == (100, 40, 30)
+    assert found["unplanned_bytes"] == 10
+    assert found["measured_over_predicted"] == pytest.approx(
+        {"training": 1.0, "plan": (1040 + known) / (1030 + known), "trace": 2.0}
+    )
+    assert found["plan_error"] == pytest.approx(10 / (1030 + known))
 
 
 # --- all of it
