@@ -170,7 +170,7 @@ class Block:
     phases: list[list[float]]  # per iteration, seconds of each phase
     peaks: Row | None  # of device memory, in bytes, as torch's allocator counts them
     report: Row  # of the Checkpointer, over the iterations that count; empty without one
-    loop_seconds: float
+    loop_seconds: float  # by the host's clock, which runs ahead of a GPU's
 
     @property
     def seconds(self) -> list[float]:
@@ -209,7 +209,9 @@ def train(
     """
     count = warm_up + iterations + 1
     gc.collect()
-    result, before, begun = None, {}, 0.0  # ``result`` is held as a training loop holds its loss
+    before: Row = {}
+    after: Row = {}
+    result, begun, ended = None, 0.0, 0.0  # ``result`` is held as a training loop holds its loss
     for n in range(count) if checkpointer is None else checkpointer.steps(count):
         if n == warm_up:
             phases.forget()
@@ -217,16 +219,14 @@ def train(
                 torch.cuda.reset_peak_memory_stats(job.device)
             before, begun = ({} if checkpointer is None else checkpointer.report()), time.perf_counter()
         if n == warm_up + iterations:
-            after = {} if checkpointer is None else checkpointer.report()
+            after, ended = ({} if checkpointer is None else checkpointer.report()), time.perf_counter()
         if n in at:
             at[n]()
         result = phases.iterate()
     del result
-    job.marks.wait()
-    loop_seconds = time.perf_counter() - begun
     report = {} if checkpointer is None else _grown(before, after)
     kind = PLAIN if checkpointer is None else CHECKPOINTED
-    return Block(kind, phases.seconds(), _peaks(job.device), report, loop_seconds)
+    return Block(kind, phases.seconds(), _peaks(job.device), report, ended - begun)
 
 
 @contextlib.contextmanager
