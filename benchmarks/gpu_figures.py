@@ -37,7 +37,7 @@ def allowed_seconds(part: Part, left_seconds: float) -> float | None:
 
 
 def case_name(model: str, batch_size: int, optimizer: str | None = None, settings: Mapping[str, Any] = {}) -> str:
-    """What a training step is called in results, as "gpt2 mixed batch 8"."""
+    """What a training step is called in results, as "gpt2 mixed batch 16"."""
     chosen = (key if value is True else f"{key}={value}" for key, value in settings.items())
     return " ".join((model, *chosen, *([optimizer] if optimizer else []), f"batch {batch_size}"))
 

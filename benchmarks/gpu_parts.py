@@ -26,6 +26,7 @@ from typing import Any
 from benchmarks.gpu_figures import Row
 
 ROOT = Path(__file__).parent.parent
+_HOST = ("MemTotal:", "MemAvailable:", "SwapFree:", "Unevictable:")
 Options = Mapping[str, Any]
 Send = Callable[[Row], None]
 
@@ -72,6 +73,10 @@ def environment(options: Options, send: Send) -> None:
         row["capability"] = list(torch.cuda.get_device_capability(0))
         row["memory_bytes"] = properties.total_memory
         row["processors_of_gpu"] = properties.multi_processor_count
+    memory = Path("/proc/meminfo")
+    if memory.is_file():
+        lines = (line.split() for line in memory.read_text().splitlines())
+        row["host_memory_bytes"] = {words[0].rstrip(":"): 1024 * int(words[1]) for words in lines if words[0] in _HOST}
     places = [Path("/dev/shm"), Path(tempfile.gettempdir()), Path(options["output"])]
     row["free_bytes"] = {str(place): shutil.disk_usage(place).free for place in places if place.is_dir()}
     send(row)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import multiprocessing
 import os
 import signal
@@ -22,12 +23,16 @@ def serve(connection: Any, log: str) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
+
+    def send(row: Row) -> None:
+        connection.send(("row", json.dumps(row, default=str)))  # whatever is in it, the run must be able to keep it
+
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
             name, options = connection.recv()
             try:
                 module, _, function = name.partition(":")
-                getattr(importlib.import_module(module), function)(options, lambda row: connection.send(("row", row)))
+                getattr(importlib.import_module(module), function)(options, send)
                 connection.send(("done", ""))
             except Exception as error:  # noqa: BLE001 - whatever it is, it is said, and the others go on
                 traceback.print_exc()
@@ -61,7 +66,7 @@ class Worker:
                 kind, content = connection.recv()
                 if kind != "row":
                     break
-                rows.append(content)
+                rows.append(json.loads(content))
             else:
                 self.close()
                 return "ended", f"it was ended after {limit_seconds:.0f} s"

@@ -154,7 +154,7 @@ def test_cases_have_names_of_their_own() -> None:
     assert len(set(names)) == len(names)
     for case, name in zip(gpu.CASES, names, strict=True):
         assert gpu_loop.Case(**case).name == name
-    assert names[0] == "gpt2 mixed batch 8"
+    assert names[0] == "gpt2 mixed batch 16"
     parts = [task.part.name for task in gpu.tasks("a-card", Path("out"), quick=False)]
     assert len(set(parts)) == len(parts)
 
