@@ -168,8 +168,10 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
         yield worker
 
 
-def task(function: str, *, most_seconds: float = 60.0, least_seconds: float = 1.0) -> gpu.Task:
-    return gpu.Task(Part(function, "", most_seconds, least_seconds, on_cpu=True), f"gpu_faults:{function}")
+def task(name: str, *, most_seconds: float = 60.0, least_seconds: float = 1.0) -> gpu.Task:
+    """The first word of the name is the function."""
+    part = Part(name, "", most_seconds, least_seconds, on_cpu=True)
+    return gpu.Task(part, f"gpu_faults:{name.partition(' ')[0]}")
 
 
 def run_in(folder: Path, budget_seconds: float = 100.0) -> gpu.Run:
@@ -185,26 +187,36 @@ def is_gone(process: int) -> bool:
 
 
 def test_parts_that_go_wrong_cost_the_others_nothing(tmp_path: Path, worker: Worker) -> None:
-    names = ["go_well", "fail", "fail_in_a_section", "hang", "crash", "leave_out", "go_well again"]
-    chosen = [task(name.partition(" ")[0], most_seconds=2.0 if name == "hang" else 60.0) for name in names]
-    chosen[-1] = gpu.Task(Part("go_well again", "", 60.0, 1.0, on_cpu=True), "gpu_faults:go_well")
+    names = [
+        "go_well",
+        "go_well 2",
+        "fail",
+        "go_well 3",
+        "fail_in_a_section",
+        "go_well 4",
+        "hang",
+        "crash",
+        "leave_out",
+    ]
+    chosen = [task(name, most_seconds=2.0 if name == "hang" else 60.0) for name in names]
     run = run_in(tmp_path)
     gpu.perform(run, chosen, {"device": "cpu"}, worker)
     parts = json.loads((tmp_path / "r.json").read_text())["parts"]
     assert list(parts) == names
     assert {name: (entry["status"], entry["reason"]) for name, entry in parts.items()} == {
-        "go_well": ("done", ""),
+        **{name: ("done", "") for name in names if name.startswith("go_well")},
         "fail": ("failed", "ValueError: with a reason"),
         "fail_in_a_section": ("failed", "one: it went wrong"),
         "hang": ("ended", "it was ended after 2 s"),
         "crash": ("failed", "its process ended with signal SIGSEGV"),
         "leave_out": ("skipped", "not installed"),
-        "go_well again": ("done", ""),
     }
     assert parts["fail"]["rows"] == parts["crash"]["rows"] == [{"before": "it"}]
     assert [row["section"] for row in parts["fail_in_a_section"]["rows"]] == ["one", "two"]
     assert parts["go_well"]["rows"][0]["options"] == ["device", "numbers", "traced"]
-    assert parts["go_well again"]["rows"][0]["process"] != parts["go_well"]["rows"][0]["process"]
+    processes = [entry["rows"][0]["process"] for name, entry in parts.items() if name.startswith("go_well")]
+    assert processes[0] == processes[1]  # only a failure makes it another one
+    assert len(set(processes)) == 3
     (child,) = [row["child"] for row in parts["hang"]["rows"]]
     for _ in range(500):
         if is_gone(child):
