@@ -221,7 +221,8 @@ def _build(case: Case, device: torch.device) -> TrainingJob:
 def _iterations(job: TrainingJob, plan: checkflow.Plan, effort: Effort) -> tuple[float, int]:
     """How long an iteration takes, and how many make a block: a multiple of the plan's interval."""
     seconds = statistics.median(clock_of(job.device).laps(job.iterate, 5)[1:])
-    wanted = min(max(int(effort.block_seconds / seconds), effort.least), effort.most)
+    least = min(effort.least, max(4, int(3 * effort.block_seconds / seconds)))  # fewer on a card that takes too long
+    wanted = min(max(int(effort.block_seconds / seconds), least), effort.most)
     return seconds, -(-wanted // plan.interval) * plan.interval
 
 
