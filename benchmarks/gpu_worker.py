@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import time
 import traceback
@@ -16,6 +18,8 @@ from typing import Any
 
 from benchmarks.gpu_figures import Row, Status
 
+_SECONDS_TO_SAY = 0.5  # where its threads are
+
 
 def serve(connection: Any, log: str) -> None:
     """The other process: does what it is asked to, one thing after the other, until nobody asks any more."""
@@ -23,6 +27,9 @@ def serve(connection: Any, log: str) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # to write a whole GPU job's memory takes minutes
+    faulthandler.enable()  # says where it was, if it crashes
+    faulthandler.register(signal.SIGUSR2)  # and if it hangs, before it is ended
 
     def send(row: Row) -> None:
         connection.send(("row", json.dumps(row, default=str)))  # whatever is in it, the run must be able to keep it
@@ -68,8 +75,10 @@ class Worker:
                     break
                 rows.append(json.loads(content))
             else:
+                os.kill(process.pid, signal.SIGUSR2)
+                time.sleep(_SECONDS_TO_SAY)
                 self.close()
-                return "ended", f"it was ended after {limit_seconds:.0f} s"
+                return "ended", f"it was ended after {limit_seconds:.0f} s; {self._log.name} says where it was"
         except (EOFError, OSError):
             process.join(5)
             code = process.exitcode

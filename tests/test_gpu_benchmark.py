@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -207,7 +208,7 @@ def test_parts_that_go_wrong_cost_the_others_nothing(tmp_path: Path, worker: Wor
         **{name: ("done", "") for name in names if name.startswith("go_well")},
         "fail": ("failed", "ValueError: with a reason"),
         "fail_in_a_section": ("failed", "one: it went wrong"),
-        "hang": ("ended", "it was ended after 2 s"),
+        "hang": ("ended", "it was ended after 2 s; log says where it was"),
         "crash": ("failed", "its process ended with signal SIGSEGV"),
         "leave_out": ("skipped", "not installed"),
     }
@@ -223,7 +224,10 @@ def test_parts_that_go_wrong_cost_the_others_nothing(tmp_path: Path, worker: Wor
             break
         time.sleep(0.01)
     assert is_gone(child)
-    assert "ValueError" in (tmp_path / "log").read_text()
+    said = (tmp_path / "log").read_text()
+    assert "ValueError: with\na reason" in said
+    for function in ("hang", "crash"):
+        assert re.search(rf"gpu_faults\.py\", line \d+ in {function}$", said, re.MULTILINE)
     assert gpu_figures.incomplete({"parts": parts}, [one.part for one in chosen]) == []
 
 
