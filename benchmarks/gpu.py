@@ -121,6 +121,10 @@ def _case(case: Case) -> Task:
 # --- the run
 
 
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
 class Run:
     """A run, and its JSON, which is written anew whenever something is known."""
 
@@ -133,7 +137,7 @@ class Run:
         self.result: Row = {
             "schema": SCHEMA,
             "card": card,
-            "begun": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "begun": _now(),
             "budget_seconds": budget_seconds,
             "seconds": 0.0,
             "environment": environment,
@@ -149,7 +153,8 @@ class Run:
         """Keep how a part ended."""
         with self._changed:
             self.result["parts"][part.name] = {
-                "what": part.what, "status": status, "reason": reason, "seconds": seconds, "rows": rows,
+                "what": part.what, "ended": _now(), "status": status, "reason": reason, "seconds": seconds,
+                "rows": rows,
             }  # fmt: skip
             cases = {
                 name.removeprefix("case "): entry["rows"]
@@ -161,12 +166,25 @@ class Run:
             temporary = self.file.with_name(f".{self.file.name}.tmp")
             temporary.write_text(json.dumps(self.result, indent=1) + "\n")
             os.replace(temporary, self.file)
-            if part.name == "link":
-                probed = next((row for row in rows if row.get("section") == "probe" and "device" in row), None)
-                self._numbers = None if probed is None else probed["device"]
-            elif part.name == "traces":
-                self._traced = {row["case"]: row for row in rows if "training_peak_bytes" in row}
+            self._learn(part.name, rows)
             print(f"{status:8} {seconds:6.1f} s  {part.name}{': ' + reason if reason else ''}", flush=True)
+
+    def recall(self) -> None:
+        """Keep what an earlier run on this card found, for a run of some parts only."""
+        with contextlib.suppress(FileNotFoundError):
+            earlier = json.loads(self.file.read_text())
+            if (earlier["schema"], earlier["card"]) == (SCHEMA, self.result["card"]):
+                self.result["parts"] = earlier["parts"]
+                for name, entry in earlier["parts"].items():
+                    self._learn(name, entry["rows"])
+
+    def _learn(self, name: str, rows: Sequence[Row]) -> None:
+        """What later parts are told of earlier ones."""
+        if name == "link":
+            probed = next((row for row in rows if row.get("section") == "probe" and "device" in row), None)
+            self._numbers = None if probed is None else probed["device"]
+        elif name == "traces":
+            self._traced = {row["case"]: row for row in rows if "training_peak_bytes" in row}
 
     def do(self, task: Task, worker: Worker, common: Mapping[str, Any]) -> None:
         """One part, within what is left of the budget."""
@@ -235,7 +253,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, metavar="SECONDS", help="of the whole run")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", metavar="DIR")
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="packages that this Python lacks")
-    parser.add_argument("--only", nargs="+", metavar="PART", help="whose names begin so: tests 'case gpt2'")
+    parser.add_argument(
+        "--only", nargs="+", metavar="PART", help="whose names begin so; of others, what the file has is kept"
+    )
     asked = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # its processes are ended too
     with wheels_at_hand(asked.wheels):
@@ -271,15 +291,20 @@ def _main(asked: argparse.Namespace, begun: float) -> int:
         card = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
         every = tasks(card, output, quick=asked.quick)
         chosen = [t for t in every if not asked.only or any(t.part.name.startswith(start) for start in asked.only)]
-        if not chosen:
-            print(f"checkflow: no such part; there are: {', '.join(t.part.name for t in every)}", file=sys.stderr)
+        unknown = [word for word in asked.only or () if not any(t.part.name.startswith(word) for t in every)]
+        if unknown:
+            names = ", ".join(t.part.name for t in every)
+            print(f"checkflow: no part {', '.join(map(repr, unknown))}; there are: {names}", file=sys.stderr)
             return 2
         run = Run(output / f"gpu-{card}.json", log, name, environment, asked.budget, begun)
+        if asked.only:
+            run.recall()
         print(f"{name}, torch {environment['torch']}, Python {environment['python']}: {run.file}", flush=True)
         common = {"device": asked.device, "quick": asked.quick, "output": str(output)}
         perform(run, chosen, common, worker)
     print("\n".join(lines_of(run.result["targets"])))
-    failed = [part for part, entry in run.result["parts"].items() if entry["status"] in ("failed", "ended")]
+    done = {task.part.name: run.result["parts"][task.part.name] for task in chosen}
+    failed = [name for name, entry in done.items() if entry["status"] in ("failed", "ended")]
     print(f"{run.result['seconds']:.0f} s; " + (f"not well: {', '.join(failed)}" if failed else "all parts went well"))
     return 1 if failed else 0
 

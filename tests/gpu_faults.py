@@ -15,7 +15,8 @@ Send = Callable[[dict[str, Any]], None]
 
 
 def go_well(options: Options, send: Send) -> None:
-    send({"options": sorted(options), "process": os.getpid()})
+    told = {name: options[name] for name in ("numbers", "traced")}
+    send({"options": sorted(options), "process": os.getpid(), **told})
 
 
 def fail(options: Options, send: Send) -> None:
