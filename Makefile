@@ -1,10 +1,10 @@
-# Every target runs in .venv, which the first one makes and the others reuse.
+# Every target but test-gpu runs in .venv, which the first one makes and the others reuse.
 PYTHON ?= python3
 BIN := .venv/bin
 # Made last by a successful installation; older than what it was installed from, it is made anew.
 STAMP := .venv/.installed
 
-.PHONY: demo mnist nanogpt test check kills
+.PHONY: demo mnist nanogpt test check kills test-gpu
 
 demo: $(STAMP)
 	@$(BIN)/checkflow demo
@@ -29,6 +29,12 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# What needs a GPU: with the Python and the torch that are there, and no network. WHEELS: a folder with what they lack.
+RESULTS ?= benchmarks/results
+test-gpu:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "checkflow: needs Python 3.11 or newer, not $$($(PYTHON) -V 2>&1): make test-gpu PYTHON=python3.11" >&2; exit 1; }
+	@PYTHONUNBUFFERED=1 $(PYTHON) -m benchmarks.gpu --output '$(RESULTS)' $(if $(WHEELS),--wheels '$(WHEELS)')
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "checkflow: no Python: apt-get install python3 python3-venv" >&2; exit 1; }

@@ -1,9 +1,9 @@
 """Predicted against measured: the time of an iteration of each shipped model on this machine, beside the roofline's.
 
-``python benchmarks/step_time.py [--only bert …] [--batch-size N] [--quick]``: a table, and
-benchmarks/results/step-time-<machine>.json. Each model is built for real, run on the machine's GPU (else its CPU) as
-``checkflow plan --device auto`` does it, and predicted twice: by the numbers of a probe made before, and by the
-catalogue's entry for the machine, if it has one. Batches are small enough for two cores.
+``python benchmarks/step_time.py [--only bert …] [--batch-size N] [--quick] [--output FILE]``: a table, and the same as
+JSON, by default benchmarks/results/step-time-<machine>.json. Each model is built for real, run on the machine's GPU
+(else its CPU) as ``checkflow plan --device auto`` does it, and predicted twice: by the numbers of a probe made before,
+and by the catalogue's entry for the machine, if it has one. Batches are small enough for two cores.
 
 Let nothing else run meanwhile.
 """
@@ -81,6 +81,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(BATCHES), default=list(BATCHES))
     parser.add_argument("--batch-size", type=int, help="of every model [small ones, by model]")
     parser.add_argument("--quick", action="store_true", help="probe quickly")
+    parser.add_argument("--output", type=Path, help="the file for the figures")
     asked = parser.parse_args()
     probed = probe(None, QUICK if asked.quick else FULL)
     device = probed.device
@@ -106,7 +107,8 @@ def main() -> None:
     figures = {figure.name: dataclasses.asdict(figure.spread) for figure in probed.figures}
     where: dict[str, Any] = {"machine": name, "torch": torch.__version__, "python": platform.python_version()}
     where |= {"threads": torch.get_num_threads()} if device.kind == "cpu" else {}
-    file = RESULTS / f"step-time-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
+    short = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    file = asked.output or RESULTS / f"step-time-{short}.json"
     file.write_text(json.dumps({**where, "probe": figures, "rows": rows}, indent=1) + "\n")
     print(f"written to {file}")
 

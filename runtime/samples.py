@@ -153,6 +153,7 @@ class Samples:
 
         captures, persists = list(self._captures)[-size:], list(self._persists)[-size:]
         lasting = list(self._persist_seconds)[-size:]
+
         def capture_cost(doubt: float) -> float:
             capture = cost(captures, 0.0, doubt) if len(captures) >= least else zero.capture_seconds
             if len(persists) >= least and (begun := median(span.captures for span in persists)) >= 1:

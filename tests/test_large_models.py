@@ -1,4 +1,4 @@
-"""The largest shipped models, Llama 3 and DLRM: in full size on fake tensors, and small for real."""
+"""The largest shipped models, Llama 3 and DLRM: in full size on fake tensors, and small for real; GPT-2, small."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ TINY: dict[str, dict[str, Any]] = {
     "llama": {"batch_size": 2, "sequence": 8, "layers": 2, "width": 64, "vocabulary": 50},
     "dlrm": {"batch_size": 6, "width": 4, "lookups": 2, "rows": 10},
     "dlrm adam": {"batch_size": 6, "width": 4, "lookups": 2, "rows": 10, "table_optimizer": "sparse_adam"},
+    "gpt2": {"batch_size": 2, "length": 8, "layers": 2, "heads": 2, "width": 16, "vocabulary": 50},
+    "gpt2 mixed": {"batch_size": 2, "length": 8, "layers": 2, "heads": 2, "width": 16, "vocabulary": 50, "mixed": True},
 }
 H200 = find_device("H200")
 
@@ -107,9 +109,10 @@ def test_flops_are_those_of_the_flop_counter(case: str) -> None:
 
 
 def _state(step: TrainingStep) -> dict[str, torch.Tensor]:
-    """The values of all device state, by the names that the trace gives them."""
+    """The values of all device state, by the names that the trace gives them: of tied tensors the first."""
     (model,) = step.models.values()
-    found = {f"model/{key}": value for key, value in model.state_dict().items()}
+    first = {value.data_ptr(): key for key, value in reversed(model.state_dict().items())}
+    found = {f"model/{key}": value for key, value in model.state_dict().items() if first[value.data_ptr()] == key}
     for owner, optimizer in step.optimizers.items():
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for parameter, table in optimizer.state.items():

@@ -15,7 +15,7 @@ import training_steps as steps
 from hypothesis import given
 from hypothesis import strategies as st
 from planned_jobs import assert_every_checkpoint_is_true, plan_graph
-from test_probe import TINY, FakeClock, needs_gpu
+from test_probe import TINY, FakeClock
 
 from checkflow import plan as plans
 from checkflow.cli import FAILED, FOUND, main
@@ -366,7 +366,7 @@ def test_help_says_that_measured_plans_differ(call: Callable[..., tuple[int, str
 # --- with a GPU
 
 
-@needs_gpu
+@pytest.mark.cuda
 def test_a_step_is_built_run_and_measured_on_the_gpu() -> None:
     device = this_machine().device
     _, step = load_training_step("digits", batch_size=8, device=device)
@@ -380,7 +380,7 @@ def test_a_step_is_built_run_and_measured_on_the_gpu() -> None:
     assert found.graph.optimizers == traced.optimizers
 
 
-@needs_gpu
+@pytest.mark.cuda
 def test_a_gpu_s_free_memory_bounds_what_is_run() -> None:
     device = this_machine().device
     with pytest.raises(CheckflowError, match="too large to be run on this GPU"):

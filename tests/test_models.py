@@ -24,6 +24,7 @@ DEFAULTS: dict[str, tuple[list[tuple[int, ...]], int]] = {
     "digits": ([(3, 1, 8, 8), (3,)], 522_010),
     "llama": ([(3, 8192), (3, 8192)], 8_030_261_248),
     "dlrm": ([(3, 13), (26, 3, 1), (3,)], 540_677_217),
+    "gpt2": ([(3, 1024), (3, 1024)], 124_439_808),
 }
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -38,6 +39,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "digits": {"width": 8},
     "llama": {"sequence": 8, "layers": 2, "width": 64, "vocabulary": 50},
     "dlrm": {"width": 4, "lookups": 2, "rows": 10},
+    "gpt2": {"length": 8, "vocabulary": 50, "layers": 2, "heads": 2, "width": 16},
 }
 
 # Names that users of torchvision know: a checkpoint's keys are these.
@@ -61,6 +63,12 @@ KEYS = {
     "digits": ["features.0.weight", "features.1.running_mean", "classifier.weight"],
     "llama": ["tok_embeddings.weight", "layers.31.attention.wq.weight", "layers.0.ffn_norm.weight", "output.weight"],
     "dlrm": ["embeddings.tables.25.weight", "bottom.0.weight", "top.4.bias"],
+    "gpt2": [
+        "transformer.wte.weight",
+        "transformer.h.11.attn.c_attn.weight",
+        "transformer.ln_f.bias",
+        "lm_head.weight",
+    ],
 }
 
 
@@ -84,7 +92,7 @@ def test_default_configuration_is_exact_and_allocates_nothing(name: str) -> None
 def test_default_optimizer(name: str) -> None:
     optimizers = load_training_step(name)[1].optimizers
     assert list(optimizers) == (["networks", "tables"] if name == "dlrm" else ["optimizer"])
-    other = {"digits": torch.optim.Adam, "llama": torch.optim.AdamW}
+    other = {"digits": torch.optim.Adam, "llama": torch.optim.AdamW, "gpt2": torch.optim.AdamW}
     for optimizer in optimizers.values():
         assert type(optimizer) is other.get(name, torch.optim.SGD)
         if name not in other:
@@ -137,6 +145,30 @@ def test_bert_attention_mixes_tokens_and_respects_dropout() -> None:
     assert not torch.allclose(model(tokens), model(other), atol=1e-7), (
         "the last token must reach the first one's logits"
     )
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_gpt2_sees_the_past_alone_and_where_it_is(mixed: bool) -> None:
+    torch.manual_seed(0)
+    step = _build("gpt2", batch_size=1, dropout=0.0, mixed=mixed, **SMALL["gpt2"])
+    assert step.run(step.batch).dtype == torch.float32  # cross entropy is, under autocast too
+    (model,) = step.models.values()
+    tokens = torch.full((1, 8), 7)
+    logits = model(tokens)
+    assert not torch.allclose(logits[0, 0], logits[0, 1], atol=1e-6)  # the same token elsewhere
+    tokens[0, 5] = 8
+    changed = (model(tokens) - logits).abs().amax(-1)[0] > 1e-6
+    assert changed.tolist() == [False] * 5 + [True] * 3
+
+
+def test_gpt2_decays_matrices_alone_and_its_output_layer_is_its_embedding() -> None:
+    step = _build("gpt2", batch_size=1, **SMALL["gpt2"])
+    (model,), (optimizer,) = step.models.values(), step.optimizers.values()
+    assert model.lm_head.weight is model.transformer.wte.weight
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert {name: decay[id(p)] for name, p in model.named_parameters()} == {
+        name: 0.1 if p.dim() > 1 else 0.0 for name, p in model.named_parameters()
+    }
 
 
 def test_vit_sees_positions() -> None:

@@ -30,7 +30,6 @@ from checkflow.planner.timing import EventClock, HostClock, Spread, Work, spread
 CPU = torch.device("cpu")
 TINY = Effort(repetitions=3, seconds=0.01, array_bytes=8 * 2**20, product_seconds=1e-4, disk_bytes=LEAST_FILE_BYTES)
 MACHINE = Machine(CPU, "cuda", "NVIDIA H200", "torch 2.13, CUDA 13.0, driver 580.1", 141 * 10**9)
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 class FakeClock:
@@ -480,7 +479,7 @@ def test_bad_input_is_one_line(
 # --- with a GPU
 
 
-@needs_gpu
+@pytest.mark.cuda
 def test_events_time_the_device_and_not_the_call() -> None:
     device = this_machine().device
     x = torch.ones(2**26, device=device)
@@ -491,7 +490,7 @@ def test_events_time_the_device_and_not_the_call() -> None:
     assert moved / spread_of(laps).median < 2e13  # a call that was not waited for would be faster than any memory
 
 
-@needs_gpu
+@pytest.mark.cuda
 def test_a_gpu_has_four_links_and_matrix_units() -> None:
     here = this_machine()
     figures, _ = probes.device_figures(here, EventClock(here.device), TINY, lambda part: None)

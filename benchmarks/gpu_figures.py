@@ -1,0 +1,246 @@
+"""What the measurements on a GPU mean: statistics, the order of blocks, the budget of time, and figures beside targets.
+
+Pure functions on numbers and JSON; nothing here needs torch, a GPU, or another file of this project.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Row = dict[str, Any]
+Status = Literal["done", "failed", "ended", "skipped"]
+PLAIN, CHECKPOINTED = "plain", "checkpointed"
+
+
+# --- how much time there is
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a run. It is ended when its time is over, and not begun where too little is left."""
+
+    name: str
+    what: str
+    most_seconds: float
+    least_seconds: float
+    beside: bool = False  # it times nothing: runs at the same time as the others of this kind
+    on_cpu: bool = False  # a run without a GPU has it too
+
+
+def allowed_seconds(part: Part, left_seconds: float) -> float | None:
+    """How long a part may take of what is left; None: it is not worth beginning."""
+    return None if left_seconds < part.least_seconds else min(part.most_seconds, left_seconds)
+
+
+def case_name(model: str, batch_size: int, optimizer: str | None = None, settings: Mapping[str, Any] = {}) -> str:
+    """What a training step is called in results, as "gpt2 mixed batch 16"."""
+    chosen = (key if value is True else f"{key}={value}" for key, value in settings.items())
+    return " ".join((model, *chosen, *([optimizer] if optimizer else []), f"batch {batch_size}"))
+
+
+# --- what was measured
+
+
+def interleaved(rounds: int) -> tuple[str, ...]:
+    """The order of blocks: each with checkpoints lies between two without, so that a steady drift cancels."""
+    if rounds < 1:
+        raise ValueError("at least one round")
+    return (*(PLAIN, CHECKPOINTED) * rounds, PLAIN)
+
+
+def quantile(samples: Sequence[float], share: float) -> float:
+    """The value that this share of the samples does not exceed, interpolated.
+
+    Raises:
+        ValueError: there are no samples, or the share is not between 0 and 1.
+    """
+    if not samples or not 0 <= share <= 1:
+        raise ValueError("a quantile needs samples, and a share from 0 to 1")
+    ordered = sorted(samples)
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def spread(samples: Sequence[float]) -> Row:
+    """Seconds of one thing that was measured several times."""
+    return {
+        "count": len(samples),
+        "least": min(samples),
+        "median": statistics.median(samples),
+        "p99": quantile(samples, 0.99),
+        "most": max(samples),
+    }
+
+
+def overhead(blocks: Sequence[tuple[str, Sequence[float]]]) -> Row:
+    """What checkpoints add to the time of an iteration, from interleaved blocks.
+
+    Args:
+        blocks: of each, what it was (``PLAIN`` or ``CHECKPOINTED``), and the seconds of its iterations.
+
+    Returns:
+        The spread of both kinds; what is added to the median and to the 99th percentile, as shares; the same of each
+        block with checkpoints against its two neighbours; and ``noise``: how far the plain blocks' medians lie apart.
+    """
+    pooled = {
+        kind: [one for name, seconds in blocks if name == kind for one in seconds] for kind in (PLAIN, CHECKPOINTED)
+    }
+    plain, checkpointed = spread(pooled[PLAIN]), spread(pooled[CHECKPOINTED])
+    medians = [statistics.median(seconds) for _, seconds in blocks]
+    pairs = [
+        medians[i] / statistics.fmean((medians[i - 1], medians[i + 1])) - 1
+        for i, (name, _) in enumerate(blocks)
+        if name == CHECKPOINTED
+    ]
+    bare = [median for (name, _), median in zip(blocks, medians, strict=True) if name == PLAIN]
+    return {
+        "plain_seconds": plain,
+        "checkpointed_seconds": checkpointed,
+        "median_overhead": checkpointed["median"] / plain["median"] - 1,
+        "p99_overhead": checkpointed["p99"] / plain["p99"] - 1,
+        "block_overheads": pairs,
+        "noise": max(bare) / min(bare) - 1,
+    }
+
+
+def following_cost(seconds: Sequence[float], captured: Sequence[int], usual_seconds: float, steps: int = 10) -> float:
+    """What one checkpoint costs in the iterations after its boundary, in seconds: the median over several.
+
+    Args:
+        seconds: of each iteration, from the first one on.
+        captured: indices of the iterations that begin right after a boundary that was captured.
+        usual_seconds: of an iteration without checkpoints.
+
+    Raises:
+        ValueError: none of them is followed by so many iterations.
+    """
+    costs = [sum(seconds[i : i + steps]) - steps * usual_seconds for i in captured if i + steps <= len(seconds)]
+    if not costs:
+        raise ValueError(f"no checkpoint is followed by {steps} iterations")
+    return statistics.median(costs)
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans of time, sorted, those that touch made one."""
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _length(spans: Iterable[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
+def copies(trace: Mapping[str, Any], iterations: int) -> Row:
+    """What crossed the link while a profiler watched some iterations, by its trace (the format of Chrome's tracing).
+
+    ``bytes_per_second`` is of the time in which copies ran; ``beside_kernels`` the share of that time in which kernels
+    ran too.
+
+    Raises:
+        ValueError: the trace has no copy from device to host.
+    """
+    spans: dict[str, list[tuple[float, float]]] = {"DtoH": [], "HtoD": [], "DtoD": [], "kernel": []}
+    sizes: dict[str, list[int]] = {name: [] for name in spans}
+    for event in trace["traceEvents"]:
+        category = event.get("cat")
+        name = str(event.get("name", ""))
+        kind = next((one for one in ("DtoH", "HtoD", "DtoD") if one in name), "") if category == "gpu_memcpy" else ""
+        kind = "kernel" if category == "kernel" else kind
+        if kind:
+            begin = float(event["ts"]) / 1e6  # microseconds
+            spans[kind].append((begin, begin + float(event["dur"]) / 1e6))
+            sizes[kind].append(int(event.get("args", {}).get("bytes", 0)))
+    if not spans["DtoH"]:
+        raise ValueError("the profiler saw no copy from device to host")
+    out, kernels = _union(spans["DtoH"]), _union(spans["kernel"])
+    busy = _length(out)
+    alone = _length(_union([*out, *kernels])) - _length(kernels)
+    return {
+        "iterations": iterations,
+        "bytes": sum(sizes["DtoH"]),
+        "copies": len(sizes["DtoH"]),
+        "largest_copy_bytes": max(sizes["DtoH"]),
+        "busy_seconds": busy,
+        "bytes_per_second": sum(sizes["DtoH"]) / busy,
+        "beside_kernels": 1 - alone / busy,
+        "snapshot_bytes": sum(sizes["DtoD"]),  # training's own copies within the device are among them
+        "to_device_bytes": sum(sizes["HtoD"]),
+    }
+
+
+# --- beside the targets
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure to reach: ``most`` or ``least``, whichever is given, in the figure's own unit."""
+
+    figure: str
+    section: str  # of a case's rows
+    key: str
+    most: float | None = None
+    least: float | None = None
+    every_iteration: bool = False  # asked only where the plan makes a checkpoint of every iteration
+
+
+TARGETS = (
+    Target("added to the median iteration, a checkpoint every iteration", "step_time", "median_overhead", most=0.01,
+           every_iteration=True),
+    Target("added to the 99th percentile, likewise", "step_time", "p99_overhead", most=0.03, every_iteration=True),
+    Target("seconds lost in the ten iterations after one checkpoint", "following", "seconds", most=0.05),
+    Target("seconds for which the main thread is held an iteration", "step_time", "held_seconds", most=1e-3),
+    Target("bytes per second from device to host, within the plan", "copies", "bytes_per_second", least=50e9),
+    Target("share of the bare link's", "copies", "of_bare_link", least=0.95),
+    Target("bytes that checkpoints add to the peak of memory beyond what the plan says", "memory", "unplanned_bytes",
+           most=0),
+    Target("peak of memory with checkpoints, share by which it differs from the plan's", "memory", "plan_error",
+           most=0.02),
+)  # fmt: skip
+
+
+def judge(cases: Mapping[str, Sequence[Row]]) -> list[Row]:
+    """Each target with the worst of the cases that have the figure; ``met`` is None where none has."""
+    judged: list[Row] = []
+    for target in TARGETS:
+        found: dict[str, float] = {}
+        for case, rows in cases.items():
+            sections = {row["section"]: row for row in rows if "section" in row}
+            value = sections.get(target.section, {}).get(target.key)
+            rare = target.every_iteration and sections.get("plan", {}).get("interval") != 1
+            if value is not None and not rare:
+                found[case] = value
+        bound = target.most if target.most is not None else target.least
+        row: Row = {"figure": target.figure, "most": target.most, "least": target.least, "met": None, "cases": found}
+        if found:
+            worst = max if target.most is not None else min
+            name = worst(found, key=lambda case: found[case])
+            assert bound is not None
+            met = found[name] <= bound if target.most is not None else found[name] >= bound
+            row |= {"worst": found[name], "worst_case": name, "met": met}
+        judged.append(row)
+    return judged
+
+
+def incomplete(result: Mapping[str, Any], parts: Iterable[Part]) -> list[str]:
+    """What is missing in a result that ought to be whole: each part is there, with rows or a reason."""
+    faults = []
+    for part in parts:
+        entry = result["parts"].get(part.name)
+        if entry is None:
+            faults.append(f"{part.name}: missing")
+        elif entry["status"] != "done" and not entry["reason"]:
+            faults.append(f"{part.name}: {entry['status']}, no reason given")
+        elif entry["status"] == "done" and not entry["rows"]:
+            faults.append(f"{part.name}: done, and no rows")
+    return faults

@@ -1,0 +1,103 @@
+"""The packages that a run on a GPU needs: whether they are here, and how they come to a machine without a network."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+LEAST_TORCH = (2, 11)
+#: Of the package's dependencies, what only other commands use: a solver with its own licence, and the demo's data.
+NOT_NEEDED = frozenset(("gurobipy", "scikit-learn"))
+#: Of those for development, what tests use.
+FOR_TESTS = frozenset(("pytest", "pytest-timeout", "hypothesis"))
+#: What a package is imported as, where that is not its name.
+MODULES = {"pytest-timeout": "pytest_timeout"}
+#: Tags of wheels that today's Linux takes; pip takes each to mean itself alone.
+PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014", "manylinux1")
+
+
+def minima() -> dict[str, tuple[int, ...]]:
+    """The packages that a run needs besides torch, with the least version of each, as pyproject.toml has them."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    found = {}
+    for requirement in needed:
+        name, _, rest = requirement.partition(">=")
+        development = requirement in project["optional-dependencies"]["dev"]
+        if name != "torch" and name not in NOT_NEEDED and (not development or name in FOR_TESTS):
+            found[name] = version_of(rest)
+    return found
+
+
+def version_of(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version: (3, 0) of "3.0,<4", (2, 11, 0) of "2.11.0+cu130"."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in match.group().split(".")) if match else ()
+
+
+def lacking(needed: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Which of these packages this Python does not have, or has in a version that is too old."""
+    missing = []
+    for name, least in needed.items():
+        try:
+            present = version_of(importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            # What was put there without its metadata counts too.
+            present = (10**6,) if importlib.util.find_spec(MODULES.get(name, name)) else ()
+        if present < least:
+            missing.append(name)
+    return missing
+
+
+def how_to_bring(missing: Sequence[str]) -> str:
+    """What is missing in the first line, and how it comes here in the others."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    machine = "aarch64" if os.uname().machine == "aarch64" else "x86_64"
+    tags = " ".join(f"--platform {platform}_{machine}" for platform in PLATFORMS)
+    names = " ".join(missing)
+    return (
+        f"checkflow: {sys.executable} (Python {version}) lacks {', '.join(missing)}: bring them as wheels\n"
+        "where there is a network, in a clone of this repository:\n"
+        f"  python3 -m pip download --only-binary=:all: --python-version {version} --implementation cp {tags}"
+        f" --constraint constraints.txt --dest wheels {names}\n"
+        "and here:\n"
+        "  make test-gpu WHEELS=wheels"
+    )
+
+
+def install(wheels: Path, target: Path) -> None:
+    """Unpack those wheels of a folder whose packages are not here, or older here. The torch that is here stays.
+
+    Raises:
+        SystemExit: there are no wheels, or pip refuses one; the message says why.
+    """
+    found = sorted(wheels.glob("*.whl"))
+    if not found:
+        raise SystemExit(f"checkflow: there are no wheels in {wheels}")
+    chosen = []
+    for wheel in found:
+        name, version = wheel.name.split("-")[:2]
+        name = re.sub(r"[-_.]+", "-", name).lower()
+        try:
+            older = version_of(importlib.metadata.version(name)) < version_of(version)
+        except importlib.metadata.PackageNotFoundError:
+            older = True
+        if older and name != "torch":
+            chosen.append(wheel)
+    if chosen:
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-cache-dir"]
+        done = subprocess.run([*command, "--target", str(target), *map(str, chosen)], capture_output=True, text=True)
+        if done.returncode:
+            said = (done.stderr or done.stdout).strip().splitlines()
+            raise SystemExit(f"checkflow: pip does not install the wheels in {wheels}: {said[-1] if said else '?'}")
+    importlib.invalidate_caches()

@@ -1,0 +1,382 @@
+"""The parts of a run on a GPU (``benchmarks/gpu.py``): functions that send rows, in processes of their own.
+
+A part may fail, hang or crash: what it has sent by then is kept.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_figures import Row
+
+ROOT = Path(__file__).parent.parent
+_HOST = ("MemTotal:", "MemAvailable:", "SwapFree:", "Unevictable:")
+Options = Mapping[str, Any]
+Send = Callable[[Row], None]
+
+
+def _device(options: Options) -> Any:
+    import torch
+
+    return torch.device("cuda", 0) if options["device"] == "cuda" else torch.device("cpu")
+
+
+def _numbers(options: Options) -> Any:
+    """What plans are made for: the probed device; if that failed, the catalogue's entry for the card, or any card's."""
+    import torch
+
+    from checkflow.errors import CheckflowError
+    from checkflow.hardware import CATALOGUE, Device, find_device
+
+    if options["numbers"] is not None:
+        return Device(**options["numbers"])
+    if options["device"] == "cpu":
+        return CATALOGUE["cpu"]
+    try:
+        return find_device(torch.cuda.get_device_name(0))
+    except CheckflowError:
+        return CATALOGUE["A100 40GB"]
+
+
+def environment(options: Options, send: Send) -> None:
+    """What this machine is. Needs torch and nothing else."""
+    import torch
+
+    row: Row = {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpu": None,
+        "state": gpu_state(),
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        row["gpu"] = properties.name
+        row["capability"] = list(torch.cuda.get_device_capability(0))
+        row["memory_bytes"] = properties.total_memory
+        row["processors_of_gpu"] = properties.multi_processor_count
+    memory = Path("/proc/meminfo")
+    if memory.is_file():
+        lines = (line.split() for line in memory.read_text().splitlines())
+        row["host_memory_bytes"] = {words[0].rstrip(":"): 1024 * int(words[1]) for words in lines if words[0] in _HOST}
+    places = [Path("/dev/shm"), Path(tempfile.gettempdir()), Path(options["output"])]
+    row["free_bytes"] = {str(place): shutil.disk_usage(place).free for place in places if place.is_dir()}
+    send(row)
+
+
+def gpu_state() -> Row | str:
+    """Clocks, temperature and power as the driver tells them; they are read, and left as they are."""
+    asked = (
+        "driver_version", "pstate", "persistence_mode", "clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu",
+        "power.draw", "power.limit", "pcie.link.gen.current", "pcie.link.width.current", "utilization.gpu",
+    )  # fmt: skip
+    command = ["nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader", "--id=0"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"nvidia-smi does not answer: {error}"
+    if done.returncode:
+        return f"nvidia-smi: {(done.stderr or done.stdout).strip()}"
+    return dict(zip(asked, (part.strip() for part in done.stdout.split(",")), strict=False))
+
+
+def tests(options: Options, send: Send) -> None:
+    """Every test with the marker "cuda", one row each."""
+    import pytest
+
+    class Reporter:
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            if report.when == "call" or report.outcome != "passed":
+                row: Row = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
+                if report.outcome != "passed":
+                    row["reason"] = str(report.longrepr)[-4000:]
+                send(row)
+
+        def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+            if report.failed:
+                send({"test": report.nodeid, "outcome": "not collected", "reason": str(report.longrepr)[-4000:]})
+
+    # Only these files are imported: collecting all tests takes longer than running those of a GPU.
+    marked = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.cuda" in path.read_text()]
+    if not marked:
+        raise RuntimeError("no test has the marker cuda")
+    os.chdir(ROOT)
+    arguments = ["-m", "cuda", "-p", "no:cacheprovider", "--timeout=60", "--continue-on-collection-errors"]
+    code = pytest.main([*arguments, *map(str, marked)], plugins=[Reporter()])
+    send({"exit": int(code), "files": [path.name for path in marked]})
+    if code:
+        raise RuntimeError(f"pytest ended with {code!r}")
+
+
+def short_run(device: str = "cuda") -> None:
+    """A few checkpointed iterations, audited: what memory checkers watch on a GPU.
+
+    Raises:
+        RuntimeError: a checkpoint failed, or is not what it should be.
+    """
+    import torch
+
+    import checkflow
+    from benchmarks.gpu_case import QUICK, make_case_plan
+    from benchmarks.gpu_loop import Case, TrainingJob
+    from checkflow.hardware import find_device
+
+    job = TrainingJob(Case("digits", 4, settings={"width": 8}), torch.device(device))
+    job.iterate()
+    plan = make_case_plan(job, find_device("H200"), QUICK, {})
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        checkflow.Checkpointer(
+            job.step.models, job.step.optimizers, directory=directory, plan=plan,
+            every=plan.interval, audit=1, on_error="raise",
+        ) as checkpointer,
+    ):  # fmt: skip
+        for _ in checkpointer.steps(6 * plan.interval):
+            job.iterate()
+    report = checkpointer.report()
+    if (report["committed"], report["failed"], report["breaches"]) != (6, 0, 0):
+        raise RuntimeError(f"6 checkpoints were to be committed: {report}")
+
+
+def sanitized(options: Options, send: Send) -> None:
+    """``short_run`` under NVIDIA's compute-sanitizer, where it is installed."""
+    tool = options["tool"]
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        send({"tool": tool, "skipped": "compute-sanitizer is not installed"})
+        return
+    run = "from benchmarks.gpu_parts import short_run; short_run()"
+    command = [program, "--tool", tool, "--error-exitcode", "86", "--print-limit", "20", sys.executable, "-c", run]
+    begun = time.perf_counter()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    summary = re.findall(r"ERROR SUMMARY: (\d+) error", said) or re.findall(r"RACECHECK SUMMARY: (\d+) hazard", said)
+    send(
+        {
+            "tool": tool,
+            "exit": done.returncode,
+            "errors": int(summary[-1]) if summary else None,
+            "seconds": time.perf_counter() - begun,
+            "said": said[-4000:],
+        }
+    )
+    if done.returncode or not summary:
+        raise RuntimeError(f"compute-sanitizer ended with {done.returncode}: {said.strip()[-300:]}")
+
+
+def traces(options: Options, send: Send) -> None:
+    """What each case takes by its trace, which needs no GPU: several processes at once."""
+    from benchmarks.gpu_loop import Case
+
+    cases = [Case(**given) for given in options["cases"]]
+    count = max(1, min(len(cases), (os.cpu_count() or 1) - 2, 8))
+    if count == 1 and options["quick"]:  # not worth a process
+        for case in cases:
+            send(_trace(case, options["device"]))
+        return
+    with concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
+        waiting = {pool.submit(_trace, case, options["device"]): case for case in cases}
+        for done in concurrent.futures.as_completed(waiting):
+            try:
+                send(done.result())
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is kept
+                send({"case": waiting[done].name, "error": f"{type(error).__name__}: {error}"})
+
+
+def _trace(case: Any, target: str) -> Row:
+    import torch
+
+    from benchmarks.gpu_case import traced_graph
+    from checkflow.planner.torch_settings import torch_settings_kept
+
+    torch.set_num_threads(1)
+    with torch_settings_kept():
+        graph = traced_graph(case, target)
+    during, _ = graph.live_bytes(eager=True)
+    index = max(range(len(during)), key=during.__getitem__)
+    operator = graph.operators[index]
+    return {
+        "case": case.name,
+        "training_peak_bytes": during[index],
+        "peak_operator": f"{operator.target} of {operator.phase} in {operator.module or 'no module'}",
+        "state_bytes": graph.state_bytes,
+        "operators": len(graph.operators),
+        "flops": graph.flops,
+    }
+
+
+def link(options: Options, send: Send) -> None:
+    """The probe of this machine, which plans are made for; what a live job measures; and the bare link by size."""
+    from benchmarks.gpu_case import bare_link, section
+    from checkflow.planner.bandwidth import measure_bandwidths
+    from checkflow.planner.probe import QUICK, probe
+    from checkflow.report_time import probe_json
+
+    device = _device(options)
+    effort = QUICK
+    if options["quick"]:
+        effort = dataclasses.replace(QUICK, repetitions=3, seconds=0.01, array_bytes=8 * 2**20, product_seconds=1e-4)
+    with section(send, "probe") as row:
+        row |= probe_json(probe(None, effort))
+    with section(send, "bandwidths of a live job") as row:
+        row |= dataclasses.asdict(measure_bandwidths(device))
+    for mebibytes in (8, 64, 256, 1024):
+        with section(send, f"bare link, {mebibytes} MiB") as row:
+            if device.type == "cuda":
+                row |= bare_link(device, mebibytes * 2**20)
+            else:
+                row["skipped"] = "without a GPU there is no link"
+    with section(send, "both ways at once") as row:
+        if device.type == "cuda":
+            row |= _both_ways(device)
+        else:
+            row["skipped"] = "without a GPU there is no link"
+
+
+def _both_ways(device: Any) -> Row:
+    """To the host while as much comes from it, as where a data loader feeds training; and beside products."""
+    import torch
+
+    from checkflow.planner.timing import EventClock, spread_of
+
+    size_bytes = 256 * 2**20
+    there, other = (torch.randint(255, (size_bytes,), dtype=torch.uint8, device=device) for _ in range(2))
+    here, source = (torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    matrix = torch.randn(4096, 4096, device=device)
+    product = torch.empty_like(matrix)
+    side = torch.cuda.Stream()
+
+    def beside(work: Callable[[], object]) -> float:
+        """Bytes per second to the host while ``work`` runs on a stream of its own."""
+
+        def lap() -> None:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                work()
+            here.copy_(there, non_blocking=True)
+
+        seconds = spread_of(EventClock(device).laps(lap, 10)[1:]).median
+        torch.cuda.synchronize()
+        return size_bytes / seconds
+
+    def products() -> None:
+        for _ in range(16):
+            torch.mm(matrix, matrix, out=product)
+
+    return {
+        "bytes": size_bytes,
+        "alone": beside(lambda: None),
+        "while as much comes from the host": beside(lambda: other.copy_(source, non_blocking=True)),
+        "while matrices are multiplied": beside(products),
+    }
+
+
+def case(options: Options, send: Send) -> None:
+    """One training step with and without checkpoints (:mod:`benchmarks.gpu_case`)."""
+    import torch
+
+    from benchmarks.gpu_case import QUICK, Effort, measure_case
+    from benchmarks.gpu_loop import Case
+
+    if options["quick"]:
+        torch.set_num_threads(1)
+    device = _device(options)
+    send({"section": "before", "gpu": gpu_state() if device.type == "cuda" else None})
+    effort = QUICK if options["quick"] else Effort()
+    measure_case(Case(**options["case"]), device, _numbers(options), effort, options["traced"], send)
+    send({"section": "after", "gpu": gpu_state() if device.type == "cuda" else None})
+
+
+def live(options: Options, send: Send) -> None:
+    """A job that brings no plan: recorded, planned beside training, put in place, and run by it."""
+    import checkflow
+    from benchmarks.gpu_case import choose_storage
+    from benchmarks.gpu_loop import Case, TrainingJob
+
+    job = TrainingJob(Case(**options["case"]), _device(options))
+    begun = time.perf_counter()
+    planned_at = None
+    with (
+        tempfile.TemporaryDirectory(dir=choose_storage(4 * 2**30), ignore_cleanup_errors=True) as directory,
+        checkflow.Checkpointer(
+            job.step.models, job.step.optimizers, directory=directory, on_error="raise", resume="never"
+        ) as checkpointer,
+    ):
+        for n in checkpointer.steps(100_000):
+            job.iterate()
+            job.marks.wait()  # so that iterations are counted as they pass, not as they are enqueued
+            report = checkpointer.report()
+            planned_at = n if planned_at is None and report["plan_source"] == "recorded" else planned_at
+            late = time.perf_counter() - begun > options["seconds"]
+            if (planned_at is not None and n >= planned_at + 30) or late or report["planning"] == "given up":
+                break
+    report = checkpointer.report()
+    send({"seconds": time.perf_counter() - begun, "iterations_until_planned": planned_at, "report": report})
+    if planned_at is None or report["failed"] or report["breaches"]:
+        raise RuntimeError(f"no checkpoints by a plan of its own: {report['planning']}, {report['planning_failure']}")
+
+
+def command(options: Options, send: Send) -> None:
+    """A module that is run as a command, in a process of its own; its files go to the output folder."""
+    begun = time.perf_counter()
+    arguments = [sys.executable, "-m", *options["arguments"]]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+    row: Row = {"arguments": options["arguments"], "exit": done.returncode, "seconds": time.perf_counter() - begun}
+    with contextlib.suppress(ValueError):
+        row["json"] = json.loads(done.stdout)
+    if "json" not in row:
+        row["said"] = done.stdout[-8000:]
+    row["complained"] = done.stderr[-4000:]
+    send(row)
+    if done.returncode:
+        raise RuntimeError(f"exit code {done.returncode}: {done.stderr.strip()[-500:]}")
+
+
+def disk(options: Options, send: Send) -> None:
+    """Durable checkpoints as fast as training waits for them, beside bare fsynced writes of as many bytes."""
+    from benchmarks.cpu_overhead import raw_write_seconds
+    from benchmarks.gpu_case import QUICK, Effort, file_system, make_case_plan, section
+    from benchmarks.gpu_loop import Case, Phases, TrainingJob, checkpointing, train, warm_up_iterations
+
+    job = TrainingJob(Case(**options["case"]), _device(options))
+    job.iterate()
+    with tempfile.TemporaryDirectory(dir=options["output"]) as folder, section(send, "durable") as row:
+        storage = Path(folder)
+        plan = make_case_plan(job, _numbers(options), QUICK if options["quick"] else Effort(), {})
+        size_bytes = sum(spec.size_bytes for spec in plan.fingerprint.state)
+        (storage / "bare").mkdir()
+        bare = [raw_write_seconds(storage / "bare", size_bytes)]
+        iterations = (4 if options["quick"] else 20) * plan.interval
+        with Phases(job) as phases, checkpointing(job, plan, storage, every=plan.interval) as checkpointer:
+            found = train(
+                job, checkpointer, warm_up=warm_up_iterations(plan.interval), iterations=iterations, phases=phases
+            )
+        bare.append(raw_write_seconds(storage / "bare", size_bytes))
+        written_bytes = found.report["committed"] * (found.report["checkpoint_bytes"] or 0)
+        row |= {
+            "file_system": file_system(storage),
+            "state_bytes": size_bytes,
+            "durable_bytes_per_second": written_bytes / found.loop_seconds,
+            "bare_bytes_per_second": size_bytes / statistics.fmean(bare),
+            "of_bare_writes": written_bytes / found.loop_seconds * statistics.fmean(bare) / size_bytes,
+            "waited_for_storage_seconds": found.report["held_seconds"]["buffers"] / iterations,
+            **{name: found.report[name] for name in ("captures", "committed", "failed", "breaches")},
+        }

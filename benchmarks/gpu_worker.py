@@ -1,0 +1,115 @@
+"""Processes that do one part of a run after the other, and can be ended at any time."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_figures import Row, Status
+
+_SECONDS_TO_SAY = 0.5  # where its threads are
+
+
+def serve(connection: Any, log: str) -> None:
+    """The other process: does what it is asked to, one thing after the other, until nobody asks any more."""
+    os.setpgid(0, 0)  # whatever it starts is ended with it
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # to write a whole GPU job's memory takes minutes
+    faulthandler.enable()  # says where it was, if it crashes
+    faulthandler.register(signal.SIGUSR2)  # and if it hangs, before it is ended
+
+    def send(row: Row) -> None:
+        connection.send(("row", json.dumps(row, default=str)))  # whatever is in it, the run must be able to keep it
+
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            name, options = connection.recv()
+            try:
+                module, _, function = name.partition(":")
+                getattr(importlib.import_module(module), function)(options, send)
+                connection.send(("done", ""))
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is said, and the others go on
+                traceback.print_exc()
+                connection.send(("failed", f"{type(error).__name__}: {' '.join(str(error).split())}"))
+
+
+class Worker:
+    """A process that does parts. After one that failed it is another one: what CUDA breaks is broken for a process."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._process: Any = None
+        self._connection: Any = None
+
+    def run(
+        self, function: str, options: Mapping[str, Any], limit_seconds: float, rows: list[Row]
+    ) -> tuple[Status, str]:
+        """Do one thing within its time; what it sends is appended to ``rows``. Returns how it ended, and why.
+
+        Args:
+            function: "module:function"; it is given the options, and what sends a row. A row with an "error" tells that
+                something went wrong, and that it went on all the same.
+        """
+        if self._process is None or not self._process.is_alive():
+            self._start()
+        until = time.monotonic() + limit_seconds
+        process, connection = self._process, self._connection
+        try:
+            connection.send((function, dict(options)))
+            while connection.poll(max(0.0, until - time.monotonic())):
+                kind, content = connection.recv()
+                if kind != "row":
+                    break
+                rows.append(json.loads(content))
+            else:
+                os.kill(process.pid, signal.SIGUSR2)
+                time.sleep(_SECONDS_TO_SAY)
+                self.close()
+                return "ended", f"it was ended after {limit_seconds:.0f} s; {self._log.name} says where it was"
+        except (EOFError, OSError):
+            process.join(5)
+            code = process.exitcode
+            self.close()
+            return "failed", f"its process ended with {_ending(code)}"
+        wrong = next((f"{row.get('section', 'row')}: {row['error']}" for row in rows if "error" in row), "")
+        if kind == "failed" or wrong:
+            self.close()
+        return ("failed", content or wrong) if kind == "failed" or wrong else ("done", "")
+
+    def close(self) -> None:
+        """End the process, and what it started."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
+        self._process = self._connection = None
+
+    def _start(self) -> None:
+        self.close()
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, str(self._log)))
+        self._process.start()
+        theirs.close()
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "no exit code"
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
