@@ -15,12 +15,12 @@ from checkflow.errors import CheckflowError
 from checkflow.hardware import format_size
 from checkflow.runtime import numa
 from checkflow.runtime.copy_engine import Transfer
-from checkflow.runtime.cuda_engine import Stream
 from checkflow.runtime.cudart import Copies, load_runtime
+from checkflow.runtime.stream_device import Stream
 
 
 class CudaDevice:
-    """Streams, events, memory and copies of one GPU: see :class:`.cuda_engine.StreamDevice`.
+    """Streams, events, memory and copies of one GPU: see :class:`.stream_device.StreamDevice`.
 
     Args:
         device: with its index.

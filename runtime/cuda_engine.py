@@ -1,7 +1,7 @@
 """The copy engine for state in the memory of a device that runs behind the host: a CUDA GPU.
 
 What each method promises is :mod:`.copy_engine`'s. The engine speaks to the device in a handful of calls
-(:class:`StreamDevice`; the real one is :mod:`.cuda_device`), and blocks the host in ``finish`` and ``abort`` alone.
+(:mod:`.stream_device`; the real one is :mod:`.cuda_device`), and blocks the host in ``finish`` and ``abort`` alone.
 A device does what is enqueued on one stream in order, and on several in any order that events leave open. So:
 
 1. Chunks cross the link on a stream of the engine's own, the side stream. Before each ``offload`` it waits for an event
@@ -22,14 +22,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
-
-import torch
+from typing import Literal
 
 from checkflow.errors import CheckflowError
 from checkflow.runtime.copy_engine import CopyRecord, CopyStatistics, Transfer
+from checkflow.runtime.stream_device import Copies, Event, Stream, StreamDevice
 
 logger = logging.getLogger("checkflow")
 
@@ -37,57 +36,6 @@ logger = logging.getLogger("checkflow")
 # are 0.7 ms, while an event costs the training thread some microseconds.
 EVENT_BYTES = 32 * 2**20
 MOST_PREPARED = 8  # lists of transfers: one for each staging buffer, and some of a layout before
-
-Stream = Hashable
-Event = Any
-Copies = Any
-
-
-class StreamDevice(Protocol):
-    """What the engine asks of a device. All calls but ``synchronize`` enqueue, or ask, and return at once.
-
-    Raises:
-        CheckflowError: the device refuses a call, or has failed; with its reason.
-    """
-
-    side: Stream  # the engine's own
-    memory: torch.device  # whose memory it is
-
-    def current(self) -> Stream:
-        """The stream on which the calling thread enqueues what it does."""
-
-    def allocate(self, size_bytes: int) -> tuple[int, object]:
-        """Memory for the current stream: its address, and what holds it.
-
-        Once that is dropped, it may be handed out again at once, to whatever is enqueued on this stream later.
-        """
-
-    def prepare(self, transfers: Sequence[Transfer]) -> Copies:
-        """Copies that are to be made together, in no order among themselves, once or again and again."""
-
-    def copy(self, copies: Copies, stream: Stream) -> None:
-        """Make these copies, in order behind what the stream has been given."""
-
-    def record(self, stream: Stream, *, timed: bool = False) -> Event:
-        """An event that happens when the device has come so far in this stream."""
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        """What the stream is given from now on comes after the event."""
-
-    def done(self, event: Event) -> bool:
-        """Whether it has happened."""
-
-    def synchronize(self, event: Event) -> None:
-        """Return once it has happened; others of this process's threads go on."""
-
-    def seconds_between(self, before: Event, after: Event) -> float:
-        """Between two timed events; 0 if the later one has not happened yet."""
-
-    def recycle(self, events: Iterable[Event]) -> None:
-        """These may be recorded anew: nobody asks for them any more."""
-
-    def enter_thread(self) -> None:
-        """Called once on a thread that will call ``synchronize``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ class FakeDevice:
         self.host_waits = threading.Event()
         self.host_waits.set()
 
-    # What the engine asks (checkflow.runtime.cuda_engine.StreamDevice)
+    # What the engine asks (checkflow.runtime.stream_device.StreamDevice)
 
     def current(self) -> str:
         return getattr(self._current, "stream", "main")

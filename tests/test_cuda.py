@@ -83,8 +83,7 @@ class Job:
         self.model.seen += 1
 
     def plan(self, seed: int, **options: Any) -> Plan:
-        other = Job.__new__(Job)
-        other.__dict__.update(self.__dict__)
+        """A random one for the job after an iteration, which this makes."""
         self.iterate(0)
         return random_plan(self.models, self.optimizers, seed, chunk_bytes=100_000, **options)
 

@@ -214,6 +214,7 @@ def buffers() -> Iterator[Buffers]:
     buffers = Buffers(4)
     yield buffers
     buffers.device.failure = ""
+    buffers.device.host_waits.set()
     buffers.engine.close()
 
 
