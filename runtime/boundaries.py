@@ -249,7 +249,8 @@ class Boundaries:
         if not self._iterated:
             return
         begun = time.perf_counter()
-        self.pace.ended(self.iteration + 1, epoch_end=epoch_end)
+        held = sum(seconds for phase, seconds in self.held_seconds.items() if phase != "planning")
+        self.pace.ended(self.iteration + 1, epoch_end=epoch_end, held_seconds=held)
         self._turn(micro_batches)
         turned = time.perf_counter()
         self._note_hold("planning", turned - begun)
