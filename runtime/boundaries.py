@@ -306,7 +306,8 @@ class Boundaries:
         if not self._iterated:
             self._end_if_idle()
             return
-        self.pace.ended(self.iteration + 1, epoch_end=epoch_end)
+        held = sum(seconds for what, seconds in self.clock.held_seconds.items() if what != "planning")
+        self.pace.ended(self.iteration + 1, epoch_end=epoch_end, held_seconds=held)
         ending = self._preemption.begin_ending()
         with self.clock.holding("planning"):
             self._turn(micro_batches, ending=ending)

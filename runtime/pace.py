@@ -58,6 +58,8 @@ class Pace:
         self._kept: Costs | None = None
         self._batch: str | None = None
         self._seen = self._in_epoch = 0  # iterations
+        self._held_seconds = 0.0
+        self._waits = device_name(job.models)[0] == "cpu"  # elsewhere the host may wait while the device computes
         self._began = clock()
         self._unlike = True  # the iteration that goes on is none like others
         self._evaluates = self._evaluated = False
@@ -82,8 +84,12 @@ class Pace:
 
     # At a boundary, in this order
 
-    def ended(self, number: int, *, epoch_end: bool) -> None:
-        """An iteration has ended: called before anything is done at the boundary that it ends at."""
+    def ended(self, number: int, *, epoch_end: bool, held_seconds: float) -> None:
+        """An iteration has ended: called before anything is done at the boundary that it ends at.
+
+        Args:
+            held_seconds: for which training waited for checkpointing so far.
+        """
         now, loader = clock(), self._job.loader
         self._seen, self._in_epoch = self._seen + 1, self._in_epoch + 1
         last = epoch_end or (loader is not None and loader.position == 0)
@@ -102,9 +108,10 @@ class Pace:
                 persisted=bool(self._outstanding or outstanding or finished > self._finished),
                 counts=not (unlike or at_edge),
                 persist_seconds=persist.seconds if persist is not None and persist.error is None else None,
+                held_seconds=held_seconds - self._held_seconds if self._waits else 0.0,
             )
         )  # fmt: skip
-        self._finished, self._began = finished, now
+        self._finished, self._began, self._held_seconds = finished, now, held_seconds
         self._evaluated, self._evaluates, self._unlike = self._evaluates, False, False
         if last:
             self._in_epoch = 0

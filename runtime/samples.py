@@ -1,7 +1,9 @@
 """What iterations tell of the cost of checkpoints: samples of three kinds, and medians of them.
 
 - *Free* iterations, with no capture in flight and storage at rest: how long training itself takes.
-- Captures that no persist disturbed: the iterations of one, and how much longer they took than free ones.
+- Captures that no persist disturbed: the iterations of one, and how much longer they took than free ones. Of every
+  capture, how long training was held for it, which is the least that it costs: that needs no other iteration to be held
+  against, on a machine whose speed drifts.
 - Persists: the iterations of one, how much longer they took than free ones and the captures among them, and how long
   the persist itself lasted.
 
@@ -35,6 +37,7 @@ class Iteration:
     persisted: bool = False  # storage was being written to
     counts: bool = True  # whether it is an iteration like others
     persist_seconds: float | None = None  # that a persist took which ended in it
+    held_seconds: float = 0.0  # of its time, in which training surely waited for checkpointing
 
     @property
     def tells(self) -> bool:
@@ -48,21 +51,27 @@ class Span:
 
     iterations: int = 0  # that tell
     seconds: float = 0.0  # of these
+    held_seconds: float = 0.0  # of these
     left_out: int = 0
     captures: int = 0  # begun in it
+    counts: bool = True  # whether it is a capture like others
     pure: bool = True  # nothing else was seen in it
 
     def add(self, iteration: Iteration) -> None:
         if iteration.tells:
             self.iterations += 1
             self.seconds += iteration.seconds
+            self.held_seconds += iteration.held_seconds
         else:
             self.left_out += 1
 
+    def whole(self, seconds: float) -> float:
+        """What is true of the iterations that tell, for all of them: those left out are taken to be like the others."""
+        return seconds * (self.iterations + self.left_out) / self.iterations
+
     def added_seconds(self, free_seconds: float) -> float:
-        """What it has beyond so many free iterations; those left out are taken to be like the others."""
-        whole = (self.iterations + self.left_out) / self.iterations
-        return (self.seconds - self.iterations * free_seconds) * whole
+        """What it has beyond so many free iterations."""
+        return self.whole(self.seconds - self.iterations * free_seconds)
 
 
 class Samples:
@@ -77,6 +86,7 @@ class Samples:
     def forget_checkpoints(self) -> None:
         """What captures and persists cost is to be measured anew."""
         self._captures: deque[Span] = deque(maxlen=KEPT)
+        self._held_seconds: deque[float] = deque(maxlen=KEPT)  # by each capture
         self._persists: deque[Span] = deque(maxlen=KEPT)
         self._persist_seconds: deque[float] = deque(maxlen=KEPT)
         self._capture: Span | None = None  # under way
@@ -85,7 +95,7 @@ class Samples:
 
     def keep_last(self, size: int) -> None:
         """Forget what older checkpoints cost: it holds no more."""
-        for samples in (self._captures, self._persists, self._persist_seconds):
+        for samples in (self._captures, self._held_seconds, self._persists, self._persist_seconds):
             while len(samples) > size:
                 samples.popleft()
 
@@ -107,7 +117,7 @@ class Samples:
     @property
     def largest(self) -> int:
         """How many samples of a checkpoint's cost there are, of the kind that has most."""
-        return max(len(self._captures), len(self._persists), len(self._persist_seconds))
+        return max(len(self._captures), len(self._held_seconds), len(self._persists), len(self._persist_seconds))
 
     @property
     def persist_seconds(self) -> float | None:
@@ -117,7 +127,7 @@ class Samples:
     def begin_capture(self, *, counts: bool) -> None:
         """A capture begins at this boundary, one like others or not."""
         self._end_capture()
-        self._capture, self._began = Span(pure=counts), True
+        self._capture, self._began = Span(counts=counts), True
 
     def add(self, iteration: Iteration) -> None:
         """An iteration has ended."""
@@ -159,6 +169,8 @@ class Samples:
             if len(persists) >= least and (begun := median(span.captures for span in persists)) >= 1:
                 # Where storage takes every capture none is undisturbed; but one costs no more than it and its persist.
                 capture = min(capture, cost(persists, 0.0, doubt) / begun)
+            if len(self._held_seconds) >= least:
+                capture = max(capture, median(list(self._held_seconds)[-size:]))
             return capture
 
         interference = zero.interference_seconds
@@ -182,6 +194,7 @@ class Samples:
             # What was measured before was held against another training's time.
             self._free = deque(new, maxlen=KEPT)
             self._captures.clear()
+            self._held_seconds.clear()
             self._persists.clear()
             self._capture = self._persist = None
 
@@ -196,7 +209,10 @@ class Samples:
 
     def _end_capture(self) -> None:
         span, self._capture = self._capture, None
-        if span is not None and span.pure and span.iterations:
+        if span is None or not span.counts or not span.iterations:
+            return
+        self._held_seconds.append(span.whole(span.held_seconds))
+        if span.pure:
             self._captures.append(span)
             self.captures_seen += 1
 

@@ -31,6 +31,7 @@ class SimulatedJob:
     epoch: int | None = None
     seed: int = 0
     fails: bool = False  # storage does not take anything
+    held_seconds: float = 0.0  # of a capture's first iteration, without lengthening what is not said above
     place: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,6 +63,7 @@ class SimulatedJob:
                 Iteration(
                     self.number, taken + self.pauses.get(self.number, 0.0), captured=self._flying > 0,
                     persisted=persisting, persist_seconds=self.persist_seconds if ended and not self.fails else None,
+                    held_seconds=self.held_seconds if self._begun else 0.0,
                 )
             )  # fmt: skip
             self._at_boundary(ended)

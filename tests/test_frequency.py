@@ -213,6 +213,19 @@ def test_training_that_becomes_slower_is_no_overhead() -> None:
     assert job.intervals == (2, 2)
 
 
+def test_what_training_surely_waited_is_the_least_that_a_capture_costs() -> None:
+    """Free iterations were measured on a slower machine: by them alone, a capture would cost nothing."""
+    job = SimulatedJob(persist_seconds=0.5, held_seconds=0.14)
+    job.run(PROFILE)
+    assert job.intervals == (4, 4)
+    job.held_seconds = 0.0
+    job.run(2000)
+    assert job.intervals == (1, 1)
+    job.held_seconds = 0.28
+    job.run(200)
+    assert job.intervals == (8, 8)
+
+
 def test_controls_are_rare_and_short() -> None:
     job = SimulatedJob(persist_seconds=0.5)
     job.run(4000)

@@ -35,6 +35,8 @@ class World:
         self.now = 0.0
         self.persist_seconds = 0.5  # as the writer measures it
         self.added_seconds = 0.25  # to training, by each
+        self.held_seconds = 0.0  # that training waits for each capture
+        self.really_held_seconds = 0.0
 
     def __call__(self) -> float:
         return self.now
@@ -49,13 +51,18 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def rule(world: World, patch: pytest.MonkeyPatch) -> None:
-    persist = Writer._persist
+    persist, ended = Writer._persist, pace.Pace.ended
+
+    def held(self: pace.Pace, number: int, *, epoch_end: bool, held_seconds: float) -> None:
+        world.really_held_seconds = held_seconds
+        ended(self, number, epoch_end=epoch_end, held_seconds=self._saving.captures * world.held_seconds)
 
     def timed(self: Writer, capture: Any) -> Persisted:
         return dataclasses.replace(persist(self, capture), seconds=world.persist_seconds)
 
     patch.setattr(checkpointers, "check_plan", plans.validate)
     patch.setattr(pace, "clock", world)
+    patch.setattr(pace.Pace, "ended", held)
     patch.setattr(Writer, "_persist", timed)
 
 
@@ -249,6 +256,16 @@ def test_a_slow_disk_and_one_that_recovers(tmp_path: Path, world: World) -> None
         train(job, checkpointer, world, 420)
     assert frequency(checkpointer)["disk_interval"] == 8
     assert [change["disk"] for change in frequency(checkpointer)["changes"]] == [8, 20, 10, 8]
+
+
+def test_what_training_waited_is_part_of_the_cost(tmp_path: Path, world: World) -> None:
+    job, world.held_seconds = Job(), 0.14
+    with open_job(job, tmp_path) as checkpointer:
+        train(job, checkpointer, world, 80)
+    told = frequency(checkpointer)
+    assert (told["memory_interval"], told["disk_interval"]) == (8, 8)  # 0.25 s, of which it waited 0.14
+    held = checkpointer.report()["held_seconds"]
+    assert 0 < world.really_held_seconds <= sum(held.values())
 
 
 def test_ends_of_epochs_are_saved_and_count_for_nothing(tmp_path: Path, world: World) -> None:
