@@ -14,6 +14,7 @@ A GPU works on when the host has gone on: what it does then is seen where the ho
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 import time
@@ -69,6 +70,12 @@ class Quantiles:
             if reached >= rank:
                 return min(max(2 * _GROWTH**bucket / (_GROWTH + 1), self._least), self._most)
         raise AssertionError("every duration is in a bucket")
+
+    def copy(self) -> Quantiles:
+        """As it is now."""
+        twin = copy.copy(self)
+        twin._buckets = self._buckets.copy()
+        return twin
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,18 +191,21 @@ class PhaseClock:
 
     def read(self) -> Reading:
         """What is known of the iterations so far."""
-        with self._lock:
-            *phases, iteration = self._quantiles
-            return Reading(
-                self._iterations,
-                Times(sum(self._totals), iteration.at(0.5), iteration.at(0.99)),
-                {
-                    name: Times(max(total, 0.0), quantiles.at(0.5), quantiles.at(0.99))
-                    for name, total, quantiles in zip(PHASES, self._totals, phases, strict=True)
-                },
-                self._computing.at(0.5),
-                self._stalls.at(0.5),
+        with self._lock:  # the training thread may be waiting for it
+            iterations, totals = self._iterations, self._totals.copy()
+            *phases, iteration, computing, stalls = (
+                quantiles.copy() for quantiles in (*self._quantiles, self._computing, self._stalls)
             )
+        return Reading(
+            iterations,
+            Times(sum(totals), iteration.at(0.5), iteration.at(0.99)),
+            {
+                name: Times(max(total, 0.0), quantiles.at(0.5), quantiles.at(0.99))
+                for name, total, quantiles in zip(PHASES, totals, phases, strict=True)
+            },
+            computing.at(0.5),
+            stalls.at(0.5),
+        )
 
     def _charge(self) -> float:
         """What has passed since the last event goes to what training was doing, or was held by."""
