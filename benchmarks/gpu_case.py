@@ -7,10 +7,8 @@ not cost the others.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import json
-import mmap
 import os
 import shutil
 import statistics
@@ -25,6 +23,7 @@ import torch
 import checkflow
 from benchmarks import gpu_figures
 from benchmarks.gpu_figures import CHECKPOINTED, PLAIN, Row
+from benchmarks.gpu_link import bare_link
 from benchmarks.gpu_loop import (
     AUDITED,
     Block,
@@ -48,7 +47,7 @@ from checkflow.planner.load import load_training_step
 from checkflow.planner.measured import measure_step
 from checkflow.planner.schedule import Request, fingerprint_of, make_plan
 from checkflow.planner.steps import make_timeline
-from checkflow.planner.timing import clock_of, spread_of
+from checkflow.planner.timing import clock_of
 from checkflow.planner.trace import trace
 
 Send = Callable[[Row], None]
@@ -376,38 +375,3 @@ def crossing(
             file = Path(folder) / "trace.json"
             watching.export_chrome_trace(str(file))
             row |= gpu_figures.copies(json.loads(file.read_text()), iterations)
-
-
-@contextlib.contextmanager
-def registered(size_bytes: int) -> Iterator[torch.Tensor]:
-    """Host memory that CUDA was told of, as staging buffers are: uint8.
-
-    Raises:
-        RuntimeError: CUDA does not take it.
-    """
-    pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
-    ctypes.memset(address, 0, size_bytes)
-    runtime = torch.cuda.cudart()
-    torch.cuda.check_error(runtime.cudaHostRegister(address, size_bytes, 0))
-    try:
-        yield torch.frombuffer(pages, dtype=torch.uint8)
-    finally:
-        torch.cuda.synchronize()
-        torch.cuda.check_error(runtime.cudaHostUnregister(address))
-
-
-def bare_link(device: torch.device, size_bytes: int, laps: int = 9) -> Row:
-    """Bytes per second of plain asynchronous copies, one at a time: least, median and most."""
-    found: Row = {"bytes": size_bytes}
-    there = torch.randint(255, (size_bytes,), dtype=torch.uint8, device=device)
-    with registered(size_bytes) as mapped:
-        pinned = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-        for kind, here in (("registered", mapped), ("pinned", pinned)):
-            for way, target, source in (("to host", here, there), ("to device", there, here)):
-                seconds = spread_of(
-                    clock_of(device).laps(lambda t=target, s=source: t.copy_(s, non_blocking=True), laps + 1)[1:]  # type: ignore[misc]
-                )
-                rates = {"least": seconds.most, "median": seconds.median, "most": seconds.least}
-                found[f"{kind}, {way}"] = {name: size_bytes / value for name, value in rates.items()}
-    return found

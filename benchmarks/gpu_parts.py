@@ -225,7 +225,8 @@ def _trace(case: Any, target: str) -> Row:
 
 def link(options: Options, send: Send) -> None:
     """The probe of this machine, which plans are made for; what a live job measures; and the bare link by size."""
-    from benchmarks.gpu_case import bare_link, section
+    from benchmarks.gpu_case import section
+    from benchmarks.gpu_link import bare_link, both_ways
     from checkflow.planner.bandwidth import measure_bandwidths
     from checkflow.planner.probe import QUICK, probe
     from checkflow.report_time import probe_json
@@ -246,47 +247,9 @@ def link(options: Options, send: Send) -> None:
                 row["skipped"] = "without a GPU there is no link"
     with section(send, "both ways at once") as row:
         if device.type == "cuda":
-            row |= _both_ways(device)
+            row |= both_ways(device)
         else:
             row["skipped"] = "without a GPU there is no link"
-
-
-def _both_ways(device: Any) -> Row:
-    """To the host while as much comes from it, as where a data loader feeds training; and beside products."""
-    import torch
-
-    from checkflow.planner.timing import EventClock, spread_of
-
-    size_bytes = 256 * 2**20
-    there, other = (torch.randint(255, (size_bytes,), dtype=torch.uint8, device=device) for _ in range(2))
-    here, source = (torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2))
-    matrix = torch.randn(4096, 4096, device=device)
-    product = torch.empty_like(matrix)
-    side = torch.cuda.Stream()
-
-    def beside(work: Callable[[], object]) -> float:
-        """Bytes per second to the host while ``work`` runs on a stream of its own."""
-
-        def lap() -> None:
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                work()
-            here.copy_(there, non_blocking=True)
-
-        seconds = spread_of(EventClock(device).laps(lap, 10)[1:]).median
-        torch.cuda.synchronize()
-        return size_bytes / seconds
-
-    def products() -> None:
-        for _ in range(16):
-            torch.mm(matrix, matrix, out=product)
-
-    return {
-        "bytes": size_bytes,
-        "alone": beside(lambda: None),
-        "while as much comes from the host": beside(lambda: other.copy_(source, non_blocking=True)),
-        "while matrices are multiplied": beside(products),
-    }
 
 
 def case(options: Options, send: Send) -> None:
