@@ -287,14 +287,14 @@ def live(options: Options, send: Send) -> None:
             job.iterate()
             job.marks.wait()  # so that iterations are counted as they pass, not as they are enqueued
             report = checkpointer.report()
-            planned_at = n if planned_at is None and report["plan_source"] == "recorded" else planned_at
+            planned_at = n if planned_at is None and report["plan"] is not None else planned_at
             late = time.perf_counter() - begun > options["seconds"]
-            if (planned_at is not None and n >= planned_at + 30) or late or report["planning"] == "given up":
+            if (planned_at is not None and n >= planned_at + 30) or late or report["planning"]["stage"] == "given up":
                 break
     report = checkpointer.report()
     send({"seconds": time.perf_counter() - begun, "iterations_until_planned": planned_at, "report": report})
     if planned_at is None or report["failed"] or report["breaches"]:
-        raise RuntimeError(f"no checkpoints by a plan of its own: {report['planning']}, {report['planning_failure']}")
+        raise RuntimeError(f"no checkpoints by a plan of its own: {report['planning']}")
 
 
 def command(options: Options, send: Send) -> None:

@@ -234,7 +234,7 @@ class Training:
         with torch.no_grad():
             self._model(torch.randn(40, 3, 8, 8))
         end = time.monotonic() + PLAN_PATIENCE_SECONDS
-        if self._checkpointer.report()["planning"] == "making the plan":  # or the job would end before it is there
+        if self._stage() == "making the plan":  # or the job would end before it is there
             while any(PLANNER in command for _, command in children(os.getpid())) and time.monotonic() < end:
                 time.sleep(0.02)
 
@@ -242,7 +242,11 @@ class Training:
         return digest_state(self._model, self._optimizer, self._scheduler)
 
     def _note_stage(self) -> None:
-        self._where.at("planning", self._checkpointer.report()["planning"] or "none")
+        self._where.at("planning", self._stage())
+
+    def _stage(self) -> str:
+        planning = self._checkpointer.report()["planning"]
+        return "none" if planning is None else str(planning["stage"])
 
     def _note_restored(self, epoch: int, position: int) -> None:
         """What this life goes on from, as it is when the first batch has come."""
@@ -253,10 +257,10 @@ class Training:
             self._notes.write("boundary", step=0, place=[epoch, position], **self._state())
 
     def _note_begun(self, epoch: int, indices: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
-        report = self._checkpointer.report()
+        plan = self._checkpointer.report()["plan"]
         self._notes.write(
             "batch", step=self._checkpointer.iteration, epoch=epoch, indices=indices.tolist(),
-            bytes=digest(tensor_bytes(x), tensor_bytes(y)), interval=report["plan_interval"] or 1,
+            bytes=digest(tensor_bytes(x), tensor_bytes(y)), interval=1 if plan is None else plan["interval"],
         )  # fmt: skip
 
     def _note_boundary(self, epoch: int, position: int) -> None:

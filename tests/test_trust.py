@@ -74,7 +74,7 @@ def test_a_fault_of_the_planner_is_said_and_training_goes_on(
     assert all(same_bits(expected[name], tensor) for name, tensor in job.state().items())
     assert check(tmp_path, truths) == [3, 6, 9]
     report = checkpointer.report()
-    assert (report["planning"], report["planning_failure"]) == ("given up", "ZeroDivisionError: planted")
+    assert (report["planning"]["stage"], report["planning"]["failure"]) == ("given up", "ZeroDivisionError: planted")
     assert caplog.text.count("this job gets no plan") == 1
     assert "Traceback" in caplog.text
     assert nothing_left(job)
@@ -92,8 +92,8 @@ def test_a_breach_refutes_the_plan_that_it_was_captured_by_and_no_newer_one(
         while n == 9 and not torn:  # the writer comes to one of those before
             time.sleep(0.001)
         job.batch_size = 9 if n >= 10 else 6
-        if (plan := checkpointer.report()["plan"]) is not None and plan not in seen:
-            seen.append(plan)
+        if (plan := checkpointer.report()["plan"]) is not None and plan["digest"] not in seen:
+            seen.append(plan["digest"])
         if len(seen) == 2:
             released.set()
 
@@ -101,7 +101,7 @@ def test_a_breach_refutes_the_plan_that_it_was_captured_by_and_no_newer_one(
         truths = train(job, checkpointer, 32, before)
     assert released.is_set()
     report = checkpointer.report()
-    assert (report["plan"], report["breaches"], report["failed"]) == (seen[1], 1, 1)
+    assert (report["plan"]["digest"], report["breaches"], report["failed"]) == (seen[1], 1, 1)
     assert DISTRUSTED not in caplog.text
     assert len(kept(tmp_path)) == 2
     steps = check(tmp_path, truths)
@@ -109,7 +109,9 @@ def test_a_breach_refutes_the_plan_that_it_was_captured_by_and_no_newer_one(
     assert torn[0] not in steps
     assert steps[-1] == 32
     # The new plan is executed still: at the boundary itself only what lies in host memory is copied.
-    assert report["boundary_bytes"] == sum(t.nbytes for name, t in truths[32].items() if name.endswith(".step"))
+    assert report["newest_capture"]["boundary_bytes"] == sum(
+        t.nbytes for name, t in truths[32].items() if name.endswith(".step")
+    )
 
 
 def test_a_breach_under_the_plan_in_place_refutes_it(
@@ -120,17 +122,17 @@ def test_a_breach_under_the_plan_in_place_refutes_it(
     with open_job(job, tmp_path) as checkpointer:
         train(job, checkpointer, 8)
     assert len(kept(tmp_path)) == 1
-    first = checkpointer.report()["plan"]
+    first = checkpointer.report()["plan"]["digest"]
     job = Job()
     with monkeypatch.context() as patch:
         tear(patch, 10)
         with open_job(job, tmp_path, every=1, on_error="warn") as checkpointer:
-            assert checkpointer.report()["plan"] == first
+            assert checkpointer.report()["plan"]["digest"] == first
             truths = train(job, checkpointer, 16)
     report = checkpointer.report()
     assert (report["breaches"], Beside.recordings) == (1, 1)
     assert caplog.text.count(DISTRUSTED) == 1
-    assert report["boundary_bytes"] == sum(tensor.nbytes for tensor in truths[16].values())
+    assert report["newest_capture"]["boundary_bytes"] == sum(tensor.nbytes for tensor in truths[16].values())
     assert kept(tmp_path) == []
     for path in find(tmp_path):
         if (step := int(path.name[5:])) > 8:
@@ -140,7 +142,7 @@ def test_a_breach_under_the_plan_in_place_refutes_it(
     with open_job(job, tmp_path, every=1) as checkpointer:
         assert checkpointer.report()["plan"] is None
         train(job, checkpointer, 24)
-    assert (checkpointer.report()["plan_source"], Beside.recordings) == ("recorded", 2)
+    assert (checkpointer.report()["plan"]["source"], Beside.recordings) == ("recorded", 2)
 
 
 @pytest.fixture
@@ -165,4 +167,6 @@ def test_an_anchor_is_called_silent_only_after_an_iteration_in_which_it_could_ha
     assert "run forward unseen" not in caplog.text
     report = checkpointer.report()
     assert (report["plan_source"], report["breaches"]) == ("recorded", 0)
-    assert report["boundary_bytes"] == sum(t.nbytes for name, t in truths[12].items() if name.endswith(".step"))
+    assert report["newest_capture"]["boundary_bytes"] == sum(
+        t.nbytes for name, t in truths[12].items() if name.endswith(".step")
+    )
