@@ -189,7 +189,7 @@ def _grown(before: Mapping[str, Any], after: Mapping[str, Any]) -> Row:
     """What counts and seconds held grew by between two reports; the rest as it is now."""
     held = {phase: seconds - before["held_seconds"][phase] for phase, seconds in after["held_seconds"].items()}
     counts = {name: after[name] - before[name] for name in ("captures", "committed", "superseded", "audited")}
-    kept = ("failed", "breaches", "checkpoint_bytes", "last_persist_seconds", "snapshot_peak_bytes", "boundary_bytes")
+    kept = ("failed", "breaches", "checkpoint_bytes", "bandwidths", "newest_capture", "measured")
     return {"held_seconds": held, **counts, **{name: after[name] for name in kept}}
 
 

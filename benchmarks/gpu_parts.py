@@ -27,6 +27,7 @@ from benchmarks.gpu_figures import Row
 
 ROOT = Path(__file__).parent.parent
 _HOST = ("MemTotal:", "MemAvailable:", "SwapFree:", "Unevictable:")
+BARE_WRITES = 3  # before checkpoints, and after them
 Options = Mapping[str, Any]
 Send = Callable[[Row], None]
 
@@ -315,7 +316,7 @@ def command(options: Options, send: Send) -> None:
 
 def disk(options: Options, send: Send) -> None:
     """Durable checkpoints as fast as training waits for them, beside bare fsynced writes of as many bytes."""
-    from benchmarks.cpu_overhead import raw_write_seconds
+    from benchmarks.cpu_overhead import RawLimits
     from benchmarks.gpu_case import QUICK, Effort, file_system, make_case_plan, section
     from benchmarks.gpu_loop import Case, Phases, TrainingJob, checkpointing, train, warm_up_iterations
 
@@ -325,21 +326,21 @@ def disk(options: Options, send: Send) -> None:
         storage = Path(folder)
         plan = make_case_plan(job, _numbers(options), QUICK if options["quick"] else Effort(), {})
         size_bytes = sum(spec.size_bytes for spec in plan.fingerprint.state)
-        (storage / "bare").mkdir()
-        bare = [raw_write_seconds(storage / "bare", size_bytes)]
+        raw = RawLimits(storage, size_bytes)
+        bare = [raw.write_seconds() for _ in range(BARE_WRITES)]
         iterations = (4 if options["quick"] else 20) * plan.interval
         with Phases(job) as phases, checkpointing(job, plan, storage, every=plan.interval) as checkpointer:
             found = train(
                 job, checkpointer, warm_up=warm_up_iterations(plan.interval), iterations=iterations, phases=phases
             )
-        bare.append(raw_write_seconds(storage / "bare", size_bytes))
+        bare += [raw.write_seconds() for _ in range(BARE_WRITES)]
         written_bytes = found.report["committed"] * (found.report["checkpoint_bytes"] or 0)
         row |= {
             "file_system": file_system(storage),
             "state_bytes": size_bytes,
             "durable_bytes_per_second": written_bytes / found.loop_seconds,
-            "bare_bytes_per_second": size_bytes / statistics.fmean(bare),
-            "of_bare_writes": written_bytes / found.loop_seconds * statistics.fmean(bare) / size_bytes,
+            "bare_bytes_per_second": size_bytes / statistics.median(bare),
+            "of_bare_writes": written_bytes / found.loop_seconds * statistics.median(bare) / size_bytes,
             "waited_for_storage_seconds": found.report["held_seconds"]["buffers"] / iterations,
             **{name: found.report[name] for name in ("captures", "committed", "failed", "breaches")},
         }

@@ -166,7 +166,7 @@ def test_an_anchor_is_called_silent_only_after_an_iteration_in_which_it_could_ha
     assert "a plan runs from here on" in caplog.text
     assert "run forward unseen" not in caplog.text
     report = checkpointer.report()
-    assert (report["plan_source"], report["breaches"]) == ("recorded", 0)
+    assert (report["plan"]["source"], report["breaches"]) == ("recorded", 0)
     assert report["newest_capture"]["boundary_bytes"] == sum(
         t.nbytes for name, t in truths[12].items() if name.endswith(".step")
     )
