@@ -9,8 +9,8 @@ One capture at a time. The training thread calls; the engine copies beside it:
 ``wait``      on return, later writes to these chunks' live tensors do no harm: they have crossed the link (on a GPU:
               the compute stream waits, the host does not);
 ``live``      those of the chunks whose bytes still lie in their live tensors alone;
-``hasten``    every chunk that has a snapshot may cross the link now: the one method that any thread may call. It promises
-              nothing: an engine whose copies only the training thread can order leaves them to it;
+``hasten``    every chunk that has a snapshot may cross the link now: the one method that any thread may call. It is no
+              promise: an engine whose copies only the training thread can order leaves them to it;
 ``free``      these snapshots may be given back as soon as they have crossed the link;
 ``finish``    on return everything has crossed the link and every snapshot is given back;
 ``abort``     forgets the capture: on return the engine reads and writes no memory of it. True if the capture was
