@@ -229,10 +229,13 @@ class Preemption:
         return self._news.get()
 
     def _patience_seconds(self) -> float:
-        """For how long a boundary is waited for: two commits must fit behind it, one may be under way."""
+        """For how long a boundary is waited for: two commits must fit behind it, since one may be under way.
+
+        At least a fifth of the grace period is left for them, and for what else ends: loader workers, the user's code.
+        """
         assert self._training is not None
         commit_seconds = self._training.persist_seconds()
-        reserve_seconds = self._grace_seconds / 5 if commit_seconds is None else 2 * commit_seconds
+        reserve_seconds = max(2 * (commit_seconds or 0.0), self._grace_seconds / 5)
         return self._grace_seconds - min(reserve_seconds, self._grace_seconds / 2)
 
     def _announce(self, number: int) -> None:

@@ -27,6 +27,7 @@ from checkflow import plan as plans
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import preemption
 from checkflow.runtime.checkpointer import Checkpointer
+from checkflow.runtime.preemption import Preemption
 from checkflow.runtime.reader import find
 
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
@@ -424,7 +425,8 @@ def test_no_boundary_within_the_grace_period(tmp_path: Path) -> None:
     """An iteration that waits for ever: it ends where it is, and what was in flight is saved."""
 
     def run() -> None:
-        loop = Loop(tmp_path, {"grace_seconds": 1})
+        Preemption._patience_seconds = lambda self: 0.2  # type: ignore[method-assign]
+        loop = Loop(tmp_path)
         never = os.pipe()[0]
         with loop.checkpointer as checkpointer:
             for n in checkpointer.steps(9):
