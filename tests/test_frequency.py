@@ -226,6 +226,19 @@ def test_what_training_surely_waited_is_the_least_that_a_capture_costs() -> None
     assert job.intervals == (8, 8)
 
 
+def test_a_suspicion_is_settled_at_once() -> None:
+    """There is no free iteration to hold the others against: the next control does not wait for its time."""
+    job = SimulatedJob(capture_seconds=0.01, persist_seconds=0.4)
+    job.run(100)
+    assert job.intervals == (1, 1)
+    job.capture_seconds = 0.3
+    job.run(80)
+    assert job.intervals is not None
+    assert job.intervals[0] == 9
+    job.run(400)
+    assert job.intervals == (9, 9)
+
+
 def test_controls_are_rare_and_short() -> None:
     job = SimulatedJob(persist_seconds=0.5)
     job.run(4000)
