@@ -268,26 +268,19 @@ class Controller:
         """Where nothing may be lost to checkpoints, and something is: step by step."""
         return Intervals(now.memory * FASTEST_GROWTH, now.disk * FASTEST_GROWTH, "overhead")
 
-    def _suffices(self, now: Intervals, costs: Costs) -> bool:
-        """Whether intervals are long enough for these costs."""
-        wanted = self._choice(costs)
-        if wanted is None or wanted.disk > now.disk:
-            return False
-        # Where storage can be written to more often, captures in between become rarer, and may have been cheap enough.
-        paid = _is_shorter(wanted.disk, now.disk) and costs.share(now.memory, now.disk) <= self._asked.overhead
-        return paid or wanted.memory <= now.memory
-
     def _review(self, number: int, now: Intervals) -> None:
         samples, known = self._samples, self._costs
         last = samples.estimate(LEAST, known=known)
-        if last is not None and self._suffices(now, last):
+        wanted = None if last is None else self._choice(last)
+        if wanted is not None and wanted.disk <= now.disk and wanted.memory <= now.memory:
             self._shrink(number, now)  # whatever was before that
             return
         for size in WINDOWS:
             least = samples.estimate(size, -DOUBT, known)
             if samples.largest < size or least is None:
                 break
-            if self._suffices(now, least.times(1 / (1 + BAND))):
+            wanted = self._choice(least.times(1 / (1 + BAND)))
+            if wanted is not None and wanted.disk <= now.disk and wanted.memory <= now.memory:
                 continue
             if number - (samples.last_free or 0) > max(2 * REVIEW_EVERY, 2 * now.disk):
                 self._suspicious = True  # perhaps it is training itself that has become slower
@@ -304,30 +297,21 @@ class Controller:
             return
 
     def _shrink(self, number: int, now: Intervals) -> None:
-        """By what all persists since the last change tell, or by the last few if costs have clearly fallen since."""
-        samples, known = self._samples, self._costs
-        since = min(KEPT, samples.persists_seen - self._persists_before)
-        if since < PATIENCE:
+        size = min(KEPT, self._samples.persists_seen - self._persists_before)
+        if size < PATIENCE:
             return
-        wanted, size = self._asked_for(since, 1.0), since
+        most, costs = self._samples.estimate(size, 1.0, self._costs), self._samples.estimate(size, known=self._costs)
+        wanted = None if most is None else self._choice(most)
         if wanted is None or wanted.disk > now.disk or wanted.memory > now.memory:
-            wanted, size = self._asked_for(PATIENCE, DOUBT), PATIENCE
-            if wanted is None or not _is_shorter(wanted.disk, now.disk):
-                return
-            samples.keep_last(PATIENCE)  # what was before would make the intervals grow again
-        if not (_is_shorter(wanted.disk, now.disk) or _is_shorter(wanted.memory, now.memory)):
+            return
+        if min(wanted.disk / now.disk, wanted.memory / now.memory) > 1 - BAND:
             return
         disk, memory = max(wanted.disk, now.disk / 2), max(wanted.memory, now.memory / 2)
         # What would be left is too little for another change.
         disk = wanted.disk if disk <= (1 + BAND) * wanted.disk else disk
         memory = least_multiple(self._unit, wanted.memory if memory <= (1 + BAND) * wanted.memory else memory)
-        self._costs = samples.estimate(size, known=known)
+        self._costs = costs
         self._set(number, Intervals(memory, least_multiple(memory, disk), wanted.reason))
-
-    def _asked_for(self, size: int, doubt: float) -> Intervals | None:
-        """The intervals that the last samples ask for, at most."""
-        most = self._samples.estimate(size, doubt, self._costs)
-        return None if most is None else self._choice(most)
 
     def _keep_time(self, number: int, seconds: float) -> None:
         wanted = in_iterations(self._unit, median(self._samples.recent), seconds)
@@ -362,8 +346,3 @@ class Controller:
             return f"one costs {both} of training, and failures come every {format_seconds(asked.mtbf_seconds or 0.0)}"
         seconds = format_seconds(costs.iteration_seconds)
         return f"one costs {both} of training, and may cost {100 * asked.overhead:.3g} % of iterations of {seconds}"
-
-
-def _is_shorter(interval: int, than: int) -> bool:
-    """Whether the difference is a reason to change anything."""
-    return interval <= (1 - BAND) * than
