@@ -35,7 +35,7 @@ class StagingBuffers:
     """A fixed number of buffers of one size, none until :meth:`grow` made them; ``take`` waits for a free one.
 
     Args:
-        urge: called before anybody waits: whoever holds a buffer back is to give it up.
+        urge: called before all are waited for: whoever holds one back is to give it up.
     """
 
     def __init__(self, count: int, urge: Callable[[], None] = lambda: None) -> None:
@@ -68,8 +68,6 @@ class StagingBuffers:
 
     def take(self) -> StagingBuffer:
         """A free buffer; waits until one is given back."""
-        if not self._free:
-            self._urge()
         with self._changed:
             while not self._free:
                 self._changed.wait()
