@@ -3,7 +3,7 @@
 A capture is written by the store's commit protocol, or it fails as a whole; either way its buffer goes back and
 training goes on. Where captures come faster than storage takes them, the newest replaces the one that still waits
 (``supersede``), or the training thread waits (``wait_until_at_most``): the caller chooses. A capture may also be held
-back: it stays in host memory until a newer one replaces it, or somebody needs it, or its buffer (``urge``).
+back: it stays in host memory until a newer one replaces it, or all are to be written (``urge``).
 """
 
 from __future__ import annotations

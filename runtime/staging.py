@@ -59,7 +59,7 @@ class StagingBuffers:
 
     Args:
         locking: what they are locked by, for a device that needs it.
-        urge: called before anybody waits: whoever holds a buffer back is to give it up.
+        urge: called before all are waited for: whoever holds one back is to give it up.
     """
 
     def __init__(self, count: int, locking: Locking | None = None, urge: Callable[[], None] = lambda: None) -> None:
@@ -96,8 +96,6 @@ class StagingBuffers:
 
     def take(self) -> StagingBuffer:
         """A free buffer; waits until one is given back."""
-        if not self._free:
-            self._urge()
         with self._changed:
             while not self._free:
                 self._changed.wait()

@@ -24,6 +24,7 @@ from checkflow.plan import Plan
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import pace
 from checkflow.runtime.checkpointer import Checkpointer
+from checkflow.runtime.frequency import Controller
 from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.persist import Persisted, Writer
 from checkflow.runtime.profile_cache import NAME
@@ -261,7 +262,7 @@ def test_what_takes_the_place_of_a_waiting_capture_is_written() -> None:
 
 @pytest.mark.parametrize("host_buffers", [1, 2, 3])
 def test_few_buffers(host_buffers: int, tmp_path: Path, world: World) -> None:
-    """Whoever needs a buffer that a capture is held back in gets it; also where the layout grows."""
+    """Where the layout grows, a capture that is held back gives its buffer up."""
     job = Job()
 
     def before(n: int) -> None:
@@ -304,8 +305,12 @@ def test_what_training_waited_is_part_of_the_cost(tmp_path: Path, world: World) 
     assert 0 < world.really_held_seconds <= sum(held.values())
 
 
-def test_ends_of_epochs_are_saved_and_count_for_nothing(tmp_path: Path, world: World) -> None:
+def test_ends_of_epochs_are_saved_and_count_for_nothing(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Validation follows each epoch and takes a minute; it is neither training's time nor a checkpoint's."""
+    ended, told_of = Controller.ended, []
+    monkeypatch.setattr(Controller, "ended", lambda self, one: (told_of.append(one), ended(self, one)))
     job = Job()
     loader = DataLoader(TensorDataset(torch.randn(240, 8), torch.randint(0, 5, (240,))), 6)
     with open_job(job, tmp_path, loader=loader) as checkpointer:
@@ -317,6 +322,8 @@ def test_ends_of_epochs_are_saved_and_count_for_nothing(tmp_path: Path, world: W
     assert told["baseline_seconds"] == 1.0
     assert told["disk_interval"] == 8
     assert {40, 80, 120, 160} <= set(steps(tmp_path))
+    assert [one.number for one in told_of if not one.counts] == [1, 2, 40, 41, 80, 81, 120, 121, 160]
+    assert max(one.seconds for one in told_of if one.counts) < 2
 
 
 @pytest.mark.parametrize("epochs", [60, 3])
