@@ -32,7 +32,8 @@ from checkflow import plan as plans
 from checkflow.planner.load import OPTIMIZERS
 from checkflow.runtime import extra_state
 from checkflow.runtime.capture import Capture, tensor_record
-from checkflow.runtime.copy_engine import HostCopyEngine, Transfer
+from checkflow.runtime.copy_engine import Transfer
+from checkflow.runtime.host_engine import HostCopyEngine
 from checkflow.runtime.layout import make_layout, write_headers
 from checkflow.runtime.live_state import StateWalk, capture_extra
 from checkflow.runtime.persist import Writer

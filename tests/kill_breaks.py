@@ -15,7 +15,7 @@ from killed_job import BATCH
 from checkflow.runtime import files, loader, manifest, opening, store
 from checkflow.runtime.barriers import AnchorWork
 from checkflow.runtime.capture import Capturer
-from checkflow.runtime.copy_engine import HostCopyEngine
+from checkflow.runtime.host_engine import HostCopyEngine
 from checkflow.runtime.persist import Writer
 from checkflow.runtime.plan_in_place import PlanInPlace
 from checkflow.runtime.progress import Progress

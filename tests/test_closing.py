@@ -29,8 +29,8 @@ from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import holdings, lock
 from checkflow.runtime.boundaries import Boundaries
 from checkflow.runtime.checkpointer import Checkpointer
-from checkflow.runtime.copy_engine import HostCopyEngine
 from checkflow.runtime.execution import Execution
+from checkflow.runtime.host_engine import HostCopyEngine
 from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.persist import Writer
 from checkflow.runtime.preemption import Preemption

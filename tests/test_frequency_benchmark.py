@@ -14,7 +14,7 @@ import checkflow
 from benchmarks import frequency, ways
 from checkflow.models import digits
 from checkflow.runtime import copy_engine
-from checkflow.runtime.copy_engine import HostCopyEngine
+from checkflow.runtime.host_engine import HostCopyEngine
 from checkflow.runtime.live_state import StateWalk
 
 WAYS = list(ways.BASELINES)

@@ -395,7 +395,7 @@ def test_the_file_is_whole_whichever_call_the_process_is_killed_at(tmp_path: Pat
 
 def test_failures_are_told_with_the_last_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from checkflow.errors import StorageError
-    from checkflow.runtime.copy_engine import HostCopyEngine
+    from checkflow.runtime.host_engine import HostCopyEngine
     from checkflow.runtime.store import Store
 
     commit, snapshot = Store.commit, HostCopyEngine.snapshot
