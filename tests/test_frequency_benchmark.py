@@ -1,0 +1,139 @@
+"""The benchmarks of frequency: the ways that they compare are honest, and their figures are what they say."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import checkflow
+from benchmarks import frequency, ways
+from checkflow.models import digits
+from checkflow.runtime.copy_engine import HostCopyEngine
+from checkflow.runtime.live_state import StateWalk
+
+WAYS = list(ways.BASELINES)
+
+
+class LateEngine(HostCopyEngine):
+    """Copies nothing until it is waited for: what may be written before then is torn for sure."""
+
+    def _run(self) -> None:
+        pass
+
+
+def small_step() -> checkflow.TrainingStep:
+    torch.manual_seed(0)
+    step = digits.build(batch_size=2, width=32)
+    step.run(step.batch)
+    return step
+
+
+def state_of(step: checkflow.TrainingStep) -> dict[str, torch.Tensor]:
+    return {item.name: item.tensor.clone() for item in StateWalk(step.models, step.optimizers).current().tensors}
+
+
+def saved_by(way: str, directory: Path, number: int) -> dict[str, torch.Tensor]:
+    """What a way saved of one boundary, by the names of state tensors."""
+    if way == "torch.save":
+        content = torch.load(directory / f"{number}.pt", weights_only=True)
+        (groups,) = [one["param_groups"] for one in content["optimizers"].values()]
+        names = list(dict(digits.DigitsNet(32).named_parameters()))
+        found = {f"model/{key}": tensor for key, tensor in content["models"]["model"].items()}
+        for index in groups[0]["params"]:
+            for key, tensor in content["optimizers"]["optimizer"]["state"][index].items():
+                found[f"optimizer/{names[index]}.{key}"] = tensor
+        return found
+    folder = directory / f"step-{number:08d}"
+    files = {owner: load_file(folder / f"{owner}-00000-of-00001.safetensors") for owner in ("model", "optimizer")}
+    return {f"{owner}/{key}": tensor for owner, tensors in files.items() for key, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_baseline_saves_the_state_at_its_boundaries(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ways, "HostCopyEngine", LateEngine)
+    step = small_step()
+    with closing(ways.BASELINES[way](step, 2, tmp_path / "saved")) as job:
+        for first in (0, 2):
+            at_boundary = state_of(step)
+            assert len(job.run(2)) == 2
+            job.settle()
+            saved = saved_by(way, tmp_path / "saved", first)
+            assert saved.keys() == at_boundary.keys()
+            assert [name for name in saved if not torch.equal(saved[name], at_boundary[name])] == []
+            assert not torch.equal(saved["model/classifier.weight"], state_of(step)["model/classifier.weight"])
+        assert job.checkpoints == 2
+        assert job.held_seconds > 0
+    hooks = [optimizer._optimizer_step_pre_hooks for optimizer in step.optimizers.values()]
+    assert hooks == [{}]
+
+
+def test_only_the_last_two_of_torch_save_stay(tmp_path: Path) -> None:
+    with closing(ways.TorchSave(small_step(), 1, tmp_path / "saved")) as job:
+        job.run(4)
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["2.pt", "3.pt"]
+
+
+def test_a_baseline_refuses_state_that_moved(tmp_path: Path) -> None:
+    step = small_step()
+    with closing(ways.BASELINES["store"](step, 1, tmp_path / "saved")) as job:
+        weight = step.models["model"].get_parameter("classifier.weight")
+        weight.data = weight.data.clone()
+        with pytest.raises(RuntimeError, match="was replaced"):
+            job.run(1)
+
+
+@pytest.mark.parametrize(
+    ("critical", "whole", "iteration", "overhead", "every"),
+    [
+        (1.0, 1.0, 1.0, 0.05, 20),  # the paper's own example
+        (0.0, 0.0, 1.0, 0.05, 1),
+        (0.0, 2.5, 1.0, 0.05, 3),  # hidden, but the next one waits for it
+        (0.1, 2.1, 1.0, 0.05, 2),
+        (0.1001, 2.1, 1.0, 0.05, 3),
+    ],
+)
+def test_interval(critical: float, whole: float, iteration: float, overhead: float, every: int) -> None:
+    assert frequency.pick_interval(critical, whole, iteration, overhead) == every
+
+
+def test_figures_are_by_checkpoint_and_beside_the_same_rounds_training() -> None:
+    plain = [frequency.Block(10.0, 0.0, 0), frequency.Block(20.0, 0.0, 0)]
+    figures = frequency.figures_of([frequency.Block(11.0, 0.5, 2), frequency.Block(24.0, 1.5, 2)], plain)
+    assert (figures.held_seconds.least, figures.held_seconds.most) == (0.25, 0.75)
+    assert (figures.cost_seconds.least, figures.cost_seconds.most) == (0.5, 2.0)
+    assert figures.overhead.median == pytest.approx(0.15)
+    with pytest.raises(ValueError, match="shorter"):
+        frequency.figures_of([frequency.Block(11.0, 0.5, 2)], plain)
+
+
+@pytest.mark.parametrize(
+    ("every", "iteration", "least", "count"), [(3, 1.0, 0.0, 3), (3, 1.0, 3.0, 3), (3, 1.0, 3.1, 6), (1, 0.5, 1.2, 3)]
+)
+def test_a_block_is_whole_intervals(every: int, iteration: float, least: float, count: int) -> None:
+    assert frequency.block_iterations(every, iteration, least) == count
+
+
+def test_turns() -> None:
+    orders = ["".join(frequency.turns("abc", number)) for number in range(4)]
+    assert orders == ["abc", "bca", "cab", "abc"]
+        list("abc"),
+        list("bca"),
+        list("cab"),
+        list("abc"),
+    ]
+
+
+def test_rounding_up_to_a_plans_interval() -> None:
+    assert [frequency.round_up(every, 3) for every in (1, 3, 4)] == [3, 3, 6]
+
+
+def test_a_spread_for_people() -> None:
+    spread = {"median": -0.001, "lower": -0.002, "upper": 0.5}
+    assert frequency.time_text(spread) == "-1.00 ms (-2.00 ms to 500 ms)"
+    assert frequency.share_text(spread) == "-0.1% (-0.2% to 50.0%)"
