@@ -29,6 +29,7 @@ import json
 import math
 import os
 import platform
+import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import checkflow
@@ -44,6 +46,7 @@ from benchmarks.cpu_overhead import RawLimits, timed
 from benchmarks.ways import BASELINES, Plain, Planned, Staged, TorchSave, Way, own_plan, real_step
 from checkflow.hardware import format_seconds, format_size
 from checkflow.planner.timing import Spread, spread_of
+from checkflow.runtime import policy
 
 IMAGENET, DIGITS = 1_281_167, 1_437  # samples in an epoch
 PLAIN, OURS = "plain", "checkflow"
@@ -67,9 +70,9 @@ CASES = {
     case.model: case
     for case in (
         Case("digits", 32, None, DIGITS),
-        Case("mnasnet", 8, "momentum", IMAGENET),
-        Case("resnet18", 4, "momentum", IMAGENET),
-        Case("alexnet", 4, "momentum", IMAGENET),
+        Case("mnasnet", 4, "momentum", IMAGENET),
+        Case("resnet18", 2, "momentum", IMAGENET),
+        Case("alexnet", 2, "momentum", IMAGENET),
     )
 }
 
@@ -97,28 +100,37 @@ class Profile:
     commit: Spread  # T_s
     torch_save: Spread  # copy and write in one
 
-    def critical_seconds(self, plan: checkflow.Plan) -> dict[str, tuple[float, float]]:
-        """By way: (what one checkpoint holds training for, what it takes from its begin until it is durable).
+    def costs(self, plan: checkflow.Plan) -> dict[str, tuple[float, float]]:
+        """By way: (what one checkpoint holds training for, what it takes besides until it is durable), in seconds.
 
-        Algorithm 1's T_o and T_c + T_s, as each way has them; CheckFreq's own is its CPU mode, "persist" its GPU mode.
+        These are T_o and T_c + T_s - T_o of Algorithm 1, as each way has them: "persist" is CheckFreq's GPU mode,
+        "CheckFreq" its CPU mode. checkflow gathers one checkpoint while it commits another.
         """
-        copy, commit = self.copy.median, self.commit.median
-        beside = max(0.0, copy - (self.iteration.median - self.update.median))
-        held = self.held_copy.median
+        copy, commit, held = self.copy.median, self.commit.median, self.held_copy.median
+        late = max(0.0, copy - (self.iteration.median - self.update.median))
         return {
-            "torch.save": (self.torch_save.median, self.torch_save.median),
-            "store": (held + commit, held + commit),
-            "persist": (held, held + commit),
-            "CheckFreq": (beside, copy + commit),
-            OURS: (plan.stall_seconds, plan.stall_seconds + commit),  # one is gathered while one is committed
+            "torch.save": (self.torch_save.median, 0.0),
+            "store": (held + commit, 0.0),
+            "persist": (held, commit),
+            "CheckFreq": (late, copy + commit - late),
+            OURS: (plan.stall_seconds, commit),
         }
 
-
-def pick_interval(critical_seconds: float, whole_seconds: float, iteration_seconds: float, overhead: float) -> int:
-    """The last lines of CheckFreq's Algorithm 1: the least k at which checkpoints follow each other without a wait, and
-    what they hold training for stays within ``overhead`` of its time."""
-    followed = math.ceil((whole_seconds - critical_seconds) / iteration_seconds)
-    return max(1, followed, math.ceil(critical_seconds / (overhead * iteration_seconds)))
+    def algorithm_1(self, state_bytes: int, overhead: float) -> policy.Frequency:
+        """What CheckFreq would do here: its interval, and its mode."""
+        return policy.algorithm_1(
+            policy.Profile(
+                iteration_seconds=self.iteration.median,
+                update_seconds=self.update.median,
+                cpu_copy_seconds=self.copy.median,
+                gpu_copy_seconds=self.held_copy.median,
+                write_seconds=self.commit.median,
+                size_bytes=state_bytes,
+                peak_bytes=psutil.Process().memory_info().rss,
+                memory_bytes=psutil.virtual_memory().total,
+            ),
+            overhead,
+        )
 
 
 @dataclass(frozen=True)
@@ -184,9 +196,9 @@ def profile(step: checkflow.TrainingStep, directory: Path, repetitions: int) -> 
     for hook in hooks:
         hook.remove()
     with ExitStack() as open_ways:
-        saved = open_ways.enter_context(closing(TorchSave(step, 1, directory / "torch.save")))
+        saved = open_ways.enter_context(closing(TorchSave(step, 1, directory / "profiled-torch.save")))
         staged = open_ways.enter_context(
-            closing(Staged(step, 1, directory / "staged", copies_beside=False, commits_beside=False))
+            closing(Staged(step, 1, directory / "profiled", copies_beside=False, commits_beside=False))
         )
         for number in range(repetitions):
             times["held_copy"].append(staged.measure_copy(helped=True))
@@ -226,29 +238,66 @@ def take_turns(
     return blocks, {"memcpy": spread_of(copies), "write_and_fsync": spread_of(writes)}
 
 
+def measure_live(
+    case: Case, step: checkflow.TrainingStep, plan: checkflow.Plan, overhead: float, effort: Effort, directory: Path
+) -> dict[str, Any]:
+    """What the policy comes to by itself, and what it costs: between two halves of the same training without it.
+
+    Args:
+        step: trained without checkpoints; checkflow has a copy of its own.
+    """
+    other = real_step(case.model, case.batch_size, case.optimizer)
+    with closing(Planned(other, directory, plan=plan, overhead=overhead)) as way:
+        way.decide()
+        usual = way.checkpointer.report()["frequency"]["baseline_seconds"]
+        half = block_iterations(2 * way.interval, usual, 2.5 * effort.block_seconds)
+        plain = sum(Plain(step).run(half))
+        captures, committed = way.checkpoints, way.committed
+        seconds = sum(way.run(2 * half))
+        captures, committed = way.checkpoints - captures, way.committed - committed
+        frequency = way.checkpointer.report()["frequency"]
+        plain += sum(Plain(step).run(half))
+    return {
+        "overhead": seconds / plain - 1,
+        "iterations": 2 * half,
+        "captures": captures,
+        "committed": committed,
+        "frequency": frequency,
+    }
+
+
+def pick(unit: int, iteration_seconds: float, hidden_seconds: float, cost_seconds: float, overhead: float) -> int:
+    """The least interval at which checkpoints follow each other without a wait, and cost no more than ``overhead``."""
+    every = policy.join(unit, iteration_seconds, hidden_seconds, cost_seconds, overhead)
+    assert every is not None  # only where nothing may be paid
+    return every
+
+
 def measure(case: Case, overhead: float, effort: Effort, where: Path | None) -> dict[str, Any]:
     """One model: its profile, its plan, and every way's figures."""
     with tempfile.TemporaryDirectory(dir=where, prefix="checkflow-frequency-") as name:
         directory = Path(name)
         step = real_step(case.model, case.batch_size, case.optimizer)
         plan = own_plan(step, directory / "planning", overhead)
+        state_bytes = sum(spec.size_bytes for spec in plan.fingerprint.state)
         taken = profile(step, directory, effort.repetitions)
         usual = taken.iteration.median
-        critical = taken.critical_seconds(plan)
-        picked = {way: pick_interval(*seconds, usual, overhead) for way, seconds in critical.items()}
-        picked[OURS] = round_up(picked[OURS], plan.interval)
-        every = round_up(picked["CheckFreq"], plan.interval)
+        picked = taken.algorithm_1(state_bytes, overhead)
+        assert picked.interval is not None
+        every = policy.least_multiple(plan.interval, picked.interval)
         iterations = block_iterations(every, usual, effort.block_seconds)
         blocks, raw = take_turns(case, step, plan, every, iterations, effort, directory)
+        live = measure_live(case, step, plan, overhead, effort, directory / "live")
+    usual = statistics.median(block.seconds for block in blocks[PLAIN]) / iterations  # while all of this was measured
     rows = {}
-    for way in critical:
+    for way, (held, hidden) in taken.costs(plan).items():
         figures = figures_of(blocks[way], blocks[PLAIN])
-        # Whatever the checkpoint's cost is made of, training pays it; the rest is hidden behind it.
-        kept = pick_interval(max(0.0, figures.cost_seconds.median), critical[way][1], usual, overhead)
-        kept = round_up(kept, plan.interval) if way == OURS else kept
+        unit = plan.interval if way == OURS else 1
+        # Whatever it consists of, training pays a checkpoint's cost.
+        kept = pick(unit, usual, hidden, max(0.0, figures.cost_seconds.median), overhead)
         rows[way] = {
             **dataclasses.asdict(figures),
-            "profiled_every": picked[way],
+            "profiled_every": pick(unit, usual, hidden, held, overhead),
             "measured_every": kept,
             "checkpoints_per_epoch": case.epoch_iterations // kept,
         }
@@ -256,20 +305,17 @@ def measure(case: Case, overhead: float, effort: Effort, where: Path | None) -> 
         "model": case.model,
         "batch_size": case.batch_size,
         "optimizer": case.optimizer or "its own",
-        "state_bytes": sum(spec.size_bytes for spec in plan.fingerprint.state),
+        "state_bytes": state_bytes,
         "epoch_iterations": case.epoch_iterations,
         "profile": dataclasses.asdict(taken),
+        "algorithm_1": dataclasses.asdict(picked),
         "plan": {"interval": plan.interval, "stall_seconds": plan.stall_seconds},
         "raw": {name: dataclasses.asdict(seconds) for name, seconds in raw.items()},
         "every": every,
         "block_iterations": iterations,
         "ways": rows,
+        "live": live,
     }
-
-
-def round_up(every: int, interval: int) -> int:
-    """The least multiple of a plan's interval that is no less."""
-    return -(-every // interval) * interval
 
 
 def time_text(seconds: Mapping[str, float]) -> str:
@@ -293,7 +339,7 @@ def lines_of(row: Mapping[str, Any]) -> list[str]:
         f"{time_text(taken['iteration'])}, {format_seconds(taken['update']['median'])} of it the update",
         f"limits: memcpy {time_text(raw['memcpy'])}, write and fsync {time_text(raw['write_and_fsync'])}",
         f"profile: copy {time_text(taken['copy'])}, commit {time_text(taken['commit'])}; plan: interval "
-        f"{plan['interval']}, stall {format_seconds(plan['stall_seconds'])}",
+        f"{plan['interval']}, stall {format_seconds(plan['stall_seconds']) if plan['stall_seconds'] else 'none'}",
         f"a checkpoint every {row['every']} iterations; k by the profile, by the cost; checkpoints in an epoch of "
         f"{row['epoch_iterations']} iterations",
         f"{'way':10} {'held':>32} {'cost':>32} {'overhead':>24} {'k':>9} {'an epoch':>9}",
@@ -304,6 +350,14 @@ def lines_of(row: Mapping[str, Any]) -> list[str]:
             f"{way:10} {time_text(found['held_seconds']):>32} {time_text(found['cost_seconds']):>32} "
             f"{share_text(found['overhead']):>24} {intervals:>9} {found['checkpoints_per_epoch']:9}"
         )
+    live = row["live"]
+    chosen = live["frequency"]
+    lines.append(
+        f"live: a durable checkpoint every {chosen['disk_interval']} iterations, one in memory every "
+        f"{chosen['memory_interval']} ({chosen['reason']}); overhead {live['overhead']:.1%} over {live['iterations']} "
+        f"iterations ({live['committed']} durable, {live['captures']} captured), by its own measure "
+        f"{chosen['overhead_share']:.1%}"
+    )
     return lines
 
 
@@ -315,15 +369,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=max(1, cores - 1), help="that training has")
     parser.add_argument("--directory", type=Path, help="on the disk that is to be written [the temporary folder]")
     parser.add_argument("--quick", action="store_true", help="few rounds of the smallest model; see that it runs")
+    parser.add_argument("--rounds", type=int, help=f"[{FULL.rounds}, with --quick {QUICK.rounds}]")
     parser.add_argument("--output", type=Path)
     chosen = parser.parse_args(argv)
     if not 0 < chosen.overhead < 1:
         parser.error(f"--overhead must be a share such as 0.035, not {chosen.overhead}")
     torch.set_num_threads(chosen.threads)
     only = chosen.only[:1] if chosen.quick else chosen.only
+    effort = QUICK if chosen.quick else FULL
+    effort = dataclasses.replace(effort, rounds=chosen.rounds or effort.rounds)
     rows = []
     for name in only:
-        row = measure(CASES[name], chosen.overhead, QUICK if chosen.quick else FULL, chosen.directory)
+        row = measure(CASES[name], chosen.overhead, effort, chosen.directory)
         rows.append(row)
         print("\n".join(lines_of(row)), flush=True)
         gc.collect()

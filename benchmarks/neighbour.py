@@ -2,10 +2,10 @@
 
 ``python -m benchmarks.neighbour disk DIRECTORY [--threads 2]`` writes new files and fsyncs them, one after the other in
 each thread, as jobs do that make checkpoints; past the page cache where the file system allows it, so that it takes the
-disk and next to nothing of the processor. ``… cpu [--threads 2]`` multiplies matrices.
+disk and next to nothing of the processor. ``… cpu DIRECTORY [--threads 2]`` multiplies matrices.
 
-It says "ready" on standard output, goes on until its standard input ends, which it does when whoever started it dies,
-and then says in one line of JSON what it did. :class:`Neighbour` starts and ends one.
+It begins with the first line of its standard input and goes on until that input ends, which it does when whoever
+started it dies; then it says in one line of JSON what it did. :class:`Neighbour` is the one who starts it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ Kind = Literal["disk", "cpu"]
 
 
 class Neighbour:
-    """One neighbour, from ``with`` to its end; ``outcome`` is what it said then.
+    """One neighbour: there from ``with`` on, at work between ``begin`` and ``end``, which do not wait for anything.
+
+    ``outcome`` is what it said in the end.
 
     Raises:
-        RuntimeError: it did not start, or failed.
+        RuntimeError: it failed.
     """
 
     def __init__(self, kind: Kind, directory: Path, threads: int) -> None:
@@ -42,21 +44,31 @@ class Neighbour:
 
     def __enter__(self) -> Self:
         root = Path(__file__).resolve().parent.parent
+        alone = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            self._command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            self._command, cwd=root, env=alone, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        assert self._process.stdout is not None
-        if self._process.stdout.readline() != "ready\n":
-            self._process.kill()
+        if self._process.stdout is None or self._process.stdout.readline() != "ready\n":
             self._process.communicate()
             raise RuntimeError("the neighbour did not start")
         return self
 
+    def begin(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        told, _ = self._process.communicate()
-        if self._process.returncode:
+        assert self._process.stdout is not None
+        self.end()
+        told = self._process.stdout.read()
+        if self._process.wait():
             raise RuntimeError("the neighbour failed")
         self.outcome = json.loads(told)
 
@@ -72,7 +84,7 @@ def write_file(path: Path, block: mmap.mmap, ended: threading.Event) -> int:
         fd = os.open(path, flags, 0o600)
     written = 0
     try:
-        while written < FILE_BYTES and not ended.is_set():
+        while not written or (written < FILE_BYTES and not ended.is_set()):
             written += os.write(fd, block)
         os.fsync(fd)
     finally:
@@ -85,9 +97,9 @@ def write_on(directory: Path, number: int, ended: threading.Event) -> int:
     """Write files until told to end; returns the bytes written."""
     block = mmap.mmap(-1, BLOCK_BYTES)  # its address is a multiple of the page's size, as O_DIRECT wants
     block[:] = os.urandom(BLOCK_BYTES)
-    written = 0
+    written = write_file(path := directory / f"neighbour-{os.getpid()}-{number}", block, ended)
     while not ended.is_set():
-        written += write_file(directory / f"neighbour-{os.getpid()}-{number}", block, ended)
+        written += write_file(path, block, ended)
     return written
 
 
@@ -97,7 +109,7 @@ def compute_on(ended: threading.Event) -> int:
 
     matrix = np.ones((512, 512), dtype=np.float32) / 512
     count = 0
-    while not ended.is_set():
+    while not count or not ended.is_set():
         matrix = matrix @ matrix
         count += 1
     return count
@@ -120,10 +132,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             failed.append(error)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(chosen.threads)]
+    print("ready", flush=True)
+    if not sys.stdin.readline():
+        threads.clear()
     begun = time.perf_counter()
     for thread in threads:
         thread.start()
-    print("ready", flush=True)
     sys.stdin.read()
     ended.set()
     for thread in threads:

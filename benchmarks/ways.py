@@ -40,6 +40,7 @@ from checkflow.runtime.staging import StagingBuffers
 from checkflow.runtime.store import Store
 
 CHUNK_BYTES = 8 * 2**20
+MOST_UNDECIDED = 400  # iterations
 PLAN_SECONDS = 120.0  # then a job that makes its own plan is taken to get none
 
 
@@ -48,7 +49,13 @@ def real_step(model: str, batch_size: int, optimizer: str | None) -> checkflow.T
     torch.manual_seed(0)
     step: checkflow.TrainingStep = importlib.import_module(f"checkflow.models.{model}").build(batch_size=batch_size)
     if optimizer is not None:
-        step.optimizers = {name: OPTIMIZERS[optimizer](one.param_groups) for name, one in step.optimizers.items()}
+        step.optimizers = {
+            name: OPTIMIZERS[optimizer]([{"params": group["params"]} for group in one.param_groups])
+            for name, one in step.optimizers.items()
+        }
+    for one in step.optimizers.values():
+        for group in one.param_groups:
+            group["lr"] = 1e-4  # a job that diverges computes with infinities, at another speed
     step.run(step.batch)
     return step
 
@@ -75,7 +82,7 @@ class Plain:
     """Training without checkpoints."""
 
     held_seconds = 0.0
-    checkpoints = 0
+    checkpoints = committed = interval = 0
 
     def __init__(self, step: checkflow.TrainingStep) -> None:
         self._step = step
@@ -289,6 +296,12 @@ class Planned:
         captures: int = self.checkpointer.report()["captures"]
         return captures
 
+    @property
+    def committed(self) -> int:
+        """Checkpoints that are durable."""
+        count: int = self.checkpointer.report()["committed"]
+        return count
+
     def run(self, iterations: int) -> list[float]:
         seconds = []
         for _ in range(iterations):
@@ -299,11 +312,29 @@ class Planned:
         return seconds
 
     def settle(self) -> None:
+        """Only where ``every`` is given: otherwise some checkpoints stay in host memory."""
         while not self._settled(self.checkpointer.report()):
             time.sleep(1e-3)
 
     def _settled(self, report: dict[str, Any]) -> bool:
         return report["captures"] <= report["committed"] + report["failed"] + report["superseded"]
+
+    @property
+    def interval(self) -> int:
+        """Iterations from one durable checkpoint to the next; 0: the policy has chosen none yet."""
+        return self.checkpointer.report()["frequency"]["disk_interval"] or 0
+
+    def decide(self) -> None:
+        """Train until the policy has chosen an interval.
+
+        Raises:
+            SystemExit: it never does.
+        """
+        for _ in range(MOST_UNDECIDED):
+            self.run(1)
+            if self.interval:
+                return
+        raise SystemExit(f"the policy has chosen no interval in {MOST_UNDECIDED} iterations")
 
     def close(self) -> None:
         self._steps = iter(())  # drops the loop, which ends it as ``break`` does

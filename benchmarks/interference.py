@@ -1,0 +1,244 @@
+"""CheckFreq's evaluation of adaptive frequencies (its table 5), in small, on this CPU: a job gets a neighbour.
+
+``python -m benchmarks.interference [--neighbour disk|cpu] [--overhead 0.05] [--quick]``: a table and a trace, and all
+of it as JSON in ``benchmarks/results/interference-<neighbour>-<cores>-cores.json`` (``--output``; with ``--quick``
+nowhere else).
+
+One job trains three times in each round: without checkpoints; with the interval that checkflow's policy chooses and
+changes ("adaptive"); and with the one that the policy had chosen when the neighbour came ("static"). Each time it
+trains alone at first, then beside a neighbour (:mod:`benchmarks.neighbour`) that writes to the same disk, or computes
+on the same cores, then alone again. Training has all cores but one (``--threads``), as in :mod:`benchmarks.frequency`.
+
+The overhead of a phase is its time over that of the same phase of the same round without checkpoints: what the
+neighbour takes from training itself is in both. "settled" is the second half of a phase: an interval changes only after
+checkpoints have shown that it must. k is the interval of durable checkpoints at a phase's end; between them the
+adaptive job spends what is left of its overhead on checkpoints in host memory.
+
+What follows training is the difference: "static" is ``every=k``, where training waits for storage that is slower than
+k; "adaptive" drops a checkpoint that storage has no time for, so that it loses nothing but frequency even before k
+grows. What was made durable in truth is told beside k. 5 % are the paper's overhead in its table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import checkflow
+from benchmarks.frequency import CASES, share_text
+from benchmarks.neighbour import Kind, Neighbour
+from benchmarks.ways import Plain, Planned, own_plan, real_step
+from checkflow.hardware import format_rate, format_seconds, format_size
+from checkflow.planner.timing import spread_of
+
+PHASES = ("alone", "disturbed", "alone again")
+SETTINGS = ("static", "adaptive")
+WINDOW = 10  # iterations in a line of the trace
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Rounds, and iterations of each phase."""
+
+    rounds: int
+    iterations: tuple[int, int, int]
+
+
+FULL, QUICK = Effort(3, (80, 160, 320)), Effort(1, (20, 20, 20))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all runs share."""
+
+    step: checkflow.TrainingStep
+    plan: checkflow.Plan
+    overhead: float
+    directory: Path
+    kind: Kind
+    neighbours: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: of each phase, each iteration's seconds, k after it, and the checkpoints made durable in it."""
+
+    seconds: tuple[tuple[float, ...], ...]
+    intervals: tuple[tuple[int, ...], ...]
+    committed: tuple[int, ...]
+    neighbour: Mapping[str, Any]
+
+
+def run(way: Plain | Planned, neighbour: Neighbour, effort: Effort) -> Run:
+    """Train through the three phases, iteration by iteration."""
+    seconds: list[tuple[float, ...]] = []
+    intervals: list[tuple[int, ...]] = []
+    committed: list[int] = []
+    with neighbour:
+        for phase, iterations in zip(PHASES, effort.iterations, strict=True):
+            before = way.committed
+            if phase == "disturbed":
+                neighbour.begin()
+            pairs = [(way.run(1)[0], way.interval) for _ in range(iterations)]
+            if phase == "disturbed":
+                neighbour.end()
+            seconds.append(tuple(pair[0] for pair in pairs))
+            intervals.append(tuple(pair[1] for pair in pairs))
+            committed.append(way.committed - before)
+    return Run(tuple(seconds), tuple(intervals), tuple(committed), neighbour.outcome)
+
+
+def overheads(run: Run, plain: Run) -> dict[str, float]:
+    """By phase, and by a phase's second half: the share of time that checkpoints added."""
+    found = {}
+    for phase, with_them, without in zip(PHASES, run.seconds, plain.seconds, strict=True):
+        half = len(with_them) // 2
+        found[phase] = sum(with_them) / sum(without) - 1
+        found[f"{phase}, settled"] = sum(with_them[half:]) / sum(without[half:]) - 1
+    return found
+
+
+def trace_of(run: Run, plain: Run) -> list[dict[str, Any]]:
+    """Windows of iterations: overhead against the phase without checkpoints, and k at the end."""
+    lines = []
+    number = 0
+    for phase, with_them, intervals, without in zip(PHASES, run.seconds, run.intervals, plain.seconds, strict=True):
+        usual = sum(without) / len(without)
+        for first in range(0, len(with_them), WINDOW):
+            window = with_them[first : first + WINDOW]
+            overhead = sum(window) / (usual * len(window)) - 1
+            number += len(window)
+            lines.append(
+                {"until": number, "phase": phase, "overhead": overhead, "k": intervals[first + len(window) - 1]}
+            )
+    return lines
+
+
+def one_round(job: Job, effort: Effort, number: int) -> dict[str, Any]:
+    """The three runs, each with checkpoints and a neighbour of its own."""
+    plan, directory = job.plan, job.directory / str(number)
+    directory.mkdir()
+
+    def neighbour() -> Neighbour:
+        return Neighbour(job.kind, directory, job.neighbours)
+
+    plain = run(Plain(job.step), neighbour(), effort)
+    with closing(Planned(job.step, directory / "adaptive", plan=plan, overhead=job.overhead)) as way:
+        way.decide()
+        adaptive = run(way, neighbour(), effort)
+        frequency = way.checkpointer.report()["frequency"]
+    every = adaptive.intervals[0][-1]
+    with closing(Planned(job.step, directory / "static", plan=plan, every=every)) as way:
+        way.run(4 * every)  # the first three checkpoints are audited, which later ones seldom are
+        static = run(way, neighbour(), effort)
+    return {
+        "k": {
+            "adaptive": {phase: chosen[-1] for phase, chosen in zip(PHASES, adaptive.intervals, strict=True)},
+            "static": dict.fromkeys(PHASES, every),
+        },
+        "iteration_seconds": {
+            phase: dataclasses.asdict(spread_of(seconds)) for phase, seconds in zip(PHASES, plain.seconds, strict=True)
+        },
+        "overhead": {"adaptive": overheads(adaptive, plain), "static": overheads(static, plain)},
+        "neighbours": [one.neighbour for one in (plain, adaptive, static)],
+        "iterations_per_durable": {
+            setting: {
+                phase: iterations / count if count else None
+                for phase, iterations, count in zip(PHASES, effort.iterations, one.committed, strict=True)
+            }
+            for setting, one in (("adaptive", adaptive), ("static", static))
+        },
+        "frequency": frequency,
+        "trace": {"adaptive": trace_of(adaptive, plain), "static": trace_of(static, plain)},
+    }
+
+
+def lines_of(rounds: Sequence[Mapping[str, Any]], overhead: float) -> list[str]:
+    """The table over all rounds, and the trace of the first one."""
+    lines = [f"{'overhead, of all rounds':28} {'static':>26} {'adaptive':>26}   ({overhead:.1%} allowed)"]
+    for phase in rounds[0]["overhead"]["static"]:
+        lines.append(_line(phase, (_shares(rounds, setting, phase) for setting in SETTINGS)))
+    lines.append("k, in each round; and iterations for each checkpoint that became durable")
+    for phase in PHASES:
+        lines.append(_line(phase, (_intervals(rounds, setting, phase) for setting in SETTINGS)))
+    lines.append("the first round, by windows of iterations: overhead (k)")
+    traces = [rounds[0]["trace"][setting] for setting in SETTINGS]
+    for windows in zip(*traces, strict=True):
+        name = f"to {windows[0]['until']}, {windows[0]['phase']}"
+        lines.append(_line(name, (f"{one['overhead']:.1%} ({one['k']})" for one in windows)))
+    return lines
+
+
+def _line(name: str, cells: Iterable[str]) -> str:
+    return f"{name:28} " + " ".join(f"{cell:>26}" for cell in cells)
+
+
+def _shares(rounds: Sequence[Mapping[str, Any]], setting: str, phase: str) -> str:
+    return share_text(dataclasses.asdict(spread_of([one["overhead"][setting][phase] for one in rounds])))
+
+
+def _intervals(rounds: Sequence[Mapping[str, Any]], setting: str, phase: str) -> str:
+    ks = ", ".join(str(one["k"][setting][phase]) for one in rounds)
+    durable = ", ".join(
+        "none" if (found := one["iterations_per_durable"][setting][phase]) is None else f"{found:.1f}" for one in rounds
+    )
+    return f"{ks}; {durable}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    cores = os.cpu_count() or 1
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--neighbour", choices=["disk", "cpu"], default="disk")
+    parser.add_argument("--neighbours", type=int, help="threads of it [4 that write, or 1 that computes]")
+    parser.add_argument("--model", choices=list(CASES), default="digits")
+    parser.add_argument("--overhead", type=float, default=0.05, help="p, a share of training's time")
+    parser.add_argument("--threads", type=int, default=max(1, cores - 1), help="that training has")
+    parser.add_argument("--directory", type=Path, help="on the disk that is to be written [the temporary folder]")
+    parser.add_argument("--quick", action="store_true", help="one short round, to see that it runs")
+    parser.add_argument("--rounds", type=int, help=f"[{FULL.rounds}, with --quick {QUICK.rounds}]")
+    parser.add_argument("--output", type=Path)
+    chosen = parser.parse_args(argv)
+    if not 0 < chosen.overhead < 1:
+        parser.error(f"--overhead must be a share such as 0.05, not {chosen.overhead}")
+    if chosen.neighbours is None:
+        chosen.neighbours = 4 if chosen.neighbour == "disk" else 1
+    torch.set_num_threads(chosen.threads)
+    case, effort = CASES[chosen.model], QUICK if chosen.quick else FULL
+    effort = dataclasses.replace(effort, rounds=chosen.rounds or effort.rounds)
+    with tempfile.TemporaryDirectory(dir=chosen.directory, prefix="checkflow-interference-") as name:
+        directory = Path(name)
+        step = real_step(case.model, case.batch_size, case.optimizer)
+        plan = own_plan(step, directory / "planning", chosen.overhead)
+        job = Job(step, plan, chosen.overhead, directory, chosen.neighbour, chosen.neighbours)
+        rounds = [one_round(job, effort, number) for number in range(effort.rounds)]
+    state_bytes = sum(spec.size_bytes for spec in plan.fingerprint.state)
+    usual = rounds[0]["iteration_seconds"]["alone"]["median"]
+    told = rounds[0]["neighbours"][0]
+    print(
+        f"{case.model}, batch {case.batch_size}: state {format_size(state_bytes)}, an iteration {format_seconds(usual)}"
+        f" alone; beside it {chosen.neighbours} threads: "
+        + (f"{format_rate(told['bytes_per_second'])} written" if chosen.neighbour == "disk" else "products of matrices")
+    )
+    print("\n".join(lines_of(rounds, chosen.overhead)))
+    where = {"machine": f"{cores} cores", "torch": torch.__version__, "python": platform.python_version()}
+    asked = {key: getattr(chosen, key) for key in ("model", "neighbour", "neighbours", "overhead", "threads")}
+    content = {**where, **asked, "state_bytes": state_bytes, "rounds": rounds}
+    results = Path(__file__).parent / "results" / f"interference-{chosen.neighbour}-{cores}-cores.json"
+    if (output := chosen.output or (None if chosen.quick else results)) is not None:
+        output.write_text(json.dumps(content, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
