@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from pathlib import Path
 
@@ -116,3 +117,25 @@ def test_a_spread_for_people() -> None:
     spread = {"median": -0.001, "lower": -0.002, "upper": 0.5}
     assert frequency.time_text(spread) == "-1.00 ms (-2.00 ms to 500 ms)"
     assert frequency.share_text(spread) == "-0.1% (-0.2% to 50.0%)"
+
+
+def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing here depends on how long anything takes."""
+    monkeypatch.setitem(frequency.CASES, "digits", frequency.Case("digits", 2, None, 1_437))
+    monkeypatch.setattr(frequency, "QUICK", frequency.Effort(rounds=1, block_seconds=0.01, repetitions=1))
+    output, threads = tmp_path / "found.json", torch.get_num_threads()
+    try:
+        assert frequency.main(["--quick", "--directory", str(tmp_path), "--output", str(output)]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    (row,) = json.loads(output.read_text())["models"]
+    assert list(row["ways"]) == [*WAYS, "checkflow"]
+    for found in row["ways"].values():
+        assert found["held_seconds"]["median"] > 0
+        assert found["checkpoints_per_epoch"] == 719 // found["measured_every"]
+    assert row["block_iterations"] % row["every"] == 0
+    assert row["live"]["frequency"]["disk_interval"] >= 1
+    assert row["live"]["committed"] + 1 >= row["live"]["iterations"] // row["live"]["frequency"]["disk_interval"] // 2
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+    printed = capsys.readouterr().out
+    assert all(f"\n{way} " in printed for way in row["ways"])

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import interference
+from benchmarks.frequency import Case
 from benchmarks.interference import PHASES, Run, lines_of, overheads, trace_of
 from benchmarks.neighbour import Kind, Neighbour
 
@@ -89,3 +91,19 @@ def test_a_neighbour_ends_with_whoever_started_it(tmp_path: Path) -> None:
     ready, _, told = done.stdout.partition("\n")
     assert ready == "ready"
     assert json.loads(told)["bytes_per_second"] == 0
+
+
+def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here depends on how long anything takes."""
+    monkeypatch.setitem(interference.CASES, "digits", Case("digits", 2, None, 1_437))
+    monkeypatch.setattr(interference, "QUICK", interference.Effort(1, (6, 6, 6)))
+    output, threads = tmp_path / "found.json", torch.get_num_threads()
+    try:
+        assert interference.main(["--quick", "--directory", str(tmp_path), "--output", str(output)]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    (one,) = json.loads(output.read_text())["rounds"]
+    assert one["k"]["static"] == dict.fromkeys(PHASES, one["k"]["adaptive"]["alone"])
+    assert [line["until"] for line in one["trace"]["static"]] == [6, 12, 18]
+    assert all(neighbour["bytes_per_second"] > 0 for neighbour in one["neighbours"])
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
