@@ -116,7 +116,7 @@ class Profile:
             OURS: (plan.stall_seconds, commit),
         }
 
-    def algorithm_1(self, state_bytes: int, overhead: float) -> policy.Frequency:
+    def algorithm_1(self, state_bytes: int, overhead: float) -> policy.Choice:
         """What CheckFreq would do here: its interval, and its mode."""
         return policy.algorithm_1(
             policy.Profile(
