@@ -86,7 +86,7 @@ class Effort:
     repetitions: int
 
 
-FULL, QUICK = Effort(5, 1.2, 7), Effort(2, 0.3, 3)
+FULL, QUICK = Effort(5, 1.0, 5), Effort(2, 0.3, 3)
 
 
 @dataclass(frozen=True)
