@@ -178,7 +178,12 @@ def turns(names: Sequence[str], number: int) -> list[str]:
 
 def run_block(way: Way, iterations: int) -> Block:
     held, checkpoints = way.held_seconds, way.checkpoints
-    seconds = timed(lambda: (way.run(iterations), way.settle()))
+
+    def work() -> None:
+        way.run(iterations)
+        way.settle()
+
+    seconds = timed(work)
     return Block(seconds, way.held_seconds - held, way.checkpoints - checkpoints)
 
 

@@ -172,12 +172,23 @@ def lines_of(rounds: Sequence[Mapping[str, Any]], overhead: float) -> list[str]:
     lines.append("k, in each round; and iterations for each checkpoint that became durable")
     for phase in PHASES:
         lines.append(_line(phase, (_intervals(rounds, setting, phase) for setting in SETTINGS)))
+    within = sum(one["overhead"]["adaptive"]["disturbed, settled"] <= overhead for one in rounds)
+    back = sum(_came_back(one["k"]["adaptive"]) for one in rounds)
+    lines.append(
+        f"adaptive: within {overhead:.1%} beside the neighbour, settled, in {within} of {len(rounds)} rounds; "
+        f"k is back afterwards in {back}"
+    )
     lines.append("the first round, by windows of iterations: overhead (k)")
     traces = [rounds[0]["trace"][setting] for setting in SETTINGS]
     for windows in zip(*traces, strict=True):
         name = f"to {windows[0]['until']}, {windows[0]['phase']}"
         lines.append(_line(name, (f"{one['overhead']:.1%} ({one['k']})" for one in windows)))
     return lines
+
+
+def _came_back(k: Mapping[str, int]) -> bool:
+    """Whether k is in the end within half as much again of what it was at first, or one iteration."""
+    return k["alone again"] <= max(1.5 * k["alone"], k["alone"] + 1)
 
 
 def _line(name: str, cells: Iterable[str]) -> str:

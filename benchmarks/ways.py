@@ -61,13 +61,15 @@ def real_step(model: str, batch_size: int, optimizer: str | None) -> checkflow.T
 
 
 class Way(Protocol):
-    """One job under one way of making checkpoints.
+    """One job under one way of making checkpoints."""
 
-    ``held_seconds``: for which the training thread waited or copied so far; ``checkpoints``: begun so far.
-    """
+    @property
+    def held_seconds(self) -> float:
+        """For which the training thread waited or copied so far."""
 
-    held_seconds: float
-    checkpoints: int
+    @property
+    def checkpoints(self) -> int:
+        """Begun so far."""
 
     def run(self, iterations: int) -> list[float]:
         """Train; seconds of each iteration, with what checkpointing took of it."""
@@ -289,7 +291,8 @@ class Planned:
 
     @property
     def held_seconds(self) -> float:
-        return sum(self.checkpointer.report()["held_seconds"].values())
+        seconds: float = sum(self.checkpointer.report()["held_seconds"].values())
+        return seconds
 
     @property
     def checkpoints(self) -> int:
@@ -317,7 +320,7 @@ class Planned:
             time.sleep(1e-3)
 
     def _settled(self, report: dict[str, Any]) -> bool:
-        return report["captures"] <= report["committed"] + report["failed"] + report["superseded"]
+        return bool(report["captures"] <= report["committed"] + report["failed"] + report["superseded"])
 
     @property
     def interval(self) -> int:

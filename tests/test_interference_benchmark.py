@@ -45,6 +45,13 @@ def test_a_trace_has_every_iteration_and_no_window_over_two_phases(monkeypatch: 
     assert lines[3]["overhead"] == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "back"), [(1, 1, True), (1, 2, True), (1, 3, False), (8, 12, True), (8, 13, False), (8, 2, True)]
+)
+def test_whether_k_came_back(first: int, last: int, back: bool) -> None:
+    assert interference._came_back({"alone": first, "disturbed": 99, "alone again": last}) is back
+
+
 def test_the_table() -> None:
     trace = trace_of(CHECKPOINTED, PLAIN)
     found = overheads(CHECKPOINTED, PLAIN)
@@ -55,11 +62,12 @@ def test_the_table() -> None:
         "iterations_per_durable": {"adaptive": durable, "static": durable},
         "trace": {"adaptive": trace, "static": trace},
     }
-    lines = [" ".join(line.split()) for line in lines_of([one, one], 0.05)]
-    assert lines[0] == "overhead, of all rounds static adaptive (5.0% allowed)"
+    lines = [" ".join(line.split()) for line in lines_of([one, one], 0.06)]
+    assert lines[0] == "overhead, of all rounds static adaptive (6.0% allowed)"
     assert lines[2] == "alone, settled 10.0% (10.0% to 10.0%) 10.0% (10.0% to 10.0%)"
     assert "disturbed 1, 1; 2.0, 2.0 4, 4; 2.0, 2.0" in lines
     assert "alone again 1, 1; none, none 2, 2; none, none" in lines
+    assert "adaptive: within 6.0% beside the neighbour, settled, in 2 of 2 rounds; k is back afterwards in 2" in lines
     assert lines[-1] == "to 12, alone again 5.0% (2) 5.0% (2)"
 
 
