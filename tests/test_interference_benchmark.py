@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import interference
+from benchmarks import cpu_overhead, interference
 from benchmarks.frequency import Case
 from benchmarks.interference import PHASES, Run, lines_of, overheads, trace_of
 from benchmarks.neighbour import Kind, Neighbour
@@ -103,6 +103,7 @@ def test_a_neighbour_ends_with_whoever_started_it(tmp_path: Path) -> None:
 
 def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here depends on how long anything takes."""
+    monkeypatch.setattr(interference, "own_plan", lambda step, directory, overhead: cpu_overhead.plan_for("digits"))
     monkeypatch.setitem(interference.CASES, "digits", Case("digits", 2, None, 1_437))
     monkeypatch.setattr(interference, "QUICK", interference.Effort(1, (6, 6, 6)))
     output, threads = tmp_path / "found.json", torch.get_num_threads()
