@@ -12,7 +12,8 @@ free iterations come first, then one checkpoint, for trial. Then intervals are c
 - they grow at once, to what is measured, where the cost is beyond ``overhead`` by more than chance: the medians of the
   last few samples, or of more, less ``DOUBT`` standard errors and a ``BAND``, ask for a longer interval;
 - they shrink slowly: by half at most, each time after ``PATIENCE`` persists whose median, and a standard error, asks
-  for less by a ``BAND``;
+  for less by a ``BAND``; or, if costs have fallen since the last change, once the last ``PATIENCE`` ask for less beyond
+  ``DOUBT``, and what came before them is forgotten;
 - nothing is believed on the word of old free iterations: where none was for long (a checkpoint of every iteration
   leaves none), another control comes first. If free iterations themselves have become other ones, all is measured anew.
 """
@@ -119,7 +120,7 @@ class Controller:
         self._observed = 0  # iterations that tell, since then
         self._reviewed, self._reviewed_samples, self._unreviewed_seconds = number, 0, 0.0
         self._control, self._control_since, self._control_seen = _Control.NONE, number, 0
-        self._suspicious = self._controlled = False
+        self._suspicious = self._controlled = self._unsure = False
         self._tried: int | None = None  # the boundary of a checkpoint for trial
         self._costs = known
         # What the user said needs no word in the log.
@@ -259,7 +260,7 @@ class Controller:
         """Begin a control where one is due, and see it through."""
         number = iteration.number
         if self._control is _Control.NONE and self._control_due(number):
-            self._control, self._control_since = _Control.RESTING, number
+            self._control, self._control_since, self._unsure = _Control.RESTING, number, False
             # Captures that storage does not take are rare where it takes all: a few of them, to know what they cost.
             rare = self._intervals is None or self._intervals.memory == self._intervals.disk
             wanted = LEAST if self._tiers and rare and not self._suspicious else 0
@@ -283,7 +284,7 @@ class Controller:
             return self._planned and not self._controlled and enough and self._observed >= self._profile_length // 2
         last = max(self._samples.last_free or 0, self._control_since)
         stale = number - last >= max(CONTROL_EVERY, CONTROL_INTERVALS * self._intervals.disk)
-        return self._suspicious or stale
+        return self._suspicious or self._unsure or stale
 
     # Review
 
@@ -295,19 +296,26 @@ class Controller:
         """Where nothing may be lost to checkpoints, and something is: step by step."""
         return Intervals(now.memory * FASTEST_GROWTH, now.disk * FASTEST_GROWTH, "overhead")
 
+    def _suffices(self, now: Intervals, costs: Costs) -> bool:
+        """Whether intervals are long enough for these costs."""
+        wanted = self._choice(costs)
+        if wanted is None or wanted.disk > now.disk:
+            return False
+        # Where storage can be written to more often, captures in between become rarer, and may have been cheap enough.
+        paid = _is_much_less(wanted.disk, now.disk) and costs.share(now.memory, now.disk) <= self._asked.overhead
+        return paid or wanted.memory <= now.memory
+
     def _review(self, number: int, now: Intervals) -> None:
         samples, known = self._samples, self._costs
         last = samples.estimate(LEAST, known=known)
-        wanted = None if last is None else self._choice(last)
-        if wanted is not None and wanted.disk <= now.disk and wanted.memory <= now.memory:
+        if last is not None and self._suffices(now, last):
             self._shrink(number, now)  # whatever was before that
             return
         for size in WINDOWS:
             least = samples.estimate(size, -DOUBT, known)
             if samples.largest < size or least is None:
                 break
-            wanted = self._choice(least.times(1 / (1 + BAND)))
-            if wanted is not None and wanted.disk <= now.disk and wanted.memory <= now.memory:
+            if self._suffices(now, least.times(1 / (1 + BAND))):
                 continue
             if number - (samples.last_free or 0) > max(2 * REVIEW_EVERY, 2 * now.disk):
                 self._suspicious = True  # perhaps it is training itself that has become slower
@@ -324,21 +332,30 @@ class Controller:
             return
 
     def _shrink(self, number: int, now: Intervals) -> None:
-        size = min(KEPT, self._samples.persists_seen - self._persists_before)
-        if size < PATIENCE:
+        """By what all persists since the last change tell, or by the last few if costs have clearly fallen since."""
+        samples, known = self._samples, self._costs
+        since = min(KEPT, samples.persists_seen - self._persists_before)
+        if since < PATIENCE:
             return
-        most, costs = self._samples.estimate(size, 1.0, self._costs), self._samples.estimate(size, known=self._costs)
-        wanted = None if most is None else self._choice(most)
-        if wanted is None or wanted.disk > now.disk or wanted.memory > now.memory:
-            return
-        if min(wanted.disk / now.disk, wanted.memory / now.memory) > 1 - BAND:
-            return
+        wanted, size = self._asked_for(since, 1.0), since
+        if wanted is None or not _is_shorter(wanted, now) or wanted.memory > now.memory:
+            wanted, size = self._asked_for(PATIENCE, DOUBT), PATIENCE
+            if wanted is None or not _is_much_less(wanted.disk, now.disk):
+                return
+            samples.keep_last(PATIENCE)  # what was before would make the intervals grow again
+            self._unsure = True
         disk, memory = max(wanted.disk, now.disk / 2), max(wanted.memory, now.memory / 2)
         # What would be left is too little for another change.
         disk = wanted.disk if disk <= (1 + BAND) * wanted.disk else disk
         memory = least_multiple(self._unit, wanted.memory if memory <= (1 + BAND) * wanted.memory else memory)
-        self._costs = costs
+        self._costs = samples.estimate(size, known=known)
         self._set(number, Intervals(memory, least_multiple(memory, disk), wanted.reason))
+        self._unsure &= memory >= disk  # of what captures in between would cost now
+
+    def _asked_for(self, size: int, doubt: float) -> Intervals | None:
+        """The intervals that the last samples ask for, at most."""
+        most = self._samples.estimate(size, doubt, self._costs)
+        return None if most is None else self._choice(most)
 
     def _keep_time(self, number: int, seconds: float) -> None:
         wanted = in_iterations(self._unit, median(self._samples.recent), seconds)
@@ -373,3 +390,14 @@ class Controller:
             return f"one costs {both} of training, and failures come every {format_seconds(asked.mtbf_seconds or 0.0)}"
         seconds = format_seconds(costs.iteration_seconds)
         return f"one costs {both} of training, and may cost {100 * asked.overhead:.3g} % of iterations of {seconds}"
+
+
+def _is_much_less(interval: int, than: int) -> bool:
+    """Whether the difference is a reason to change anything."""
+    return interval <= (1 - BAND) * than
+
+
+def _is_shorter(intervals: Intervals, than: Intervals) -> bool:
+    """Whether one of them is much less, and storage is not written to less often."""
+    less = _is_much_less(intervals.disk, than.disk) or _is_much_less(intervals.memory, than.memory)
+    return less and intervals.disk <= than.disk

@@ -93,6 +93,12 @@ class Samples:
         self._persist: Span | None = None
         self._began = False  # a capture, at the last boundary
 
+    def keep_last(self, size: int) -> None:
+        """Forget what older checkpoints cost: it holds no more."""
+        for samples in (self._captures, self._held_seconds, self._persists, self._persist_seconds):
+            while len(samples) > size:
+                samples.popleft()
+
     @property
     def free(self) -> int:
         """How many free iterations are remembered."""
@@ -147,7 +153,7 @@ class Samples:
         least, zero = (1, Costs(0.0, 0.0, 0.0, 0.0)) if known is None else (LEAST, known)
         free_seconds, spread = median_and_spread(seconds for _, seconds in self._free)
 
-        def cost(spans: Sequence[Span], capture_seconds: float) -> float:
+        def cost(spans: Sequence[Span], capture_seconds: float, doubt: float) -> float:
             values = [span.added_seconds(free_seconds) - span.captures * capture_seconds for span in spans]
             middle, own = median_and_spread(values)
             long = median(span.iterations for span in spans)
@@ -157,18 +163,24 @@ class Samples:
 
         captures, persists = list(self._captures)[-size:], list(self._persists)[-size:]
         lasting = list(self._persist_seconds)[-size:]
-        capture = cost(captures, 0.0) if len(captures) >= least else zero.capture_seconds
-        if len(persists) >= least and (begun := median(span.captures for span in persists)) >= 1:
-            # Where storage takes every capture none is undisturbed; but one costs no more than it and its persist.
-            capture = min(capture, cost(persists, 0.0) / begun)
-        if len(self._held_seconds) >= least:
-            capture = max(capture, median(list(self._held_seconds)[-size:]))
-        interference = cost(persists, capture) if len(persists) >= least else zero.interference_seconds
+
+        def capture_cost(doubt: float) -> float:
+            capture = cost(captures, 0.0, doubt) if len(captures) >= least else zero.capture_seconds
+            if len(persists) >= least and (begun := median(span.captures for span in persists)) >= 1:
+                # Where storage takes every capture none is undisturbed; but one costs no more than it and its persist.
+                capture = min(capture, cost(persists, 0.0, doubt) / begun)
+            if len(self._held_seconds) >= least:
+                capture = max(capture, median(list(self._held_seconds)[-size:]))
+            return capture
+
+        interference = zero.interference_seconds
+        if len(persists) >= least:  # what doubt adds to a capture is not taken from what its persist adds
+            interference = cost(persists, capture_cost(0.0), doubt)
         persist = zero.persist_seconds
         if len(lasting) >= least:
             middle, own = median_and_spread(lasting)
             persist = max(0.0, middle + doubt * own * error_of(len(lasting)))
-        return Costs(free_seconds, capture, persist, interference)
+        return Costs(free_seconds, capture_cost(doubt), persist, interference)
 
     def _add_free(self, iteration: Iteration) -> None:
         self.free_seen += 1
