@@ -234,10 +234,11 @@ def start_line(report: RunReport, directory: Path) -> str:
 
 
 def _plan_words(report: RunReport) -> str:
-    plan, every = report.plan, report.frequency.memory_interval
+    plan = report.plan
     if plan is None:
         return "no plan yet, one of the first iterations is recorded for it"
-    often = "iteration" if every in (None, 1) else f"{every} iterations"
+    every = report.frequency.memory_interval or plan.interval
+    often = "iteration" if every == 1 else f"{every} iterations"
     whose = {"given": "the given plan", "cache": "a kept plan", "recorded": "a plan of this job"}[plan.source]
     return f"{whose} runs: a checkpoint every {often}, predicted stall {format_stall(plan.stall_seconds)}"
 

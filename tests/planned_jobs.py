@@ -61,8 +61,9 @@ def assert_every_checkpoint_is_true(
     Args:
         iterate: one iteration of the loop, given its number; by default the step, on its batch.
         state: further objects, as ``Checkpointer`` takes them.
-        interval: the plan's; a checkpoint of every such boundary is expected.
+        iterations: at least so many; two checkpoints in any case.
     """
+    iterations = max(iterations, 2 * plan.interval)
     with Checkpointer(
         step.models, step.optimizers, directory=directory, plan=plan, state=state,
         every=plan.interval, audit=1, keep_latest=iterations + 1, on_error="raise",

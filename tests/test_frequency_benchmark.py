@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import checkflow
 from benchmarks import frequency, ways
 from checkflow.models import digits
-from checkflow.runtime import copy_engine
+from checkflow.runtime import host_engine
 from checkflow.runtime.host_engine import HostCopyEngine
 from checkflow.runtime.live_state import StateWalk
 
@@ -59,7 +59,7 @@ def test_a_baseline_saves_the_state_at_its_boundaries(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ways, "HostCopyEngine", LateEngine)
-    monkeypatch.setattr(copy_engine, "SMALL_BYTES", -1)  # which are copied at once otherwise
+    monkeypatch.setattr(host_engine, "SMALL_BYTES", -1)  # which are copied at once otherwise
     step = small_step()
     with closing(ways.BASELINES[way](step, 2, tmp_path / "saved")) as job:
         for first in (0, 2):

@@ -236,7 +236,7 @@ def test_what_takes_the_place_of_a_waiting_capture_is_written() -> None:
         return Path()
 
     def capture(step: int) -> Any:
-        layout = types.SimpleNamespace(buffer_bytes=0)
+        layout = types.SimpleNamespace(buffer_bytes=0, files=())
         return types.SimpleNamespace(step=step, settled={}, digests=None, layout=layout)
 
     writer = Writer(commit, lambda capture: None, supersede=True)
