@@ -1,7 +1,8 @@
 """The copy engine for state in the memory of a device that runs behind the host: a CUDA GPU.
 
 What each method promises is :mod:`.copy_engine`'s. The engine speaks to the device in a handful of calls
-(:mod:`.stream_device`; the real one is :mod:`.cuda_device`), and blocks the host in ``finish`` and ``abort`` alone.
+(:mod:`.stream_device`; the real one is :mod:`.cuda_device`), and blocks the host in ``finish`` and ``abort`` alone (and
+where it is told to wait for a capture that was concluded).
 A device does what is enqueued on one stream in order, and on several in any order that events leave open. So:
 
 1. Chunks cross the link on a stream of the engine's own, the side stream. Before each ``offload`` it waits for an event
@@ -15,19 +16,25 @@ A device does what is enqueued on one stream in order, and on several in any ord
    behind is a *fence*: the boundary (before which all state was written), snapshots made, and events that a stream had
    to wait for. Whenever the engine is called under a stream, that stream first waits for the fences that it has not
    passed yet.
-5. When the last chunk has been ordered, a thread waits for the last event and calls ``on_complete``.
+5. When the last chunk of a capture has been ordered, a thread waits for the last event and calls ``on_complete``: for
+   one capture after the other.
+6. ``conclude`` has every stream that the engine was called under during the capture wait for its last part: then no
+   later write meets a copy, and memory of snapshots may go back to the allocator, whichever stream it belongs to. What
+   the next capture orders queues on the side stream behind that.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from checkflow.errors import CheckflowError
-from checkflow.runtime.copy_engine import CopyRecord, CopyStatistics, Transfer
+from checkflow.runtime.copy_engine import CopyRecord, CopyStatistics, Outcome, Transfer, tell_failure
 from checkflow.runtime.stream_device import Copies, Event, Stream, StreamDevice
 
 logger = logging.getLogger("checkflow")
@@ -54,10 +61,12 @@ class _Order:
     anchor: str
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Capture:
     """What has become of one capture so far; of parts that cross the link between two events, in order."""
 
+    on_complete: Callable[[], None]
+    on_failure: Callable[[CheckflowError], None]
     transfers: Sequence[Transfer] = ()
     part_of: list[int] = field(default_factory=list)  # the part that each chunk crosses in; -1: not ordered yet
     remaining: int = 0  # chunks that are not ordered yet
@@ -71,9 +80,17 @@ class _Capture:
     orders: list[_Order] = field(default_factory=list)
     waited_spans: list[tuple[Event, Event]] = field(default_factory=list)
     snapshot_spans: list[tuple[Event, Event]] = field(default_factory=list)
+    snapshot_bytes: int = 0
     held_bytes: int = 0
     peak_bytes: int = 0
     events: list[Event] = field(default_factory=list)  # all that were recorded
+    # How it ends; the training thread and the one that waits for it agree on these under the engine's condition:
+    last: Event | None = None  # behind its last chunk
+    concluded: bool = False
+    decided: bool = False  # it has arrived, or failed, or was given up: none of its copies reads anything any more
+    arrived_whole: bool = False
+    ended: bool = False  # what was to be called has been called
+    outcome: Outcome | None = None  # once somebody has asked for it
 
     @property
     def safe(self) -> int:
@@ -91,34 +108,32 @@ class CudaCopyEngine:
     def __init__(self, device: StreamDevice) -> None:
         self._device = device
         self.source = device.memory
-        self._now = _Capture()
+        self._now = _nothing()  # the capture that was begun last
         self._ordering = threading.RLock()  # what ``hasten`` reads and writes, on whichever thread
         self._prepared: dict[int, tuple[Sequence[Transfer], dict[tuple[int, ...], list[_Part]]]] = {}
-        # Between the training thread and the one that waits for the end of a capture:
+        # Between the training thread and the one that waits for the ends of captures:
         self._changed = threading.Condition()
-        self._on_complete: Callable[[], None] | None = None  # of the capture under way
-        self._awaited: Event | None = None  # behind its last chunk
-        self._complete = True
-        self._watching = self._delivering = self._closed = False
-        self._error: Exception | None = None
+        self._sealed: deque[_Capture] = deque()  # all of it has been ordered; until what is to be called was called
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="checkflow-copy", daemon=True)
         self._thread.start()
 
     def begin(
-        self, transfers: Sequence[Transfer], on_complete: Callable[[], None], at_once: Sequence[Transfer] = ()
+        self,
+        transfers: Sequence[Transfer],
+        on_complete: Callable[[], None],
+        at_once: Sequence[Transfer] = (),
+        on_failure: Callable[[CheckflowError], None] = tell_failure,
     ) -> None:
-        if self._on_complete is not None:
+        if not (self._now.decided or self._now.concluded):
             raise RuntimeError("a capture is still running")
         self._forget()
-        self._complete = not transfers and not at_once
-        if self._complete:
+        if not transfers and not at_once and not self._sealed:
             on_complete()
             return
         device = self._device
         stream = device.current()
-        self._now = _Capture(transfers, [-1] * len(transfers), len(transfers))
-        with self._changed:
-            self._on_complete, self._error = on_complete, None
+        self._now = _Capture(on_complete, on_failure, transfers, [-1] * len(transfers), len(transfers))
         if at_once:
             device.copy(device.prepare(_merged(at_once)), stream)
         self._fence(stream, self._event(stream))
@@ -151,7 +166,9 @@ class CudaCopyEngine:
             now.snapshots |= made
             now.copied |= made.keys()
         now.snapshot_spans.append((before, after))
-        now.held_bytes += sum(piece.length_bytes for piece in pieces)
+        size_bytes = sum(piece.length_bytes for piece in pieces)
+        now.snapshot_bytes += size_bytes
+        now.held_bytes += size_bytes
         now.peak_bytes = max(now.peak_bytes, now.held_bytes)
         now.orders.append(_Order(tuple(made), "snapshot", anchor))
 
@@ -176,10 +193,10 @@ class CudaCopyEngine:
             now.guarded = last + 1
 
     def live(self, chunks: Sequence[int]) -> list[int]:
-        if self._on_complete is None:
+        now = self._now
+        if now.decided or now.concluded:
             return []
         self._enter()
-        now = self._now
         found = [chunk for chunk in chunks if chunk not in now.copied and not 0 <= now.part_of[chunk] < now.safe]
         if found and self._advance():
             found = [chunk for chunk in found if not 0 <= now.part_of[chunk] < now.safe]
@@ -212,36 +229,48 @@ class CudaCopyEngine:
                 del self._now.snapshots[chunk]
                 self._now.held_bytes -= self._now.transfers[chunk].length_bytes
 
+    def conclude(self) -> _Concluded:
+        now = self._now
+        if -1 in now.part_of:
+            raise RuntimeError(f"chunk {now.part_of.index(-1)} was never released")
+        if not now.concluded:
+            self._seal()
+            here = self._enter()
+            if now.ends and not self._arrived(len(now.ends) - 1):
+                for stream in now.behind:
+                    if stream != here:
+                        self._device.wait(stream, now.ends[-1])
+                self._hold(here, len(now.ends) - 1)
+            # Every stream that one was allocated on is among these.
+            with self._ordering:
+                now.snapshots.clear()
+                now.held_bytes = 0
+            now.concluded = True
+        return _Concluded(self, now)
+
     def finish(self) -> None:
-        if -1 in self._now.part_of:
-            raise RuntimeError(f"chunk {self._now.part_of.index(-1)} was never released")
+        self.conclude()
         with self._changed:
-            while self._on_complete is not None or self._delivering:
+            while self._sealed:
                 self._seal()  # unless that was done when the last chunk was ordered, and no interrupt came before it
                 self._changed.wait()
-            error, self._error = self._error, None
-        if error is not None:
-            raise error
-        # All of it has been read by now, which no stream needs to be told.
-        with self._ordering:
-            self._now.snapshots.clear()
-            self._now.held_bytes = 0
 
     def abort(self) -> bool:
+        now = self._now
         with self._ordering:  # nothing is hastened from here on
             with self._changed:
-                complete = self._complete
-                self._on_complete = self._awaited = None
+                over = now.decided or now.concluded
+                now.decided = now.decided or not over
             try:
-                for stream in (self._device.side, *self._now.behind):
+                for stream in (self._device.side, *now.behind):
                     self._device.synchronize(self._event(stream))
             except CheckflowError as error:  # a device that has failed does nothing any more
                 logger.warning("%s", error)
             with self._changed:
-                while self._watching or self._delivering:
+                while self._sealed:
                     self._changed.wait()
             self._forget()
-        return complete
+        return over
 
     def close(self) -> None:
         self.abort()
@@ -251,15 +280,19 @@ class CudaCopyEngine:
         self._thread.join()
 
     def log(self) -> tuple[CopyRecord, ...]:
-        return tuple(
-            CopyRecord(chunk, order.kind, order.anchor, self._now.transfers[chunk].length_bytes)
-            for order in self._now.orders
-            for chunk in order.chunks
-        )
+        return _records(self._now.orders, self._now.transfers)
 
     def statistics(self) -> CopyStatistics:
-        now = self._now
-        return CopyStatistics(self._seconds(now.waited_spans), self._seconds(now.snapshot_spans), now.peak_bytes, 0)
+        return self._statistics(self._now)
+
+    def _statistics(self, capture: _Capture) -> CopyStatistics:
+        if capture.outcome is not None:
+            return capture.outcome.statistics
+        waited_seconds = snapshot_seconds = 0.0
+        if capture.arrived_whole or not capture.decided:  # a device that has failed tells no times
+            waited_seconds = self._seconds(capture.waited_spans)
+            snapshot_seconds = self._seconds(capture.snapshot_spans)
+        return CopyStatistics(waited_seconds, snapshot_seconds, capture.snapshot_bytes, capture.peak_bytes, 0)
 
     def _seconds(self, spans: Iterable[tuple[Event, Event]]) -> float:
         return sum((self._device.seconds_between(before, after) for before, after in spans), 0.0)
@@ -355,50 +388,98 @@ class CudaCopyEngine:
 
     def _seal(self) -> None:
         """Everything has been ordered: the thread waits for it."""
+        now = self._now
         with self._changed:
-            if self._on_complete is not None and self._awaited is None:
-                self._awaited = self._event(self._device.side)
-                self._changed.notify_all()
+            if not now.decided and now not in self._sealed:
+                now.last = self._event(self._device.side)
+                self._sealed.append(now)
+            self._changed.notify_all()
 
     def _run(self) -> None:
         self._device.enter_thread()
-        while True:
+        while (capture := self._next_sealed()) is not None:
+            error = self._wait_for(capture)
             with self._changed:
-                while self._awaited is None and not self._closed:
-                    self._changed.wait()
-                event = self._awaited
-                if event is None:
-                    return
-                self._watching = True
-            error = self._wait_for(event)
-            with self._changed:
-                callback = self._on_complete if self._awaited is event else None
-                if callback is not None:
-                    self._on_complete = self._awaited = None
-                    self._error, self._complete = error, error is None
-                self._watching = False
-                self._delivering = callback is not None and error is None
-                self._changed.notify_all()
-            if self._delivering and callback is not None:
-                try:
-                    callback()
-                finally:
-                    with self._changed:
-                        self._delivering = False
-                        self._changed.notify_all()
+                told = not capture.decided  # it was not given up meanwhile
+                capture.decided, capture.arrived_whole = True, error is None
+            try:
+                if told and error is None:
+                    capture.on_complete()
+                elif told and error is not None:
+                    capture.on_failure(error)
+            finally:
+                with self._changed:
+                    capture.ended = True
+                    capture.on_complete, capture.on_failure = _silent, tell_failure  # they hold the staging buffer
+                    self._sealed.popleft()
+                    self._changed.notify_all()
 
-    def _wait_for(self, event: Event) -> CheckflowError | None:
+    def _next_sealed(self) -> _Capture | None:
+        """The first one, which stays where it is; None when the engine is closed."""
+        with self._changed:
+            while not self._sealed and not self._closed:
+                self._changed.wait()
+            return self._sealed[0] if self._sealed else None
+
+    def _wait_for(self, capture: _Capture) -> CheckflowError | None:
         try:
-            self._device.synchronize(event)
-        except CheckflowError as error:  # the training thread raises it
+            self._device.synchronize(capture.last)
+        except CheckflowError as error:  # whoever is called says so
             return error
         return None
 
+    def wait_for_end(self, capture: _Capture) -> None:
+        """Return when it has come to its end."""
+        with self._changed:
+            while not capture.ended:
+                self._changed.wait()
+
+    def outcome_of(self, capture: _Capture) -> Outcome | None:
+        """What it did, once it has come to its end; its events are used for others then."""
+        if capture.outcome is None and capture.ended:
+            log = functools.partial(_records, capture.orders, capture.transfers)
+            capture.outcome = Outcome(self._statistics(capture), log)
+            self._device.recycle(capture.events)
+        return capture.outcome
+
     def _forget(self) -> None:
-        """Nothing is under way."""
+        """Nothing is gathered. One that was concluded is still followed."""
         with self._ordering:
-            self._device.recycle(self._now.events)
-            self._now = _Capture()
+            if not self._now.concluded:
+                self._now.snapshots.clear()
+                self._device.recycle(self._now.events)
+            self._now = _nothing()
+
+
+@dataclass(frozen=True, slots=True)
+class _Concluded:
+    """See :class:`.copy_engine.Concluded`."""
+
+    engine: CudaCopyEngine
+    capture: _Capture
+
+    def outcome(self) -> Outcome | None:
+        return self.engine.outcome_of(self.capture)
+
+    def wait(self) -> None:
+        self.engine.wait_for_end(self.capture)
+
+
+def _nothing() -> _Capture:
+    """In the place of a capture, where none was begun: it was complete before, and nobody is told."""
+    return _Capture(_silent, tell_failure, concluded=True, decided=True, arrived_whole=True, ended=True)
+
+
+def _silent() -> None:
+    """Called in place of ``on_complete`` where nobody waits for it."""
+
+
+def _records(orders: Iterable[_Order], transfers: Sequence[Transfer]) -> tuple[CopyRecord, ...]:
+    return tuple(
+        CopyRecord(chunk, order.kind, order.anchor, transfers[chunk].length_bytes)
+        for order in orders
+        for chunk in order.chunks
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ def test_where_training_does_not_wait_the_audit_tells_and_all_leaves_at_once(
     report = checkpointer.report()
     assert report["breaches"] >= 1
     state_bytes = sum(tensor.nbytes for tensor in clone_state(job.models, job.optimizers).values())
-    assert report["boundary_bytes"] == state_bytes
+    assert report["newest_capture"]["boundary_bytes"] == state_bytes
     steps = [int(path.name[5:]) for path in sorted(find(tmp_path))]
     assert len(steps) >= 4
     assert_true(tmp_path, truths, steps)
