@@ -25,8 +25,8 @@ Where a device runs behind the host, "later" means enqueued later: on the stream
 that training orders behind it. Any other stream of training comes to be so at its own first call of the engine, be it
 ``live`` of nothing.
 
-As soon as the last chunk has arrived in host memory, a capture has come to its end, and ``on_complete`` is called, once,
-on any thread, for one capture after the other as they were begun. If chunks that were on their way do not arrive,
+As soon as the last chunk has arrived in host memory, a capture has come to its end: ``on_complete`` is called, once, on
+any thread, for one capture after the other as they were begun. If chunks that were on their way do not arrive,
 ``on_failure`` is called in its place, with the reason; other captures do not suffer by it. The addresses in a
 ``Transfer`` stay valid until then (the caller holds the tensors and the buffer), or until ``abort`` returns. No method
 allocates in proportion to the state, except ``snapshot``, by the bytes it is given.

@@ -27,7 +27,7 @@ from checkflow.runtime.copy_engine import Transfer
 from checkflow.runtime.cuda_engine import CudaCopyEngine
 
 GARBAGE = 0xEE
-STARVED_SECONDS = 20.0  # after which a test that hangs goes on, and fails
+STARVED_SECONDS = 20.0  # after which a test that would hang goes on, and fails
 
 
 @dataclass(eq=False)
@@ -149,7 +149,9 @@ class FakeDevice:
 
     def synchronize(self, event: Event) -> None:
         if threading.current_thread().name == "checkflow-copy":
-            self.starved += not self.host_waits.wait(STARVED_SECONDS)
+            if not self.host_waits.wait(STARVED_SECONDS):
+                self.starved += 1
+                self.host_waits.set()
         else:
             self.synchronized += 1
         happened = event.happened

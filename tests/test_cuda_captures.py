@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -21,10 +22,13 @@ from checkflow.graph import BOUNDARY, AnchorKey, AnchorKind
 from checkflow.plan import Plan
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import digest
+from checkflow.runtime.capture import Capturer
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.cuda_engine import CudaCopyEngine
+from checkflow.runtime.execution import Execution
 from checkflow.runtime.live_state import capture_generators, restore_generators
 from checkflow.runtime.reader import find
+from checkflow.state import TrainingState
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +94,135 @@ def test_every_checkpoint_is_one_boundary(
     assert report["breaches"] == report["failed"] == 0
     assert report["audited"] == 9 // interval
     assert device.allocated_bytes == 0
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_the_host_waits_at_no_regular_boundary(interval: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No capture is delivered before the last boundary: whoever waited for one before would wait in vain."""
+    monkeypatch.setattr(digest, "in_host_memory", lambda _: False)
+    device, job = simulate_gpu(monkeypatch), Job()
+    iterate = job.iterate
+    device.host_waits.clear()
+
+    def look(n: int) -> None:
+        assert checkpointer.report()["newest_capture"] is None
+        assert checkpointer._saving.writer.outstanding == 0
+        assert device.synchronized == device.starved == 0
+        iterate(n)
+        if n == 11:
+            device.host_waits.set()
+
+    with Checkpointer(
+        job.model, job.optimizer, directory=tmp_path, plan=plan_of(3, interval), every=interval, audit=1,
+        keep_latest=99, on_error="raise", host_buffers=12,
+    ) as checkpointer:  # fmt: skip
+        truths = run_oracle(checkpointer, look, job.models, job.optimizers, iterations=12)
+    assert not device.starved
+    assert_true(tmp_path, truths, range(interval, 13, interval))
+    report = checkpointer.report()
+    assert report["captures"] == report["committed"] == report["audited"] == 12 // interval
+    assert report["newest_capture"]["step"] == 12
+    assert report["bytes"]["captured_bytes"] == 12 // interval * report["bytes"]["state_bytes"]
+
+
+def test_where_buffers_run_out_the_oldest_capture_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, job = simulate_gpu(monkeypatch), Job()
+    iterate = job.iterate
+
+    def look(n: int) -> None:
+        capturer = checkpointer._boundaries.execution.capturer
+        if n == 0:
+            assert capturer.make_room()
+            device.host_waits.clear()
+        if n == 2:  # of the two buffers one is on its way, one is being filled
+            assert capturer.last_report is None
+            device.host_waits.set()
+            capturer.make_room()
+            assert capturer.last_report is not None
+            assert capturer.last_report.step == 1
+        iterate(n)
+
+    plan = plan_of(3)
+    with Checkpointer(
+        job.model, job.optimizer, directory=tmp_path, plan=plan, every=1, keep_latest=99, host_buffers=2
+    ) as checkpointer:
+        truths = run_oracle(checkpointer, look, job.models, job.optimizers, iterations=6)
+    assert not device.starved
+    assert_true(tmp_path, truths, range(1, 7))
+
+
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_a_copy_that_fails_behind_its_boundary_costs_that_checkpoint_alone(
+    on_error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device, job = simulate_gpu(monkeypatch), Job()
+    iterate, wait_for = job.iterate, CudaCopyEngine._wait_for
+
+    def fail_the_second(engine: CudaCopyEngine, capture: Any) -> CheckflowError | None:
+        error = wait_for(engine, capture)
+        waited.append(error)
+        return CheckflowError("CUDA: unspecified launch failure") if len(waited) == 2 else error
+
+    def look(n: int) -> None:
+        if n == 4:  # three were concluded, and the fourth is in flight
+            device.host_waits.set()
+        iterate(n)
+
+    waited: list[CheckflowError | None] = []
+    monkeypatch.setattr(CudaCopyEngine, "_wait_for", fail_the_second)
+    device.host_waits.clear()
+    job.iterate = look
+    with (
+        caplog.at_level(logging.WARNING, "checkflow"),
+        contextlib.nullcontext() if on_error == "warn" else pytest.raises(CheckflowError, match="unspecified launch"),
+    ):
+        checkpointer, truths = job.train(tmp_path, plan_of(2), on_error=on_error, host_buffers=6)
+    assert not device.starved
+    steps = [int(path.name[5:]) for path in sorted(find(tmp_path))]
+    assert 2 not in steps
+    assert {1, 3, 4} <= set(steps)
+    assert device.allocated_bytes == 0
+    if on_error == "warn":
+        assert steps == [1, 3, 4, 5, 6, 7, 8, 9]
+        assert_true(tmp_path, truths, steps)
+        report = checkpointer.report()
+        assert report["failed"] == 1
+        assert report["last_failure"] == "CheckflowError: CUDA: unspecified launch failure"
+        assert "the checkpoint of step 2 is given up: CheckflowError: CUDA: unspecified launch failure" in caplog.text
+
+
+def test_a_layout_is_given_up_when_what_was_concluded_has_read_its_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds the memory of tensors that were replaced, which may belong to a stream that waits for nothing."""
+    device, job = simulate_gpu(monkeypatch), Job()
+    iterate, arrange = job.iterate, Capturer._arrange
+    arranged: list[int | None] = []
+
+    def look(self: Capturer, state: TrainingState) -> None:
+        assert not self._leaving
+        assert not device.uses(before.data_ptr(), before.nbytes, reads_only=True)
+        arranged.append(None if self.last_report is None else self.last_report.step)
+        arrange(self, state)
+
+    def replace(n: int) -> None:
+        iterate(n)
+        if n == 2:
+            device.host_waits.clear()
+        elif n == 4:
+            job.model.two.weight.data = before.clone()
+            device.host_waits.set()
+
+    before = job.model.two.weight.data
+    monkeypatch.setattr(Capturer, "_arrange", look)
+    monkeypatch.setattr(Execution, "follow", lambda self: None)  # it would have waited, too
+    job.iterate = replace
+    _, truths = job.train(tmp_path, plan_of(3), iterations=7, host_buffers=6)
+    assert arranged == [None, 4]
+    assert not device.starved
+    assert_true(tmp_path, truths, range(1, 8))
 
 
 def test_where_training_does_not_wait_the_audit_tells_and_all_leaves_at_once(

@@ -209,7 +209,7 @@ def test_captures_that_are_concluded_queue_and_each_is_the_state_of_its_boundary
             if lazy:
                 device.host_waits.clear()
             transfers, at_once = job.transfers(ctypes.addressof(target))
-            take = functools.partial(lambda target: arrived.append(target.raw[:-1]), target)
+            take = functools.partial(lambda arrived, target: arrived.append(target.raw[:-1]), arrived, target)
             aborted = rng.randint(1, len(job.anchors)) if rng.random() < 0.15 else None
             job.run(engine, functools.partial(engine.begin, transfers, take, at_once), aborted)
             if aborted is not None:
@@ -374,8 +374,8 @@ def test_a_device_that_fails_while_it_copies_is_told_of_at_the_end(
     with pytest.raises(CheckflowError, match="illegal memory access"):
         buffers.engine.finish()
     with caplog.at_level(logging.WARNING, "checkflow"):
-        assert buffers.engine.abort()  # it has come to its end: the log has it, since nobody else wanted to know
-    assert "did not arrive in host memory: CUDA: an illegal memory access" in caplog.text
+        buffers.engine.abort()
+    assert "illegal memory access" in caplog.text
     buffers.device.failure = ""
     assert not buffers.arrived.is_set()
     buffers.begin()
