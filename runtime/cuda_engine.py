@@ -31,7 +31,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from checkflow.errors import CheckflowError
 from checkflow.runtime.copy_engine import CopyRecord, CopyStatistics, Outcome, Transfer, tell_failure
@@ -52,8 +52,7 @@ class _Snapshot:
     stream: Stream  # that it was allocated on
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
+class _Order(NamedTuple):
     """What was ordered at one anchor; made into records when somebody asks."""
 
     chunks: tuple[int, ...]
@@ -175,17 +174,18 @@ class CudaCopyEngine:
     def offload(self, chunks: Sequence[int], anchor: str) -> None:
         with self._ordering:
             stream = self._enter()
-            if chosen := tuple(chunk for chunk in chunks if self._now.part_of[chunk] < 0):
+            part_of = self._now.part_of
+            if chosen := tuple([chunk for chunk in chunks if part_of[chunk] < 0]):
                 self._device.wait(self._device.side, self._event(stream))
                 self._order(chosen, anchor)
 
     def wait(self, chunks: Sequence[int]) -> None:
         stream = self._enter()
         now = self._now
-        last = max((now.part_of[chunk] for chunk in chunks), default=-1)
-        for chunk in chunks:
-            if now.part_of[chunk] < 0:
-                raise RuntimeError(f"chunk {chunk} is waited for before it was released")
+        parts = [now.part_of[chunk] for chunk in chunks]
+        if -1 in parts:
+            raise RuntimeError(f"chunk {chunks[parts.index(-1)]} is waited for before it was released")
+        last = max(parts, default=-1)
         if last >= now.guarded and not self._arrived(last):
             self._hold(stream, last)
             self._fence(None, now.ends[last])
@@ -197,9 +197,11 @@ class CudaCopyEngine:
         if now.decided or now.concluded:
             return []
         self._enter()
-        found = [chunk for chunk in chunks if chunk not in now.copied and not 0 <= now.part_of[chunk] < now.safe]
+        part_of, safe = now.part_of, now.safe
+        found = [chunk for chunk in chunks if not 0 <= part_of[chunk] < safe and chunk not in now.copied]
         if found and self._advance():
-            found = [chunk for chunk in found if not 0 <= now.part_of[chunk] < now.safe]
+            safe = now.safe
+            found = [chunk for chunk in found if not 0 <= part_of[chunk] < safe]
         return found
 
     def hasten(self) -> None:
@@ -303,9 +305,10 @@ class CudaCopyEngine:
         for part in self._parts(chunks):
             if part.copies is not None:
                 device.copy(part.copies, device.side)
+            number = len(now.ends)
             now.ends.append(self._event(device.side))
             for chunk in part.chunks:
-                now.part_of[chunk] = len(now.ends) - 1
+                now.part_of[chunk] = number
             now.remaining -= len(part.chunks)
             now.orders.append(_Order(part.chunks, "offload", anchor))
         if now.remaining <= 0:
@@ -326,11 +329,13 @@ class CudaCopyEngine:
 
     def _enter(self) -> Stream:
         """The current stream, once it has been put behind all fences."""
-        stream = self._device.current()
-        for other, event in self._now.fences[self._now.behind.get(stream, 0) :]:
-            if other != stream:
-                self._device.wait(stream, event)
-        self._now.behind[stream] = len(self._now.fences)
+        now, stream = self._now, self._device.current()
+        passed = now.behind.get(stream, 0)
+        if passed < len(now.fences):
+            for other, event in now.fences[passed:]:
+                if other != stream:
+                    self._device.wait(stream, event)
+            now.behind[stream] = len(now.fences)
         return stream
 
     def _hold(self, stream: Stream, part: int) -> None:
@@ -356,15 +361,17 @@ class CudaCopyEngine:
 
     def _parts(self, chunks: tuple[int, ...]) -> list[_Part]:
         """Chunks in order, cut where an event is due; made once for each list of transfers where no snapshot is in."""
-        if not self._now.copied.isdisjoint(chunks):
+        now = self._now
+        if now.copied and not now.copied.isdisjoint(chunks):
             return self._cut(chunks)
         # The list is kept beside what was made of it: so long no other can have its identity.
-        known = self._prepared.setdefault(id(self._now.transfers), (self._now.transfers, {}))[1]
+        _, known = self._prepared.setdefault(id(now.transfers), (now.transfers, {}))
         while len(self._prepared) > MOST_PREPARED:
             del self._prepared[next(iter(self._prepared))]
-        if chunks not in known:
-            known[chunks] = self._cut(chunks)
-        return known[chunks]
+        parts = known.get(chunks)
+        if parts is None:
+            parts = known[chunks] = self._cut(chunks)
+        return parts
 
     def _cut(self, chunks: tuple[int, ...]) -> list[_Part]:
         parts, begin, size_bytes = [], 0, 0

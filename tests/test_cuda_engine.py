@@ -323,6 +323,19 @@ def test_lists_of_copies_are_made_once_and_neighbours_are_one(
     assert buffers.target.raw == buffers.content
 
 
+def test_nothing_ends_that_was_not_released(buffers: Buffers) -> None:
+    buffers.begin()
+    buffers.engine.offload([0, 1, 3], "a")
+    for end in (buffers.engine.conclude, buffers.engine.finish):
+        with pytest.raises(RuntimeError, match="chunk 2 was never released"):
+            end()
+    with pytest.raises(RuntimeError, match="chunk 2 is waited for before it was released"):
+        buffers.engine.wait([1, 2])
+    with pytest.raises(RuntimeError, match="still running"):
+        buffers.begin()
+    assert not buffers.engine.abort()
+
+
 def test_other_lists_of_transfers_than_before(buffers: Buffers) -> None:
     for number in range(2 * cuda_engine.MOST_PREPARED):
         buffers.transfers = buffers.transfers[::-1]
