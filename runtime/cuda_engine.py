@@ -86,7 +86,8 @@ class _Capture:
     # How it ends; the training thread and the one that waits for it agree on these under the engine's condition:
     last: Event | None = None  # behind its last chunk
     concluded: bool = False
-    decided: bool = False  # it has arrived, or failed, or was given up: none of its copies reads anything any more
+    given_up: bool = False
+    decided: bool = False  # whether it arrived
     arrived_whole: bool = False
     ended: bool = False  # what was to be called has been called
     outcome: Outcome | None = None  # once somebody has asked for it
@@ -233,6 +234,8 @@ class CudaCopyEngine:
 
     def conclude(self) -> _Concluded:
         now = self._now
+        if now.given_up:  # and an interrupt came before all of that was done
+            raise RuntimeError("the capture was given up")
         if -1 in now.part_of:
             raise RuntimeError(f"chunk {now.part_of.index(-1)} was never released")
         if not now.concluded:
@@ -261,8 +264,7 @@ class CudaCopyEngine:
         now = self._now
         with self._ordering:  # nothing is hastened from here on
             with self._changed:
-                over = now.decided or now.concluded
-                now.decided = now.decided or not over
+                now.given_up = now.given_up or not (now.decided or now.concluded)
             try:
                 for stream in (self._device.side, *now.behind):
                     self._device.synchronize(self._event(stream))
@@ -272,7 +274,7 @@ class CudaCopyEngine:
                 while self._sealed:
                     self._changed.wait()
             self._forget()
-        return over
+        return not now.given_up
 
     def close(self) -> None:
         self.abort()
@@ -397,7 +399,7 @@ class CudaCopyEngine:
         """Everything has been ordered: the thread waits for it."""
         now = self._now
         with self._changed:
-            if not now.decided and now not in self._sealed:
+            if not (now.decided or now.given_up or now in self._sealed):
                 now.last = self._event(self._device.side)
                 self._sealed.append(now)
             self._changed.notify_all()
@@ -407,7 +409,7 @@ class CudaCopyEngine:
         while (capture := self._next_sealed()) is not None:
             error = self._wait_for(capture)
             with self._changed:
-                told = not capture.decided  # it was not given up meanwhile
+                told = not capture.given_up
                 capture.decided, capture.arrived_whole = True, error is None
             try:
                 if told and error is None:

@@ -464,15 +464,17 @@ def test_a_copy_that_fails_after_its_capture_was_concluded_voids_no_other(buffer
     assert outcome.statistics.waited_seconds == 0.0
 
 
+@pytest.mark.parametrize("gathering", [True, False])
 @pytest.mark.parametrize("how", ["abort", "close", "finish"])
-def test_whatever_waits_waits_for_all_that_were_concluded(buffers: Buffers, how: str) -> None:
+def test_whatever_waits_waits_for_all_that_were_concluded(buffers: Buffers, how: str, gathering: bool) -> None:
     queue = Queue(buffers, 4)
-    queue.targets.append(ctypes.create_string_buffer(len(buffers.content)))
-    queue.begin(4)
-    buffers.engine.offload([0, 1] if how != "finish" else range(4), "a")
+    if gathering:
+        queue.targets.append(ctypes.create_string_buffer(len(buffers.content)))
+        queue.begin(4)
+        buffers.engine.offload(range(4) if how == "finish" else [0, 1], "a")
     buffers.device.host_waits.set()
-    getattr(buffers.engine, how)()
-    assert queue.told == [f"{number} is complete" for number in range(4 + (how == "finish"))]
+    assert getattr(buffers.engine, how)() in (None, not gathering)
+    assert queue.told == [f"{number} is complete" for number in range(4 + (gathering and how == "finish"))]
     assert all(queue.arrived(number) for number in range(4))
     assert not any(buffers.device.uses(ctypes.addressof(one), 192) for one in queue.targets)
 
@@ -541,6 +543,29 @@ def test_what_has_a_snapshot_may_leave_early_and_nothing_else(buffers: Buffers) 
     engine.hasten()
     assert buffers.target.raw == buffers.content
     assert [r.chunk for r in engine.log() if r.kind == "offload"] == [1, 2, 0, 3]
+
+
+def test_an_interrupt_while_a_capture_is_given_up(buffers: Buffers, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(event: object) -> None:
+        raise KeyboardInterrupt
+
+    buffers.device.host_waits.clear()
+    buffers.begin()
+    buffers.engine.offload(range(4), "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(buffers.device, "synchronize", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            buffers.engine.abort()
+    for end in (buffers.engine.conclude, buffers.engine.finish):
+        with pytest.raises(RuntimeError, match="was given up"):
+            end()
+    buffers.device.host_waits.set()
+    assert not buffers.engine.abort()
+    assert not buffers.arrived.is_set()
+    buffers.begin()
+    buffers.engine.offload(range(4), "a")
+    buffers.engine.finish()
+    assert buffers.arrived.is_set()
 
 
 def test_closing_ends_a_capture_that_is_under_way() -> None:
