@@ -160,6 +160,7 @@ class FakeDevice:
             assert self.step() or happened.is_set(), "the device waits for what nobody has enqueued"
 
     def seconds_between(self, before: Event, after: Event) -> float:
+        self._fail_if_asked()
         return 0.0
 
     def recycle(self, events: Iterable[Event]) -> None:

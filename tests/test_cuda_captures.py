@@ -28,6 +28,7 @@ from checkflow.runtime.cuda_engine import CudaCopyEngine
 from checkflow.runtime.execution import Execution
 from checkflow.runtime.live_state import capture_generators, restore_generators
 from checkflow.runtime.reader import find
+from checkflow.runtime.staging import StagingBuffers
 from checkflow.state import TrainingState
 
 
@@ -170,7 +171,14 @@ def test_a_copy_that_fails_behind_its_boundary_costs_that_checkpoint_alone(
             device.host_waits.set()
         iterate(n)
 
+    def close(buffers: StagingBuffers) -> None:
+        free.append(buffers.free)
+        close_buffers(buffers)
+
     waited: list[CheckflowError | None] = []
+    free: list[int] = []
+    close_buffers = StagingBuffers.close
+    monkeypatch.setattr(StagingBuffers, "close", close)
     monkeypatch.setattr(CudaCopyEngine, "_wait_for", fail_the_second)
     device.host_waits.clear()
     job.iterate = look
@@ -180,6 +188,7 @@ def test_a_copy_that_fails_behind_its_boundary_costs_that_checkpoint_alone(
     ):
         checkpointer, truths = job.train(tmp_path, plan_of(2), on_error=on_error, host_buffers=6)
     assert not device.starved
+    assert free[-1] == 6  # none is lost
     steps = [int(path.name[5:]) for path in sorted(find(tmp_path))]
     assert 2 not in steps
     assert {1, 3, 4} <= set(steps)
@@ -198,12 +207,11 @@ def test_a_layout_is_given_up_when_what_was_concluded_has_read_its_tensors(
 ) -> None:
     """It holds the memory of tensors that were replaced, which may belong to a stream that waits for nothing."""
     device, job = simulate_gpu(monkeypatch), Job()
-    iterate, arrange = job.iterate, Capturer._arrange
+    iterate, arrange, finish = job.iterate, Capturer._arrange, CudaCopyEngine.finish
     arranged: list[int | None] = []
 
     def look(self: Capturer, state: TrainingState) -> None:
         assert not self._leaving
-        assert not device.uses(before.data_ptr(), before.nbytes, reads_only=True)
         arranged.append(None if self.last_report is None else self.last_report.step)
         arrange(self, state)
 
@@ -212,10 +220,13 @@ def test_a_layout_is_given_up_when_what_was_concluded_has_read_its_tensors(
         if n == 2:
             device.host_waits.clear()
         elif n == 4:
-            job.model.two.weight.data = before.clone()
-            device.host_waits.set()
+            job.model.two.weight.data = job.model.two.weight.data.clone()
 
-    before = job.model.two.weight.data
+    def wait(engine: CudaCopyEngine) -> None:
+        device.host_waits.set()
+        finish(engine)
+
+    monkeypatch.setattr(CudaCopyEngine, "finish", wait)
     monkeypatch.setattr(Capturer, "_arrange", look)
     monkeypatch.setattr(Execution, "follow", lambda self: None)  # it would have waited, too
     job.iterate = replace
