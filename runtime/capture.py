@@ -24,19 +24,19 @@ from typing import Any
 
 import torch
 
-from checkflow.errors import CheckflowError, ConsistencyError, UnsupportedError
+from checkflow.errors import CheckflowError, ConsistencyError
 from checkflow.graph import BOUNDARY, AnchorKey
-from checkflow.hardware import format_size
 from checkflow.plan import Plan
 from checkflow.runtime import fit
+from checkflow.runtime.arrangement import Arrangement, arrange, planned_records
 from checkflow.runtime.barriers import AnchorWork, Program
 from checkflow.runtime.copy_engine import Concluded, CopyEngine, CopyRecord, CopyStatistics, Moved, Outcome, Transfer
 from checkflow.runtime.digest import Digest, Digests
-from checkflow.runtime.layout import STORED_TYPES, Layout, TensorRecord, make_layout
+from checkflow.runtime.layout import Layout, make_layout
 from checkflow.runtime.live_state import StateWalk
 from checkflow.runtime.settled import SettledTensors, WrittenError
 from checkflow.runtime.staging import StagingBuffer, StagingBuffers
-from checkflow.state import StateTensor, TrainingState, dtype_name, memory_order
+from checkflow.state import TrainingState
 
 logger = logging.getLogger("checkflow")
 
@@ -88,19 +88,6 @@ class _Leaving:
     chunk_bytes: int
 
 
-@dataclass(frozen=True)
-class _Arrangement:
-    """Everything about the present layout that captures share."""
-
-    state: TrainingState
-    holds: tuple[torch.Tensor, ...]  # aliases: the memory stays even if ``.data`` is reassigned during a capture
-    layout: Layout
-    absent: tuple[str, ...]
-    at_boundary: tuple[StateTensor, ...]
-    chunks: tuple[tuple[int, int, int], ...]  # per chunk: source address, staging offset, length
-    chunk_bytes: int
-
-
 class Capturer:
     """Gathers captures for one plan.
 
@@ -129,7 +116,7 @@ class Capturer:
         self._plan, self._program, self._walk, self._engine = plan, program, walk, engine
         self._buffers, self._deliver = buffers, deliver
         buffers.grow(make_layout(planned_records(plan)).buffer_bytes)  # now: touching so much memory takes long
-        self._arrangement: _Arrangement | None = None
+        self._arrangement: Arrangement | None = None
         self._fits = known_to_fit  # the job was held against the plan once
         self._at_boundary = at_boundary  # there is no plan, or an audit failed
         self._prepared: dict[int, list[Transfer]] = {}  # by buffer: headers are in place, addresses computed
@@ -385,57 +372,15 @@ class Capturer:
         """Lay the files out for the state as it is now, and make room for them."""
         self._arrangement = None  # if what follows fails, the next capture tries again
         fit.refuse_other_memory(state, self._engine.source)  # optimizers make theirs late
-        deadlines = self._plan.deadlines
-        last = self._plan.horizon_steps
-        live = {item.name: item for item in state.tensors}
-        records = [
-            tensor_record(item, last if (due := deadlines.get(item.name)) is None else due) for item in state.tensors
-        ]
-        layout = make_layout(records)
-        sizes = {name: size for group in self._plan.timeline.groups for name, size in group.members}
-        planned = {
-            name
-            for name, size in sizes.items()
-            if name in live and live[name].tensor.nbytes == size and live[name].tensor.device == self._engine.source
-        }
-        if self._at_boundary:
-            planned = set()
-        host = set(self._plan.host_tensors)
-        unknown = [item for item in state.tensors if item.name not in planned and item.name not in host]
-        if unknown and not self._at_boundary:
-            size = sum(item.tensor.nbytes for item in unknown)
-            logger.warning(
-                "%d state tensors (%s) are not in the plan, %s is the first: they are copied at each boundary, "
-                "which holds training; a new plan would hide them",
-                len(unknown), format_size(size), unknown[0].name,
-            )  # fmt: skip
-        chunks = tuple(
-            (
-                live[chunk.tensor].tensor.data_ptr() + chunk.offset_bytes,
-                layout.tensors[chunk.tensor].staging_offset + chunk.offset_bytes,
-                chunk.length_bytes,
-            )
-            if chunk.tensor in planned
-            else (0, 0, 0)
-            for chunk in self._plan.chunks
-        )
-        self._tensors = {name: live[name].tensor for name in sorted(planned)}
-        self._buffers.grow(layout.buffer_bytes)
+        arrangement = arrange(self._plan, state, self._engine.source, at_boundary=self._at_boundary)
+        self._tensors = {item.name: item.tensor for item in state.tensors if item.name in arrangement.planned}
+        self._buffers.grow(arrangement.layout.buffer_bytes)
         self._prepared = {}
         self.settled.forget()
         self.layout_changes += 1
-        known = {spec.name for spec in self._plan.fingerprint.state}
-        self._arrangement = _Arrangement(
-            state,
-            tuple(item.tensor.detach() for item in state.tensors),
-            layout,
-            tuple(sorted(known - live.keys() - {name for name, _ in state.ties})),
-            tuple(item for item in state.tensors if item.name not in planned),
-            chunks,
-            sum(length for _, _, length in chunks),
-        )
+        self._arrangement = arrangement
 
-    def _prepare(self, buffer: StagingBuffer, arrangement: _Arrangement) -> None:
+    def _prepare(self, buffer: StagingBuffer, arrangement: Arrangement) -> None:
         """Write the files' headers into a buffer and compute its transfers."""
         for file in arrangement.layout.files:
             buffer.view[file.staging_offset : file.staging_offset + len(file.header)] = file.header
@@ -443,7 +388,7 @@ class Capturer:
             Transfer(source, buffer.address + offset, length) for source, offset, length in arrangement.chunks
         ]
 
-    def _copy_at_boundary(self, buffer: StagingBuffer, arrangement: _Arrangement) -> list[Transfer]:
+    def _copy_at_boundary(self, buffer: StagingBuffer, arrangement: Arrangement) -> list[Transfer]:
         """Copy what lies in host memory; returns what the engine is to copy at once."""
         self._boundary_bytes = 0
         at_once = []
@@ -456,29 +401,3 @@ class Capturer:
                 ctypes.memmove(target, source, size_bytes)
             self._boundary_bytes += size_bytes
         return at_once
-
-
-def planned_records(plan: Plan) -> list[TensorRecord]:
-    """The state tensors that a plan expects, row-major.
-
-    Raises:
-        UnsupportedError: a dtype that files cannot hold.
-    """
-    records = []
-    for spec in plan.fingerprint.state:
-        if spec.dtype not in STORED_TYPES:
-            raise UnsupportedError(f"the plan has {spec.name} of dtype {spec.dtype!r}, which checkpoints cannot hold")
-        item_bytes = STORED_TYPES[spec.dtype].element_bytes
-        records.append(TensorRecord(spec.name, spec.dtype, spec.shape, spec.size_bytes, item_bytes))
-    return records
-
-
-def tensor_record(item: StateTensor, deadline: int) -> TensorRecord:
-    """What the file layout needs to know of a state tensor."""
-    tensor = item.tensor
-    order = memory_order(tensor)
-    row_major = order is None or order == tuple(range(tensor.dim()))
-    return TensorRecord(
-        item.name, dtype_name(tensor.dtype), tuple(tensor.shape), tensor.nbytes, tensor.element_size(), deadline,
-        None if row_major else order, conjugated=tensor.is_conj(), negated=tensor.is_neg(),
-    )  # fmt: skip

@@ -30,12 +30,12 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
 
 from checkflow.errors import CheckflowError
 from checkflow.runtime.copy_engine import CopyRecord, CopyStatistics, Outcome, Transfer, tell_failure
-from checkflow.runtime.stream_device import Copies, Event, Stream, StreamDevice
+from checkflow.runtime.device_capture import DeviceCapture, Order, Part, Snapshot, merged, nothing, records, silent
+from checkflow.runtime.stream_device import Event, Stream, StreamDevice
 
 logger = logging.getLogger("checkflow")
 
@@ -43,59 +43,6 @@ logger = logging.getLogger("checkflow")
 # are 0.7 ms, while an event costs the training thread some microseconds.
 EVENT_BYTES = 32 * 2**20
 MOST_PREPARED = 8  # lists of transfers: one for each staging buffer, and some of a layout before
-
-
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    address: int
-    holder: object
-    stream: Stream  # that it was allocated on
-
-
-class _Order(NamedTuple):
-    """What was ordered at one anchor; made into records when somebody asks."""
-
-    chunks: tuple[int, ...]
-    kind: Literal["snapshot", "offload"]
-    anchor: str
-
-
-@dataclass(slots=True, eq=False)
-class _Capture:
-    """What has become of one capture so far; of parts that cross the link between two events, in order."""
-
-    on_complete: Callable[[], None]
-    on_failure: Callable[[CheckflowError], None]
-    transfers: Sequence[Transfer] = ()
-    part_of: list[int] = field(default_factory=list)  # the part that each chunk crosses in; -1: not ordered yet
-    remaining: int = 0  # chunks that are not ordered yet
-    ends: list[Event] = field(default_factory=list)  # behind each part, on the side stream
-    guarded: int = 0  # so many parts are waited for by training
-    arrived: int = 0  # so many parts are known to have arrived
-    snapshots: dict[int, _Snapshot] = field(default_factory=dict)  # by chunk
-    copied: set[int] = field(default_factory=set)  # chunks that have a snapshot, or had one
-    fences: list[tuple[Stream | None, Event]] = field(default_factory=list)
-    behind: dict[Stream, int] = field(default_factory=dict)  # how many of the fences a stream has passed
-    orders: list[_Order] = field(default_factory=list)
-    waited_spans: list[tuple[Event, Event]] = field(default_factory=list)
-    snapshot_spans: list[tuple[Event, Event]] = field(default_factory=list)
-    snapshot_bytes: int = 0
-    held_bytes: int = 0
-    peak_bytes: int = 0
-    events: list[Event] = field(default_factory=list)  # all that were recorded
-    # How it ends; the training thread and the one that waits for it agree on these under the engine's condition:
-    last: Event | None = None  # behind its last chunk
-    concluded: bool = False
-    given_up: bool = False
-    decided: bool = False  # whether it arrived
-    arrived_whole: bool = False
-    ended: bool = False  # what was to be called has been called
-    outcome: Outcome | None = None  # once somebody has asked for it
-
-    @property
-    def safe(self) -> int:
-        """Of so many parts the live tensors may be written: they have arrived, or training waits for them."""
-        return max(self.guarded, self.arrived)
 
 
 class CudaCopyEngine:
@@ -108,12 +55,14 @@ class CudaCopyEngine:
     def __init__(self, device: StreamDevice) -> None:
         self._device = device
         self.source = device.memory
-        self._now = _nothing()  # the capture that was begun last
+        self._now = nothing()  # the capture that was begun last
         self._ordering = threading.RLock()  # what ``hasten`` reads and writes, on whichever thread
-        self._prepared: dict[int, tuple[Sequence[Transfer], dict[tuple[int, ...], list[_Part]]]] = {}
+        self._prepared: dict[int, tuple[Sequence[Transfer], dict[tuple[int, ...], list[Part]]]] = {}
         # Between the training thread and the one that waits for the ends of captures:
         self._changed = threading.Condition()
-        self._sealed: deque[_Capture] = deque()  # all of it has been ordered; until what is to be called was called
+        self._sealed: deque[DeviceCapture] = (
+            deque()
+        )  # all of it has been ordered; until what is to be called was called
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="checkflow-copy", daemon=True)
         self._thread.start()
@@ -133,9 +82,9 @@ class CudaCopyEngine:
             return
         device = self._device
         stream = device.current()
-        self._now = _Capture(on_complete, on_failure, transfers, [-1] * len(transfers), len(transfers))
+        self._now = DeviceCapture(on_complete, on_failure, transfers, [-1] * len(transfers), len(transfers))
         if at_once:
-            device.copy(device.prepare(_merged(at_once)), stream)
+            device.copy(device.prepare(merged(at_once)), stream)
         self._fence(stream, self._event(stream))
         device.wait(device.side, self._now.fences[0][1])
         if not transfers:
@@ -146,19 +95,19 @@ class CudaCopyEngine:
         now = self._now
         if forced := [chunk for chunk in chunks if now.part_of[chunk] >= 0 and chunk not in now.copied]:
             self.wait(forced)  # they had to leave from their live tensors already
-        made: dict[int, _Snapshot] = {}
+        made: dict[int, Snapshot] = {}
         pieces = []
         for chunk in chunks:
             if now.part_of[chunk] >= 0 or chunk in now.copied:
                 continue
             transfer = now.transfers[chunk]
             address, holder = self._device.allocate(transfer.length_bytes)
-            made[chunk] = _Snapshot(address, holder, stream)
+            made[chunk] = Snapshot(address, holder, stream)
             pieces.append(Transfer(transfer.source, address, transfer.length_bytes))
         if not made:
             return
         before = self._event(stream, timed=True)
-        self._device.copy(self._device.prepare(_merged(pieces)), stream)
+        self._device.copy(self._device.prepare(merged(pieces)), stream)
         after = self._event(stream, timed=True)
         self._fence(stream, after)
         # Only now: an interrupt before this has it done again.
@@ -170,7 +119,7 @@ class CudaCopyEngine:
         now.snapshot_bytes += size_bytes
         now.held_bytes += size_bytes
         now.peak_bytes = max(now.peak_bytes, now.held_bytes)
-        now.orders.append(_Order(tuple(made), "snapshot", anchor))
+        now.orders.append(Order(tuple(made), "snapshot", anchor))
 
     def offload(self, chunks: Sequence[int], anchor: str) -> None:
         with self._ordering:
@@ -284,12 +233,12 @@ class CudaCopyEngine:
         self._thread.join()
 
     def log(self) -> tuple[CopyRecord, ...]:
-        return _records(self._now.orders, self._now.transfers)
+        return records(self._now.orders, self._now.transfers)
 
     def statistics(self) -> CopyStatistics:
         return self._statistics(self._now)
 
-    def _statistics(self, capture: _Capture) -> CopyStatistics:
+    def _statistics(self, capture: DeviceCapture) -> CopyStatistics:
         if capture.outcome is not None:
             return capture.outcome.statistics
         waited_seconds = snapshot_seconds = 0.0
@@ -312,7 +261,7 @@ class CudaCopyEngine:
             for chunk in part.chunks:
                 now.part_of[chunk] = number
             now.remaining -= len(part.chunks)
-            now.orders.append(_Order(part.chunks, "offload", anchor))
+            now.orders.append(Order(part.chunks, "offload", anchor))
         if now.remaining <= 0:
             self._seal()
 
@@ -361,7 +310,7 @@ class CudaCopyEngine:
 
     # Parts
 
-    def _parts(self, chunks: tuple[int, ...]) -> list[_Part]:
+    def _parts(self, chunks: tuple[int, ...]) -> list[Part]:
         """Chunks in order, cut where an event is due; made once for each list of transfers where no snapshot is in."""
         now = self._now
         if now.copied and not now.copied.isdisjoint(chunks):
@@ -375,7 +324,7 @@ class CudaCopyEngine:
             parts = known[chunks] = self._cut(chunks)
         return parts
 
-    def _cut(self, chunks: tuple[int, ...]) -> list[_Part]:
+    def _cut(self, chunks: tuple[int, ...]) -> list[Part]:
         parts, begin, size_bytes = [], 0, 0
         for end, chunk in enumerate(chunks, 1):
             size_bytes += self._now.transfers[chunk].length_bytes
@@ -384,14 +333,14 @@ class CudaCopyEngine:
                 begin, size_bytes = end, 0
         return parts
 
-    def _part(self, chunks: tuple[int, ...]) -> _Part:
+    def _part(self, chunks: tuple[int, ...]) -> Part:
         pieces = []
         for chunk in chunks:
             transfer, snapshot = self._now.transfers[chunk], self._now.snapshots.get(chunk)
             source = transfer.source if snapshot is None else snapshot.address
             pieces.append(Transfer(source, transfer.target, transfer.length_bytes))
-        merged = _merged(pieces)
-        return _Part(chunks, self._device.prepare(merged) if merged else None)
+        fewest = merged(pieces)
+        return Part(chunks, self._device.prepare(fewest) if fewest else None)
 
     # The end of a capture
 
@@ -419,34 +368,34 @@ class CudaCopyEngine:
             finally:
                 with self._changed:
                     capture.ended = True
-                    capture.on_complete, capture.on_failure = _silent, tell_failure  # they hold the staging buffer
+                    capture.on_complete, capture.on_failure = silent, tell_failure  # they hold the staging buffer
                     self._sealed.popleft()
                     self._changed.notify_all()
 
-    def _next_sealed(self) -> _Capture | None:
+    def _next_sealed(self) -> DeviceCapture | None:
         """The first one, which stays where it is; None when the engine is closed."""
         with self._changed:
             while not self._sealed and not self._closed:
                 self._changed.wait()
             return self._sealed[0] if self._sealed else None
 
-    def _wait_for(self, capture: _Capture) -> CheckflowError | None:
+    def _wait_for(self, capture: DeviceCapture) -> CheckflowError | None:
         try:
             self._device.synchronize(capture.last)
         except CheckflowError as error:  # whoever is called says so
             return error
         return None
 
-    def wait_for_end(self, capture: _Capture) -> None:
+    def wait_for_end(self, capture: DeviceCapture) -> None:
         """Return when it has come to its end."""
         with self._changed:
             while not capture.ended:
                 self._changed.wait()
 
-    def outcome_of(self, capture: _Capture) -> Outcome | None:
+    def outcome_of(self, capture: DeviceCapture) -> Outcome | None:
         """What it did, once it has come to its end; its events are used for others then."""
         if capture.outcome is None and capture.ended:
-            log = functools.partial(_records, capture.orders, capture.transfers)
+            log = functools.partial(records, capture.orders, capture.transfers)
             capture.outcome = Outcome(self._statistics(capture), log)
             self._device.recycle(capture.events)
         return capture.outcome
@@ -457,7 +406,7 @@ class CudaCopyEngine:
             if not self._now.concluded:
                 self._now.snapshots.clear()
                 self._device.recycle(self._now.events)
-            self._now = _nothing()
+            self._now = nothing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,53 +414,10 @@ class _Concluded:
     """See :class:`.copy_engine.Concluded`."""
 
     engine: CudaCopyEngine
-    capture: _Capture
+    capture: DeviceCapture
 
     def outcome(self) -> Outcome | None:
         return self.engine.outcome_of(self.capture)
 
     def wait(self) -> None:
         self.engine.wait_for_end(self.capture)
-
-
-def _nothing() -> _Capture:
-    """In the place of a capture, where none was begun: it was complete before, and nobody is told."""
-    return _Capture(_silent, tell_failure, concluded=True, decided=True, arrived_whole=True, ended=True)
-
-
-def _silent() -> None:
-    """Called in place of ``on_complete`` where nobody waits for it."""
-
-
-def _records(orders: Iterable[_Order], transfers: Sequence[Transfer]) -> tuple[CopyRecord, ...]:
-    return tuple(
-        CopyRecord(chunk, order.kind, order.anchor, transfers[chunk].length_bytes)
-        for order in orders
-        for chunk in order.chunks
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Chunks that cross the link between two events; no copies where they are all empty."""
-
-    chunks: tuple[int, ...]
-    copies: Copies | None
-
-
-def _merged(transfers: Iterable[Transfer]) -> list[Transfer]:
-    """The same bytes in fewer pieces: those that follow each other in both memories are one, empty ones are none."""
-    merged: list[Transfer] = []
-    for transfer in transfers:
-        if not transfer.length_bytes:
-            continue
-        last = merged[-1] if merged else None
-        if (
-            last is not None
-            and last.source + last.length_bytes == transfer.source
-            and last.target + last.length_bytes == transfer.target
-        ):
-            merged[-1] = Transfer(last.source, last.target, last.length_bytes + transfer.length_bytes)
-        else:
-            merged.append(transfer)
-    return merged
