@@ -212,6 +212,7 @@ class Capturer:
 
         Deadlines whose anchors did not fire end with the first iteration.
         """
+        self._collect()
         if self._capture is None:
             return
         if self._iteration + 1 == self._plan.interval:

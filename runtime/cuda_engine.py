@@ -241,10 +241,12 @@ class CudaCopyEngine:
     def _statistics(self, capture: DeviceCapture) -> CopyStatistics:
         if capture.outcome is not None:
             return capture.outcome.statistics
-        waited_seconds = snapshot_seconds = 0.0
-        if capture.arrived_whole or not capture.decided:  # a device that has failed tells no times
+        try:
             waited_seconds = self._seconds(capture.waited_spans)
             snapshot_seconds = self._seconds(capture.snapshot_spans)
+        except CheckflowError as error:  # a device that has failed tells no times
+            logger.debug("what a capture cost is not known: %s", error)
+            waited_seconds = snapshot_seconds = 0.0
         return CopyStatistics(waited_seconds, snapshot_seconds, capture.snapshot_bytes, capture.peak_bytes, 0)
 
     def _seconds(self, spans: Iterable[tuple[Event, Event]]) -> float:
@@ -359,7 +361,7 @@ class CudaCopyEngine:
             error = self._wait_for(capture)
             with self._changed:
                 told = not capture.given_up
-                capture.decided, capture.arrived_whole = True, error is None
+                capture.decided = True
             try:
                 if told and error is None:
                     capture.on_complete()

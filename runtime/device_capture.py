@@ -63,8 +63,7 @@ class DeviceCapture:
     last: Event | None = None  # behind its last chunk
     concluded: bool = False
     given_up: bool = False
-    decided: bool = False  # whether it arrived
-    arrived_whole: bool = False
+    decided: bool = False  # it has arrived, or failed
     ended: bool = False  # what was to be called has been called
     outcome: Outcome | None = None  # once somebody has asked for it
 
@@ -76,7 +75,7 @@ class DeviceCapture:
 
 def nothing() -> DeviceCapture:
     """In the place of a capture, where none was begun: it was complete before, and nobody is told."""
-    return DeviceCapture(silent, tell_failure, concluded=True, decided=True, arrived_whole=True, ended=True)
+    return DeviceCapture(silent, tell_failure, concluded=True, decided=True, ended=True)
 
 
 def silent() -> None:

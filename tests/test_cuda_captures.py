@@ -307,6 +307,32 @@ def test_a_device_that_fails_is_raised_where_it_is_asked_for(tmp_path: Path, mon
         job.train(tmp_path, plan_of(2))
 
 
+def test_a_device_that_fails_for_a_while_costs_the_checkpoints_of_that_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that were on their way, and those that began meanwhile; training never hears of it."""
+    device, job = simulate_gpu(monkeypatch), Job()
+    iterate = job.iterate
+
+    def fail(n: int) -> None:
+        if n == 2:
+            device.host_waits.clear()
+        iterate(n)
+        device.failure = "CUDA: an illegal memory access was encountered" if n in (4, 5) else ""
+        if n == 4:
+            device.host_waits.set()
+
+    job.iterate = fail
+    checkpointer, truths = job.train(tmp_path, plan_of(2), on_error="warn", host_buffers=6)
+    steps = [int(path.name[5:]) for path in sorted(find(tmp_path))]
+    assert {1, 8, 9} <= set(steps)
+    assert not {4, 5} & set(steps)
+    assert_true(tmp_path, truths, steps)
+    report = checkpointer.report()
+    assert report["committed"] + report["failed"] == 9
+    assert not device.starved
+
+
 def test_a_break_out_of_the_loop_and_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device: FakeDevice = simulate_gpu(monkeypatch)
     plan, job = plan_of(4), Job()
