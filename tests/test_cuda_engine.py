@@ -561,6 +561,9 @@ def test_an_interrupt_while_a_capture_is_given_up(buffers: Buffers, monkeypatch:
         with pytest.raises(RuntimeError, match="was given up"):
             end()
     buffers.device.host_waits.set()
+    with buffers.engine._changed:
+        while buffers.engine._sealed:  # its copies are made meanwhile
+            buffers.engine._changed.wait()
     assert not buffers.engine.abort()
     assert not buffers.arrived.is_set()
     buffers.begin()
