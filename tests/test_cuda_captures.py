@@ -97,8 +97,10 @@ def test_every_checkpoint_is_one_boundary(
     assert device.allocated_bytes == 0
 
 
-@pytest.mark.parametrize("interval", [1, 3])
-def test_the_host_waits_at_no_regular_boundary(interval: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("interval", "every"), [(1, 1), (3, 3), (2, 4)])
+def test_the_host_waits_at_no_regular_boundary(
+    interval: int, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No capture is delivered before the last boundary: whoever waited for one before would wait in vain."""
     monkeypatch.setattr(digest, "in_host_memory", lambda _: False)
     device, job = simulate_gpu(monkeypatch), Job()
@@ -114,16 +116,16 @@ def test_the_host_waits_at_no_regular_boundary(interval: int, tmp_path: Path, mo
             device.host_waits.set()
 
     with Checkpointer(
-        job.model, job.optimizer, directory=tmp_path, plan=plan_of(3, interval), every=interval, audit=1,
+        job.model, job.optimizer, directory=tmp_path, plan=plan_of(3, interval), every=every, audit=1,
         keep_latest=99, on_error="raise", host_buffers=12,
     ) as checkpointer:  # fmt: skip
         truths = run_oracle(checkpointer, look, job.models, job.optimizers, iterations=12)
     assert not device.starved
-    assert_true(tmp_path, truths, range(interval, 13, interval))
+    assert_true(tmp_path, truths, range(every, 13, every))
     report = checkpointer.report()
-    assert report["captures"] == report["committed"] == report["audited"] == 12 // interval
+    assert report["captures"] == report["committed"] == report["audited"] == 12 // every
     assert report["newest_capture"]["step"] == 12
-    assert report["bytes"]["captured_bytes"] == 12 // interval * report["bytes"]["state_bytes"]
+    assert report["bytes"]["captured_bytes"] == 12 // every * report["bytes"]["state_bytes"]
 
 
 def test_where_buffers_run_out_the_oldest_capture_is_waited_for(
