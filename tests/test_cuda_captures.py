@@ -156,6 +156,28 @@ def test_where_buffers_run_out_the_oldest_capture_is_waited_for(
     assert_true(tmp_path, truths, range(1, 7))
 
 
+def test_what_a_capture_did_is_known_at_the_first_boundary_after_it_has_arrived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Be that one captured or not."""
+    device, job = simulate_gpu(monkeypatch), Job()
+    iterate, reports = job.iterate, []
+    device.host_waits.clear()
+
+    def look(n: int) -> None:
+        capturer = checkpointer._boundaries.execution.capturer
+        reports.append(capturer.last_report and capturer.last_report.step)
+        if n == 6:
+            device.host_waits.set()
+            (leaving,) = capturer._leaving
+            leaving.concluded.wait()
+        iterate(n)
+
+    with Checkpointer(job.model, job.optimizer, directory=tmp_path, plan=plan_of(3, 2), every=4) as checkpointer:
+        run_oracle(checkpointer, look, job.models, job.optimizers, iterations=8)
+    assert reports == [None] * 7 + [4]
+
+
 @pytest.mark.parametrize("on_error", ["warn", "raise"])
 def test_a_copy_that_fails_behind_its_boundary_costs_that_checkpoint_alone(
     on_error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
