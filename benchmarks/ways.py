@@ -31,7 +31,8 @@ import checkflow
 from checkflow import plan as plans
 from checkflow.planner.load import OPTIMIZERS
 from checkflow.runtime import extra_state
-from checkflow.runtime.capture import Capture, tensor_record
+from checkflow.runtime.arrangement import tensor_record
+from checkflow.runtime.capture import Capture
 from checkflow.runtime.copy_engine import Transfer
 from checkflow.runtime.host_engine import HostCopyEngine
 from checkflow.runtime.layout import make_layout, write_headers

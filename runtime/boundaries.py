@@ -323,8 +323,8 @@ class Boundaries:
     def _at_boundary(self, *, saved: bool, epoch_end: bool, ending: bool) -> bool:
         """Bring the capture in flight to its end if this boundary is captured, and begin; returns whether it is."""
         due = self.pace.is_due(self.iteration + 1, extra=saved, demanded=ending)
-        self.execution.end_iteration(due=due or self.place.quiet)
-        due = due and self.pace.has_room
+        self.execution.end_iteration(due=due, quiet=self.place.quiet or (due and (saved or ending)))
+        due = due and self.pace.makes_room()
         self._began = False
         self.iteration += 1
         self.raise_if_asked()

@@ -3,7 +3,9 @@
 The life of a capture: ``begin`` at the boundary (extra state is encoded, host state copied, nothing else moves), then
 the plan's work at each anchor of each iteration (``go_on`` at the boundaries between them), until the last chunk has
 arrived in its staging buffer and the capture is *delivered* to the writer, be it before the plan's interval is over.
-One is gathered at a time; it is never abandoned for a later one: ``finish`` brings it to its end, early if need be.
+One is gathered at a time; it is never abandoned for a later one: it is brought to its end, early if need be. At regular
+boundaries that is ``conclude``, for which the host does not wait: on a GPU the next capture begins while the last bytes
+of some before are still to come. ``finish`` waits for all of them.
 
 Tensors that the plan does not know (the job changed since its first iteration) are copied at the boundary itself, and
 said so: consistent, though not free.
@@ -12,27 +14,29 @@ said so: consistent, though not free.
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from checkflow.errors import ConsistencyError, UnsupportedError
+from checkflow.errors import CheckflowError, ConsistencyError
 from checkflow.graph import BOUNDARY, AnchorKey
-from checkflow.hardware import format_size
 from checkflow.plan import Plan
 from checkflow.runtime import fit
+from checkflow.runtime.arrangement import Arrangement, arrange, planned_records
 from checkflow.runtime.barriers import AnchorWork, Program
-from checkflow.runtime.copy_engine import CopyEngine, CopyRecord, CopyStatistics, Moved, Transfer
+from checkflow.runtime.copy_engine import Concluded, CopyEngine, CopyRecord, CopyStatistics, Moved, Outcome, Transfer
 from checkflow.runtime.digest import Digest, Digests
-from checkflow.runtime.layout import STORED_TYPES, Layout, TensorRecord, make_layout
+from checkflow.runtime.layout import Layout, make_layout
 from checkflow.runtime.live_state import StateWalk
 from checkflow.runtime.settled import SettledTensors, WrittenError
 from checkflow.runtime.staging import StagingBuffer, StagingBuffers
-from checkflow.state import StateTensor, TrainingState, dtype_name, memory_order
+from checkflow.state import TrainingState
 
 logger = logging.getLogger("checkflow")
 
@@ -52,29 +56,35 @@ class Capture:
     settled: Mapping[str, Digest]  # of the settled tensors, known from before
     plan_digest: str  # of the plan that it was begun under, "" where there was none
     begun: float = field(default_factory=time.monotonic)
+    error: CheckflowError | None = None  # why it did not arrive
 
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """What the last finished capture did, for reports and for holding it against the plan."""
+    """What the newest capture that came to its end did, for reports and for holding it against the plan."""
 
     step: int
-    log: tuple[CopyRecord, ...]
-    statistics: CopyStatistics
+    outcome: Outcome
     boundary_bytes: int  # copied at the boundary itself: host state, and tensors that the plan does not know
     moved: Moved
 
+    @property
+    def statistics(self) -> CopyStatistics:
+        return self.outcome.statistics
+
+    @functools.cached_property
+    def log(self) -> tuple[CopyRecord, ...]:
+        """Every copy that was made, in order."""
+        return self.outcome.log()
+
 
 @dataclass(frozen=True)
-class _Arrangement:
-    """Everything about the present layout that captures share."""
+class _Leaving:
+    """A capture that was concluded, and may still be on its way."""
 
-    state: TrainingState
-    holds: tuple[torch.Tensor, ...]  # aliases: the memory stays even if ``.data`` is reassigned during a capture
-    layout: Layout
-    absent: tuple[str, ...]
-    at_boundary: tuple[StateTensor, ...]
-    chunks: tuple[tuple[int, int, int], ...]  # per chunk: source address, staging offset, length
+    capture: Capture
+    concluded: Concluded
+    boundary_bytes: int
     chunk_bytes: int
 
 
@@ -106,7 +116,7 @@ class Capturer:
         self._plan, self._program, self._walk, self._engine = plan, program, walk, engine
         self._buffers, self._deliver = buffers, deliver
         buffers.grow(make_layout(planned_records(plan)).buffer_bytes)  # now: touching so much memory takes long
-        self._arrangement: _Arrangement | None = None
+        self._arrangement: Arrangement | None = None
         self._fits = known_to_fit  # the job was held against the plan once
         self._at_boundary = at_boundary  # there is no plan, or an audit failed
         self._prepared: dict[int, list[Transfer]] = {}  # by buffer: headers are in place, addresses computed
@@ -117,6 +127,8 @@ class Capturer:
         self._tensors: dict[str, torch.Tensor] = {}
         self._versions: dict[str, int] = {}
         self._boundary_bytes = 0
+        self._leaving: deque[_Leaving] = deque()  # in the order in which they come to their ends
+        self._failed: list[tuple[int, CheckflowError]] = []
         self.settled = SettledTensors(plan)
         self.layout_changes = 0
         self.last_report: CaptureReport | None = None
@@ -124,7 +136,7 @@ class Capturer:
 
     @property
     def step(self) -> int | None:
-        """The step of the capture in flight."""
+        """The step of the capture in flight; those that were concluded no longer are."""
         return None if self._capture is None else self._capture.step
 
     def begin(
@@ -141,6 +153,7 @@ class Capturer:
         """
         state = self._walk.current()
         if self._arrangement is None or state is not self._arrangement.state:
+            self.finish()  # what the one before holds is still read
             if not self._fits:
                 fit.refuse_other_job(self._plan, state, optimizers)
                 self._fits = True
@@ -149,6 +162,7 @@ class Capturer:
         arrangement = self._arrangement
         assert arrangement is not None
         begun = time.perf_counter()
+        self.make_room()
         buffer = self._buffers.take()
         waited_seconds = time.perf_counter() - begun
         try:
@@ -166,9 +180,24 @@ class Capturer:
         )  # fmt: skip
         self._iteration = self._next = 0
         self._versions = {name: tensor._version for name, tensor in self._tensors.items()}
-        self._engine.begin(self._prepared[buffer.index], lambda: self._deliver(capture), at_once)
+        self._engine.begin(
+            self._prepared[buffer.index],
+            lambda: self._deliver(capture),
+            at_once,
+            lambda error: self._fail(capture, error),
+        )
         self.reached(BOUNDARY)
         return waited_seconds
+
+    def make_room(self) -> bool:
+        """Wait for captures that are on their way, as long as no staging buffer is free; returns whether one is.
+
+        Each that is delivered may take the place of one that is held back, whose buffer is free then.
+        """
+        while not self._buffers.free and self._leaving:
+            self._leaving[0].concluded.wait()
+            self._collect()
+        return self._buffers.free > 0
 
     def reached(self, key: AnchorKey) -> None:
         """An anchor fired: do its work, and that of all before it that has not been done."""
@@ -183,10 +212,11 @@ class Capturer:
 
         Deadlines whose anchors did not fire end with the first iteration.
         """
+        self._collect()
         if self._capture is None:
             return
         if self._iteration + 1 == self._plan.interval:
-            self.finish()
+            self.conclude()
             return
         self.complete_iteration()
         self._iteration += 1
@@ -252,43 +282,73 @@ class Capturer:
         if self._capture is not None:
             self._work_until(self._program.end_of(self._iteration))
 
-    def finish(self) -> float:
-        """Bring the capture in flight to its end, if there is one; returns the seconds waited.
+    def conclude(self) -> None:
+        """Bring the capture in flight to its end, if there is one, without waiting for what is on its way (on a GPU).
 
-        What the plan has for later iterations goes at once, and without snapshots: training waits for it here.
+        What the plan has for later iterations goes at once, and without snapshots: on a GPU its stream waits for it
+        here, on a CPU the training thread.
         """
-        if self._capture is None:
-            return 0.0
-        begun = time.perf_counter()
-        self.complete_iteration()
-        if self._next < len(self._program.works):
-            chunks = range(len(self._plan.chunks))
-            if self._versions:
-                self._refuse_written(chunks)
-            self._engine.offload(chunks, "end")
-            self._next = len(self._program.works)
-        self._engine.finish()
-        log, statistics = self._engine.log(), self._engine.statistics()
-        moved = self._count(log, statistics)
-        self.moved += moved
-        self.last_report = CaptureReport(self._capture.step, log, statistics, self._boundary_bytes, moved)
-        self._capture = None
-        return time.perf_counter() - begun
+        if self._capture is not None:
+            self.complete_iteration()
+            if self._next < len(self._program.works):
+                chunks = range(len(self._plan.chunks))
+                if self._versions:
+                    self._refuse_written(chunks)
+                self._engine.offload(chunks, "end")
+                self._next = len(self._program.works)
+            concluded = self._engine.conclude()
+            assert self._arrangement is not None
+            leaving = _Leaving(self._capture, concluded, self._boundary_bytes, self._arrangement.chunk_bytes)
+            self._leaving.append(leaving)
+            self._capture = None
+        self._collect()
 
-    def _count(self, log: Sequence[CopyRecord], statistics: CopyStatistics) -> Moved:
-        assert self._arrangement is not None
-        snapshot_bytes = 0
-        if statistics.snapshot_peak_bytes:  # the log is long, and most plans make none
-            snapshot_bytes = sum(record.length_bytes for record in log if record.kind == "snapshot")
-        direct_bytes = self._arrangement.chunk_bytes - snapshot_bytes
-        return Moved(direct_bytes, snapshot_bytes, self._boundary_bytes, statistics.offload_seconds)
+    def finish(self) -> None:
+        """As :meth:`conclude`, and wait until every capture has come to its end."""
+        self.conclude()
+        if self._leaving:
+            self._engine.finish()
+            self._collect()
+
+    def take_failed(self) -> list[tuple[int, CheckflowError]]:
+        """The steps of concluded captures that were found not to have arrived since the last call, and why."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _collect(self) -> None:
+        """What those did that have come to their ends."""
+        while self._leaving and (outcome := self._leaving[0].concluded.outcome()) is not None:
+            one = self._leaving.popleft()
+            if one.capture.error is not None:
+                self._failed.append((one.capture.step, one.capture.error))
+                continue
+            statistics = outcome.statistics
+            moved = Moved(
+                one.chunk_bytes - statistics.snapshot_bytes,
+                statistics.snapshot_bytes,
+                one.boundary_bytes,
+                statistics.offload_seconds,
+            )
+            self.moved += moved
+            self.last_report = CaptureReport(one.capture.step, outcome, one.boundary_bytes, moved)
+
+    def _fail(self, capture: Capture, error: CheckflowError) -> None:
+        """On the engine's thread: what was on its way did not arrive."""
+        capture.error = error
+        self._buffers.give_back(capture.buffer)
 
     def abort(self) -> bool:
-        """Give up the capture in flight; returns whether one was lost (it may have been delivered already)."""
-        lost = not self._engine.abort() and self._capture is not None
-        if lost and self._capture is not None:
-            self._buffers.give_back(self._capture.buffer)
+        """Give up the capture in flight; returns whether one was lost (it may have been delivered already).
+
+        Those that were concluded are waited for.
+        """
+        capture = self._capture
+        over = self._engine.abort()
+        lost = capture is not None and (not over or capture.error is not None)
+        if capture is not None and not over:
+            self._buffers.give_back(capture.buffer)
         self._capture = None
+        self._collect()
         return lost
 
     def _work_until(self, end: int) -> None:
@@ -313,57 +373,15 @@ class Capturer:
         """Lay the files out for the state as it is now, and make room for them."""
         self._arrangement = None  # if what follows fails, the next capture tries again
         fit.refuse_other_memory(state, self._engine.source)  # optimizers make theirs late
-        deadlines = self._plan.deadlines
-        last = self._plan.horizon_steps
-        live = {item.name: item for item in state.tensors}
-        records = [
-            tensor_record(item, last if (due := deadlines.get(item.name)) is None else due) for item in state.tensors
-        ]
-        layout = make_layout(records)
-        sizes = {name: size for group in self._plan.timeline.groups for name, size in group.members}
-        planned = {
-            name
-            for name, size in sizes.items()
-            if name in live and live[name].tensor.nbytes == size and live[name].tensor.device == self._engine.source
-        }
-        if self._at_boundary:
-            planned = set()
-        host = set(self._plan.host_tensors)
-        unknown = [item for item in state.tensors if item.name not in planned and item.name not in host]
-        if unknown and not self._at_boundary:
-            size = sum(item.tensor.nbytes for item in unknown)
-            logger.warning(
-                "%d state tensors (%s) are not in the plan, %s is the first: they are copied at each boundary, "
-                "which holds training; a new plan would hide them",
-                len(unknown), format_size(size), unknown[0].name,
-            )  # fmt: skip
-        chunks = tuple(
-            (
-                live[chunk.tensor].tensor.data_ptr() + chunk.offset_bytes,
-                layout.tensors[chunk.tensor].staging_offset + chunk.offset_bytes,
-                chunk.length_bytes,
-            )
-            if chunk.tensor in planned
-            else (0, 0, 0)
-            for chunk in self._plan.chunks
-        )
-        self._tensors = {name: live[name].tensor for name in sorted(planned)}
-        self._buffers.grow(layout.buffer_bytes)
+        arrangement = arrange(self._plan, state, self._engine.source, at_boundary=self._at_boundary)
+        self._tensors = {item.name: item.tensor for item in state.tensors if item.name in arrangement.planned}
+        self._buffers.grow(arrangement.layout.buffer_bytes)
         self._prepared = {}
         self.settled.forget()
         self.layout_changes += 1
-        known = {spec.name for spec in self._plan.fingerprint.state}
-        self._arrangement = _Arrangement(
-            state,
-            tuple(item.tensor.detach() for item in state.tensors),
-            layout,
-            tuple(sorted(known - live.keys() - {name for name, _ in state.ties})),
-            tuple(item for item in state.tensors if item.name not in planned),
-            chunks,
-            sum(length for _, _, length in chunks),
-        )
+        self._arrangement = arrangement
 
-    def _prepare(self, buffer: StagingBuffer, arrangement: _Arrangement) -> None:
+    def _prepare(self, buffer: StagingBuffer, arrangement: Arrangement) -> None:
         """Write the files' headers into a buffer and compute its transfers."""
         for file in arrangement.layout.files:
             buffer.view[file.staging_offset : file.staging_offset + len(file.header)] = file.header
@@ -371,7 +389,7 @@ class Capturer:
             Transfer(source, buffer.address + offset, length) for source, offset, length in arrangement.chunks
         ]
 
-    def _copy_at_boundary(self, buffer: StagingBuffer, arrangement: _Arrangement) -> list[Transfer]:
+    def _copy_at_boundary(self, buffer: StagingBuffer, arrangement: Arrangement) -> list[Transfer]:
         """Copy what lies in host memory; returns what the engine is to copy at once."""
         self._boundary_bytes = 0
         at_once = []
@@ -384,29 +402,3 @@ class Capturer:
                 ctypes.memmove(target, source, size_bytes)
             self._boundary_bytes += size_bytes
         return at_once
-
-
-def planned_records(plan: Plan) -> list[TensorRecord]:
-    """The state tensors that a plan expects, row-major.
-
-    Raises:
-        UnsupportedError: a dtype that files cannot hold.
-    """
-    records = []
-    for spec in plan.fingerprint.state:
-        if spec.dtype not in STORED_TYPES:
-            raise UnsupportedError(f"the plan has {spec.name} of dtype {spec.dtype!r}, which checkpoints cannot hold")
-        item_bytes = STORED_TYPES[spec.dtype].element_bytes
-        records.append(TensorRecord(spec.name, spec.dtype, spec.shape, spec.size_bytes, item_bytes))
-    return records
-
-
-def tensor_record(item: StateTensor, deadline: int) -> TensorRecord:
-    """What the file layout needs to know of a state tensor."""
-    tensor = item.tensor
-    order = memory_order(tensor)
-    row_major = order is None or order == tuple(range(tensor.dim()))
-    return TensorRecord(
-        item.name, dtype_name(tensor.dtype), tuple(tensor.shape), tensor.nbytes, tensor.element_size(), deadline,
-        None if row_major else order, conjugated=tensor.is_conj(), negated=tensor.is_neg(),
-    )  # fmt: skip

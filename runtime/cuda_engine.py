@@ -1,7 +1,8 @@
 """The copy engine for state in the memory of a device that runs behind the host: a CUDA GPU.
 
 What each method promises is :mod:`.copy_engine`'s. The engine speaks to the device in a handful of calls
-(:mod:`.stream_device`; the real one is :mod:`.cuda_device`), and blocks the host in ``finish`` and ``abort`` alone.
+(:mod:`.stream_device`; the real one is :mod:`.cuda_device`), and blocks the host in ``finish`` and ``abort`` alone (and
+where it is told to wait for a capture that was concluded).
 A device does what is enqueued on one stream in order, and on several in any order that events leave open. So:
 
 1. Chunks cross the link on a stream of the engine's own, the side stream. Before each ``offload`` it waits for an event
@@ -15,20 +16,26 @@ A device does what is enqueued on one stream in order, and on several in any ord
    behind is a *fence*: the boundary (before which all state was written), snapshots made, and events that a stream had
    to wait for. Whenever the engine is called under a stream, that stream first waits for the fences that it has not
    passed yet.
-5. When the last chunk has been ordered, a thread waits for the last event and calls ``on_complete``.
+5. When the last chunk of a capture has been ordered, a thread waits for the last event and calls ``on_complete``: for
+   one capture after the other.
+6. ``conclude`` has every stream that the engine was called under during the capture wait for its last part: then no
+   later write meets a copy, and memory of snapshots may go back to the allocator, whichever stream it belongs to. What
+   the next capture orders queues on the side stream behind that.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 from checkflow.errors import CheckflowError
-from checkflow.runtime.copy_engine import CopyRecord, CopyStatistics, Transfer
-from checkflow.runtime.stream_device import Copies, Event, Stream, StreamDevice
+from checkflow.runtime.copy_engine import CopyRecord, CopyStatistics, Outcome, Transfer, tell_failure
+from checkflow.runtime.device_capture import DeviceCapture, Order, Part, Snapshot, merged, nothing, records, silent
+from checkflow.runtime.stream_device import Event, Stream, StreamDevice
 
 logger = logging.getLogger("checkflow")
 
@@ -36,49 +43,6 @@ logger = logging.getLogger("checkflow")
 # are 0.7 ms, while an event costs the training thread some microseconds.
 EVENT_BYTES = 32 * 2**20
 MOST_PREPARED = 8  # lists of transfers: one for each staging buffer, and some of a layout before
-
-
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    address: int
-    holder: object
-    stream: Stream  # that it was allocated on
-
-
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """What was ordered at one anchor; made into records when somebody asks."""
-
-    chunks: tuple[int, ...]
-    kind: Literal["snapshot", "offload"]
-    anchor: str
-
-
-@dataclass(slots=True)
-class _Capture:
-    """What has become of one capture so far; of parts that cross the link between two events, in order."""
-
-    transfers: Sequence[Transfer] = ()
-    part_of: list[int] = field(default_factory=list)  # the part that each chunk crosses in; -1: not ordered yet
-    remaining: int = 0  # chunks that are not ordered yet
-    ends: list[Event] = field(default_factory=list)  # behind each part, on the side stream
-    guarded: int = 0  # so many parts are waited for by training
-    arrived: int = 0  # so many parts are known to have arrived
-    snapshots: dict[int, _Snapshot] = field(default_factory=dict)  # by chunk
-    copied: set[int] = field(default_factory=set)  # chunks that have a snapshot, or had one
-    fences: list[tuple[Stream | None, Event]] = field(default_factory=list)
-    behind: dict[Stream, int] = field(default_factory=dict)  # how many of the fences a stream has passed
-    orders: list[_Order] = field(default_factory=list)
-    waited_spans: list[tuple[Event, Event]] = field(default_factory=list)
-    snapshot_spans: list[tuple[Event, Event]] = field(default_factory=list)
-    held_bytes: int = 0
-    peak_bytes: int = 0
-    events: list[Event] = field(default_factory=list)  # all that were recorded
-
-    @property
-    def safe(self) -> int:
-        """Of so many parts the live tensors may be written: they have arrived, or training waits for them."""
-        return max(self.guarded, self.arrived)
 
 
 class CudaCopyEngine:
@@ -91,36 +55,36 @@ class CudaCopyEngine:
     def __init__(self, device: StreamDevice) -> None:
         self._device = device
         self.source = device.memory
-        self._now = _Capture()
+        self._now = nothing()  # the capture that was begun last
         self._ordering = threading.RLock()  # what ``hasten`` reads and writes, on whichever thread
-        self._prepared: dict[int, tuple[Sequence[Transfer], dict[tuple[int, ...], list[_Part]]]] = {}
-        # Between the training thread and the one that waits for the end of a capture:
+        self._prepared: dict[int, tuple[Sequence[Transfer], dict[tuple[int, ...], list[Part]]]] = {}
+        # Between the training thread and the one that waits for the ends of captures:
         self._changed = threading.Condition()
-        self._on_complete: Callable[[], None] | None = None  # of the capture under way
-        self._awaited: Event | None = None  # behind its last chunk
-        self._complete = True
-        self._watching = self._delivering = self._closed = False
-        self._error: Exception | None = None
+        self._sealed: deque[DeviceCapture] = (
+            deque()
+        )  # all of it has been ordered; until what is to be called was called
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="checkflow-copy", daemon=True)
         self._thread.start()
 
     def begin(
-        self, transfers: Sequence[Transfer], on_complete: Callable[[], None], at_once: Sequence[Transfer] = ()
+        self,
+        transfers: Sequence[Transfer],
+        on_complete: Callable[[], None],
+        at_once: Sequence[Transfer] = (),
+        on_failure: Callable[[CheckflowError], None] = tell_failure,
     ) -> None:
-        if self._on_complete is not None:
+        if not (self._now.decided or self._now.concluded):
             raise RuntimeError("a capture is still running")
         self._forget()
-        self._complete = not transfers and not at_once
-        if self._complete:
+        if not transfers and not at_once and not self._sealed:
             on_complete()
             return
         device = self._device
         stream = device.current()
-        self._now = _Capture(transfers, [-1] * len(transfers), len(transfers))
-        with self._changed:
-            self._on_complete, self._error = on_complete, None
+        self._now = DeviceCapture(on_complete, on_failure, transfers, [-1] * len(transfers), len(transfers))
         if at_once:
-            device.copy(device.prepare(_merged(at_once)), stream)
+            device.copy(device.prepare(merged(at_once)), stream)
         self._fence(stream, self._event(stream))
         device.wait(device.side, self._now.fences[0][1])
         if not transfers:
@@ -131,19 +95,19 @@ class CudaCopyEngine:
         now = self._now
         if forced := [chunk for chunk in chunks if now.part_of[chunk] >= 0 and chunk not in now.copied]:
             self.wait(forced)  # they had to leave from their live tensors already
-        made: dict[int, _Snapshot] = {}
+        made: dict[int, Snapshot] = {}
         pieces = []
         for chunk in chunks:
             if now.part_of[chunk] >= 0 or chunk in now.copied:
                 continue
             transfer = now.transfers[chunk]
             address, holder = self._device.allocate(transfer.length_bytes)
-            made[chunk] = _Snapshot(address, holder, stream)
+            made[chunk] = Snapshot(address, holder, stream)
             pieces.append(Transfer(transfer.source, address, transfer.length_bytes))
         if not made:
             return
         before = self._event(stream, timed=True)
-        self._device.copy(self._device.prepare(_merged(pieces)), stream)
+        self._device.copy(self._device.prepare(merged(pieces)), stream)
         after = self._event(stream, timed=True)
         self._fence(stream, after)
         # Only now: an interrupt before this has it done again.
@@ -151,24 +115,27 @@ class CudaCopyEngine:
             now.snapshots |= made
             now.copied |= made.keys()
         now.snapshot_spans.append((before, after))
-        now.held_bytes += sum(piece.length_bytes for piece in pieces)
+        size_bytes = sum(piece.length_bytes for piece in pieces)
+        now.snapshot_bytes += size_bytes
+        now.held_bytes += size_bytes
         now.peak_bytes = max(now.peak_bytes, now.held_bytes)
-        now.orders.append(_Order(tuple(made), "snapshot", anchor))
+        now.orders.append(Order(tuple(made), "snapshot", anchor))
 
     def offload(self, chunks: Sequence[int], anchor: str) -> None:
         with self._ordering:
             stream = self._enter()
-            if chosen := tuple(chunk for chunk in chunks if self._now.part_of[chunk] < 0):
+            part_of = self._now.part_of
+            if chosen := tuple([chunk for chunk in chunks if part_of[chunk] < 0]):
                 self._device.wait(self._device.side, self._event(stream))
                 self._order(chosen, anchor)
 
     def wait(self, chunks: Sequence[int]) -> None:
         stream = self._enter()
         now = self._now
-        last = max((now.part_of[chunk] for chunk in chunks), default=-1)
-        for chunk in chunks:
-            if now.part_of[chunk] < 0:
-                raise RuntimeError(f"chunk {chunk} is waited for before it was released")
+        parts = [now.part_of[chunk] for chunk in chunks]
+        if -1 in parts:
+            raise RuntimeError(f"chunk {chunks[parts.index(-1)]} is waited for before it was released")
+        last = max(parts, default=-1)
         if last >= now.guarded and not self._arrived(last):
             self._hold(stream, last)
             self._fence(None, now.ends[last])
@@ -176,13 +143,15 @@ class CudaCopyEngine:
             now.guarded = last + 1
 
     def live(self, chunks: Sequence[int]) -> list[int]:
-        if self._on_complete is None:
+        now = self._now
+        if now.decided or now.concluded:
             return []
         self._enter()
-        now = self._now
-        found = [chunk for chunk in chunks if chunk not in now.copied and not 0 <= now.part_of[chunk] < now.safe]
+        part_of, safe = now.part_of, now.safe
+        found = [chunk for chunk in chunks if not 0 <= part_of[chunk] < safe and chunk not in now.copied]
         if found and self._advance():
-            found = [chunk for chunk in found if not 0 <= now.part_of[chunk] < now.safe]
+            safe = now.safe
+            found = [chunk for chunk in found if not 0 <= part_of[chunk] < safe]
         return found
 
     def hasten(self) -> None:
@@ -212,36 +181,49 @@ class CudaCopyEngine:
                 del self._now.snapshots[chunk]
                 self._now.held_bytes -= self._now.transfers[chunk].length_bytes
 
+    def conclude(self) -> _Concluded:
+        now = self._now
+        if now.given_up:  # and an interrupt came before all of that was done
+            raise RuntimeError("the capture was given up")
+        if -1 in now.part_of:
+            raise RuntimeError(f"chunk {now.part_of.index(-1)} was never released")
+        if not now.concluded:
+            self._seal()
+            here = self._enter()
+            if now.ends and not self._arrived(len(now.ends) - 1):
+                for stream in now.behind:
+                    if stream != here:
+                        self._device.wait(stream, now.ends[-1])
+                self._hold(here, len(now.ends) - 1)
+            # Every stream that one was allocated on is among these.
+            with self._ordering:
+                now.snapshots.clear()
+                now.held_bytes = 0
+            now.concluded = True
+        return _Concluded(self, now)
+
     def finish(self) -> None:
-        if -1 in self._now.part_of:
-            raise RuntimeError(f"chunk {self._now.part_of.index(-1)} was never released")
+        self.conclude()
         with self._changed:
-            while self._on_complete is not None or self._delivering:
+            while self._sealed:
                 self._seal()  # unless that was done when the last chunk was ordered, and no interrupt came before it
                 self._changed.wait()
-            error, self._error = self._error, None
-        if error is not None:
-            raise error
-        # All of it has been read by now, which no stream needs to be told.
-        with self._ordering:
-            self._now.snapshots.clear()
-            self._now.held_bytes = 0
 
     def abort(self) -> bool:
+        now = self._now
         with self._ordering:  # nothing is hastened from here on
             with self._changed:
-                complete = self._complete
-                self._on_complete = self._awaited = None
+                now.given_up = now.given_up or not (now.decided or now.concluded)
             try:
-                for stream in (self._device.side, *self._now.behind):
+                for stream in (self._device.side, *now.behind):
                     self._device.synchronize(self._event(stream))
             except CheckflowError as error:  # a device that has failed does nothing any more
                 logger.warning("%s", error)
             with self._changed:
-                while self._watching or self._delivering:
+                while self._sealed:
                     self._changed.wait()
             self._forget()
-        return complete
+        return not now.given_up
 
     def close(self) -> None:
         self.abort()
@@ -251,15 +233,21 @@ class CudaCopyEngine:
         self._thread.join()
 
     def log(self) -> tuple[CopyRecord, ...]:
-        return tuple(
-            CopyRecord(chunk, order.kind, order.anchor, self._now.transfers[chunk].length_bytes)
-            for order in self._now.orders
-            for chunk in order.chunks
-        )
+        return records(self._now.orders, self._now.transfers)
 
     def statistics(self) -> CopyStatistics:
-        now = self._now
-        return CopyStatistics(self._seconds(now.waited_spans), self._seconds(now.snapshot_spans), now.peak_bytes, 0)
+        return self._statistics(self._now)
+
+    def _statistics(self, capture: DeviceCapture) -> CopyStatistics:
+        if capture.outcome is not None:
+            return capture.outcome.statistics
+        try:
+            waited_seconds = self._seconds(capture.waited_spans)
+            snapshot_seconds = self._seconds(capture.snapshot_spans)
+        except CheckflowError as error:  # a device that has failed tells no times
+            logger.debug("what a capture cost is not known: %s", error)
+            waited_seconds = snapshot_seconds = 0.0
+        return CopyStatistics(waited_seconds, snapshot_seconds, capture.snapshot_bytes, capture.peak_bytes, 0)
 
     def _seconds(self, spans: Iterable[tuple[Event, Event]]) -> float:
         return sum((self._device.seconds_between(before, after) for before, after in spans), 0.0)
@@ -270,11 +258,12 @@ class CudaCopyEngine:
         for part in self._parts(chunks):
             if part.copies is not None:
                 device.copy(part.copies, device.side)
+            number = len(now.ends)
             now.ends.append(self._event(device.side))
             for chunk in part.chunks:
-                now.part_of[chunk] = len(now.ends) - 1
+                now.part_of[chunk] = number
             now.remaining -= len(part.chunks)
-            now.orders.append(_Order(part.chunks, "offload", anchor))
+            now.orders.append(Order(part.chunks, "offload", anchor))
         if now.remaining <= 0:
             self._seal()
 
@@ -293,11 +282,13 @@ class CudaCopyEngine:
 
     def _enter(self) -> Stream:
         """The current stream, once it has been put behind all fences."""
-        stream = self._device.current()
-        for other, event in self._now.fences[self._now.behind.get(stream, 0) :]:
-            if other != stream:
-                self._device.wait(stream, event)
-        self._now.behind[stream] = len(self._now.fences)
+        now, stream = self._now, self._device.current()
+        passed = now.behind.get(stream, 0)
+        if passed < len(now.fences):
+            for other, event in now.fences[passed:]:
+                if other != stream:
+                    self._device.wait(stream, event)
+            now.behind[stream] = len(now.fences)
         return stream
 
     def _hold(self, stream: Stream, part: int) -> None:
@@ -321,19 +312,21 @@ class CudaCopyEngine:
 
     # Parts
 
-    def _parts(self, chunks: tuple[int, ...]) -> list[_Part]:
+    def _parts(self, chunks: tuple[int, ...]) -> list[Part]:
         """Chunks in order, cut where an event is due; made once for each list of transfers where no snapshot is in."""
-        if not self._now.copied.isdisjoint(chunks):
+        now = self._now
+        if now.copied and not now.copied.isdisjoint(chunks):
             return self._cut(chunks)
         # The list is kept beside what was made of it: so long no other can have its identity.
-        known = self._prepared.setdefault(id(self._now.transfers), (self._now.transfers, {}))[1]
+        _, known = self._prepared.setdefault(id(now.transfers), (now.transfers, {}))
         while len(self._prepared) > MOST_PREPARED:
             del self._prepared[next(iter(self._prepared))]
-        if chunks not in known:
-            known[chunks] = self._cut(chunks)
-        return known[chunks]
+        parts = known.get(chunks)
+        if parts is None:
+            parts = known[chunks] = self._cut(chunks)
+        return parts
 
-    def _cut(self, chunks: tuple[int, ...]) -> list[_Part]:
+    def _cut(self, chunks: tuple[int, ...]) -> list[Part]:
         parts, begin, size_bytes = [], 0, 0
         for end, chunk in enumerate(chunks, 1):
             size_bytes += self._now.transfers[chunk].length_bytes
@@ -342,86 +335,91 @@ class CudaCopyEngine:
                 begin, size_bytes = end, 0
         return parts
 
-    def _part(self, chunks: tuple[int, ...]) -> _Part:
+    def _part(self, chunks: tuple[int, ...]) -> Part:
         pieces = []
         for chunk in chunks:
             transfer, snapshot = self._now.transfers[chunk], self._now.snapshots.get(chunk)
             source = transfer.source if snapshot is None else snapshot.address
             pieces.append(Transfer(source, transfer.target, transfer.length_bytes))
-        merged = _merged(pieces)
-        return _Part(chunks, self._device.prepare(merged) if merged else None)
+        fewest = merged(pieces)
+        return Part(chunks, self._device.prepare(fewest) if fewest else None)
 
     # The end of a capture
 
     def _seal(self) -> None:
         """Everything has been ordered: the thread waits for it."""
+        now = self._now
         with self._changed:
-            if self._on_complete is not None and self._awaited is None:
-                self._awaited = self._event(self._device.side)
-                self._changed.notify_all()
+            if not (now.decided or now.given_up or now in self._sealed):
+                now.last = self._event(self._device.side)
+                self._sealed.append(now)
+            self._changed.notify_all()
 
     def _run(self) -> None:
         self._device.enter_thread()
-        while True:
+        while (capture := self._next_sealed()) is not None:
+            error = self._wait_for(capture)
             with self._changed:
-                while self._awaited is None and not self._closed:
-                    self._changed.wait()
-                event = self._awaited
-                if event is None:
-                    return
-                self._watching = True
-            error = self._wait_for(event)
-            with self._changed:
-                callback = self._on_complete if self._awaited is event else None
-                if callback is not None:
-                    self._on_complete = self._awaited = None
-                    self._error, self._complete = error, error is None
-                self._watching = False
-                self._delivering = callback is not None and error is None
-                self._changed.notify_all()
-            if self._delivering and callback is not None:
-                try:
-                    callback()
-                finally:
-                    with self._changed:
-                        self._delivering = False
-                        self._changed.notify_all()
+                told = not capture.given_up
+                capture.decided = True
+            try:
+                if told and error is None:
+                    capture.on_complete()
+                elif told and error is not None:
+                    capture.on_failure(error)
+            finally:
+                with self._changed:
+                    capture.ended = True
+                    capture.on_complete, capture.on_failure = silent, tell_failure  # they hold the staging buffer
+                    self._sealed.popleft()
+                    self._changed.notify_all()
 
-    def _wait_for(self, event: Event) -> CheckflowError | None:
+    def _next_sealed(self) -> DeviceCapture | None:
+        """The first one, which stays where it is; None when the engine is closed."""
+        with self._changed:
+            while not self._sealed and not self._closed:
+                self._changed.wait()
+            return self._sealed[0] if self._sealed else None
+
+    def _wait_for(self, capture: DeviceCapture) -> CheckflowError | None:
         try:
-            self._device.synchronize(event)
-        except CheckflowError as error:  # the training thread raises it
+            self._device.synchronize(capture.last)
+        except CheckflowError as error:  # whoever is called says so
             return error
         return None
 
+    def wait_for_end(self, capture: DeviceCapture) -> None:
+        """Return when it has come to its end."""
+        with self._changed:
+            while not capture.ended:
+                self._changed.wait()
+
+    def outcome_of(self, capture: DeviceCapture) -> Outcome | None:
+        """What it did, once it has come to its end; its events are used for others then."""
+        if capture.outcome is None and capture.ended:
+            log = functools.partial(records, capture.orders, capture.transfers)
+            capture.outcome = Outcome(self._statistics(capture), log)
+            self._device.recycle(capture.events)
+        return capture.outcome
+
     def _forget(self) -> None:
-        """Nothing is under way."""
+        """Nothing is gathered. One that was concluded is still followed."""
         with self._ordering:
-            self._device.recycle(self._now.events)
-            self._now = _Capture()
+            if not self._now.concluded:
+                self._now.snapshots.clear()
+                self._device.recycle(self._now.events)
+            self._now = nothing()
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """Chunks that cross the link between two events; no copies where they are all empty."""
+class _Concluded:
+    """See :class:`.copy_engine.Concluded`."""
 
-    chunks: tuple[int, ...]
-    copies: Copies | None
+    engine: CudaCopyEngine
+    capture: DeviceCapture
 
+    def outcome(self) -> Outcome | None:
+        return self.engine.outcome_of(self.capture)
 
-def _merged(transfers: Iterable[Transfer]) -> list[Transfer]:
-    """The same bytes in fewer pieces: those that follow each other in both memories are one, empty ones are none."""
-    merged: list[Transfer] = []
-    for transfer in transfers:
-        if not transfer.length_bytes:
-            continue
-        last = merged[-1] if merged else None
-        if (
-            last is not None
-            and last.source + last.length_bytes == transfer.source
-            and last.target + last.length_bytes == transfer.target
-        ):
-            merged[-1] = Transfer(last.source, last.target, last.length_bytes + transfer.length_bytes)
-        else:
-            merged.append(transfer)
-    return merged
+    def wait(self) -> None:
+        self.engine.wait_for_end(self.capture)

@@ -129,22 +129,34 @@ class Execution:
         except Exception as error:
             step = self.capturer.step or self._listener.iteration
             lost = self.capturer.abort()
-            self.aborted += lost
-            reason = " ".join(str(error).split())
-            said = f"{type(error).__name__}: {reason}"
-            if lost:
-                self.last_failure = (time.monotonic(), said)
             if isinstance(error, WrittenError):
                 self.capturer.settled.drop([error.name])
             elif isinstance(error, ConsistencyError):
                 self._distrust()
+            self._note(step, error, lost=lost)
             if self._raising:
                 raise
-            if said != self._said:  # the same reason at every boundary is said once
-                what = "is given up" if lost else "was complete before this"
-                trace = None if isinstance(error, CheckflowError) else error
-                logger.warning("the checkpoint of step %d %s: %s", step, what, said, exc_info=trace)
-            self._said = said
+
+    def _note(self, step: int, error: Exception, *, lost: bool) -> None:
+        """Count what went wrong with a checkpoint, and say it, unless it is to be raised."""
+        reason = " ".join(str(error).split())
+        said = f"{type(error).__name__}: {reason}"
+        if lost:
+            self.aborted += 1
+            self.last_failure = (time.monotonic(), said)
+        if not self._raising and said != self._said:  # the same reason at every boundary is said once
+            what = "is given up" if lost else "was complete before this"
+            trace = None if isinstance(error, CheckflowError) else error
+            logger.warning("the checkpoint of step %d %s: %s", step, what, said, exc_info=trace)
+        self._said = said
+
+    def _heed_failed(self) -> None:
+        """Of concluded captures: what did not arrive voids its own checkpoint, and none that is in flight."""
+        failed = self.capturer.take_failed()
+        for step, error in failed:
+            self._note(step, error, lost=True)
+        if failed and self._raising:
+            raise failed[0][1]
 
     def reached(self, key: AnchorKey) -> None:
         """An anchor fired: do what the plan, and caution beyond it, ask for before the job goes on from it."""
@@ -154,22 +166,30 @@ class Execution:
         if key.kind is AnchorKind.OPTIMIZER_POST:
             self.stepped.add(key.name)
 
-    def end_iteration(self, *, due: bool) -> None:
-        """A boundary: the capture in flight goes on, or is brought to its end if another one is due."""
+    def end_iteration(self, *, due: bool, quiet: bool) -> None:
+        """A boundary: the capture in flight goes on, or is brought to its end if another one is due.
+
+        Args:
+            quiet: no copy goes on behind this boundary: the host waits for its end.
+        """
         with self.surviving():
-            if due:
+            if quiet:
                 self.capturer.finish()
+            elif due:
+                self.capturer.conclude()
             else:
                 self.capturer.go_on()
+        self._heed_failed()
         self.stepped.clear()
         self._whole = self._whole or self._fired
         self.follow()
         self._hooks.reset()
 
     def finish(self) -> None:
-        """Bring the capture in flight to its end."""
+        """Bring the capture in flight to its end, and wait for those before it."""
         with self.surviving():
             self.capturer.finish()
+        self._heed_failed()
 
     def follow(self) -> None:
         """Put hooks on modules that took the place of others, or were compiled; a deadline would pass unseen."""

@@ -6,14 +6,17 @@ What each method promises is :mod:`.copy_engine`'s.
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from checkflow.runtime.copy_engine import CopyRecord, CopyStatistics, Transfer
+from checkflow.errors import CheckflowError
+from checkflow.runtime.copy_engine import CopyRecord, CopyStatistics, Outcome, Transfer, tell_failure
 
 # What the training thread copies itself: waking another thread, and sharing the interpreter with it, costs more.
 SMALL_BYTES = 32 * 1024
@@ -43,7 +46,7 @@ class HostCopyEngine:
         self._freeable: set[int] = set()
         self._log: list[CopyRecord] = []
         self._waited_seconds = self._snapshot_seconds = self._offload_seconds = 0.0
-        self._held_bytes = self._peak_bytes = self._helped_bytes = self._remaining = 0
+        self._held_bytes = self._snapshot_bytes = self._peak_bytes = self._helped_bytes = self._remaining = 0
         self._on_complete: Callable[[], None] = _nothing
         self._delivering = False
         self._closed = False
@@ -51,7 +54,11 @@ class HostCopyEngine:
         self._thread.start()
 
     def begin(
-        self, transfers: Sequence[Transfer], on_complete: Callable[[], None], at_once: Sequence[Transfer] = ()
+        self,
+        transfers: Sequence[Transfer],
+        on_complete: Callable[[], None],
+        at_once: Sequence[Transfer] = (),
+        on_failure: Callable[[CheckflowError], None] = tell_failure,  # memmove does not fail
     ) -> None:
         with self._changed:
             if self._remaining:
@@ -61,7 +68,7 @@ class HostCopyEngine:
             self._remaining = len(transfers) + 1  # what leaves at once is one more
             self._log = []
             self._waited_seconds = self._snapshot_seconds = self._offload_seconds = 0.0
-            self._peak_bytes = self._helped_bytes = 0
+            self._snapshot_bytes = self._peak_bytes = self._helped_bytes = 0
         for transfer in at_once:
             ctypes.memmove(transfer.target, transfer.source, transfer.length_bytes)
         with self._changed:
@@ -80,6 +87,7 @@ class HostCopyEngine:
             with self._changed:
                 self._snapshots[chunk] = copy
                 self._held_bytes += transfer.length_bytes
+                self._snapshot_bytes += transfer.length_bytes
                 self._peak_bytes = max(self._peak_bytes, self._held_bytes)
                 self._log.append(CopyRecord(chunk, "snapshot", anchor, transfer.length_bytes))
         self._snapshot_seconds += time.perf_counter() - begun
@@ -140,6 +148,10 @@ class HostCopyEngine:
                 if self._status[chunk] == _DONE:
                     self._give_back(chunk)
 
+    def conclude(self) -> _Ended:
+        self.finish()  # the training thread copies what is left: nothing else would be sooner
+        return _Ended(Outcome(self.statistics(), functools.partial(tuple, self._log)))
+
     def finish(self) -> None:
         if _PENDING in self._status:
             raise RuntimeError(f"chunk {self._status.index(_PENDING)} was never released")
@@ -181,8 +193,9 @@ class HostCopyEngine:
 
     def statistics(self) -> CopyStatistics:
         return CopyStatistics(
-            self._waited_seconds, self._snapshot_seconds, self._peak_bytes, self._helped_bytes, self._offload_seconds
-        )
+            self._waited_seconds, self._snapshot_seconds, self._snapshot_bytes, self._peak_bytes, self._helped_bytes,
+            self._offload_seconds,
+        )  # fmt: skip
 
     def _run(self) -> None:
         while True:
@@ -225,6 +238,19 @@ class HostCopyEngine:
     def _give_back(self, chunk: int) -> None:
         if self._snapshots.pop(chunk, None) is not None:
             self._held_bytes -= self._transfers[chunk].length_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A capture that came to its end when it was concluded."""
+
+    _outcome: Outcome
+
+    def outcome(self) -> Outcome:
+        return self._outcome
+
+    def wait(self) -> None:
+        pass
 
 
 def _nothing() -> None:

@@ -137,10 +137,9 @@ class Pace:
         self.durable = extra or self.controller.is_durable(number)
         return due or extra
 
-    @property
-    def has_room(self) -> bool:
+    def makes_room(self) -> bool:
         """Whether a capture of this boundary has somewhere to go, or is worth waiting for."""
-        return self.durable or self._saving.buffers.free > 0
+        return self.durable or self._place.execution.capturer.make_room()
 
     def captured(self, number: int) -> None:
         """The capture of this boundary has begun."""

@@ -80,7 +80,8 @@ class Saving:
             CheckflowError: as :meth:`.capture.Capturer.begin`.
         """
         audit = execution.captures < FIRST_AUDITS or (self._audit_every and self.captures % self._audit_every == 0)
-        # One being gathered, one being committed, none queueing: that bounds what a failure can cost.
+        # One being gathered, one being committed, none queueing: that bounds what a failure can cost. Those of which a
+        # GPU's last bytes are still on their way are bounded by the staging buffers.
         waited_seconds = self.writer.wait_until_at_most(1) if self._each else 0.0
         self.newest = (step, time.monotonic())
         self._held_step = None if durable else step

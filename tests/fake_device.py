@@ -27,6 +27,7 @@ from checkflow.runtime.copy_engine import Transfer
 from checkflow.runtime.cuda_engine import CudaCopyEngine
 
 GARBAGE = 0xEE
+STARVED_SECONDS = 20.0  # after which a test that would hang goes on, and fails
 
 
 @dataclass(eq=False)
@@ -94,9 +95,11 @@ class FakeDevice:
         self.failure = ""  # what every call reports from now on
         self.fails_at = -1  # after so many more copies
         self.hasty = 0.0  # how likely the device does something at each call
-        # The thread that waits for the end of a capture draws nothing before the training thread waits too.
+        # The thread that waits for the ends of captures draws nothing before the training thread waits too.
         self.host_waits = threading.Event()
         self.host_waits.set()
+        self.synchronized = 0  # so often training was held on the host, by the device
+        self.starved = 0  # so often it was, by the thread that was not to draw anything
 
     # What the engine asks (checkflow.runtime.stream_device.StreamDevice)
 
@@ -146,13 +149,18 @@ class FakeDevice:
 
     def synchronize(self, event: Event) -> None:
         if threading.current_thread().name == "checkflow-copy":
-            self.host_waits.wait()
+            if not self.host_waits.wait(STARVED_SECONDS):
+                self.starved += 1
+                self.host_waits.set()
+        else:
+            self.synchronized += 1
         happened = event.happened
         while not happened.is_set():
             self._fail_if_asked()
             assert self.step() or happened.is_set(), "the device waits for what nobody has enqueued"
 
     def seconds_between(self, before: Event, after: Event) -> float:
+        self._fail_if_asked()
         return 0.0
 
     def recycle(self, events: Iterable[Event]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -21,10 +22,14 @@ from checkflow.graph import BOUNDARY, AnchorKey, AnchorKind
 from checkflow.plan import Plan
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import digest
+from checkflow.runtime.capture import Capturer
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.cuda_engine import CudaCopyEngine
+from checkflow.runtime.execution import Execution
 from checkflow.runtime.live_state import capture_generators, restore_generators
 from checkflow.runtime.reader import find
+from checkflow.runtime.staging import StagingBuffers
+from checkflow.state import TrainingState
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +95,169 @@ def test_every_checkpoint_is_one_boundary(
     assert report["breaches"] == report["failed"] == 0
     assert report["audited"] == 9 // interval
     assert device.allocated_bytes == 0
+
+
+@pytest.mark.parametrize(("interval", "every"), [(1, 1), (3, 3), (2, 4)])
+def test_the_host_waits_at_no_regular_boundary(
+    interval: int, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No capture is delivered before the last boundary: whoever waited for one before would wait in vain."""
+    monkeypatch.setattr(digest, "in_host_memory", lambda _: False)
+    device, job = simulate_gpu(monkeypatch), Job()
+    iterate = job.iterate
+    device.host_waits.clear()
+
+    def look(n: int) -> None:
+        assert checkpointer.report()["newest_capture"] is None
+        assert checkpointer._saving.writer.outstanding == 0
+        assert device.synchronized == device.starved == 0
+        iterate(n)
+        if n == 11:
+            device.host_waits.set()
+
+    with Checkpointer(
+        job.model, job.optimizer, directory=tmp_path, plan=plan_of(3, interval), every=every, audit=1,
+        keep_latest=99, on_error="raise", host_buffers=12,
+    ) as checkpointer:  # fmt: skip
+        truths = run_oracle(checkpointer, look, job.models, job.optimizers, iterations=12)
+    assert not device.starved
+    assert_true(tmp_path, truths, range(every, 13, every))
+    report = checkpointer.report()
+    assert report["captures"] == report["committed"] == report["audited"] == 12 // every
+    assert report["newest_capture"]["step"] == 12
+    assert report["bytes"]["captured_bytes"] == 12 // every * report["bytes"]["state_bytes"]
+
+
+def test_where_buffers_run_out_the_oldest_capture_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, job = simulate_gpu(monkeypatch), Job()
+    iterate = job.iterate
+
+    def look(n: int) -> None:
+        capturer = checkpointer._boundaries.execution.capturer
+        if n == 0:
+            assert capturer.make_room()
+            device.host_waits.clear()
+        if n == 2:  # of the two buffers one is on its way, one is being filled
+            assert capturer.last_report is None
+            device.host_waits.set()
+            capturer.make_room()
+            assert capturer.last_report is not None
+            assert capturer.last_report.step == 1
+        iterate(n)
+
+    plan = plan_of(3)
+    with Checkpointer(
+        job.model, job.optimizer, directory=tmp_path, plan=plan, every=1, keep_latest=99, host_buffers=2
+    ) as checkpointer:
+        truths = run_oracle(checkpointer, look, job.models, job.optimizers, iterations=6)
+    assert not device.starved
+    assert_true(tmp_path, truths, range(1, 7))
+
+
+def test_what_a_capture_did_is_known_at_the_first_boundary_after_it_has_arrived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Be that one captured or not."""
+    device, job = simulate_gpu(monkeypatch), Job()
+    iterate, reports = job.iterate, []
+    device.host_waits.clear()
+
+    def look(n: int) -> None:
+        capturer = checkpointer._boundaries.execution.capturer
+        reports.append(capturer.last_report and capturer.last_report.step)
+        if n == 6:
+            device.host_waits.set()
+            (leaving,) = capturer._leaving
+            leaving.concluded.wait()
+        iterate(n)
+
+    with Checkpointer(job.model, job.optimizer, directory=tmp_path, plan=plan_of(3, 2), every=4) as checkpointer:
+        run_oracle(checkpointer, look, job.models, job.optimizers, iterations=8)
+    assert reports == [None] * 7 + [4]
+
+
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_a_copy_that_fails_behind_its_boundary_costs_that_checkpoint_alone(
+    on_error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device, job = simulate_gpu(monkeypatch), Job()
+    iterate, wait_for = job.iterate, CudaCopyEngine._wait_for
+
+    def fail_the_second(engine: CudaCopyEngine, capture: Any) -> CheckflowError | None:
+        error = wait_for(engine, capture)
+        waited.append(error)
+        return CheckflowError("CUDA: unspecified launch failure") if len(waited) == 2 else error
+
+    def look(n: int) -> None:
+        if n == 4:  # three were concluded, and the fourth is in flight
+            device.host_waits.set()
+        iterate(n)
+
+    def close(buffers: StagingBuffers) -> None:
+        free.append(buffers.free)
+        close_buffers(buffers)
+
+    waited: list[CheckflowError | None] = []
+    free: list[int] = []
+    close_buffers = StagingBuffers.close
+    monkeypatch.setattr(StagingBuffers, "close", close)
+    monkeypatch.setattr(CudaCopyEngine, "_wait_for", fail_the_second)
+    device.host_waits.clear()
+    job.iterate = look
+    with (
+        caplog.at_level(logging.WARNING, "checkflow"),
+        contextlib.nullcontext() if on_error == "warn" else pytest.raises(CheckflowError, match="unspecified launch"),
+    ):
+        checkpointer, truths = job.train(tmp_path, plan_of(2), on_error=on_error, host_buffers=6)
+    assert not device.starved
+    assert free[-1] == 6  # none is lost
+    steps = [int(path.name[5:]) for path in sorted(find(tmp_path))]
+    assert 2 not in steps
+    assert {1, 3, 4} <= set(steps)
+    assert device.allocated_bytes == 0
+    if on_error == "warn":
+        assert steps == [1, 3, 4, 5, 6, 7, 8, 9]
+        assert_true(tmp_path, truths, steps)
+        report = checkpointer.report()
+        assert report["failed"] == 1
+        assert report["last_failure"] == "CheckflowError: CUDA: unspecified launch failure"
+        assert "the checkpoint of step 2 is given up: CheckflowError: CUDA: unspecified launch failure" in caplog.text
+
+
+def test_a_layout_is_given_up_when_what_was_concluded_has_read_its_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds the memory of tensors that were replaced, which may belong to a stream that waits for nothing."""
+    device, job = simulate_gpu(monkeypatch), Job()
+    iterate, arrange, finish = job.iterate, Capturer._arrange, CudaCopyEngine.finish
+    arranged: list[int | None] = []
+
+    def look(self: Capturer, state: TrainingState) -> None:
+        assert not self._leaving
+        arranged.append(None if self.last_report is None else self.last_report.step)
+        arrange(self, state)
+
+    def replace(n: int) -> None:
+        iterate(n)
+        if n == 2:
+            device.host_waits.clear()
+        elif n == 4:
+            job.model.two.weight.data = job.model.two.weight.data.clone()
+
+    def wait(engine: CudaCopyEngine) -> None:
+        device.host_waits.set()
+        finish(engine)
+
+    monkeypatch.setattr(CudaCopyEngine, "finish", wait)
+    monkeypatch.setattr(Capturer, "_arrange", look)
+    monkeypatch.setattr(Execution, "follow", lambda self: None)  # it would have waited, too
+    job.iterate = replace
+    _, truths = job.train(tmp_path, plan_of(3), iterations=7, host_buffers=6)
+    assert arranged == [None, 4]
+    assert not device.starved
+    assert_true(tmp_path, truths, range(1, 8))
 
 
 def test_where_training_does_not_wait_the_audit_tells_and_all_leaves_at_once(
@@ -161,6 +329,32 @@ def test_a_device_that_fails_is_raised_where_it_is_asked_for(tmp_path: Path, mon
     job.iterate = fail
     with pytest.raises(CheckflowError, match="illegal memory access"):
         job.train(tmp_path, plan_of(2))
+
+
+def test_a_device_that_fails_for_a_while_costs_the_checkpoints_of_that_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that were on their way, and those that began meanwhile; training never hears of it."""
+    device, job = simulate_gpu(monkeypatch), Job()
+    iterate = job.iterate
+
+    def fail(n: int) -> None:
+        if n == 2:
+            device.host_waits.clear()
+        iterate(n)
+        device.failure = "CUDA: an illegal memory access was encountered" if n in (4, 5) else ""
+        if n == 4:
+            device.host_waits.set()
+
+    job.iterate = fail
+    checkpointer, truths = job.train(tmp_path, plan_of(2), on_error="warn", host_buffers=6)
+    steps = [int(path.name[5:]) for path in sorted(find(tmp_path))]
+    assert {1, 8, 9} <= set(steps)
+    assert not {4, 5} & set(steps)
+    assert_true(tmp_path, truths, steps)
+    report = checkpointer.report()
+    assert report["committed"] + report["failed"] == 9
+    assert not device.starved
 
 
 def test_a_break_out_of_the_loop_and_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

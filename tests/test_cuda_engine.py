@@ -11,6 +11,7 @@ import functools
 import logging
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from fake_device import FakeDevice
 
 from checkflow.errors import CheckflowError
 from checkflow.runtime import cuda_engine
-from checkflow.runtime.copy_engine import Transfer
+from checkflow.runtime.copy_engine import Concluded, Transfer
 from checkflow.runtime.cuda_engine import CudaCopyEngine
 
 STREAMS = ("main", "backward", "user")
@@ -188,6 +189,53 @@ def test_every_capture_is_the_state_of_its_boundary(copies: str, hasty: float) -
         engine.close()
 
 
+@pytest.mark.parametrize("copies", ["first", "last", ""])
+@pytest.mark.parametrize("hasty", [0.0, 0.5])
+def test_captures_that_are_concluded_queue_and_each_is_the_state_of_its_boundary(copies: str, hasty: float) -> None:
+    """Right behind each, every stream that took part writes what was captured, and is given its snapshots' memory."""
+    for seed in range(80):
+        rng = random.Random(seed)
+        device = FakeDevice(seed, copies=copies)
+        device.hasty = hasty
+        engine = CudaCopyEngine(device)
+        job = Job(device, rng)
+        targets = [ctypes.create_string_buffer(job.size + 1) for _ in range(5)]
+        expected: list[bytes] = []
+        arrived: list[bytes] = []
+        lazy = rng.random() < 0.8
+        for target in targets:
+            content = rng.randbytes(job.size)
+            job.settle(content)
+            if lazy:
+                device.host_waits.clear()
+            transfers, at_once = job.transfers(ctypes.addressof(target))
+            take = functools.partial(lambda arrived, target: arrived.append(target.raw[:-1]), arrived, target)
+            aborted = rng.randint(1, len(job.anchors)) if rng.random() < 0.15 else None
+            job.run(engine, functools.partial(engine.begin, transfers, take, at_once), aborted)
+            if aborted is not None:
+                device.host_waits.set()
+                if engine.abort():  # of no bytes at all, or released to the last
+                    expected.append(content)
+                assert arrived == expected, seed
+                assert not any(device.uses(ctypes.addressof(one), job.size) for one in targets), seed
+                assert not device.uses(ctypes.addressof(job.memory), job.size, reads_only=True), seed
+            else:
+                expected.append(content)
+                synchronized = device.synchronized
+                device.on_stream(rng.choice(STREAMS))
+                engine.conclude()
+                assert device.synchronized == synchronized
+                for stream in {device.current(), *(anchor.stream for anchor in job.anchors)}:
+                    for tensor in job.tensors:
+                        job.write(tensor, b"\xbb" * tensor.size, stream)
+            assert device.allocated_bytes == 0
+        device.host_waits.set()
+        engine.finish()
+        assert arrived == expected, seed
+        assert not device.starved
+        engine.close()
+
+
 class Buffers:
     """Chunks of 48 bytes that follow each other, on a device where everything comes late."""
 
@@ -275,6 +323,19 @@ def test_lists_of_copies_are_made_once_and_neighbours_are_one(
     assert buffers.target.raw == buffers.content
 
 
+def test_nothing_ends_that_was_not_released(buffers: Buffers) -> None:
+    buffers.begin()
+    buffers.engine.offload([0, 1, 3], "a")
+    for end in (buffers.engine.conclude, buffers.engine.finish):
+        with pytest.raises(RuntimeError, match="chunk 2 was never released"):
+            end()
+    with pytest.raises(RuntimeError, match="chunk 2 is waited for before it was released"):
+        buffers.engine.wait([1, 2])
+    with pytest.raises(RuntimeError, match="still running"):
+        buffers.begin()
+    assert not buffers.engine.abort()
+
+
 def test_other_lists_of_transfers_than_before(buffers: Buffers) -> None:
     for number in range(2 * cuda_engine.MOST_PREPARED):
         buffers.transfers = buffers.transfers[::-1]
@@ -326,7 +387,7 @@ def test_a_device_that_fails_while_it_copies_is_told_of_at_the_end(
     with pytest.raises(CheckflowError, match="illegal memory access"):
         buffers.engine.finish()
     with caplog.at_level(logging.WARNING, "checkflow"):
-        assert not buffers.engine.abort()
+        buffers.engine.abort()
     assert "illegal memory access" in caplog.text
     buffers.device.failure = ""
     assert not buffers.arrived.is_set()
@@ -334,6 +395,126 @@ def test_a_device_that_fails_while_it_copies_is_told_of_at_the_end(
     buffers.engine.offload(range(4), "a")
     buffers.engine.finish()
     assert buffers.arrived.is_set()
+
+
+class Queue:
+    """Captures of the same chunks, concluded one behind the other, each to a buffer of its own."""
+
+    def __init__(self, buffers: Buffers, count: int) -> None:
+        self.buffers = buffers
+        self.told: list[str] = []
+        self.targets = [ctypes.create_string_buffer(len(buffers.content)) for _ in range(count)]
+        self.concluded: list[Concluded] = []
+        buffers.device.host_waits.clear()
+        for number in range(count):
+            self.begin(number)
+            buffers.engine.snapshot([number % 4], "a")
+            buffers.engine.offload(range(4), "a")
+            self.concluded.append(buffers.engine.conclude())
+
+    def begin(self, number: int) -> None:
+        there = ctypes.addressof(self.targets[number])
+        transfers = [Transfer(one.source, there + 48 * n, 48) for n, one in enumerate(self.buffers.transfers)]
+        self.buffers.engine.begin(
+            transfers,
+            lambda: self.told.append(f"{number} is complete"),
+            on_failure=lambda error: self.failed(number, error),
+        )
+
+    def failed(self, number: int, error: CheckflowError) -> None:
+        self.told.append(f"{number}: {error}")
+        self.buffers.device.failure = ""
+
+    def arrived(self, number: int) -> bool:
+        return self.targets[number].raw == self.buffers.content
+
+
+def test_what_a_concluded_capture_did_is_known_when_it_has_arrived(buffers: Buffers) -> None:
+    queue = Queue(buffers, 3)
+    assert [one.outcome() for one in queue.concluded] == [None, None, None]
+    assert buffers.device.allocated_bytes == 0
+    assert buffers.engine.live(range(4)) == []
+    assert not queue.told
+    buffers.device.host_waits.set()
+    queue.concluded[1].wait()
+    assert queue.told[:2] == ["0 is complete", "1 is complete"]
+    buffers.engine.finish()
+    for number, one in enumerate(queue.concluded):
+        outcome = one.outcome()
+        assert outcome is not None
+        assert queue.arrived(number)
+        assert [record.chunk for record in outcome.log() if record.kind == "offload"] == [0, 1, 2, 3]
+        assert [record.chunk for record in outcome.log() if record.kind == "snapshot"] == [number]
+        assert (outcome.statistics.snapshot_bytes, outcome.statistics.snapshot_peak_bytes) == (48, 48)
+        assert one.outcome() is outcome
+    assert buffers.device.synchronized == buffers.device.starved == 0
+
+
+def test_a_copy_that_fails_after_its_capture_was_concluded_voids_no_other(buffers: Buffers) -> None:
+    queue = Queue(buffers, 4)
+    buffers.device.failure = "CUDA: unspecified launch failure"
+    buffers.device.host_waits.set()
+    queue.concluded[-1].wait()
+    assert queue.told == [
+        "0: CUDA: unspecified launch failure", "1 is complete", "2 is complete", "3 is complete"
+    ]  # fmt: skip
+    assert all(queue.arrived(number) for number in (1, 2, 3))
+    buffers.device.failure = "CUDA: unspecified launch failure"  # from then on, in truth: it tells no times
+    outcome = queue.concluded[0].outcome()
+    assert outcome is not None
+    assert outcome.statistics.waited_seconds == 0.0
+
+
+@pytest.mark.parametrize("gathering", [True, False])
+@pytest.mark.parametrize("how", ["abort", "close", "finish"])
+def test_whatever_waits_waits_for_all_that_were_concluded(buffers: Buffers, how: str, gathering: bool) -> None:
+    queue = Queue(buffers, 4)
+    if gathering:
+        queue.targets.append(ctypes.create_string_buffer(len(buffers.content)))
+        queue.begin(4)
+        buffers.engine.offload(range(4) if how == "finish" else [0, 1], "a")
+    buffers.device.host_waits.set()
+    assert getattr(buffers.engine, how)() in (None, not gathering)
+    assert queue.told == [f"{number} is complete" for number in range(4 + (gathering and how == "finish"))]
+    assert all(queue.arrived(number) for number in range(4))
+    assert not any(buffers.device.uses(ctypes.addressof(one), 192) for one in queue.targets)
+
+
+def test_a_capture_of_nothing_behind_others_is_complete_after_them(buffers: Buffers) -> None:
+    queue = Queue(buffers, 1)
+    buffers.engine.begin([], lambda: queue.told.append("nothing"))
+    assert not queue.told
+    buffers.device.host_waits.set()
+    buffers.engine.finish()
+    assert queue.told == ["0 is complete", "nothing"]
+
+
+def test_what_leaves_at_once_has_left_for_the_stream_that_it_is_concluded_on(buffers: Buffers) -> None:
+    buffers.device.host_waits.clear()
+    buffers.engine.begin([], buffers.arrived.set, buffers.transfers)
+    buffers.device.on_stream("user")
+    buffers.engine.conclude()
+    for chunk in range(4):
+        buffers.overwrite(chunk)
+    while buffers.device._run_one("user"):  # as soon as it may
+        pass
+    buffers.device.host_waits.set()
+    buffers.engine.finish()
+    assert buffers.target.raw == buffers.content
+
+
+def test_a_capture_that_has_ended_holds_nobody_s_memory(buffers: Buffers) -> None:
+    class Held:
+        def take(self) -> None:
+            pass
+
+    held = Held()
+    gone = weakref.ref(held)
+    buffers.engine.begin(buffers.transfers, held.take)
+    buffers.engine.offload(range(4), "a")
+    buffers.engine.finish()
+    del held
+    assert gone() is None
 
 
 def test_a_capture_of_what_leaves_at_once_alone(buffers: Buffers) -> None:
@@ -363,6 +544,32 @@ def test_what_has_a_snapshot_may_leave_early_and_nothing_else(buffers: Buffers) 
     engine.hasten()
     assert buffers.target.raw == buffers.content
     assert [r.chunk for r in engine.log() if r.kind == "offload"] == [1, 2, 0, 3]
+
+
+def test_an_interrupt_while_a_capture_is_given_up(buffers: Buffers, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(event: object) -> None:
+        raise KeyboardInterrupt
+
+    buffers.device.host_waits.clear()
+    buffers.begin()
+    buffers.engine.offload(range(4), "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(buffers.device, "synchronize", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            buffers.engine.abort()
+    for end in (buffers.engine.conclude, buffers.engine.finish):
+        with pytest.raises(RuntimeError, match="was given up"):
+            end()
+    buffers.device.host_waits.set()
+    with buffers.engine._changed:
+        while buffers.engine._sealed:  # its copies are made meanwhile
+            buffers.engine._changed.wait()
+    assert not buffers.engine.abort()
+    assert not buffers.arrived.is_set()
+    buffers.begin()
+    buffers.engine.offload(range(4), "a")
+    buffers.engine.finish()
+    assert buffers.arrived.is_set()
 
 
 def test_closing_ends_a_capture_that_is_under_way() -> None:

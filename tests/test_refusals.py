@@ -29,7 +29,7 @@ from checkflow.planner.measured import measure_step
 from checkflow.planner.record import Recorded, record_step
 from checkflow.planner.trace import trace
 from checkflow.runtime import extra_state, layout, manifest
-from checkflow.runtime.capture import planned_records
+from checkflow.runtime.arrangement import planned_records
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.layout import TensorRecord, make_layout
 from checkflow.runtime.loader import DataLoader
