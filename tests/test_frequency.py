@@ -344,7 +344,7 @@ def test_the_history_is_bounded() -> None:
 seconds = st.floats(0.0, 5.0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.integers(1, 5), seconds, seconds, st.floats(0.0, 0.5), st.floats(0.0, 0.1), st.booleans(), st.booleans(),
     st.integers(0, 99),
