@@ -21,7 +21,7 @@ import checkflow
 from checkflow.runtime.reader import find
 
 ROOT = Path(__file__).parent.parent
-KILLS = 14
+KILLS = 12
 JOB = VARIANTS[1]  # an iteration for each batch
 Notes = list[dict[str, Any]]
 
