@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import logging
 import mmap
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,6 +40,9 @@ class Locking(Protocol):
 
     def unregister(self, address: int) -> None:
         """Undo that; raises CheckflowError where it cannot be undone."""
+
+
+_MADV_WIPEONFORK = 18  # of Linux; Python has no name for it
 
 
 @dataclass(frozen=True)
@@ -164,9 +168,11 @@ def _allocate(index: int, size_bytes: int, node: int | None) -> StagingBuffer:
         memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
         raise StorageError(f"no host memory for a staging buffer of {format_size(size_bytes)}: {error}") from error
-    # Loader workers are forked: were the buffers theirs too, every page that is staged later would be copied first.
-    if hasattr(mmap, "MADV_DONTFORK"):  # Linux
-        memory.madvise(mmap.MADV_DONTFORK)
+    # Loader workers are forked: did they share the pages, each that is staged later would be copied first. They find
+    # zeros there. Not MADV_DONTFORK: what a worker maps in the hole goes with the inherited object when that is dropped.
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a kernel before 4.14: they share them
+            memory.madvise(_MADV_WIPEONFORK)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     if node is not None:
         numa.prefer_node(address, size_bytes, node)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import mmap
 import os
 import signal
 import subprocess
@@ -35,6 +36,7 @@ from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.persist import Writer
 from checkflow.runtime.preemption import Preemption
 from checkflow.runtime.reader import find
+from checkflow.runtime.staging import StagingBuffers
 from checkflow.runtime.store import Store
 
 ROOT = Path(__file__).parent.parent
@@ -312,6 +314,20 @@ def test_garbage_that_another_thread_finds_waits_for_its_own(tmp_path: Path) -> 
     assert held(job) != before
     holdings._close_all()  # as at the end
     assert held(job) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_a_forked_child_finds_zeros_in_the_place_of_the_buffers() -> None:
+    """It shares no page with its parent; and nothing of its own can come to lie there, and go with the buffers."""
+    buffers = StagingBuffers(1)
+    buffers.grow(3 * mmap.PAGESIZE)
+    buffer = buffers.take()
+    buffer.view[:] = b"x" * len(buffer.view)
+    child = os.fork()
+    if child == 0:
+        os._exit(any(buffer.view))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert all(buffer.view)
 
 
 def test_a_forked_child_gives_nothing_back(tmp_path: Path) -> None:
