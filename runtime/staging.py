@@ -169,7 +169,7 @@ def _allocate(index: int, size_bytes: int, node: int | None) -> StagingBuffer:
     except (OSError, ValueError, OverflowError) as error:
         raise StorageError(f"no host memory for a staging buffer of {format_size(size_bytes)}: {error}") from error
     # Loader workers are forked: did they share the pages, each that is staged later would be copied first. They find
-    # zeros there. Not MADV_DONTFORK: what a worker maps in the hole goes with the inherited object when that is dropped.
+    # zeros there. Not MADV_DONTFORK: what a worker maps into the hole would go with the inherited object.
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # a kernel before 4.14: they share them
             memory.madvise(_MADV_WIPEONFORK)
