@@ -224,7 +224,9 @@ class Staged(_AtBoundaries):
             raise RuntimeError("a state tensor was replaced, which these baselines do not follow")
         job = capture_extra(self._walk, self._step.optimizers, {})
         extra = extra_state.encode({"iteration": number, "job": job})
-        capture = Capture(number, self._buffer, self._layout, extra, {}, self._state.ties, (), None, {}, "")
+        capture = Capture(
+            number, self._buffer, self._layout, extra, {}, self._state.ties, (), None, {}, "", by_plan=False
+        )
         self._engine.begin(self._transfers, lambda: self._writer.submit(capture))
         self._engine.offload([*self._early, *self._late], "boundary")
         self._engine.wait(self._early)
@@ -263,7 +265,9 @@ class Staged(_AtBoundaries):
 
     def measure_commit(self, number: int) -> float:
         """Seconds that the store takes to commit what was copied last (CheckFreq's T_s)."""
-        capture = Capture(number, self._buffer, self._layout, b"", {}, self._state.ties, (), None, {}, "")
+        capture = Capture(
+            number, self._buffer, self._layout, b"", {}, self._state.ties, (), None, {}, "", by_plan=False
+        )
         begun = time.perf_counter()
         self._commit(capture)
         return time.perf_counter() - begun

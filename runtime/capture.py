@@ -55,6 +55,7 @@ class Capture:
     digests: Digests | None  # of every tensor at the boundary, where this capture is audited
     settled: Mapping[str, Digest]  # of the settled tensors, known from before
     plan_digest: str  # of the plan that it was begun under, "" where there was none
+    by_plan: bool  # whether copies are made when that says, and not all at the boundary
     begun: float = field(default_factory=time.monotonic)
     error: CheckflowError | None = None  # why it did not arrive
 
@@ -176,7 +177,8 @@ class Capturer:
             raise
         ties, absent = arrangement.state.ties, arrangement.absent
         self._capture = capture = Capture(
-            step, buffer, arrangement.layout, extra, info, ties, absent, digests, settled, self._plan.digest
+            step, buffer, arrangement.layout, extra, info, ties, absent, digests, settled, self._plan.digest,
+            by_plan=not self._at_boundary,
         )  # fmt: skip
         self._iteration = self._next = 0
         self._versions = {name: tensor._version for name, tensor in self._tensors.items()}

@@ -216,6 +216,11 @@ class Writer:
             if not _is_staged(capture, name, digest):
                 raise WrittenError(capture.step, name)
         if capture.digests is None:
+            if capture.by_plan and capture.plan_digest in self.breached_plans:
+                raise ConsistencyError(
+                    f"the checkpoint of step {capture.step} was captured by a plan that does not fit this job, as the "
+                    "audit of an earlier one showed: it is void"
+                )
             return
         self.audited += 1
         for name, digest in capture.digests.take().items():

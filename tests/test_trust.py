@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -170,3 +171,24 @@ def test_an_anchor_is_called_silent_only_after_an_iteration_in_which_it_could_ha
     assert report["newest_capture"]["boundary_bytes"] == sum(
         t.nbytes for name, t in truths[12].items() if name.endswith(".step")
     )
+
+
+def test_what_a_refuted_plan_had_under_way_is_void() -> None:
+    """Audited captures tell themselves, and those that copy all at the boundary are as true as ever."""
+    layout = types.SimpleNamespace(buffer_bytes=0, files=())
+    written: list[int] = []
+
+    def commit(capture: Any) -> Path:
+        written.append(capture.step)
+        return Path()
+
+    writer = Writer(commit, lambda _: None, supersede=False)
+    writer.breached_plans.add("refuted")
+    rows = [(1, "refuted", None, True), (2, "refuted", {}, True), (3, "refuted", None, False), (4, "other", None, True)]
+    for step, plan, digests, by_plan in rows:
+        capture: Any = types.SimpleNamespace(
+            step=step, plan_digest=plan, digests=digests, by_plan=by_plan, settled={}, layout=layout, begun=0.0
+        )
+        writer.submit(capture)
+    writer.close()
+    assert (written, writer.failed, writer.breaches) == ([2, 3, 4], 1, 0)
