@@ -263,6 +263,10 @@ class Staged(_AtBoundaries):
         self._engine.finish()
         return seconds
 
+    def _capture(self, number: int, extra: bytes) -> Capture:
+        ties = self._state.ties
+        return Capture(number, self._buffer, self._layout, extra, {}, ties, (), None, {}, "", by_plan=False)
+
     def measure_commit(self, number: int) -> float:
         """Seconds that the store takes to commit what was copied last (CheckFreq's T_s)."""
         capture = Capture(

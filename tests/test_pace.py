@@ -237,7 +237,7 @@ def test_what_takes_the_place_of_a_waiting_capture_is_written() -> None:
 
     def capture(step: int) -> Any:
         layout = types.SimpleNamespace(buffer_bytes=0, files=())
-        return types.SimpleNamespace(step=step, settled={}, digests=None, layout=layout, begun=0.0)
+        return types.SimpleNamespace(step=step, settled={}, digests=None, layout=layout, begun=0.0, by_plan=False)
 
     writer = Writer(commit, lambda capture: None, supersede=True)
     writer.submit(capture(1))

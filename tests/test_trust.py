@@ -21,6 +21,7 @@ from checkflow.planner.replay import check_plan
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import planning
 from checkflow.runtime.capture import Capture
+from checkflow.runtime.digest import Digests
 from checkflow.runtime.persist import Writer
 from checkflow.runtime.reader import find
 
@@ -184,7 +185,12 @@ def test_what_a_refuted_plan_had_under_way_is_void() -> None:
 
     writer = Writer(commit, lambda _: None, supersede=False)
     writer.breached_plans.add("refuted")
-    rows = [(1, "refuted", None, True), (2, "refuted", {}, True), (3, "refuted", None, False), (4, "other", None, True)]
+    rows = [
+        (1, "refuted", None, True),
+        (2, "refuted", Digests(()), True),
+        (3, "refuted", None, False),
+        (4, "other", None, True),
+    ]
     for step, plan, digests, by_plan in rows:
         capture: Any = types.SimpleNamespace(
             step=step, plan_digest=plan, digests=digests, by_plan=by_plan, settled={}, layout=layout, begun=0.0
