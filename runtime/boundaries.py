@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+from checkflow.errors import CheckflowError
 from checkflow.graph import AnchorKey, AnchorKind
 from checkflow.plan import Plan
 from checkflow.runtime import extra_state, fit
@@ -199,7 +200,10 @@ class Boundaries:
 
     def hasten(self) -> None:
         """Let snapshots leave, from any thread."""
-        self._saving.engine.hasten()
+        try:
+            self._saving.engine.hasten()
+        except CheckflowError as error:  # it promises nothing, and who calls has more to do
+            logger.warning("snapshots are left to the training thread: %s", error)
 
     def persist_seconds(self) -> float | None:
         """How long the last commit took."""
@@ -307,7 +311,8 @@ class Boundaries:
             self._end_if_idle()
             return
         held = sum(seconds for what, seconds in self.clock.held_seconds.items() if what != "planning")
-        self.pace.ended(self.iteration + 1, epoch_end=epoch_end, held_seconds=held)
+        with self.clock.holding("boundary"):
+            self.pace.ended(self.iteration + 1, epoch_end=epoch_end, held_seconds=held)
         ending = self._preemption.begin_ending()
         with self.clock.holding("planning"):
             self._turn(micro_batches, ending=ending)
@@ -327,7 +332,8 @@ class Boundaries:
         due = due and self.pace.makes_room()
         self._began = False
         self.iteration += 1
-        self.raise_if_asked()
+        if not ending:  # otherwise when this boundary is saved
+            self.raise_if_asked()
         self.execution.heed(self._saving.writer)
         if not due and self._every is None:
             self._passed = self._versions()
@@ -367,8 +373,8 @@ class Boundaries:
         self.execution.finish()
         self._saving.writer.wait_until_at_most(0)
         self.raise_if_asked()
-        last = self._saving.writer.last
-        if self._captured_iteration != self.iteration or (last is not None and last.error is not None):
+        durable = self._saving.writer.durable
+        if (self._first_iteration if durable is None else durable.step) != self.iteration:
             self._preemption.end(f"training ends at step {self.iteration}, which is not saved")
         elif self.iteration:
             self._preemption.end(f"training ends at step {self.iteration}, which is saved")

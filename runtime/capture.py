@@ -136,6 +136,11 @@ class Capturer:
         self.moved = Moved()
 
     @property
+    def under_way(self) -> bool:
+        """Whether bytes of a capture may be crossing the link."""
+        return self._capture is not None or bool(self._leaving)
+
+    @property
     def step(self) -> int | None:
         """The step of the capture in flight; those that were concluded no longer are."""
         return None if self._capture is None else self._capture.step

@@ -169,6 +169,7 @@ class Checkpointer:
                 given=given, planning=planning, asked=asked, directory=self._store.directory,
                 raising=on_error == "raise", preemption=self._preemption,
             )  # fmt: skip
+            undo.callback(self._boundaries.close)
             self._reporter = Reporter(
                 job, self._boundaries, self._saving, self._store.directory,
                 run_id=self._store.run_id, resumed_from=self.resumed_from,
@@ -178,7 +179,7 @@ class Checkpointer:
             loader, self._boundaries, self._saving, self._store, self._preemption, self._reporter
         )
         weakref.finalize(self, holdings.dropped, self._held).atexit = False  # at exit all that is held is given back
-        self._saving.writer.after_each = self._reporter.write
+        self._saving.writer.after_each = self._reporter.write_in_time
         self._reporter.write()
         logger.info("%s", start_line(self._reporter.make(), self._store.directory))
         if loader is not None:
@@ -206,7 +207,7 @@ class Checkpointer:
 
     def epochs(self, start: int, stop: int | None = None, /) -> Iterator[int]:
         """The epochs of ``range(stop)`` or ``range(start, stop)`` from where the last run stopped; iterate the loader
-        once in each.
+        once in each. They are counted over the whole job: one loop for all of them.
 
         Raises:
             UnsupportedError: without a loader nobody knows the place in an epoch; use ``steps``.
@@ -216,6 +217,7 @@ class Checkpointer:
         progress = self._progress
         self._boundaries.looping = True
         progress.numbers = numbers = range(start) if stop is None else range(start, stop)
+        self._tell_nothing_left(progress.epoch, numbers, "epochs")
         while progress.epoch < len(numbers):
             loader.set_epoch(progress.epoch, progress.position)
             # No first batch will come, or code before it may draw numbers.
@@ -233,10 +235,11 @@ class Checkpointer:
 
     def steps(self, start: int, stop: int | None = None, /) -> Iterator[int]:
         """The iterations of ``range(stop)`` or ``range(start, stop)`` from where the last run stopped, for loops
-        without epochs."""
+        without epochs. They are counted over the whole job: one loop for all of them."""
         boundaries = self._boundaries
         boundaries.in_steps = boundaries.looping = True
         numbers = range(start) if stop is None else range(start, stop)
+        self._tell_nothing_left(self.iteration, numbers, "steps")
         while self.iteration < len(numbers):
             self._progress.restore_generators()
             try:
@@ -248,6 +251,14 @@ class Checkpointer:
         boundaries.in_steps = False
         boundaries.end_loop()
         self._progress.restore_generators()
+
+    def _tell_nothing_left(self, done: int, numbers: range, what: str) -> None:
+        """A second loop of this run would do nothing, since what is done is counted over the whole job."""
+        if done >= len(numbers) and self.iteration > (self.resumed_from or 0):
+            logger.warning(
+                "%s(%d, %d) has nothing left to do: %d are done, counted over the whole job, and the loop has %d",
+                what, numbers.start, numbers.stop, done, len(numbers),
+            )  # fmt: skip
 
     def step(self, batches: int | None = None) -> None:
         """Mark the boundary here: for loops that fetch batches ahead of using them.

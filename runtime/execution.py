@@ -187,7 +187,7 @@ class Execution:
 
     def finish(self) -> None:
         """Bring the capture in flight to its end, and wait for those before it."""
-        with self.surviving():
+        with self._one_hook, self.surviving():
             self.capturer.finish()
         self._heed_failed()
 

@@ -63,9 +63,10 @@ class Holdings:
         except Exception as reason:  # noqa: BLE001 - the caller says it: what else there is must be given back first
             error = reason
         self.saving.close()
-        self.reporter.write(closed=True)
-        self.store.close()
-        logger.info("%s", end_line(self.reporter.make(closed=True), self.store.directory))
+        if self.store.locked:  # otherwise this was done already, and the directory may be somebody else's
+            self.reporter.write(closed=True)
+            self.store.close()
+            logger.info("%s", end_line(self.reporter.make(closed=True), self.store.directory))
         self.preemption.close()
         if _held.get(self.store.directory) is self:
             del _held[self.store.directory]

@@ -287,5 +287,5 @@ class DataLoader:
         for name in ("size", "shuffle", "seed"):
             if (want := state[name]) != (have := own[name]):
                 raise MismatchError(f"the checkpoint's loader has {name}={want!r}, this one {name}={have!r}")
-        self._drawn = dict(state["drawn"])
+        self._drawn = dict(state.get("drawn", {}))
         self.set_epoch(state["epoch"], state["position"])

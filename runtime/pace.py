@@ -53,6 +53,11 @@ class Pace:
         self._cache, self._directory = ProfileCache(directory), directory
         epoch = None if job.loader is None else len(job.loader)
         self.controller = Controller(asked, start=start, epoch_iterations=epoch)
+        plan = place.plan  # what it cost before is looked for at the first boundary, when the batch is known
+        self.controller.place(
+            start, 1 if plan is None else plan.interval,
+            every=place.every, planned=plan is not None, tiers=saving.host_buffers > 1,
+        )  # fmt: skip
         self._execution: Execution | None = None  # that the controller was told of
         self._identity: Identity | None = None
         self._kept: Costs | None = None
@@ -149,7 +154,7 @@ class Pace:
 
     def left(self) -> None:
         """The boundary is behind, and the next iteration begins."""
-        self._in_flight = self._began_now or self._place.execution.capturer.step is not None
+        self._in_flight = self._began_now or self._place.execution.capturer.under_way
         self._began_now = False
         self._outstanding = self._saving.writer.outstanding
 

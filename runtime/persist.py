@@ -53,7 +53,7 @@ class Writer:
         commit: writes one capture durably and returns its path; raises CheckflowError if it cannot.
         recycle: gives a capture's buffer back.
         supersede: whether a newer capture replaces one that still waits.
-        lasting: which captures nothing replaces.
+        lasting: which captures give way only to one of their own kind.
     """
 
     def __init__(
@@ -98,10 +98,11 @@ class Writer:
                 dropped.append(self._held)
                 self._held = None
             if self._supersede:
-                replaced = [one for one in self._waiting if not self._lasting(one)]
-                hold = hold and not replaced
-                dropped.extend(replaced)
-                self._waiting = deque(one for one in self._waiting if self._lasting(one))
+                kept: deque[Capture] = deque()
+                for one in self._waiting:
+                    (kept if self._lasting(one) and not self._lasting(capture) else dropped).append(one)
+                hold = hold and len(kept) == len(self._waiting)
+                self._waiting = kept
             self.superseded += len(dropped)
             if hold:
                 self._held = capture

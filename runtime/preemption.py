@@ -137,11 +137,11 @@ class Preemption:
     def close(self) -> None:
         """Give everything back; once more is harmless."""
         self._closed = True
-        if self._shield is not None:
-            self._shield.lower()
-        self._restore()
         if self in _listening:
             _listening.remove(self)
+        if self._shield is not None and all(one._shield is not self._shield for one in _listening):
+            self._shield.lower()
+        self._restore()
         self._news.put(None)
         if self._watchdog is not None and self._watchdog is not threading.current_thread():
             self._watchdog.join()

@@ -40,6 +40,7 @@ from checkflow.state import unwrap
 
 logger = logging.getLogger("checkflow")
 
+OFTEN_SECONDS = 1.0  # from one report in the file to the next, while training goes on
 _TEMPORARY, _ASIDE = f".{FILE}.tmp", f".broken-{FILE}"
 
 
@@ -70,6 +71,7 @@ class Reporter:
             None,
         )
         self._started = time.time()
+        self._written = 0.0  # by time.monotonic
         self._told = False  # that the file cannot be written
         earlier = self._read_earlier()
         self._earlier = [run_report.dump_run(run) for run in earlier[1 - KEPT_RUNS :]]
@@ -142,8 +144,14 @@ class Reporter:
             measured=self._measured(reading),
         )
 
+    def write_in_time(self) -> None:
+        """As :meth:`write`, where the file is older than a second: making a report takes the interpreter a while."""
+        if time.monotonic() - self._written >= OFTEN_SECONDS:
+            self.write()
+
     def write(self, *, closed: bool = False) -> None:
         """Replace the file. Raises nothing."""
+        self._written = time.monotonic()
         try:
             report = self.make(closed=closed)
             data = run_report.dump_file([*self._earlier, run_report.dump_run(report)])
@@ -237,8 +245,8 @@ def _plan_words(report: RunReport) -> str:
     plan = report.plan
     if plan is None:
         return "no plan yet, one of the first iterations is recorded for it"
-    every = report.frequency.memory_interval or plan.interval
-    often = "iteration" if every == 1 else f"{every} iterations"
+    every = report.frequency.memory_interval
+    often = "so many seconds, as asked" if every is None else "iteration" if every == 1 else f"{every} iterations"
     whose = {"given": "the given plan", "cache": "a kept plan", "recorded": "a plan of this job"}[plan.source]
     return f"{whose} runs: a checkpoint every {often}, predicted stall {format_stall(plan.stall_seconds)}"
 

@@ -122,7 +122,8 @@ class Samples:
     @property
     def persist_seconds(self) -> float | None:
         """How long a persist lasts."""
-        return median(self._persist_seconds) if self._persist_seconds else None
+        seconds = list(self._persist_seconds)
+        return median(seconds) if seconds else None
 
     def begin_capture(self, *, counts: bool) -> None:
         """A capture begins at this boundary, one like others or not."""
@@ -151,7 +152,8 @@ class Samples:
         if not self._free or (len(self._free) < LEAST and known is None):
             return None
         least, zero = (1, Costs(0.0, 0.0, 0.0, 0.0)) if known is None else (LEAST, known)
-        free_seconds, spread = median_and_spread(seconds for _, seconds in self._free)
+        free = list(self._free)  # reports are made on other threads
+        free_seconds, spread = median_and_spread([seconds for _, seconds in free])
 
         def cost(spans: Sequence[Span], capture_seconds: float, doubt: float) -> float:
             values = [span.added_seconds(free_seconds) - span.captures * capture_seconds for span in spans]

@@ -58,7 +58,7 @@ class Saving:
         self.host_buffers = host_buffers
         self.captures = 0
         self.newest: tuple[int, float] | None = None  # step of the newest capture, and time.monotonic at its begin
-        self._held_step: int | None = None  # of the capture that is being gathered, if storage is not to take it
+        self._held_back: set[int] = set()  # steps of captures that storage is not to take, until they are delivered
         with contextlib.ExitStack() as undo:
             self.engine, locking = make_engine(device)
             undo.callback(self.engine.close)
@@ -84,14 +84,15 @@ class Saving:
         # GPU's last bytes are still on their way are bounded by the staging buffers.
         waited_seconds = self.writer.wait_until_at_most(1) if self._each else 0.0
         self.newest = (step, time.monotonic())
-        self._held_step = None if durable else step
+        (self._held_back.discard if durable else self._held_back.add)(step)
         waited_seconds += execution.begin(step, extra, info, audit=bool(audit))
         self.captures += 1
         return waited_seconds
 
     def submit(self, capture: Capture) -> None:
         """Take a complete capture, on any thread."""
-        if capture.step == self._held_step:
+        if capture.step in self._held_back:
+            self._held_back.discard(capture.step)
             self.writer.hold(capture)
         else:
             self.writer.submit(capture)

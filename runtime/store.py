@@ -103,6 +103,11 @@ class Store:
     ) -> None:
         self.close()
 
+    @property
+    def locked(self) -> bool:
+        """Whether the directory is this process's to write."""
+        return self._root is not None
+
     def close(self) -> None:
         """Give up the lock; once more is harmless."""
         root, self._root = self._root, None
