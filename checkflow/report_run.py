@@ -162,9 +162,6 @@ def _caption(one: RunComparison) -> str:
     return "this plan is not the one that ran"
 
 
-_ORIGIN = {"given": "given by the job", "cache": "kept from an earlier run", "recorded": "recorded from the job"}
-
-
 def _text(row: Row, value: float | None) -> str:
     if value is None:
         return "-"

@@ -333,7 +333,7 @@ def _contradiction(run: RunReport) -> str | None:
     for place, number in _numbers(to_dict(run), ""):
         if not abs(number) < _MOST:
             return f"{place} is beyond all measure"
-        if number < 0 and not place.startswith("frequency."):  # a cost that is within the noise may come out below 0
+        if number < 0:
             return f"{place} is negative"
     if run.audits_passed + run.breaches != run.audited:
         return "audited is not audits_passed and breaches together"

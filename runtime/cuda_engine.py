@@ -367,6 +367,9 @@ class CudaCopyEngine:
                     capture.on_complete()
                 elif told and error is not None:
                     capture.on_failure(error)
+            except Exception:
+                # A fault of ours must not end the thread that others wait for; the traceback goes to the log.
+                logger.exception("a capture that has ended could not be handed on")
             finally:
                 with self._changed:
                     capture.ended = True

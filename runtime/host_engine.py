@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import threading
 import time
 from collections import deque
@@ -17,6 +18,8 @@ import torch
 
 from checkflow.errors import CheckflowError
 from checkflow.runtime.copy_engine import CopyRecord, CopyStatistics, Outcome, Transfer, tell_failure
+
+logger = logging.getLogger("checkflow")
 
 # What the training thread copies itself: waking another thread, and sharing the interpreter with it, costs more.
 SMALL_BYTES = 32 * 1024
@@ -208,7 +211,11 @@ class HostCopyEngine:
                 if self._status[chunk] != _QUEUED:
                     continue
                 self._status[chunk] = _RUNNING
-            self._copy((chunk,))
+            try:
+                self._copy((chunk,))
+            except Exception:
+                # A fault of ours must not end the thread that others wait for; the traceback goes to the log.
+                logger.exception("a capture that has arrived could not be handed on")
 
     def _copy(self, chunks: Sequence[int]) -> None:
         begun = time.perf_counter()
@@ -229,11 +236,13 @@ class HostCopyEngine:
             callback = self._on_complete if complete else _nothing
             self._delivering = complete
             self._changed.notify_all()
-        callback()
-        if complete:
-            with self._changed:
-                self._delivering = False
-                self._changed.notify_all()
+        try:
+            callback()
+        finally:
+            if complete:
+                with self._changed:
+                    self._delivering = False
+                    self._changed.notify_all()
 
     def _give_back(self, chunk: int) -> None:
         if self._snapshots.pop(chunk, None) is not None:

@@ -40,7 +40,7 @@ from checkflow.state import unwrap
 
 logger = logging.getLogger("checkflow")
 
-OFTEN_SECONDS = 1.0  # from one report in the file to the next, while training goes on
+MOST_SHARE = 0.02  # of the time, for reports while training goes on
 _TEMPORARY, _ASIDE = f".{FILE}.tmp", f".broken-{FILE}"
 
 
@@ -71,7 +71,7 @@ class Reporter:
             None,
         )
         self._started = time.time()
-        self._written = 0.0  # by time.monotonic
+        self._written = self._took_seconds = 0.0  # by time.monotonic
         self._told = False  # that the file cannot be written
         earlier = self._read_earlier()
         self._earlier = [run_report.dump_run(run) for run in earlier[1 - KEPT_RUNS :]]
@@ -145,13 +145,18 @@ class Reporter:
         )
 
     def write_in_time(self) -> None:
-        """As :meth:`write`, where the file is older than a second: making a report takes the interpreter a while."""
-        if time.monotonic() - self._written >= OFTEN_SECONDS:
+        """As :meth:`write`, unless it was written a moment ago: a report takes the interpreter, and training waits."""
+        if time.monotonic() - self._written >= self._took_seconds / MOST_SHARE:
             self.write()
 
     def write(self, *, closed: bool = False) -> None:
         """Replace the file. Raises nothing."""
+        begun = time.monotonic()
+        self._write(closed=closed)
         self._written = time.monotonic()
+        self._took_seconds = self._written - begun
+
+    def _write(self, *, closed: bool) -> None:
         try:
             report = self.make(closed=closed)
             data = run_report.dump_file([*self._earlier, run_report.dump_run(report)])

@@ -494,3 +494,17 @@ def test_the_log_speaks_of_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFix
             iterate()
     with caplog.at_level(logging.INFO, "checkflow"), Checkpointer(model, optimizer, directory=tmp_path, plan=plan):
         assert "resumed from step 3" in caplog.text
+
+
+def test_a_second_loop_that_does_nothing_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, iterate = make()
+    with Checkpointer(model, optimizer, directory=tmp_path, plan=make_plan()) as checkpointer:
+        for _ in checkpointer.steps(4):
+            iterate()
+        assert "nothing left" not in caplog.text
+        assert list(checkpointer.steps(4, 8)) == []
+    assert "steps(4, 8) has nothing left to do: 4 are done, counted over the whole job" in caplog.text
+    caplog.clear()
+    with Checkpointer(model, optimizer, directory=tmp_path, plan=make_plan()) as checkpointer:
+        assert list(checkpointer.steps(4)) == []  # a job that was finished already
+    assert "nothing left" not in caplog.text

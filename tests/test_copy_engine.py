@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import random
 import threading
@@ -164,3 +165,25 @@ def test_any_thread_may_let_snapshots_leave(engine: CopyEngine) -> None:
     assert complete.wait(10)
     assert memory.arrived
     engine.hasten()  # nothing is left
+
+
+def test_a_fault_in_handing_a_capture_on_holds_nobody_up(engine: CopyEngine, caplog: pytest.LogCaptureFixture) -> None:
+    """It is said, and the next capture goes its way."""
+    memory = Memory(engine, 2_000_000)
+    chunks = list(range(len(memory.transfers)))
+
+    def planted() -> None:
+        raise ZeroDivisionError("planted")
+
+    engine.begin(memory.transfers, planted)
+    engine.offload(chunks, "a")
+    with contextlib.suppress(ZeroDivisionError):  # it may have been the training thread that copied the last chunk
+        engine.finish()
+        assert "could not be handed on" in caplog.text
+    engine.finish()
+    complete = threading.Event()
+    engine.begin(memory.transfers, complete.set)
+    engine.offload(chunks, "a")
+    engine.finish()
+    assert complete.is_set()
+    assert memory.arrived

@@ -16,6 +16,7 @@ import pytest
 import torch
 from oracle import assert_checkpoint_is, clone_state, random_plan
 from own_plans import Beside, Job
+from test_checkpointer import make, make_plan
 from torch.utils.data import TensorDataset
 
 from checkflow import plan as plans
@@ -258,6 +259,52 @@ def test_what_takes_the_place_of_a_waiting_capture_is_written() -> None:
     writer.close()
     assert written == [1, 4, 6]
     assert writer.superseded == 3
+
+
+def test_an_end_of_an_epoch_gives_way_to_a_newer_one_alone() -> None:
+    """Retention keeps it; and where epochs are shorter than one commit, training is not held by them."""
+    gate, written = threading.Event(), []
+
+    def commit(capture: Any) -> Path:
+        gate.wait()
+        written.append(capture.step)
+        return Path()
+
+    def capture(step: int) -> Any:
+        layout = types.SimpleNamespace(files=())
+        return types.SimpleNamespace(step=step, settled={}, digests=None, layout=layout, begun=0.0, by_plan=False)
+
+    dropped: list[int] = []
+    writer = Writer(
+        commit, lambda one: dropped.append(one.step), supersede=True, lasting=lambda one: one.step % 10 == 0
+    )
+    writer.submit(capture(1))
+    with writer._changed:
+        while not writer._busy:
+            writer._changed.wait(0.01)
+    for step in (10, 11, 20, 21, 22):
+        writer.submit(capture(step))
+    assert dropped == [10, 11, 21]
+    gate.set()
+    writer.close()
+    assert written == [1, 20, 22]
+
+
+def test_each_capture_is_held_back_for_itself(tmp_path: Path) -> None:
+    """On a GPU one may still be on its way when the next one begins."""
+    (model, optimizer, _), took = make(), []
+    with Checkpointer(model, optimizer, directory=tmp_path, plan=make_plan()) as checkpointer:
+        saving, writer = checkpointer._saving, checkpointer._saving.writer
+        execution: Any = types.SimpleNamespace(captures=9, begin=lambda *_, **__: 0.0)
+        saving.writer = types.SimpleNamespace(
+            hold=lambda one: took.append(("held", one.step)), submit=lambda one: took.append(("written", one.step))
+        )  # type: ignore[assignment]
+        for step, durable in ((1, False), (2, False), (3, True)):
+            saving.begin(execution, step, b"", {}, durable=durable)
+        for step in (1, 2, 3):
+            saving.submit(types.SimpleNamespace(step=step))  # type: ignore[arg-type]
+        saving.writer = writer
+    assert took == [("held", 1), ("held", 2), ("written", 3)]
 
 
 @pytest.mark.parametrize("host_buffers", [1, 2, 3])

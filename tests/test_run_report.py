@@ -314,7 +314,7 @@ def test_what_a_kill_costs_is_told_at_the_next_start(tmp_path: Path, caplog: pyt
     restorable = int(find(tmp_path / "checkpoints")[0].name[5:])
     assert not killed.closed
     assert killed.committed >= 1
-    assert restorable - 1 <= killed.iteration <= done
+    assert 1 <= killed.iteration <= done
     model, optimizer, scheduler = jobs.make()
     loader = jobs.DataLoader(jobs.data(1), jobs.BATCH, shuffle=True, seed=3)
     with (
@@ -469,6 +469,15 @@ def test_a_line_at_the_begin_and_one_at_the_end(tmp_path: Path, caplog: pytest.L
     assert repr(checkpointer) == (
         f"<Checkpointer of Sequential on cpu, plan given: iteration 3, 3 checkpoints committed to {tmp_path}, closed>"
     )
+
+
+def test_the_line_at_the_begin_says_how_often(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    for every, often in ((2, "2 iterations"), ("30s", "so many seconds, as asked")):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "checkflow"):
+            Checkpointer(job.model, job.optimizer, directory=tmp_path, plan=job.plan, every=every).close()
+        assert f"runs: a checkpoint every {often}, predicted" in caplog.records[0].getMessage()
 
 
 def test_without_logging_set_up_the_lines_are_seen_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
