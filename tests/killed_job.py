@@ -173,6 +173,10 @@ class Training:
                 if not variant.explicit:
                     self._note_boundary(epoch + 1, 0)
                 where.at("training thread", "end of epoch")
+            else:
+                if variant.explicit:  # the end of training is saved if its last step was not: after what followed that
+                    step = checkpointer.iteration
+                    self._notes.write("boundary", step=step, place=[EPOCHS, 0], **self._state())
             if not self._told:  # there was nothing left to do
                 self._note_restored(EPOCHS, 0)
             where.at("training thread", "end of training")
