@@ -60,9 +60,8 @@ class CudaCopyEngine:
         self._prepared: dict[int, tuple[Sequence[Transfer], dict[tuple[int, ...], list[Part]]]] = {}
         # Between the training thread and the one that waits for the ends of captures:
         self._changed = threading.Condition()
-        self._sealed: deque[DeviceCapture] = (
-            deque()
-        )  # all of it has been ordered; until what is to be called was called
+        # All that they copy has been ordered; here until what is to be called for them was called.
+        self._sealed: deque[DeviceCapture] = deque()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="checkflow-copy", daemon=True)
         self._thread.start()

@@ -15,6 +15,7 @@ Every name but ``step-…`` is hidden from readers. The steps of a commit are nu
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import logging
 import os
@@ -167,33 +168,18 @@ class Store:
                     if self._went_on_from is not None:  # what a dead run did not live to delete takes this one's room
                         self._retire(root, self._went_on_from)
                         self._went_on_from = None
-                    # (2) a directory that no reader looks at
-                    files.mkdir(temporary, dir_fd=root)
-                    folder = files.open_folder(temporary, dir_fd=root)
-                    try:
-                        # (3) every shard, and the extra state: written, checksummed, fsynced
-                        entries = {
-                            file.name: _write(folder, file.name, file_image(file, flat, manifest.BLOCK_BYTES))
-                            for file in layout.files
-                        }
-                        entries[manifest.EXTRA] = _write(folder, manifest.EXTRA, iter([memoryview(extra)]))
-                        # (4) the manifest last: it names only what is on the disk by now
-                        described = manifest.Manifest(
-                            step=step,
-                            run_id=self.run_id,
-                            plan_digest=plan_digest,
-                            world_size=1,
-                            files=entries,
-                            tensors=manifest.describe_tensors(layout),
-                            ties=tuple(ties),
-                            absent=tuple(absent),
-                            info=plain,
-                        )
-                        _write(folder, manifest.MANIFEST, iter([memoryview(manifest.dumps(described))]))
-                        # (5) the names of these files
-                        self._sync_folder(folder)
-                    finally:
-                        files.close(folder)
+                    described = manifest.Manifest(
+                        step=step,
+                        run_id=self.run_id,
+                        plan_digest=plan_digest,
+                        world_size=1,
+                        files={},
+                        tensors=manifest.describe_tensors(layout),
+                        ties=tuple(ties),
+                        absent=tuple(absent),
+                        info=plain,
+                    )
+                    self._write_files(root, temporary, layout, flat, extra, described)
                     # (6), (7) the checkpoint's own name: from here on it is acknowledged
                     self._publish(root, temporary, final)
                 except BaseException:
@@ -203,6 +189,34 @@ class Store:
             # (8) only now may older ones go
             self._retire(root, step)
             return self.directory / final
+
+    def _write_files(
+        self,
+        root: int,
+        temporary: str,
+        layout: Layout,
+        flat: memoryview,
+        extra: bytes,
+        described: manifest.Manifest,
+    ) -> None:
+        """A checkpoint under a temporary name, whole and durable; ``described`` but for its files."""
+        # (2) a directory that no reader looks at
+        files.mkdir(temporary, dir_fd=root)
+        folder = files.open_folder(temporary, dir_fd=root)
+        try:
+            # (3) every shard, and the extra state: written, checksummed, fsynced
+            entries = {
+                file.name: _write(folder, file.name, file_image(file, flat, manifest.BLOCK_BYTES))
+                for file in layout.files
+            }
+            entries[manifest.EXTRA] = _write(folder, manifest.EXTRA, iter([memoryview(extra)]))
+            # (4) the manifest last: it names only what is on the disk by now
+            content = manifest.dumps(dataclasses.replace(described, files=entries))
+            _write(folder, manifest.MANIFEST, iter([memoryview(content)]))
+            # (5) the names of these files
+            self._sync_folder(folder)
+        finally:
+            files.close(folder)
 
     def went_on_from(self, step: int) -> None:
         """A job was restored from this checkpoint, verified whole: older ones may go before the next commit."""
