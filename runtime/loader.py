@@ -234,6 +234,8 @@ class DataLoader:
                 self.listener.on_batch_requested()
             if not number:  # after the boundary: the epoch before must not have seen this one's seeds drawn
                 self._sampler.seeds = self._epoch_seeds()
+                if self.shield is not None:
+                    self.shield.workers_start()
                 batches = iter(self._loader)
             batch = next(batches)
             self._handed = min(self._handed + self.batch_size, self._sampler.samples)

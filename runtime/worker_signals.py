@@ -13,6 +13,8 @@ import signal
 from collections.abc import Callable, Iterable
 from types import FrameType
 
+import psutil
+
 
 class WorkerShield:
     """What every worker of one loader does first, and knows of the job that it works for.
@@ -26,7 +28,7 @@ class WorkerShield:
         self._numbers: tuple[int, ...] = ()
         # In memory that workers share, however they are started: whether the job goes on.
         self._training = multiprocessing.sharedctypes.RawValue("b", 0)
-        self._parent = 0
+        self._trainer = self._parent = 0  # the process that trains; that which started the worker, perhaps another
 
     def raise_for(self, numbers: Iterable[int]) -> None:
         """Workers that start from now on outlast these signals."""
@@ -37,6 +39,10 @@ class WorkerShield:
         """The job has ended: whatever is signalled from now on ends a worker."""
         self._training.value = 0
 
+    def workers_start(self) -> None:
+        """In the process that trains."""
+        self._trainer = os.getpid()
+
     def __call__(self, worker: int) -> None:
         """In a worker, before its first sample."""
         self._parent = os.getppid()
@@ -45,7 +51,19 @@ class WorkerShield:
                 signal.signal(number, self._arrived)
         if self._then is not None:
             self._then(worker)
+        # torch's worker looks from here on whether its parent has become another one: it would wait for ever if that
+        # died before.
+        if self._parent != self._trainer and has_ended(self._trainer):
+            os._exit(0)
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         if not self._training.value or os.getppid() != self._parent:
             os._exit(0)  # as torch's workers end: any other code would be an error in the main process
+
+
+def has_ended(process: int) -> bool:
+    """Whether there is no such process, or no more than its exit code."""
+    try:
+        return bool(psutil.Process(process).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True

@@ -214,10 +214,11 @@ def test_every_nth_iteration_and_retention(tmp_path: Path) -> None:
 def test_storage_takes_the_newest_if_it_is_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from checkflow.runtime.store import Store
 
-    plan, gate = make_plan(), threading.Event()
+    plan, taken, gate = make_plan(), threading.Event(), threading.Event()
     commit = Store.commit
 
     def slow(self: Store, *arguments: Any, **keywords: Any) -> Path:
+        taken.set()
         gate.wait()
         return commit(self, *arguments, **keywords)
 
@@ -226,6 +227,7 @@ def test_storage_takes_the_newest_if_it_is_slower(tmp_path: Path, monkeypatch: p
     with Checkpointer(model, optimizer, directory=tmp_path, plan=plan, keep_latest=9) as checkpointer:
         for n in checkpointer.steps(8):
             iterate()
+            taken.wait() if n == 2 else None
             if n == 6:
                 gate.set()
     report = checkpointer.report()

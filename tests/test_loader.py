@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from checkflow.errors import MismatchError, UnsupportedError
 from checkflow.runtime import extra_state
 from checkflow.runtime.loader import DataLoader, derived_seed
+from checkflow.runtime.worker_signals import WorkerShield, has_ended
 
 
 class Augmented:
@@ -208,3 +212,34 @@ def test_derived_seeds_differ() -> None:
     seeds = {derived_seed(s, e, i) for s in range(-3, 3) for e in range(10) for i in range(50)}
     assert len(seeds) == 6 * 10 * 50
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_worker_whose_trainer_died_before_it_looked_ends(tmp_path: Path) -> None:
+    """torch's own watch begins later, and would take whoever adopted the worker for its parent."""
+    started = tmp_path / "worker"
+    trainer = os.fork()
+    if trainer == 0:
+        shield = WorkerShield(lambda _: started.write_text(str(os.getpid())))
+        shield.workers_start()
+        if os.fork() == 0:
+            while os.getppid() == shield._trainer:
+                time.sleep(0.001)
+            shield(0)
+            time.sleep(100)  # as a worker that waits for ever
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(trainer, 0)[1]) == 0
+    while not (started.exists() and started.read_text()):
+        time.sleep(0.001)
+    worker = int(started.read_text())
+    while not has_ended(worker):
+        time.sleep(0.001)
+
+
+def test_a_worker_whose_trainer_lives_goes_on() -> None:
+    shield = WorkerShield(None)
+    shield.workers_start()
+    child = os.fork()
+    if child == 0:
+        shield(0)
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
