@@ -59,7 +59,8 @@ class CudaCopyEngine:
         self._ordering = threading.RLock()  # what ``hasten`` reads and writes, on whichever thread
         self._prepared: dict[int, tuple[Sequence[Transfer], dict[tuple[int, ...], list[Part]]]] = {}
         # Between the training thread and the one that waits for the ends of captures:
-        self._changed = threading.Condition()
+        self._mutex = threading.RLock()  # entered by itself, not by the condition: see interrupts.py
+        self._changed = threading.Condition(self._mutex)
         # All that they copy has been ordered; here until what is to be called for them was called.
         self._sealed: deque[DeviceCapture] = deque()
         self._closed = False
@@ -203,7 +204,7 @@ class CudaCopyEngine:
 
     def finish(self) -> None:
         self.conclude()
-        with self._changed:
+        with self._mutex:
             while self._sealed:
                 self._seal()  # unless that was done when the last chunk was ordered, and no interrupt came before it
                 self._changed.wait()
@@ -211,14 +212,15 @@ class CudaCopyEngine:
     def abort(self) -> bool:
         now = self._now
         with self._ordering:  # nothing is hastened from here on
-            with self._changed:
+            with self._mutex:
                 now.given_up = now.given_up or not (now.decided or now.concluded)
             try:
                 for stream in (self._device.side, *now.behind):
                     self._device.synchronize(self._event(stream))
             except CheckflowError as error:  # a device that has failed does nothing any more
                 logger.warning("%s", error)
-            with self._changed:
+            with self._mutex:
+                self._changed.notify_all()  # an interrupt may have come before that of ``_seal``
                 while self._sealed:
                     self._changed.wait()
             self._forget()
@@ -226,7 +228,7 @@ class CudaCopyEngine:
 
     def close(self) -> None:
         self.abort()
-        with self._changed:
+        with self._mutex:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
@@ -348,7 +350,7 @@ class CudaCopyEngine:
     def _seal(self) -> None:
         """Everything has been ordered: the thread waits for it."""
         now = self._now
-        with self._changed:
+        with self._mutex:
             if not (now.decided or now.given_up or now in self._sealed):
                 now.last = self._event(self._device.side)
                 self._sealed.append(now)
@@ -358,7 +360,7 @@ class CudaCopyEngine:
         self._device.enter_thread()
         while (capture := self._next_sealed()) is not None:
             error = self._wait_for(capture)
-            with self._changed:
+            with self._mutex:
                 told = not capture.given_up
                 capture.decided = True
             try:
@@ -370,7 +372,7 @@ class CudaCopyEngine:
                 # A fault of ours must not end the thread that others wait for; the traceback goes to the log.
                 logger.exception("a capture that has ended could not be handed on")
             finally:
-                with self._changed:
+                with self._mutex:
                     capture.ended = True
                     capture.on_complete, capture.on_failure = silent, tell_failure  # they hold the staging buffer
                     self._sealed.popleft()
@@ -378,7 +380,7 @@ class CudaCopyEngine:
 
     def _next_sealed(self) -> DeviceCapture | None:
         """The first one, which stays where it is; None when the engine is closed."""
-        with self._changed:
+        with self._mutex:
             while not self._sealed and not self._closed:
                 self._changed.wait()
             return self._sealed[0] if self._sealed else None
@@ -392,7 +394,7 @@ class CudaCopyEngine:
 
     def wait_for_end(self, capture: DeviceCapture) -> None:
         """Return when it has come to its end."""
-        with self._changed:
+        with self._mutex:
             while not capture.ended:
                 self._changed.wait()
 

@@ -23,6 +23,7 @@ from checkflow.runtime.anchors import AnchorHooks, Place, Sightings
 from checkflow.runtime.barriers import Program, compile_plan
 from checkflow.runtime.capture import Capture, Capturer
 from checkflow.runtime.copy_engine import CopyEngine
+from checkflow.runtime.interrupts import raised_by_handler
 from checkflow.runtime.job import Job
 from checkflow.runtime.persist import Writer
 from checkflow.runtime.settled import WrittenError
@@ -123,7 +124,10 @@ class Execution:
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[None]:
-        """A fault of checkpointing voids the checkpoint under way and no more, unless errors are to be raised."""
+        """A fault of checkpointing voids the checkpoint under way and no more, unless errors are to be raised.
+
+        What a signal's handler raises meanwhile voids it, too, and goes on to training, whose it is.
+        """
         try:
             yield
         except Exception as error:
@@ -134,7 +138,7 @@ class Execution:
             elif isinstance(error, ConsistencyError):
                 self._distrust()
             self._note(step, error, lost=lost)
-            if self._raising:
+            if self._raising or raised_by_handler(error):
                 raise
 
     def _note(self, step: int, error: Exception, *, lost: bool) -> None:

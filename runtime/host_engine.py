@@ -41,7 +41,8 @@ class HostCopyEngine:
     source = torch.device("cpu")
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._mutex = threading.RLock()  # entered by itself, not by the condition: see interrupts.py
+        self._changed = threading.Condition(self._mutex)
         self._queue: deque[int] = deque()
         self._transfers: Sequence[Transfer] = ()
         self._status = bytearray()
@@ -63,7 +64,7 @@ class HostCopyEngine:
         at_once: Sequence[Transfer] = (),
         on_failure: Callable[[CheckflowError], None] = tell_failure,  # memmove does not fail
     ) -> None:
-        with self._changed:
+        with self._mutex:
             if self._remaining:
                 raise RuntimeError("a capture is still running")
             self._transfers, self._on_complete = transfers, on_complete
@@ -74,7 +75,7 @@ class HostCopyEngine:
             self._snapshot_bytes = self._peak_bytes = self._helped_bytes = 0
         for transfer in at_once:
             ctypes.memmove(transfer.target, transfer.source, transfer.length_bytes)
-        with self._changed:
+        with self._mutex:
             self._remaining -= 1
         if not transfers:
             on_complete()
@@ -87,7 +88,7 @@ class HostCopyEngine:
             transfer = self._transfers[chunk]
             copy = (ctypes.c_char * transfer.length_bytes)()
             ctypes.memmove(copy, transfer.source, transfer.length_bytes)
-            with self._changed:
+            with self._mutex:
                 self._snapshots[chunk] = copy
                 self._held_bytes += transfer.length_bytes
                 self._snapshot_bytes += transfer.length_bytes
@@ -97,7 +98,7 @@ class HostCopyEngine:
 
     def offload(self, chunks: Sequence[int], anchor: str) -> None:
         small: list[int] = []
-        with self._changed:
+        with self._mutex:
             for chunk in chunks:
                 if self._status[chunk] != _PENDING:
                     continue
@@ -117,7 +118,7 @@ class HostCopyEngine:
     def wait(self, chunks: Sequence[int]) -> None:
         begun = time.perf_counter()
         for chunk in chunks:
-            with self._changed:
+            with self._mutex:
                 mine = self._status[chunk] in (_QUEUED, _OWN)
                 if mine:
                     self._status[chunk] = _OWN  # the thread skips what is no longer queued
@@ -126,17 +127,17 @@ class HostCopyEngine:
                 self._helped_bytes += self._transfers[chunk].length_bytes
             elif self._status[chunk] == _PENDING:
                 raise RuntimeError(f"chunk {chunk} is waited for before it was released")
-        with self._changed:
+        with self._mutex:
             while any(self._status[chunk] != _DONE for chunk in chunks):
                 self._changed.wait()
         self._waited_seconds += time.perf_counter() - begun
 
     def live(self, chunks: Sequence[int]) -> list[int]:
-        with self._changed:
+        with self._mutex:
             return [chunk for chunk in chunks if self._status[chunk] != _DONE and chunk not in self._snapshots]
 
     def hasten(self) -> None:
-        with self._changed:
+        with self._mutex:
             for chunk in self._snapshots:
                 if self._status[chunk] == _PENDING:
                     self._log.append(CopyRecord(chunk, "offload", "end", self._transfers[chunk].length_bytes))
@@ -145,7 +146,7 @@ class HostCopyEngine:
             self._changed.notify_all()
 
     def free(self, chunks: Sequence[int]) -> None:
-        with self._changed:
+        with self._mutex:
             for chunk in chunks:
                 self._freeable.add(chunk)
                 if self._status[chunk] == _DONE:
@@ -159,7 +160,7 @@ class HostCopyEngine:
         if _PENDING in self._status:
             raise RuntimeError(f"chunk {self._status.index(_PENDING)} was never released")
         self.wait(range(len(self._transfers)))
-        with self._changed:
+        with self._mutex:
             while self._delivering:
                 self._changed.wait()
             for chunk in list(self._snapshots):
@@ -167,7 +168,7 @@ class HostCopyEngine:
             self._freeable.clear()
 
     def abort(self) -> bool:
-        with self._changed:
+        with self._mutex:
             complete = not self._remaining
             for chunk in self._queue:
                 if self._status[chunk] == _QUEUED:
@@ -185,13 +186,13 @@ class HostCopyEngine:
 
     def close(self) -> None:
         self.abort()
-        with self._changed:
+        with self._mutex:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
 
     def log(self) -> tuple[CopyRecord, ...]:
-        with self._changed:
+        with self._mutex:
             return tuple(self._log)
 
     def statistics(self) -> CopyStatistics:
@@ -202,7 +203,7 @@ class HostCopyEngine:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._mutex:
                 while not self._queue and not self._closed:
                     self._changed.wait()
                 if self._closed:
@@ -225,22 +226,22 @@ class HostCopyEngine:
             source = transfer.source if snapshot is None else ctypes.addressof(snapshot)
             ctypes.memmove(transfer.target, source, transfer.length_bytes)
         seconds = time.perf_counter() - begun
-        with self._changed:
-            self._offload_seconds += seconds
-            for chunk in chunks:
-                self._status[chunk] = _DONE
-                if chunk in self._freeable:
-                    self._give_back(chunk)
-            self._remaining -= len(chunks)
-            complete = not self._remaining
-            callback = self._on_complete if complete else _nothing
-            self._delivering = complete
-            self._changed.notify_all()
+        complete, callback = False, _nothing
         try:
+            with self._mutex:
+                self._offload_seconds += seconds
+                for chunk in chunks:
+                    self._status[chunk] = _DONE
+                    if chunk in self._freeable:
+                        self._give_back(chunk)
+                self._remaining -= len(chunks)
+                complete = self._delivering = not self._remaining
+                callback = self._on_complete if complete else _nothing
+                self._changed.notify_all()
             callback()
         finally:
             if complete:
-                with self._changed:
+                with self._mutex:
                     self._delivering = False
                     self._changed.notify_all()
 

@@ -67,7 +67,8 @@ class Writer:
         self._commit, self._recycle, self._supersede, self._lasting = commit, recycle, supersede, lasting
         self._waiting: deque[Capture] = deque()
         self._held: Capture | None = None  # complete, and not to be written yet
-        self._changed = threading.Condition()
+        self._mutex = threading.RLock()  # entered by itself, not by the condition: see interrupts.py
+        self._changed = threading.Condition(self._mutex)
         self._busy = self._closed = False
         self._error: CheckflowError | None = None
         self._written: list[str] = []
@@ -91,7 +92,7 @@ class Writer:
 
     def _take(self, capture: Capture, *, hold: bool) -> None:
         dropped: list[Capture] = []
-        with self._changed:
+        with self._mutex:
             if self._closed:
                 raise RuntimeError("a capture was delivered after the writer was closed")
             if self._held is not None:
@@ -115,12 +116,12 @@ class Writer:
     @property
     def outstanding(self) -> int:
         """Captures that wait for storage, and the one that is being written."""
-        with self._changed:
+        with self._mutex:
             return len(self._waiting) + self._busy
 
     def urge(self) -> None:
         """Write what is held back."""
-        with self._changed:
+        with self._mutex:
             if self._held is not None:
                 self._waiting.append(self._held)
                 self._held = None
@@ -134,34 +135,34 @@ class Writer:
         begun = time.perf_counter()
         if not outstanding:
             self.urge()
-        with self._changed:
+        with self._mutex:
             while len(self._waiting) + self._busy > outstanding:
                 self._changed.wait()
         return time.perf_counter() - begun
 
     def take_error(self) -> CheckflowError | None:
         """The first error since the last call, if there was one."""
-        with self._changed:
+        with self._mutex:
             error, self._error = self._error, None
             return error
 
     def take_written(self) -> list[str]:
         """Settled tensors that were found written since the last call."""
-        with self._changed:
+        with self._mutex:
             written, self._written = self._written, []
             return written
 
     def close(self) -> None:
         """Commit what is left, then stop."""
         self.wait_until_at_most(0)
-        with self._changed:
+        with self._mutex:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._mutex:
                 while not self._waiting and not self._closed:
                     self._changed.wait()
                 if not self._waiting:
@@ -169,7 +170,7 @@ class Writer:
                 capture = self._waiting.popleft()
                 self._busy = True
             outcome = self._persist(capture)
-            with self._changed:
+            with self._mutex:
                 self.last = outcome
                 self._busy = False
                 self.committed += outcome.error is None
@@ -198,7 +199,7 @@ class Writer:
         except CheckflowError as reason:
             error = reason
             if isinstance(reason, WrittenError):
-                with self._changed:
+                with self._mutex:
                     self._written.append(reason.name)
             logger.warning("checkpoint of step %d failed, training goes on: %s", capture.step, reason)
         except Exception as reason:

@@ -37,6 +37,7 @@ from checkflow.hardware import format_seconds
 from checkflow.plan import Plan
 from checkflow.run_report import PlanSource
 from checkflow.runtime import fit
+from checkflow.runtime.interrupts import raised_by_handler
 from checkflow.runtime.job import Job
 from checkflow.runtime.plan_cache import PlanCache
 from checkflow.runtime.watch import Seen, Traits, Watch, as_tensors, device_name
@@ -327,6 +328,8 @@ class Planning:
             self._give_up(str(error))
         except Exception as error:
             self.abandon()
+            if raised_by_handler(error):
+                raise
             logger.exception("a fault in recording an iteration, or in starting to plan it")
             self._give_up(f"{type(error).__name__}: {' '.join(str(error).split())}")
 

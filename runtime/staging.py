@@ -73,7 +73,8 @@ class StagingBuffers:
         self._told = False  # that they cannot be locked
         self._all: list[StagingBuffer] = []
         self._free: list[StagingBuffer] = []
-        self._changed = threading.Condition()
+        self._mutex = threading.RLock()  # entered by itself, not by the condition: see interrupts.py
+        self._changed = threading.Condition(self._mutex)
 
     def grow(self, size_bytes: int) -> None:
         """Make the buffers at least so large. Where they are smaller: waits until all are free, and makes new ones.
@@ -100,7 +101,7 @@ class StagingBuffers:
 
     def take(self) -> StagingBuffer:
         """A free buffer; waits until one is given back."""
-        with self._changed:
+        with self._mutex:
             while not self._free:
                 self._changed.wait()
             return self._free.pop(0)
@@ -112,14 +113,14 @@ class StagingBuffers:
 
     def give_back(self, buffer: StagingBuffer) -> None:
         """The buffer's content is no longer needed."""
-        with self._changed:
+        with self._mutex:
             self._free.append(buffer)
             self._changed.notify_all()
 
     def wait_all_free(self) -> None:
         """Wait until every buffer has been given back."""
         self._urge()
-        with self._changed:
+        with self._mutex:
             while len(self._free) < len(self._all):
                 self._changed.wait()
 

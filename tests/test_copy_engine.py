@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import random
+import sys
 import threading
+import traceback
 from collections.abc import Iterator
+from types import FrameType
 
+import fake_device
 import pytest
 import torch
 from fake_device import FakeDevice
 
+from checkflow.runtime import cuda_engine, host_engine
 from checkflow.runtime.copy_engine import CopyEngine, Transfer
 from checkflow.runtime.cuda_engine import CudaCopyEngine
 from checkflow.runtime.saving import make_engine
@@ -165,6 +171,65 @@ def test_any_thread_may_let_snapshots_leave(engine: CopyEngine) -> None:
     assert complete.wait(10)
     assert memory.arrived
     engine.hasten()  # nothing is left
+
+
+class HandlerError(Exception):
+    """What a signal's handler raises."""
+
+
+@contextlib.contextmanager
+def interrupted_at(number: int) -> Iterator[list[str]]:
+    """In this thread: raise at that entry or exit of a function of the engine, or of what it waits by.
+
+    Yields where it was raised, nowhere yet.
+    """
+    raised: list[str] = []
+    files = {module.__file__ for module in (threading, host_engine, cuda_engine)}
+    left = number
+
+    def trace(frame: FrameType, event: str, _: object) -> object:
+        nonlocal left
+        if frame.f_code.co_filename not in files:
+            return None
+        if any(outer.f_code.co_filename == fake_device.__file__ for outer, _ in traceback.walk_stack(frame)):
+            return None
+        if event in ("call", "return"):
+            left -= 1
+            if left == -1:
+                raised.append(f"{event} of {frame.f_code.co_name}")
+                raise HandlerError
+        return trace
+
+    sys.settrace(trace)  # type: ignore[arg-type]
+    try:
+        yield raised
+    finally:
+        sys.settrace(None)
+
+
+def test_an_error_of_a_signal_handler_anywhere_leaves_no_lock_behind(engine: CopyEngine) -> None:
+    """Python runs handlers between any two steps: at each entry and exit of a function in turn, here."""
+    memory = Memory(engine, 200_000)
+    chunks = list(range(len(memory.transfers)))
+    places: list[str] = []
+    for number in itertools.count():
+        with contextlib.suppress(HandlerError), interrupted_at(number) as raised:
+            engine.begin(memory.transfers, lambda: None)
+            engine.snapshot(chunks[::2], "a")
+            engine.offload(chunks, "b")
+            engine.free(chunks[::2])
+            engine.wait(chunks[1::2])
+            engine.finish()
+        other = threading.Thread(target=engine.hasten, daemon=True)  # it takes every lock
+        other.start()
+        other.join(10)
+        assert not other.is_alive(), raised
+        engine.abort()
+        if not raised:
+            break
+        places += raised
+    assert {"call of wait", "return of wait", "call of offload", "return of offload"} <= set(places)
+    assert memory.arrived
 
 
 def test_a_fault_in_handing_a_capture_on_holds_nobody_up(engine: CopyEngine, caplog: pytest.LogCaptureFixture) -> None:
