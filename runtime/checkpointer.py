@@ -29,12 +29,12 @@ from checkflow.runtime.capture import CaptureReport
 from checkflow.runtime.job import Job
 from checkflow.runtime.last_resort import show_lines
 from checkflow.runtime.live_state import Stateful, StateWalk
-from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.plan_cache import PlanCache
 from checkflow.runtime.planning import Planning
 from checkflow.runtime.preemption import Preemption
 from checkflow.runtime.progress import Progress
 from checkflow.runtime.reporting import Reporter, start_line
+from checkflow.runtime.resumable import ResumableLoader
 from checkflow.runtime.resume import resume_from
 from checkflow.runtime.saving import Saving
 from checkflow.runtime.store import Store
@@ -58,7 +58,8 @@ class Checkpointer:
 
     Args:
         model, optimizer: one of each, or dicts of several.
-        loader: a ``checkflow.DataLoader``; iterate ``checkpointer.loader`` instead of it.
+        loader: a ``checkflow.DataLoader``, or what ``checkflow.resumable`` made of another; iterate
+            ``checkpointer.loader`` instead of it.
         directory: where checkpoints go; made if it is missing.
         plan: None: the job makes its own plan. One of its first iterations is recorded, which takes up to twice its
             usual time; the plan is made in another process while training goes on, and kept in the directory for the
@@ -110,7 +111,7 @@ class Checkpointer:
         self,
         model: nn.Module | Mapping[str, nn.Module],
         optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
-        loader: DataLoader | None = None,
+        loader: ResumableLoader | None = None,
         *,
         directory: str | os.PathLike[str],
         plan: Plan | str | os.PathLike[str] | None = None,
@@ -189,7 +190,7 @@ class Checkpointer:
     # What users call
 
     @property
-    def loader(self) -> DataLoader:
+    def loader(self) -> ResumableLoader:
         """The training loader; iterating it marks the boundaries."""
         if self._job.loader is None:
             raise UnsupportedError("this Checkpointer was made without a loader")

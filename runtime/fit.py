@@ -17,9 +17,9 @@ from checkflow.graph import BOUNDARY, AnchorKey, AnchorKind
 from checkflow.hardware import parse_seconds, parse_size
 from checkflow.plan import Plan, describe_mismatch
 from checkflow.regions import compiled_regions
-from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.policy import Asked
 from checkflow.runtime.preemption import HEEDED
+from checkflow.runtime.resumable import ResumableLoader
 from checkflow.state import (
     TrainingState,
     collect_state,
@@ -41,9 +41,9 @@ def check_arguments(*, loader: object, host_buffers: object, resume: object, on_
         UnsupportedError: the loader is not one of checkflow's.
         ValueError: any other argument is out of its range.
     """
-    if loader is not None and not isinstance(loader, DataLoader):
+    if loader is not None and not isinstance(loader, ResumableLoader):
         raise UnsupportedError(
-            f"loader is a {type(loader).__name__}: pass a checkflow.DataLoader (it has the arguments of torch's), "
+            f"loader is a {type(loader).__name__}: pass checkflow.resumable(loader), or a checkflow.DataLoader, "
             "or none and iterate checkpointer.steps()"
         )
     if not _is_count(host_buffers, 1):

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from checkflow.errors import CheckflowError
 from checkflow.runtime.boundaries import Boundaries
-from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.preemption import Preemption
 from checkflow.runtime.reporting import Reporter, end_line
+from checkflow.runtime.resumable import ResumableLoader
 from checkflow.runtime.saving import Saving
 from checkflow.runtime.store import Store
 
@@ -33,7 +33,7 @@ logger = logging.getLogger("checkflow")
 class Holdings:
     """All that one Checkpointer has to give back."""
 
-    loader: DataLoader | None
+    loader: ResumableLoader | None
     boundaries: Boundaries
     saving: Saving
     store: Store

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from checkflow.runtime.live_state import Stateful, StateWalk
-from checkflow.runtime.loader import DataLoader
+from checkflow.runtime.resumable import ResumableLoader
 
 
 @dataclass(frozen=True)
@@ -19,5 +19,5 @@ class Job:
     models: Mapping[str, nn.Module]
     optimizers: Mapping[str, torch.optim.Optimizer]
     objects: Mapping[str, Stateful]
-    loader: DataLoader | None
+    loader: ResumableLoader | None
     walk: StateWalk

@@ -1,5 +1,5 @@
 """A DataLoader whose position can be saved: every sample exactly once an epoch, in the same order, with the same
-augmentation as without interruption, whatever the number of workers.
+augmentation as without interruption, whatever the number of workers, and of ranks.
 
 Order comes from (seed, epoch) alone, and each sample's randomness from (seed, epoch, index) alone, so that the whole
 state is the epoch, how many of its samples reached a training step, and the seeds where they are drawn. Skipping to a
@@ -12,178 +12,118 @@ come in the order in which torch's would hand them out, and whatever else draws 
 
 from __future__ import annotations
 
-import contextlib
-import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any
 
 import torch
-import xxhash
+import torch.distributed
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate, get_worker_info
+from torch.utils.data import (
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    default_collate,
+    default_convert,
+)
+from torch.utils.data.distributed import DistributedSampler
 
 from checkflow.errors import MismatchError, UnsupportedError
+from checkflow.runtime.order import TAILS, BatchSteps, SampleSteps, Share, Step, Steps, Tail, count_steps
+from checkflow.runtime.resumable import ResumableLoader
+from checkflow.runtime.sample_randomness import Batch, Reseed, SeededDataset, derived_seed
+from checkflow.runtime.sampling import BLOCK, iterate_sampler
 from checkflow.runtime.worker_signals import WorkerShield
 
-Batch = TypeVar("Batch")
-_Place = tuple[int, int, int]  # (seed, epoch, index of a sample)
+logger = logging.getLogger("checkflow")
 _Seeds = tuple[int, int]  # of an epoch: of its samples' randomness, and of its order
+_OF_WORKERS = -2  # in the place of an index
 
 
-class LoaderListener(Protocol):
-    """What a loader tells the checkpointer that follows it."""
-
-    def on_seeds_needed(self) -> None:
-        """A new epoch's seeds are about to be drawn."""
-
-    def on_batch_requested(self) -> None:
-        """A batch is asked for, and there is one: what the loop did so far belongs to the iteration before."""
-
-    def on_batch_handed(self, batch: Any) -> None:
-        """A batch is about to be handed out."""
-
-
-def derived_seed(*parts: int) -> int:
-    """63 bits that depend on all parts, the same on every machine."""
-    return xxhash.xxh3_64_intdigest(b"".join(part.to_bytes(8, "little", signed=True) for part in parts)) >> 1
-
-
-def _seed_generators(seed: int) -> None:
-    random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed & 0xFFFFFFFF)
-
-
-@contextlib.contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Python's, NumPy's and torch's generators are afterwards as they were before."""
-    python, torch_state = random.getstate(), torch.default_generator.get_state()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy else None
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        torch.default_generator.set_state(torch_state)
-        if numpy and numpy_state is not None:
-            numpy.random.set_state(numpy_state)
-
-
-class _SeededDataset(Dataset[Any]):
-    """The user's data set, indexed by (seed, epoch, index), with every generator seeded by them before each sample."""
-
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
-        self.dataset = dataset
-        self.collate = collate
-
-    def __getitem__(self, place: _Place) -> Any:
-        seed, epoch, index = place
-        _seed_generators(derived_seed(seed, epoch, index))
-        return self.dataset[index]
-
-    def __getitems__(self, places: Sequence[_Place]) -> Any:
-        if get_worker_info() is not None:  # a worker's generators serve nothing but its samples
-            return self._batch(places)
-        with _generators_kept():
-            return self._batch(places)
-
-    def _batch(self, places: Sequence[_Place]) -> Any:
-        """The samples, collated: mixing samples draws numbers too, and they must be the same after a resume."""
-        samples = [self[place] for place in places]
-        seed, epoch, first = places[0]
-        _seed_generators(derived_seed(seed, epoch, first, -1))
-        return self.collate(samples)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
-def _draw() -> int:
-    """A seed from torch's generator, as its loaders and samplers draw theirs."""
-    return int(torch.empty((), dtype=torch.int64).random_().item())
-
-
-class _PlaceSampler(Sampler[list[_Place]]):
-    """Batches of places for one epoch, from a position on."""
-
-    def __init__(self, size: int, batch_size: int, shuffle: bool, drop_last: bool) -> None:
-        self.size, self.batch_size, self.shuffle, self.drop_last = size, batch_size, shuffle, drop_last
-        self.epoch = self.position = 0
-        self.seeds: _Seeds = (0, 0)  # set before it is iterated
-
-    @property
-    def samples(self) -> int:
-        """Samples used in an epoch."""
-        return self.size - self.size % self.batch_size if self.drop_last else self.size
-
-    def _order(self) -> list[int]:
-        """Indices of the samples of the epoch, in the order in which they are used."""
-        if not self.shuffle:
-            return list(range(self.size))
-        return torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seeds[1])).tolist()
-
-    def __iter__(self) -> Iterator[list[_Place]]:
-        seed, epoch, order = self.seeds[0], self.epoch, self._order()
-        for begin in range(self.position, self.samples, self.batch_size):
-            yield [(seed, epoch, index) for index in order[begin : min(begin + self.batch_size, self.samples)]]
-
-    def __len__(self) -> int:
-        return -(-(self.samples - self.position) // self.batch_size)
-
-
-class DataLoader:
+class DataLoader(ResumableLoader):
     """``torch.utils.data.DataLoader`` for map-style data, resumable in the middle of an epoch.
 
     Args:
-        dataset: anything with ``__len__`` and ``__getitem__``.
+        dataset: anything with ``__getitem__``, and ``__len__`` if there is no sampler. One that fetches whole batches
+            (``__getitems__``) is asked for them, and seeded once for each batch instead of each sample.
+        sampler, batch_sampler: the order; it must follow from the generators of Python, NumPy and torch, or from a
+            ``generator`` or ``set_epoch`` of the sampler's own: these are seeded for each epoch. It is the order of the
+            whole job, dealt to the ranks. A ``DistributedSampler`` is replaced by the same, exactly once.
         seed: of the order and of every sample's randomness; the same seed gives the same epochs. None: each epoch's are
             drawn from torch's generator, as torch's loader draws them: ``torch.manual_seed`` decides, the order is that
-            of torch's loader, and so is the training, where samples draw no numbers of their own.
-        others: as torch's. Samplers are not taken: the order must follow from (seed, epoch).
+            of torch's loader, and so is the training, where samples draw no numbers of their own. With several ranks,
+            rank 0 draws for all.
+        generator: that they are drawn from, in place of torch's own.
+        reseed: called with a seed of 63 bits before each sample, for libraries that have generators of their own:
+            ``reseed=transform.set_random_seed`` (albumentations).
+        rank, world_size: which part of each step is this process's; None: as torch.distributed says when the epoch
+            begins. ``batch_size`` is that of one rank. 0 of 1: the sampler deals already.
+        tail: of an epoch, what is left when fewer samples than a whole step takes are, under several ranks: "even" is
+            smaller last batches, "drop" leaves them out (so does ``drop_last``), "pad" takes the epoch's first samples
+            again. ``dropped`` and ``repeated`` say how many these were.
+        others: as torch's.
 
-    But for these draws the generators of the main process are left as they were, so that dropout does not repeat from
-    batch to batch.
+    But for the draws of seeds the generators of the main process are left as they were, so that dropout does not repeat
+    from batch to batch.
 
     Raises:
         UnsupportedError: the data set is iterable-style.
-        ValueError: the batch size is not a whole number of at least 1.
+        ValueError: an argument is out of its range, or does not go with another.
     """
 
     def __init__(
         self,
         dataset: Any,
-        batch_size: int = 1,
-        shuffle: bool = False,
-        *,
-        seed: int | None = None,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Iterable[Any]] | None = None,
         num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
         timeout: float = 0,
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
         prefetch_factor: int | None = None,
         persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        seed: int | None = None,
+        reseed: Reseed | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        tail: Tail | None = None,
     ) -> None:
+        super().__init__(WorkerShield(worker_init_fn) if num_workers else None)
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            raise UnsupportedError("checkflow.DataLoader takes map-style data (with __len__ and __getitem__)")
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size must be a whole number of at least 1, not {batch_size!r}")
-        self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
-        self.listener: LoaderListener | None = None
-        self._sampler = _PlaceSampler(len(dataset), batch_size, shuffle, drop_last)
+            raise UnsupportedError(
+                "checkflow.DataLoader takes map-style data (with __len__ and __getitem__); for others: "
+                "checkflow.resumable(torchdata.stateful_dataloader.StatefulDataLoader(...))"
+            )
+        _refuse_contradictions(batch_size, shuffle, sampler, batch_sampler, drop_last=drop_last, tail=tail)
+        self.dataset, self.batch_size, self.drop_last, self.seed = dataset, batch_size, drop_last, seed
+        self.num_workers, self.generator = num_workers, generator
+        self.sampler, self.batch_sampler = sampler, batch_sampler
+        self.shuffle = bool(shuffle)
+        self.tail: Tail = tail or ("drop" if drop_last else "even")
+        self._share = None if rank is None and world_size is None else _given_share(rank, world_size)
+        self._replace_known_sampler()
+        self.dropped = self.repeated = 0  # samples, at the end of the last epoch that came to its end
         self._drawn: dict[int, _Seeds] = {}  # by epoch
-        self._handed = 0  # samples of this epoch handed out so far
-        self._fresh = True  # the epoch was set, and not iterated since
-        self.shield = WorkerShield(worker_init_fn) if num_workers else None
-        self.epochs_counted_elsewhere = False  # by Checkpointer.epochs: iterating twice is then a mistake
+        self._feed = _Feed()
+        self._base = torch.Generator()  # torch draws a base seed at each epoch: not from the main generator
+        collate = collate_fn or (default_convert if batch_size is None and batch_sampler is None else default_collate)
+        self.collate_fn = collate
+        device: dict[str, Any] = {"pin_memory_device": pin_memory_device} if pin_memory_device else {}
         self._loader: TorchDataLoader[Any] = TorchDataLoader(
-            _SeededDataset(dataset, default_collate if collate_fn is None else collate_fn),
-            batch_sampler=self._sampler,
+            SeededDataset(dataset, collate, batched=self._batched, reseed=reseed),
+            batch_sampler=self._feed,
             num_workers=num_workers,
             collate_fn=_as_it_is,
             pin_memory=pin_memory,
@@ -192,60 +132,106 @@ class DataLoader:
             multiprocessing_context=multiprocessing_context,
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
-            generator=torch.Generator(),  # torch draws a base seed at each epoch: not from the main generator
+            in_order=in_order,
+            generator=self._base,
+            **device,
         )
 
-    @property
-    def epoch(self) -> int:
-        """The epoch that is, or will be, iterated."""
-        return self._sampler.epoch
+    def _replace_known_sampler(self) -> None:
+        """Torch's own samplers, where this loader makes the same order itself."""
+        sampler = self.sampler
+        if type(sampler) is SequentialSampler and sampler.data_source is self.dataset:
+            self.sampler = None
+        elif type(sampler) is RandomSampler and sampler.data_source is self.dataset:
+            plain = not sampler.replacement and sampler._num_samples is None
+            if plain and sampler.generator is self.generator:
+                self.sampler, self.shuffle = None, True
+        elif type(sampler) is DistributedSampler and sampler.dataset is self.dataset:
+            self.sampler, self.shuffle = None, sampler.shuffle
+            self.seed = sampler.seed if self.seed is None else self.seed
+            self._share = self._share or Share(sampler.rank, sampler.num_replicas)
+            self.tail = "drop" if sampler.drop_last else self.tail
 
     @property
-    def position(self) -> int:
-        """How many samples of this epoch have been handed out."""
-        return self._handed
+    def _batched(self) -> bool:
+        return self.batch_size is not None or self.batch_sampler is not None
+
+    @property
+    def share(self) -> Share:
+        """This process's part of each step."""
+        if self._share is not None:
+            return self._share
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return Share(torch.distributed.get_rank(), torch.distributed.get_world_size())
+        return Share()
+
+    @property
+    def _samples(self) -> int | None:
+        """In a whole epoch; None: not known before it is over."""
+        if self.batch_sampler is not None:
+            return None
+        order = self.dataset if self.sampler is None else self.sampler
+        return len(order) if isinstance(order, Sized) else None
 
     @property
     def exhausted(self) -> bool:
-        """Whether this epoch has no batch left."""
-        return self._handed >= self._sampler.samples
+        """Whether this epoch is known to have no batch left."""
+        samples = self._samples
+        return samples is not None and self._count(max(0, samples - self._handed)) == 0
 
-    def __len__(self) -> int:
-        """Batches in a whole epoch."""
-        return -(-self._sampler.samples // self.batch_size)
+    def _count(self, samples: int) -> int:
+        return count_steps(samples, self.batch_size or 1, self.share.world_size, self.tail)
 
-    def __iter__(self) -> Iterator[Any]:
-        """The rest of the epoch: all of it, unless a position was restored. The next iteration is the next epoch.
+    @property
+    def batches(self) -> int | None:
+        """In a whole epoch; None: the sampler does not say."""
+        if self.batch_sampler is None:
+            samples = self._samples
+            return None if samples is None else self._count(samples)
+        if not isinstance(self.batch_sampler, Sized):
+            return None
+        batches, ranks = len(self.batch_sampler), self.share.world_size
+        return batches // ranks if self.tail == "drop" else -(-batches // ranks)
 
-        Raises:
-            UnsupportedError: iterated twice in one turn of ``Checkpointer.epochs``: samples would count twice.
-        """
-        if not self._fresh:
-            if self.epochs_counted_elsewhere:
-                raise UnsupportedError(
-                    "the training loader is iterated twice in one epoch; use another loader for evaluation"
-                )
-            self.set_epoch(self.epoch + 1)
-        self._fresh = False
-        self._sampler.position = self._handed
-        batches: Iterator[Any] = iter(())
-        for number in range(len(self._sampler)):
-            if self.listener is not None:
-                self.listener.on_batch_requested()
-            if not number:  # after the boundary: the epoch before must not have seen this one's seeds drawn
-                self._sampler.seeds = self._epoch_seeds()
-                if self.shield is not None:
-                    self.shield.workers_start()
-                batches = iter(self._loader)
+    def _rest_of_epoch(self) -> Iterator[Any]:
+        if self.exhausted:
+            return
+        # At the begin of an epoch the boundary comes first: the epoch before must not have seen this one's seeds drawn.
+        told = self._handed == 0
+        if told:
+            self._tell_requested()
+        seeds = self._epoch_seeds()
+        steps = self._feed.steps = self._steps(seeds)
+        self._feed.begin(seeds[0], self.epoch)
+        self._base.manual_seed(derived_seed(seeds[0], self.epoch, _OF_WORKERS))
+        if self.shield is not None:
+            self.shield.workers_start()
+        batches = iter(self._loader)
+        while self._feed.ends or steps.more:
+            if not told:
+                self._tell_requested()
+            told = False
             batch = next(batches)
-            self._handed = min(self._handed + self.batch_size, self._sampler.samples)
-            if self.listener is not None:
-                self.listener.on_batch_handed(batch)
+            self._handed = self._feed.ends.popleft()
+            self._tell_handed(batch)
             yield batch
+        self.dropped, self.repeated = steps.dropped, steps.repeated
+        asked = self.share.world_size == 1 and not steps.repeated  # by drop_last, which says it all
+        if (steps.dropped or steps.repeated) and not asked and self.share.rank == 0:
+            logger.info("epoch %d: %d samples left out, %d repeated", self.epoch, steps.dropped, steps.repeated)
 
-    def set_epoch(self, epoch: int, position: int = 0) -> None:
-        """Iterate this epoch next, from a position (samples already used) on."""
-        self._sampler.epoch, self._handed, self._fresh = epoch, position, True
+    def _steps(self, seeds: _Seeds) -> Steps:
+        share = self.share
+        if self.batch_sampler is not None:
+            return BatchSteps(iterate_sampler(self.batch_sampler, seeds[1], self.epoch), share, self.tail, self._handed)
+        order: Iterable[Any]
+        if self.sampler is not None:
+            order = iterate_sampler(self.sampler, seeds[1], self.epoch)
+        elif self.shuffle:
+            order = _shuffled(len(self.dataset), seeds[1])
+        else:
+            order = range(len(self.dataset))
+        return SampleSteps(order, self.batch_size or 1, share, self.tail, self._handed)
 
     def _epoch_seeds(self) -> _Seeds:
         if self.seed is not None:
@@ -253,8 +239,24 @@ class DataLoader:
         if self.epoch not in self._drawn:
             if self.listener is not None:
                 self.listener.on_seeds_needed()
-            self._drawn[self.epoch] = _draw(), _draw() if self._sampler.shuffle else 0
+            ordered = self.shuffle or self.sampler is not None or self.batch_sampler is not None
+            drawn = self._draw(), self._draw() if ordered else 0
+            self._drawn[self.epoch] = self._agreed(drawn)
         return self._drawn[self.epoch]
+
+    def _draw(self) -> int:
+        """A seed, as torch's loaders and samplers draw theirs."""
+        return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
+
+    def _agreed(self, drawn: _Seeds) -> _Seeds:
+        """Rank 0's, if there are several ranks."""
+        if self.share.world_size == 1:
+            return drawn
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            raise UnsupportedError("several ranks without torch.distributed cannot draw the same seeds: pass seed=")
+        told: list[Any] = [drawn]
+        torch.distributed.broadcast_object_list(told, src=0)
+        return told[0]  # type: ignore[no-any-return]
 
     def end_workers(self) -> None:
         """End workers that persist; iterating starts new ones.
@@ -264,30 +266,90 @@ class DataLoader:
         """
         self._loader._iterator = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Epoch and position, and what they are counted in."""
-        return self.state_at(self.epoch, self._handed)
-
     def state_at(self, epoch: int, position: int) -> dict[str, Any]:
         """The state that goes on from this place, which may lie behind batches fetched ahead."""
-        return {
+        state = {
             "epoch": epoch,
             "position": position,
-            "size": self._sampler.size,
-            "shuffle": self._sampler.shuffle,
-            "seed": self.seed,
+            **self._identity(),
             "drawn": {number: seeds for number, seeds in self._drawn.items() if number >= epoch},
+        }
+        if self.generator is not None:
+            state["generator"] = self.generator.get_state()
+        return state
+
+    def _identity(self) -> dict[str, Any]:
+        """What the position is counted in."""
+        order = self.batch_sampler if self.batch_sampler is not None else self.sampler
+        return {
+            "size": len(self.dataset) if isinstance(self.dataset, Sized) else None,
+            "shuffle": self.shuffle,
+            "sampler": None if order is None else type(order).__name__,
+            "seed": self.seed,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved position.
 
         Raises:
-            MismatchError: the data set's size, the shuffling or the seed differs: other samples would be meant.
+            MismatchError: the data set's size, the order or the seed differs: other samples would be meant.
         """
-        own = self.state_dict()
-        for name in ("size", "shuffle", "seed"):
-            if (want := state[name]) != (have := own[name]):
+        for name, have in self._identity().items():
+            if (want := state.get(name)) != have:
                 raise MismatchError(f"the checkpoint's loader has {name}={want!r}, this one {name}={have!r}")
-        self._drawn = dict(state.get("drawn", {}))
+        self._drawn = {int(number): (seeds[0], seeds[1]) for number, seeds in state["drawn"].items()}
+        if self.generator is not None and "generator" in state:
+            self.generator.set_state(state["generator"])
         self.set_epoch(state["epoch"], state["position"])
+
+
+class _Feed(Sampler[Any]):
+    """What torch's loader takes its batches from; it fetches ahead of what it hands out."""
+
+    def __init__(self) -> None:
+        self.steps: Iterator[Step] = iter(())
+        self.begin(0, 0)
+
+    def begin(self, seed: int, epoch: int) -> None:
+        """The next iteration is this epoch's."""
+        self._seed, self._epoch = seed, epoch
+        self.ends: deque[int] = deque()  # of the steps that were fetched and not handed out
+
+    def __iter__(self) -> Iterator[Batch]:
+        ends = self.ends
+        for step in self.steps:
+            ends.append(step.end)
+            yield Batch(self._seed, self._epoch, step.indices)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _shuffled(size: int, seed: int) -> Iterator[int]:
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+    return itertools.chain.from_iterable(order[begin : begin + BLOCK].tolist() for begin in range(0, size, BLOCK))
+
+
+def _given_share(rank: int | None, world_size: int | None) -> Share:
+    if rank is None or world_size is None:
+        raise ValueError("rank and world_size belong together")
+    return Share(rank, world_size)
+
+
+def _refuse_contradictions(
+    batch_size: int | None, shuffle: bool | None, sampler: Any, batch_sampler: Any, *, drop_last: bool, tail: str | None
+) -> None:
+    """As torch refuses them, and those of what torch has not."""
+    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
+        raise ValueError(f"batch_size must be a whole number of at least 1, or None, not {batch_size!r}")
+    if tail is not None and tail not in TAILS:
+        raise ValueError(f"tail must be one of {', '.join(TAILS)}, not {tail!r}")
+    if drop_last and tail not in (None, "drop"):
+        raise ValueError(f"drop_last=True and tail={tail!r} exclude each other")
+    if sampler is not None and shuffle:
+        raise ValueError("sampler and shuffle exclude each other")
+    if batch_sampler is not None and (batch_size != 1 or shuffle or sampler is not None or drop_last):
+        raise ValueError("batch_sampler excludes batch_size, shuffle, sampler and drop_last")
+    if batch_size is None and batch_sampler is None and drop_last:
+        raise ValueError("batch_size=None and drop_last exclude each other")

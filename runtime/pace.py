@@ -13,6 +13,7 @@ each checkpoint copied at its boundary: that stall is measured like any cost, an
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
 from pathlib import Path
@@ -51,7 +52,7 @@ class Pace:
     def __init__(self, asked: Asked, job: Job, saving: Saving, place: PlanInPlace, directory: Path, start: int) -> None:
         self._asked, self._job, self._saving, self._place = asked, job, saving, place
         self._cache, self._directory = ProfileCache(directory), directory
-        epoch = None if job.loader is None else len(job.loader)
+        epoch = None if job.loader is None else job.loader.batches
         self.controller = Controller(asked, start=start, epoch_iterations=epoch)
         plan = place.plan  # what it cost before is looked for at the first boundary, when the batch is known
         self.controller.place(
@@ -98,7 +99,7 @@ class Pace:
         now, loader = clock(), self._job.loader
         self._seen, self._in_epoch = self._seen + 1, self._in_epoch + 1
         last = epoch_end or (loader is not None and loader.position == 0)
-        short = loader is not None and len(loader) <= SHORT_EPOCH
+        short = loader is not None and (loader.batches or math.inf) <= SHORT_EPOCH
         planning = self._place.planning
         busy = planning is not None and planning.stage in (Stage.RECORDED, Stage.MAKING)
         unlike = self._unlike or busy or self._evaluates != self._evaluated or self._seen <= WARM_UP

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from checkflow.runtime.live_state import capture_generators, restore_generators
-from checkflow.runtime.loader import DataLoader
+from checkflow.runtime.resumable import ResumableLoader
 
 
 class Progress:
@@ -15,7 +15,7 @@ class Progress:
     The position is that of batches which reached a step, not of batches handed out: loops may fetch ahead.
     """
 
-    def __init__(self, loader: DataLoader | None) -> None:
+    def __init__(self, loader: ResumableLoader | None) -> None:
         self._loader = loader
         self.epoch = 0  # how many are over
         self.numbers = range(0)  # what the job calls its epochs

@@ -20,7 +20,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from checkflow.errors import MismatchError, UnsupportedError
 from checkflow.runtime import extra_state
-from checkflow.runtime.loader import DataLoader, derived_seed
+from checkflow.runtime.loader import DataLoader
+from checkflow.runtime.sample_randomness import derived_seed
 from checkflow.runtime.worker_signals import WorkerShield, has_ended
 
 

@@ -1,0 +1,123 @@
+"""What a Checkpointer needs of a loader whose position can be saved."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from checkflow.errors import UnsupportedError
+from checkflow.runtime.worker_signals import WorkerShield
+
+
+class LoaderListener(Protocol):
+    """What a loader tells the checkpointer that follows it."""
+
+    def on_seeds_needed(self) -> None:
+        """A new epoch's seeds are about to be drawn."""
+
+    def on_batch_requested(self) -> None:
+        """A batch is asked for, and there is one: what the loop did so far belongs to the iteration before."""
+
+    def on_batch_handed(self, batch: Any) -> None:
+        """A batch is about to be handed out."""
+
+
+class ResumableLoader(abc.ABC):
+    """Iterated once an epoch; each time the rest of it, the whole of it unless a position was restored.
+
+    A position counts what was used of an epoch, in whatever the loader counts: samples, or batches.
+
+    Attributes:
+        listener: told of all that is handed out.
+        epochs_counted_elsewhere: by ``Checkpointer.epochs``: to iterate twice in one is a mistake then.
+        shield: of its workers, against signals; None: it has none.
+    """
+
+    def __init__(self, shield: WorkerShield | None = None) -> None:
+        self.listener: LoaderListener | None = None
+        self.epochs_counted_elsewhere = False
+        self.shield = shield
+        self._epoch = self._handed = 0
+        self._fresh = True  # the epoch was set, and not iterated since
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is, or will be, iterated."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """How much of this epoch has been handed out."""
+        return self._handed
+
+    @property
+    @abc.abstractmethod
+    def exhausted(self) -> bool:
+        """Whether this epoch is known to have no batch left."""
+
+    @property
+    @abc.abstractmethod
+    def batches(self) -> int | None:
+        """In a whole epoch; None: not known before it is over."""
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch.
+
+        Raises:
+            TypeError: that is not known.
+        """
+        if (batches := self.batches) is None:
+            raise TypeError(f"how many batches an epoch of this {type(self).__name__} has is not known")
+        return batches
+
+    def set_epoch(self, epoch: int, position: int = 0) -> None:
+        """Iterate this epoch next, from a position on."""
+        self._epoch, self._handed, self._fresh = epoch, position, True
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rest of the epoch. The next iteration is the next epoch.
+
+        Raises:
+            UnsupportedError: iterated twice in one turn of ``Checkpointer.epochs``: samples would count twice.
+        """
+        if not self._fresh:
+            if self.epochs_counted_elsewhere:
+                raise UnsupportedError(
+                    "the training loader is iterated twice in one epoch; use another loader for evaluation"
+                )
+            self.set_epoch(self.epoch + 1)
+        self._fresh = False
+        yield from self._rest_of_epoch()
+
+    @abc.abstractmethod
+    def _rest_of_epoch(self) -> Iterator[Any]:
+        """Tell the listener of each batch when it is asked for and before it is handed out, and move the position."""
+
+    def _tell_requested(self) -> None:
+        if self.listener is not None:
+            self.listener.on_batch_requested()
+
+    def _tell_handed(self, batch: Any) -> None:
+        if self.listener is not None:
+            self.listener.on_batch_handed(batch)
+
+    @abc.abstractmethod
+    def end_workers(self) -> None:
+        """End workers that persist; iterating starts new ones."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on from here."""
+        return self.state_at(self.epoch, self.position)
+
+    @abc.abstractmethod
+    def state_at(self, epoch: int, position: int) -> dict[str, Any]:
+        """The state that goes on from this place, which may lie behind batches fetched ahead."""
+
+    @abc.abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved position.
+
+        Raises:
+            MismatchError: the loader is another one: other samples would be meant.
+        """
