@@ -1,4 +1,4 @@
-"""The command line: ``checkflow plan | check | show | compare | probe | demo``.
+"""The command line: ``checkflow plan | check | show | compare | probe | demo | ls | verify | diff``.
 
 Commands read options, call the planner or the demo, and print what :mod:`checkflow.report` makes of the answer. Errors
 become one line and an exit code in :func:`main`, and nowhere else. What is heavy is imported when it is needed.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from checkflow import cli_probe, cli_report, options
+from checkflow import cli_probe, cli_report, cli_store, options
 from checkflow.console import StoppedError, complain, print_json, print_parts, stoppable, warnings_shown, working
 from checkflow.errors import CheckflowError, InfeasibleError
 from checkflow.options import (
@@ -312,6 +312,9 @@ def compare(
 
 
 app.command()(cli_probe.probe)
+app.command()(cli_store.ls)
+app.command()(cli_store.verify)
+app.command()(cli_store.diff)
 
 
 @app.command()

@@ -155,8 +155,11 @@ class Checkpoint:
             box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.lengths, strict=True))
             whole[box] = np.frombuffer(data, element(tensor.dtype)).reshape(piece.lengths)
 
-    def verify(self) -> None:
+    def verify(self, progress: Callable[[int], None] = lambda size_bytes: None) -> None:
         """Compare every byte of every file with its checksum, with several threads.
+
+        Args:
+            progress: called by these threads with the size of each block that was verified.
 
         Raises:
             CorruptCheckpointError: a file is damaged.
@@ -169,6 +172,7 @@ class Checkpoint:
             scratch = memoryview(bytearray(BLOCK_BYTES))
             for file, block in tasks[first::threads]:
                 read_block(file, block, scratch[: block_bytes(file, block)])
+                progress(block_bytes(file, block))
 
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             for done in [pool.submit(run, first) for first in range(threads)]:

@@ -37,10 +37,15 @@ from checkflow.runtime.reader import find
 logger = logging.getLogger("checkflow")
 
 _TMP, _REPLACED, _TRASH = ".tmp-", ".replaced-", ".trash-"
-_BROKEN, _SUPERSEDED = ".broken-", ".superseded-"
+BROKEN, SUPERSEDED = ".broken-", ".superseded-"
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
 MIN_COMPLETE = 2
+
+
+def is_leftover(name: str) -> bool:
+    """Whether it is being written, exchanged or deleted, now or by a run that did not live to end that."""
+    return name.startswith((_TMP, _REPLACED, _TRASH))
 
 
 class Store:
@@ -229,7 +234,7 @@ class Store:
             StorageError: it cannot be renamed.
         """
         with self._mutex, _reported(f"cannot set the damaged checkpoint {path} aside"):
-            return self._hide(path, _BROKEN)
+            return self._hide(path, BROKEN)
 
     def rewind(self, step: int) -> tuple[Path, ...]:
         """Rename all checkpoints after ``step`` to ``.superseded-…``; returns their new paths.
@@ -242,7 +247,7 @@ class Store:
         """
         with self._mutex, _reported(f"cannot rewind {self.directory} to step {step}"):
             later = [path for path in self.checkpoints() if (parse_step(path.name) or 0) > step]
-            return tuple(self._hide(path, _SUPERSEDED) for path in later)
+            return tuple(self._hide(path, SUPERSEDED) for path in later)
 
     def _hide(self, path: Path, prefix: str) -> Path:
         step = parse_step(path.name)
@@ -329,7 +334,7 @@ class Store:
             final = name.removeprefix(_REPLACED)
             if name.startswith(_REPLACED) and parse_step(final) is not None and final not in present:
                 files.rename(name, final, dir_fd=root)
-            elif name.startswith((_TMP, _TRASH, _REPLACED)):
+            elif is_leftover(name):
                 leftovers.append(name)
         if leftovers:
             # What takes the place of a leftover must be there for good before the leftover goes.

@@ -1,0 +1,74 @@
+"""Commands that look at checkpoints, and change none: ``checkflow ls | verify | diff``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from checkflow import options
+from checkflow.console import print_json, print_parts, working
+
+_WHERE = "a directory of checkpoints, one of them, or DIRECTORY@STEP"
+Where = Annotated[str, typer.Argument(metavar="PATH", help=_WHERE)]
+DAMAGED = DIFFERENT = 1
+
+
+def ls(directory: Where = ".", as_json: options.Json = False) -> None:
+    """List the checkpoints of a directory: steps, sizes, age, and whether each could be restored.
+
+    By names, sizes and manifests, without reading the data: ``verify`` does that.
+    """
+    from checkflow import report_store
+    from checkflow.runtime.inspecting import list_directory
+
+    listed = list_directory(directory)
+    if as_json:
+        print_json(report_store.listed_json(directory, listed))
+    else:
+        print_parts(report_store.listed_tables(directory, listed))
+
+
+def verify(path: Where = ".", as_json: options.Json = False) -> int:
+    """Hold every byte against its checksum. Exit code 1 if one is damaged."""
+    from checkflow import report_store
+    from checkflow.hardware import format_size
+    from checkflow.runtime.inspecting import choose_all
+    from checkflow.runtime.inspecting import verify as hold
+
+    done = []
+    read_bytes = 0
+    with working("verifying") as say:
+
+        def progress(size_bytes: int) -> None:
+            nonlocal read_bytes
+            read_bytes += size_bytes
+            say(f"{one.name}, {format_size(read_bytes)} so far")
+
+        for one in choose_all(path):
+            done.append(hold(one, progress))
+    if as_json:
+        print_json(report_store.verified_json(done))
+    else:
+        for line in report_store.verified_lines(done):
+            typer.echo(line)
+    return DAMAGED if any(one.fault for one in done) else 0
+
+
+def diff(
+    first: Where,
+    second: Where,
+    as_json: options.Json = False,
+    quiet: Annotated[bool, typer.Option("--exit-code", help="exit with 1 if they differ")] = False,
+) -> int:
+    """Compare two checkpoints: tensors that differ, by how much, and what else does."""
+    from checkflow import report_store
+    from checkflow.runtime.inspecting import choose, compare
+
+    with working("comparing") as say:
+        found = compare(choose(first), choose(second), say)
+    if as_json:
+        print_json(report_store.differences_json(found))
+    else:
+        print_parts(report_store.differences_tables(found))
+    return DIFFERENT if quiet and (found.tensors or found.extra) else 0
