@@ -1,4 +1,4 @@
-"""The command line: ``checkflow plan | check | show | compare | probe | demo | ls | verify | diff``.
+"""The command line: ``checkflow plan | check | show | compare | probe | demo | ls | verify | diff | export``.
 
 Commands read options, call the planner or the demo, and print what :mod:`checkflow.report` makes of the answer. Errors
 become one line and an exit code in :func:`main`, and nowhere else. What is heavy is imported when it is needed.
@@ -315,6 +315,7 @@ app.command()(cli_probe.probe)
 app.command()(cli_store.ls)
 app.command()(cli_store.verify)
 app.command()(cli_store.diff)
+app.command()(cli_store.export)
 
 
 @app.command()

@@ -1,7 +1,9 @@
-"""Commands that look at checkpoints, and change none: ``checkflow ls | verify | diff``."""
+"""Commands that look at checkpoints, and change none: ``checkflow ls | verify | diff | export``."""
 
 from __future__ import annotations
 
+import enum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +14,12 @@ from checkflow.console import print_json, print_parts, working
 _WHERE = "a directory of checkpoints, one of them, or DIRECTORY@STEP"
 Where = Annotated[str, typer.Argument(metavar="PATH", help=_WHERE)]
 DAMAGED = DIFFERENT = 1
+
+
+class ExportFormat(enum.StrEnum):
+    TORCH = "torch"
+    SAFETENSORS = "safetensors"
+    DCP = "dcp"
 
 
 def ls(directory: Where = ".", as_json: options.Json = False) -> None:
@@ -72,3 +80,32 @@ def diff(
     else:
         print_parts(report_store.differences_tables(found))
     return DIFFERENT if quiet and (found.tensors or found.extra) else 0
+
+
+def export(
+    path: Where,
+    output: Annotated[
+        Path,
+        typer.Option("-o", "--output", metavar="FILE", help="FILE.pt, FILE.safetensors, or a folder for DCP"),
+    ],
+    form: Annotated[
+        ExportFormat | None, typer.Option("--format", help="whatever the file's name says otherwise")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="for safetensors: which of several")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="replace what is there")] = False,
+) -> None:
+    """Write a checkpoint as other tools read it, every checksum verified.
+
+    torch: model and optimizer state dicts for torch.load. safetensors: one model, for serving. dcp: a folder for
+    torch.distributed.checkpoint.
+    """
+    from checkflow.runtime import exporting
+    from checkflow.runtime.inspecting import choose
+    from checkflow.runtime.reader import open_checkpoint
+
+    chosen = exporting.format_of(output) if form is None else form.value
+    with working(f"writing {output}"), open_checkpoint(choose(path)) as checkpoint:
+        exporting.export(checkpoint, output, chosen, model=model, replace=force)
+    typer.echo(f"{checkpoint.path} written to {output}")

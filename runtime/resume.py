@@ -125,7 +125,7 @@ def restore(
             )  # fmt: skip
     with torch.no_grad():
         for name, tensor in live.items():
-            _fill(checkpoint, sources[name], tensor)
+            fill(checkpoint, sources[name], tensor)
     restore_extra(extra["job"], models, optimizers, objects)
     return Resumed(checkpoint.step, extra)
 
@@ -174,7 +174,7 @@ def _compare(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, entry: Ten
         raise MismatchError(f"{checkpoint.path}: {name} is {want} in the checkpoint, {have} in the job")
 
 
-def _fill(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> None:
+def fill(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> None:
     """Read a tensor's row-major values, straight into its memory where that holds them so."""
     size_bytes = math.prod(tensor.shape) * tensor.element_size()
     if not size_bytes:
