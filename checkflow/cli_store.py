@@ -106,6 +106,8 @@ def export(
     from checkflow.runtime.reader import open_checkpoint
 
     chosen = exporting.format_of(output) if form is None else form.value
+    if chosen is None:
+        raise typer.BadParameter(f"{output} does not say in which format to write: pass --format")
     with working(f"writing {output}"), open_checkpoint(choose(path)) as checkpoint:
         exporting.export(checkpoint, output, chosen, model=model, replace=force)
     typer.echo(f"{checkpoint.path} written to {output}")

@@ -11,32 +11,28 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import safetensors.torch
 import torch
 
-from checkflow.errors import CheckflowError, MismatchError, StorageError, UnsupportedError
+from checkflow.errors import CheckflowError, CorruptCheckpointError, MismatchError, StorageError, UnsupportedError
 from checkflow.runtime import extra_state
 from checkflow.runtime.reader import Checkpoint
 from checkflow.runtime.resume import fill
 
 Format = Literal["torch", "safetensors", "dcp"]
-FORMATS: tuple[str, ...] = get_args(Format)
 _SUFFIXES: Mapping[str, Format] = {
     ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch", ".safetensors": "safetensors", "": "dcp",
 }  # fmt: skip
 
 
-def format_of(path: Path) -> Format:
+def format_of(path: Path) -> Format | None:
     """What a file is to be, by its name: ``.pt``, ``.pth``, ``.bin``, ``.ckpt``; ``.safetensors``; a folder for DCP.
 
-    Raises:
-        UnsupportedError: the name does not tell.
+    None: the name does not tell.
     """
-    if path.suffix not in _SUFFIXES:
-        raise UnsupportedError(f"{path} does not say in which format to write: pass --format {'|'.join(FORMATS)}")
-    return _SUFFIXES[path.suffix]
+    return _SUFFIXES.get(path.suffix)
 
 
 def state_dicts(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -67,12 +63,12 @@ def state_dicts(checkpoint: Checkpoint) -> dict[str, Any]:
     parameters: dict[str, torch.Tensor] = {}
     for owner, saved in optimizers.items():
         own = {name.partition("/")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{owner}/")}
-        found[owner] = _optimizer_state(owner, saved, own, parameters)
+        found[owner] = optimizer_state(owner, saved, own, parameters)
     found |= {"state": job["objects"], "iteration": extra["iteration"], "epoch": extra["epoch"]}
     return found | ({"parameters": parameters} if parameters else {})
 
 
-def _optimizer_state(
+def optimizer_state(
     owner: str, saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], parameters: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
     """As ``Optimizer.state_dict()``: parameters are numbers there, counted over the groups."""
@@ -104,7 +100,7 @@ def _parameter_of(name: str, numbers: Mapping[str, int]) -> str:
     while path not in numbers:
         path, dot, _ = path.rpartition(".")
         if not dot:
-            raise UnsupportedError(f"{name} belongs to no parameter of the optimizer")
+            raise CorruptCheckpointError(f"{name} belongs to no parameter of the checkpoint's optimizer")
     return path
 
 

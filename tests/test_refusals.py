@@ -31,6 +31,7 @@ from checkflow.planner.trace import trace
 from checkflow.runtime import extra_state, layout, manifest
 from checkflow.runtime.arrangement import planned_records
 from checkflow.runtime.checkpointer import Checkpointer
+from checkflow.runtime.exporting import optimizer_state
 from checkflow.runtime.layout import TensorRecord, make_layout
 from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.store import Store
@@ -419,6 +420,11 @@ def steps_with_closure(directory: Path, plan: Plan) -> None:
         optimizer.step(lambda: model(torch.zeros(1, 2)).sum())
 
 
+def export_parts() -> None:
+    saved = {"groups": [{"params": ["w"]}], "values": {}, "others": {}}
+    optimizer_state("optimizer", saved, {"w.exp_avg.codes": torch.zeros(1)}, {})
+
+
 def asks_for_the_loader(directory: Path, plan: Plan) -> None:
     with fitting(plan, directory)[2] as checkpointer:
         checkpointer.loader  # noqa: B018
@@ -443,6 +449,8 @@ RUNTIME: dict[str, tuple[Callable[[Path, Plan], Any], str]] = {
     "opaque": (open_with(with_buffer(Opaque(torch.zeros(2)))), "model/odd is a Opaque"),
     "no state_dict": (open_with(state={"x": 3}), r"state\['x'\] is a int"),
     "loader": (open_with(loader=NoPosition()), "loader is a NoPosition"),
+    "ranks that draw": (lambda _, __: next(iter(DataLoader([0, 1], rank=0, world_size=2))), "pass seed="),
+    "parts": (lambda _, __: export_parts(), "only its job can put together"),
     "no loader": (asks_for_the_loader, "without a loader"),
     "twice": (iterates_twice, "iterated twice"),
     "iterable data": (lambda _, __: DataLoader(NoPosition(), 1), "map-style"),
