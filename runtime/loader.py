@@ -32,9 +32,10 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from checkflow.errors import MismatchError, UnsupportedError
+from checkflow.runtime.generators import Reseed
 from checkflow.runtime.order import TAILS, BatchSteps, SampleSteps, Share, Step, Steps, Tail, count_steps
 from checkflow.runtime.resumable import ResumableLoader
-from checkflow.runtime.sample_randomness import Batch, Reseed, SeededDataset, derived_seed
+from checkflow.runtime.sample_randomness import Batch, SeededDataset, derived_seed
 from checkflow.runtime.sampling import BLOCK, iterate_sampler
 from checkflow.runtime.worker_signals import WorkerShield
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 Tail = Literal["even", "drop", "pad"]
 TAILS: tuple[str, ...] = get_args(Tail)
@@ -33,8 +33,7 @@ class Share:
             raise ValueError(f"rank {self.rank} of {self.world_size} ranks does not exist")
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """This rank's batch of one step."""
 
     indices: list[Any]

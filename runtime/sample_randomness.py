@@ -6,25 +6,41 @@ interrupted. In the main process the generators are put back afterwards: dropout
 
 from __future__ import annotations
 
-import contextlib
 import operator
-import random
-import sys
+import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
-from torch.utils.data import Dataset, Subset, get_worker_info
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    default_convert,
+    get_worker_info,
+)
+from torch.utils.data._utils import collate as torch_collate
 
-Reseed = Callable[[int], object]
+from checkflow.runtime.generators import Reseed, generator_states, seed_generators, set_generator_states
+
+try:
+    from numpy import ndarray
+except ImportError:  # torch does without it
+    _ARRAYS: tuple[type, ...] = ()
+else:
+    _ARRAYS = (ndarray,)
 _OF_COLLATING = -1  # in the place of an index
+_PLAIN = (list, tuple, range, torch.Tensor, *_ARRAYS)  # what gives numbers and draws none
+_number = struct.Struct("<q").pack
 
 
 def derived_seed(*parts: int) -> int:
     """63 bits that depend on all parts, the same on every machine."""
-    return xxhash.xxh3_64_intdigest(b"".join(part.to_bytes(8, "little", signed=True) for part in parts)) >> 1
+    return xxhash.xxh3_64_intdigest(b"".join(map(_number, parts))) >> 1
 
 
 def index_number(index: Any) -> int:
@@ -45,43 +61,7 @@ def index_number(index: Any) -> int:
     return xxhash.xxh3_64_intdigest(repr(index).encode()) >> 1
 
 
-def seed_generators(seed: int, reseed: Reseed | None = None) -> None:
-    """Seed Python's, NumPy's and torch's generators, and what ``reseed`` seeds."""
-    random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed & 0xFFFFFFFF)
-    if reseed is not None:
-        reseed(seed)
-
-
-def generator_states() -> tuple[Any, ...]:
-    """Python's, torch's and, if it was imported, NumPy's generators as they are: for :func:`set_generator_states`."""
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), torch.default_generator.get_state(), numpy.random.get_state() if numpy else None
-
-
-def set_generator_states(states: tuple[Any, ...]) -> None:
-    """Put them back."""
-    python, torch_state, numpy_state = states
-    random.setstate(python)
-    torch.default_generator.set_state(torch_state)
-    if numpy_state is not None:
-        sys.modules["numpy"].random.set_state(numpy_state)
-
-
-@contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
-    """All generators of the process are afterwards as they were before."""
-    states = generator_states()
-    try:
-        yield
-    finally:
-        set_generator_states(states)
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """Which samples make up a batch: what goes to a worker."""
 
     seed: int
@@ -92,7 +72,8 @@ class Batch:
 class SeededDataset(Dataset[Any]):
     """The user's data set, indexed by whole batches, collated: mixing samples draws numbers, too.
 
-    A data set that fetches whole batches itself (``__getitems__``) is asked for them, and seeded once for each.
+    A data set that fetches whole batches itself (``__getitems__``) is asked for them, and seeded once for each. Where
+    nothing can draw, nothing is seeded: see :func:`draws_nothing`.
 
     Args:
         batched: whether samples are collated to batches; otherwise each goes through ``collate`` by itself.
@@ -105,32 +86,45 @@ class SeededDataset(Dataset[Any]):
         self.dataset, self.collate = dataset, collate
         self._batched, self._reseed = batched, reseed
         self._whole = batched and _fetches_batches(dataset)
+        plain = _is_torchs(collate)
+        # Torch's own draws nothing; samples of classes that do when they are looked at go on from the last one's seed.
+        self._seeds_collating = batched and not plain
+        self._seeds = reseed is not None or not plain or not draws_nothing(dataset)
 
     def __getitems__(self, batch: Batch) -> Any:
-        if get_worker_info() is not None:  # a worker's generators serve nothing but its samples
+        if not self._seeds or get_worker_info() is not None:  # a worker's generators serve nothing but its samples
             return self._make(batch)
-        with generators_kept():
+        states = generator_states()
+        try:
             return self._make(batch)
+        finally:
+            set_generator_states(states)
 
     def _make(self, batch: Batch) -> Any:
-        indices, place = batch.indices, (batch.seed, batch.epoch)
-        if not self._batched:
-            return self.collate(self._sample(place, indices[0]))
+        dataset, indices = self.dataset, batch.indices
         samples: Sequence[Any]
         if self._whole:
-            self._seed(*place, index_number(indices[0]))
-            samples = self.dataset.__getitems__(indices)
+            if self._seeds:
+                next(self._seed_each(batch))
+            samples = dataset.__getitems__(indices)
+        elif self._seeds:
+            samples = [dataset[index] for index in self._seed_each(batch)]
         else:
-            samples = [self._sample(place, index) for index in indices]
-        self._seed(*place, index_number(indices[0]), _OF_COLLATING)
+            samples = [dataset[index] for index in indices]
+        if not self._batched:
+            return self.collate(samples[0])
+        if self._seeds_collating:
+            seed_generators(
+                derived_seed(batch.seed, batch.epoch, index_number(indices[0]), _OF_COLLATING), self._reseed
+            )
         return self.collate(samples)
 
-    def _sample(self, place: tuple[int, int], index: Any) -> Any:
-        self._seed(*place, index_number(index))
-        return self.dataset[index]
-
-    def _seed(self, *parts: int) -> None:
-        seed_generators(derived_seed(*parts), self._reseed)
+    def _seed_each(self, batch: Batch) -> Iterator[Any]:
+        """The indices, each after the generators were seeded for it."""
+        reseed, digest, place = self._reseed, xxhash.xxh3_64_intdigest, _number(batch.seed) + _number(batch.epoch)
+        for index in batch.indices:  # ``derived_seed``, of which the first two parts are packed already
+            seed_generators(digest(place + _number(index_number(index))) >> 1, reseed)
+            yield index
 
 
 def _fetches_batches(dataset: Any) -> bool:
@@ -138,3 +132,27 @@ def _fetches_batches(dataset: Any) -> bool:
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
+
+
+def _is_torchs(collate: Callable[[Any], Any]) -> bool:
+    """Whether it is torch's default, nothing registered with it."""
+    known = torch_collate.default_collate_fn_map.values()
+    default = collate is default_collate or collate is default_convert
+    return default and all(one.__module__ == torch_collate.__name__ for one in known)
+
+
+def draws_nothing(dataset: Any) -> bool:
+    """Whether indexing it surely draws from no generator: tensors and arrays, and what torch composes of them.
+
+    Exactly these types: a class that inherits from one of them may do anything.
+    """
+    if type(dataset) is TensorDataset:
+        return all(type(tensor) is torch.Tensor for tensor in dataset.tensors)
+    if type(dataset) is Subset:
+        return type(dataset.indices) in _PLAIN and draws_nothing(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return all(map(draws_nothing, dataset.datasets))
+    if type(dataset) is StackDataset:
+        parts = dataset.datasets
+        return all(map(draws_nothing, parts.values() if isinstance(parts, dict) else parts))
+    return type(dataset) in (torch.Tensor, range) or (type(dataset) in _ARRAYS and dataset.dtype != object)

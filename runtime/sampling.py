@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from checkflow.runtime.sample_randomness import (
+from checkflow.runtime.generators import (
     generator_states,
     generators_kept,
     seed_generators,

@@ -12,7 +12,7 @@ from typing import Any
 
 from killed_job import BATCH
 
-from checkflow.runtime import files, loader, manifest, opening, store
+from checkflow.runtime import files, manifest, opening, sample_randomness, store
 from checkflow.runtime.barriers import AnchorWork
 from checkflow.runtime.capture import Capturer
 from checkflow.runtime.host_engine import HostCopyEngine
@@ -122,7 +122,7 @@ def rarely_captured() -> None:
 
 def samples_draw_as_they_come() -> None:
     """Augmentation depends on which worker is asked, and when. L4."""
-    loader._seed_generators = lambda seed: None
+    sample_randomness.seed_generators = lambda seed, reseed=None: None  # type: ignore[attr-defined]
 
 
 def checksums_ignored() -> None:
