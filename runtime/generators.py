@@ -2,10 +2,10 @@
 and putting them back as they were.
 
 Both are done so often, at each sample and at each batch of the main process, that they must cost microseconds. Asking
-Python's generator for its state costs 12 of them, NumPy's 40 to 90, and the same again to set it. So their memory is
-looked at: Python's is asked only if it has changed since it was put back, and NumPy's twister is copied by the address
-that NumPy gives for it (``BitGenerator.ctypes``). Memory is only read, but for that copy. Where it does not lie as
-CPython and NumPy lay it today, which is tried at import, states are asked for as usual.
+Python's generator for its state takes 10 of them and setting it 3, and more where its 625 numbers have left the cache;
+NumPy's take 40 to 90 each. So the two twisters are copied as the bytes that they are: NumPy's by the address that NumPy
+gives for it (``BitGenerator.ctypes``), Python's where it lies in its object, of which it is all there is. Both are tried
+at import; where they do not lie so, states are asked for and set as usual.
 
 What ``numpy.random.default_rng()`` makes belongs to whoever made it, and is not seen here.
 """
@@ -31,33 +31,32 @@ Reseed = Callable[[int], object]
 _TWISTER_BYTES = 4 * 624 + 4  # words, and the place among them
 
 
-class _PythonGenerator:
-    """The one behind the functions of ``random``, or another."""
+_Bytes = ctypes.Array[ctypes.c_char]
 
-    def __init__(self, instance: random.Random | None = None) -> None:
-        self._instance: random.Random = instance or random.seed.__self__  # type: ignore[attr-defined]
-        self._memory = _memory_of(self._instance)
-        self._known: tuple[bytes, tuple[Any, ...]] | None = None  # a state, and the memory that goes with it
+
+class _PythonGenerator:
+    """The one behind the functions of ``random``."""
+
+    def __init__(self) -> None:
+        self._instance: Any = random.seed.__self__  # type: ignore[attr-defined]
+        self._twister = _memory_of(self._instance, _random.Random) if _twister_of_python_is_known() else None
 
     def seed(self, seed: int) -> None:
         """As ``random.seed`` does for a whole number, in a third less time."""
         _random.Random.seed(self._instance, seed)
-        self._instance.gauss_next = None  # type: ignore[attr-defined]
+        self._instance.gauss_next = None
 
     def state(self) -> tuple[Any, ...]:
-        if self._known is None or self._memory.raw != self._known[0]:
-            state = self._instance.getstate()
-            if _MEMORY_TELLS_OF_PYTHON:
-                self._known = self._memory.raw, state
-            return state
-        version, words, gauss_next = self._known[1]
-        now = self._instance.gauss_next  # type: ignore[attr-defined]
-        return self._known[1] if now is gauss_next else (version, words, now)
+        """The twister and the second normal number, or what Python tells of them."""
+        if self._twister is None:
+            return self._instance.getstate()  # type: ignore[no-any-return]
+        return self._twister.raw, self._instance.gauss_next
 
     def set_state(self, state: tuple[Any, ...]) -> None:
-        self._instance.setstate(state)
-        if _MEMORY_TELLS_OF_PYTHON:
-            self._known = self._memory.raw, state
+        if self._twister is None:
+            self._instance.setstate(state)
+        else:
+            self._twister.raw, self._instance.gauss_next = state
 
 
 class _NumPyGenerator:
@@ -65,10 +64,12 @@ class _NumPyGenerator:
 
     def __init__(self) -> None:
         self._module: Any = numpy.random
-        self._state = self._module.set_state.__self__
-        self._reseed = self._state.seed
-        self._memory = _memory_of(self._state)
+        instance = self._module.set_state.__self__
+        self._reseed = instance.seed
+        self._memory = _memory_of(instance, type(instance))
+        self._known = _twister_of_numpy_is_known()
         self._bits: Any = None  # the bit generator that it draws from
+        self._twister: _Bytes | None = None  # of that, if it has one
         self._blank: bytes | None = None  # its own memory, when it held no second normal number
 
     def seed(self, seed: int) -> None:
@@ -82,64 +83,70 @@ class _NumPyGenerator:
         """The bit generator, and its twister's bytes, or what NumPy tells of it."""
         bits = self._module.get_bit_generator()
         if bits is not self._bits:
-            self._bits, self._blank = bits, None
-        if self._blank is not None and self._memory.raw == self._blank:
-            return bits, _twister(bits).raw
+            self._look_at(bits)
+        if self._twister is None:
+            return bits, self._module.get_state(legacy=False)
+        if self._memory.raw == self._blank:
+            return bits, self._twister.raw
         state = self._module.get_state(legacy=False)
-        if _MEMORY_TELLS_OF_NUMPY and type(bits) is self._module.MT19937 and not state["has_gauss"]:
+        if not state["has_gauss"]:
             self._blank = self._memory.raw
         return bits, state
 
     def set_state(self, state: tuple[Any, Any]) -> None:
         bits, told = state
         self._module.set_bit_generator(bits)  # forgets a second normal number
-        if isinstance(told, bytes):
-            with bits.lock:
-                ctypes.memmove(bits.ctypes.state_address, told, _TWISTER_BYTES)
-        else:
+        if not isinstance(told, bytes):
             self._module.set_state(told)
+            return
+        if bits is not self._bits:
+            self._look_at(bits)
+        assert self._twister is not None  # it was taken from there
+        with bits.lock:
+            self._twister.raw = told
+
+    def _look_at(self, bits: Any) -> None:
+        self._bits, self._blank = bits, None
+        self._twister = _twister_of(bits) if self._known and type(bits) is self._module.MT19937 else None
 
 
-def _memory_of(one: Any) -> ctypes.Array[ctypes.c_char]:
-    """What lies in an object itself, behind the header; valid while the object lives."""
+def _memory_of(one: Any, kind: type) -> _Bytes:
+    """What an object holds in itself as one of this kind, behind the header; valid while it lives."""
     header = object.__basicsize__
-    return (ctypes.c_char * (type(one).__basicsize__ - header)).from_address(id(one) + header)
+    return (ctypes.c_char * (kind.__basicsize__ - header)).from_address(id(one) + header)
 
 
-def _twister(bits: Any) -> ctypes.Array[ctypes.c_char]:
+def _twister_of(bits: Any) -> _Bytes:
     return (ctypes.c_char * _TWISTER_BYTES).from_address(bits.ctypes.state_address)
 
 
-def _memory_tells_of_python() -> bool:
-    """Whether a draw is seen in the memory of Python's generators."""
-    one = random.Random(0)
-    memory = _memory_of(one)
-    before = memory.raw
-    same = memory.raw == before
-    one.random()
-    return same and memory.raw != before
-
-
-def _memory_tells_of_numpy() -> bool:
-    """Whether a second normal number is seen in the memory of NumPy's generators, and the twister is at its address."""
-    if numpy is None:
+def _twister_of_python_is_known() -> bool:
+    """Whether it is all that such a generator holds, no pointers beside it, and copying it copies the generator."""
+    held = _random.Random.__basicsize__ - object.__basicsize__
+    if sys.implementation.name != "cpython" or not _TWISTER_BYTES <= held < _TWISTER_BYTES + 8:
         return False
+    one, other = random.Random(1), random.Random(2)
+    one.random()
+    _memory_of(other, _random.Random).raw = _memory_of(one, _random.Random).raw
+    return one.getstate() == other.getstate() and one.random() == other.random()
+
+
+def _twister_of_numpy_is_known() -> bool:
+    """Whether it lies at its address, and a second normal number, and nothing of a draw, is seen in its owner."""
     bits = numpy.random.MT19937(0)
     one = numpy.random.RandomState(bits)
-    memory = _memory_of(one)
+    memory = _memory_of(one, type(one))
     blank = memory.raw
     one.random_sample()
     same = memory.raw == blank
     one.standard_normal()
     held = memory.raw != blank
     one.standard_normal()
-    told: Any = one.get_state(legacy=False)
-    words = told["state"]["key"].astype("uint32").tobytes() + int(told["state"]["pos"]).to_bytes(4, sys.byteorder)
-    return same and held and memory.raw == blank and _twister(bits).raw == words
+    told: Any = one.get_state(legacy=False)["state"]
+    words = told["key"].astype(numpy.uint32).tobytes() + int(told["pos"]).to_bytes(4, sys.byteorder)
+    return same and held and memory.raw == blank and _twister_of(bits).raw == words
 
 
-_MEMORY_TELLS_OF_PYTHON = _memory_tells_of_python()
-_MEMORY_TELLS_OF_NUMPY = _memory_tells_of_numpy()
 _python = _PythonGenerator()
 _numpy = None if numpy is None else _NumPyGenerator()
 
