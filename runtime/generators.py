@@ -4,8 +4,8 @@ and putting them back as they were.
 Both are done so often, at each sample and at each batch of the main process, that they must cost microseconds. Asking
 Python's generator for its state takes 10 of them and setting it 3, and more where its 625 numbers have left the cache;
 NumPy's take 40 to 90 each. So the two twisters are copied as the bytes that they are: NumPy's by the address that NumPy
-gives for it (``BitGenerator.ctypes``), Python's where it lies in its object, of which it is all there is. Both are tried
-at import; where they do not lie so, states are asked for and set as usual.
+gives for it (``BitGenerator.ctypes``), Python's where it lies in its object, of which it is all there is. Both are
+tried at import; where they do not lie so, states are asked for and set as usual.
 
 What ``numpy.random.default_rng()`` makes belongs to whoever made it, and is not seen here.
 """
@@ -70,7 +70,7 @@ class _NumPyGenerator:
         self._known = _twister_of_numpy_is_known()
         self._bits: Any = None  # the bit generator that it draws from
         self._twister: _Bytes | None = None  # of that, if it has one
-        self._blank: bytes | None = None  # its own memory, when it held no second normal number
+        self._blank: bytes | None = None  # the instance's memory, with these bits and without a second normal number
 
     def seed(self, seed: int) -> None:
         try:
@@ -81,33 +81,32 @@ class _NumPyGenerator:
 
     def state(self) -> tuple[Any, Any]:
         """The bit generator, and its twister's bytes, or what NumPy tells of it."""
+        if self._twister is not None and self._memory.raw == self._blank:
+            return self._bits, self._twister.raw
         bits = self._module.get_bit_generator()
-        if bits is not self._bits:
-            self._look_at(bits)
-        if self._twister is None:
-            return bits, self._module.get_state(legacy=False)
-        if self._memory.raw == self._blank:
-            return bits, self._twister.raw
+        self._look_at(bits)
         state = self._module.get_state(legacy=False)
-        if not state["has_gauss"]:
-            self._blank = self._memory.raw
-        return bits, state
+        if self._twister is None or state["has_gauss"]:
+            return bits, state
+        self._blank = self._memory.raw
+        return bits, self._twister.raw
 
     def set_state(self, state: tuple[Any, Any]) -> None:
         bits, told = state
-        self._module.set_bit_generator(bits)  # forgets a second normal number
+        if bits is not self._bits or self._memory.raw != self._blank:
+            self._module.set_bit_generator(bits)  # forgets a second normal number
         if not isinstance(told, bytes):
             self._module.set_state(told)
             return
-        if bits is not self._bits:
-            self._look_at(bits)
+        self._look_at(bits)
         assert self._twister is not None  # it was taken from there
         with bits.lock:
             self._twister.raw = told
 
     def _look_at(self, bits: Any) -> None:
-        self._bits, self._blank = bits, None
-        self._twister = _twister_of(bits) if self._known and type(bits) is self._module.MT19937 else None
+        if bits is not self._bits:
+            self._bits, self._blank = bits, None
+            self._twister = _twister_of(bits) if self._known and type(bits) is self._module.MT19937 else None
 
 
 def _memory_of(one: Any, kind: type) -> _Bytes:
@@ -148,6 +147,7 @@ def _twister_of_numpy_is_known() -> bool:
 
 
 _python = _PythonGenerator()
+_torch = torch.default_generator
 _numpy = None if numpy is None else _NumPyGenerator()
 
 
@@ -162,7 +162,7 @@ def seed_generators(seed: int, reseed: Reseed | None = None) -> None:
             32 bits, their numbers would be the same.
     """
     _python.seed(seed)
-    torch.default_generator.manual_seed(seed)
+    _torch.manual_seed(seed)
     if _numpy is not None:
         _numpy.seed(seed >> 31 & 0xFFFFFFFF)
     if reseed is not None:
@@ -171,14 +171,14 @@ def seed_generators(seed: int, reseed: Reseed | None = None) -> None:
 
 def generator_states() -> tuple[Any, ...]:
     """The generators as they are, in this process: for :func:`set_generator_states`."""
-    return _python.state(), torch.default_generator.get_state(), None if _numpy is None else _numpy.state()
+    return _python.state(), _torch.get_state(), None if _numpy is None else _numpy.state()
 
 
 def set_generator_states(states: tuple[Any, ...]) -> None:
     """Put them back."""
     python, of_torch, of_numpy = states
     _python.set_state(python)
-    torch.default_generator.set_state(of_torch)
+    _torch.set_state(of_torch)
     if _numpy is not None:
         _numpy.set_state(of_numpy)
 

@@ -59,7 +59,8 @@ class DataLoader(ResumableLoader):
             rank 0 draws for all.
         generator: that they are drawn from, in place of torch's own.
         reseed: called with a seed of 63 bits before each sample, for libraries that have generators of their own:
-            ``reseed=transform.set_random_seed`` (albumentations).
+            ``reseed=transform.set_random_seed`` (albumentations). ``numpy.random.default_rng()`` makes one of
+            these: make it anew for each sample, by ``torch.initial_seed()``, which is the sample's.
         rank, world_size: which part of each step is this process's; None: as torch.distributed says when the epoch
             begins. ``batch_size`` is that of one rank. 0 of 1: the sampler deals already.
         tail: of an epoch, what is left when fewer samples than a whole step takes are, under several ranks: "even" is
@@ -207,13 +208,13 @@ class DataLoader(ResumableLoader):
         self._base.manual_seed(derived_seed(seeds[0], self.epoch, _OF_WORKERS))
         if self.shield is not None:
             self.shield.workers_start()
-        batches = iter(self._loader)
-        while self._feed.ends or steps.more:
+        batches, ends = iter(self._loader), self._feed.ends
+        while ends or steps.more:
             if not told:
                 self._tell_requested()
             told = False
             batch = next(batches)
-            self._handed = self._feed.ends.popleft()
+            self._handed = ends.popleft()
             self._tell_handed(batch)
             yield batch
         self.dropped, self.repeated = steps.dropped, steps.repeated

@@ -70,10 +70,9 @@ class Steps(Iterator[Step]):
         return self._next is not None
 
     def __next__(self) -> Step:
-        if not self.more:
+        step, self._next = self._next or self._deal(), None
+        if step is None:
             raise StopIteration
-        step, self._next = self._next, None
-        assert step is not None
         self.pulled += 1
         return step
 

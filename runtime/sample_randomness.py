@@ -123,7 +123,8 @@ class SeededDataset(Dataset[Any]):
         """The indices, each after the generators were seeded for it."""
         reseed, digest, place = self._reseed, xxhash.xxh3_64_intdigest, _number(batch.seed) + _number(batch.epoch)
         for index in batch.indices:  # ``derived_seed``, of which the first two parts are packed already
-            seed_generators(digest(place + _number(index_number(index))) >> 1, reseed)
+            number = index if type(index) is int else index_number(index)
+            seed_generators(digest(place + _number(number)) >> 1, reseed)
             yield index
 
 
