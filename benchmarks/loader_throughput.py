@@ -31,6 +31,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import os
 import platform
 import random
@@ -38,6 +39,7 @@ import statistics
 import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +166,8 @@ def epoch_seconds(loader: Any, samples: int) -> float:
 
 def measure(make: Callable[[int], Any], batch_size: int, workers: int, rounds: int, seconds: float) -> dict[str, Any]:
     """One case: both loaders, round by round."""
-    trial = make(8 * batch_size)
-    one = epoch_seconds(TorchDataLoader(trial, batch_size), 8 * batch_size) / max(1, min(workers, os.cpu_count() or 1))
+    trial = make(2 * batch_size)
+    one = epoch_seconds(TorchDataLoader(trial, batch_size), len(trial)) / max(1, min(workers, os.cpu_count() or 1))
     batches = max(2, workers, round(seconds / one / batch_size))
     dataset = make(batches * batch_size)
     options: dict[str, Any] = {"num_workers": workers, "persistent_workers": bool(workers)}
@@ -235,17 +237,21 @@ def measure_skip(rounds: int) -> dict[str, Any]:
             times.setdefault(f"from {position}", []).append(first_batch_seconds(loader))
             if loader.dataset.loaded != 128:
                 raise SystemExit(f"{loader.dataset.loaded} samples were loaded for one batch")
-    memory = {"torch": order_bytes(TorchDataLoader(Unread(), 128, True))}
-    memory["checkflow"] = order_bytes(checkflow.DataLoader(Unread(), 128, True, seed=0))
+    memory = {}
+    for kind in ("torch", "checkflow"):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+            memory[kind] = fresh.submit(order_bytes, kind).result()
     medians = {name: statistics.median(values) for name, values in times.items()}
     return {"samples": ORDER, "first_batch_seconds": medians, "order_bytes": memory}
 
 
-def order_bytes(loader: Any) -> int:
-    """What the process grew by until the first batch was there, and keeps while the epoch lasts."""
+def order_bytes(kind: str) -> int:
+    """What a fresh process, warm by another loader, grows by until its first batch is there."""
+    make = {"torch": TorchDataLoader, "checkflow": checkflow.DataLoader}[kind]
+    warm, large = iter(make(range(512), 128, True)), iter(make(Unread(), 128, True))
+    next(warm)
     before = psutil.Process().memory_info().rss
-    batches = iter(loader)
-    next(batches)
+    next(large)
     return int(psutil.Process().memory_info().rss - before)
 
 
