@@ -37,6 +37,7 @@ import platform
 import random
 import statistics
 import time
+import warnings
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -268,6 +269,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=results)
     asked = parser.parse_args()
     torch.set_num_threads(1)  # as in workers
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
     rows = []
     head = f"{'items':12} {'batch':>5} {'workers':>7} {'item':>9} {'torch':>9} {'ours':>9}"
     print(f"{head} {'of torch':>10} {'added':>9}  target")
