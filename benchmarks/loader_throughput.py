@@ -18,6 +18,8 @@ counted, and then, round by round, one after the other, in turns the first, an e
 two batches, and one for each worker). A figure is the median of the rounds; "of torch's" is the median of the rounds'
 ratios, "added" that of their differences. Two targets: at least 97 % of torch's throughput where an item costs 1 ms or
 more, and at most 10 µs a sample beyond torch's where items are only tensors. Which rows meet theirs is told.
+"added CPU" is the same difference of the CPU's time, of the workers too (to 10 ms an epoch): other work on the machine
+changes it less.
 
 "skip" is a shuffled data set of 1,280,000 samples of which nothing is loaded before the position: the seconds from
 ``iter`` to the first batch at the begin, in the middle and before the end, torch's at the begin beside it, and the
@@ -155,45 +157,54 @@ def makers(only: list[str]) -> dict[str, Callable[[int], Any]]:
 KINDS = {"image-1ms": 1e-3, "image-5ms": 5e-3, "wait-1ms": 1e-3, "tensors": 0.0, "own-tensors": 0.0}  # least seconds
 
 
-def epoch_seconds(loader: Any, samples: int) -> float:
-    """Of one epoch, a sample."""
-    begun = time.perf_counter()
+def cpu_seconds() -> float:
+    """Of this process and of its workers so far."""
+    times = [child.cpu_times() for child in psutil.Process().children()]
+    return time.process_time() + sum(one.user + one.system for one in times)
+
+
+def epoch_seconds(loader: Any, samples: int) -> tuple[float, float]:
+    """Of one epoch, a sample: passed, and of CPU time."""
+    cpu, begun = cpu_seconds(), time.perf_counter()
     seen = sum(len(targets) for _, targets in loader)
     seconds = time.perf_counter() - begun
     if seen != samples:
         raise SystemExit(f"{type(loader).__name__} gave {seen} samples of {samples}")
-    return seconds / samples
+    return seconds / samples, (cpu_seconds() - cpu) / samples
 
 
 def measure(make: Callable[[int], Any], batch_size: int, workers: int, rounds: int, seconds: float) -> dict[str, Any]:
     """One case: both loaders, round by round."""
     trial = make(2 * batch_size)
-    one = epoch_seconds(TorchDataLoader(trial, batch_size), len(trial)) / max(1, min(workers, os.cpu_count() or 1))
-    batches = max(2, workers, round(seconds / one / batch_size))
+    one, _ = epoch_seconds(TorchDataLoader(trial, batch_size), len(trial))
+    batches = max(2, workers, round(seconds / one * max(1, min(workers, os.cpu_count() or 1)) / batch_size))
     dataset = make(batches * batch_size)
     options: dict[str, Any] = {"num_workers": workers, "persistent_workers": bool(workers)}
     loaders = {
         "torch": TorchDataLoader(dataset, batch_size, True, **options),
         "checkflow": checkflow.DataLoader(dataset, batch_size, True, **options),
     }
-    times: dict[str, list[float]] = {name: [] for name in loaders}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in loaders}
     for loader in loaders.values():
         epoch_seconds(loader, len(dataset))
     for number in range(rounds):
         for name in sorted(loaders, reverse=number % 2 == 0):
             times[name].append(epoch_seconds(loaders[name], len(dataset)))
-    pairs = list(zip(times["torch"], times["checkflow"], strict=True))
-    return {
-        "batch_size": batch_size,
-        "workers": workers,
-        "samples": len(dataset),
-        "item_seconds": item_seconds(dataset),
-        "torch_seconds_a_sample": statistics.median(times["torch"]),
-        "seconds_a_sample": statistics.median(times["checkflow"]),
-        "of_torchs_throughput": statistics.median(theirs / ours for theirs, ours in pairs),
-        "of_torchs_throughput_least_and_most": [ends(theirs / ours for theirs, ours in pairs) for ends in (min, max)],
-        "added_seconds_a_sample": statistics.median(ours - theirs for theirs, ours in pairs),
-    }
+    row: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "samples": len(dataset)}
+    row["item_seconds"] = item_seconds(dataset)
+    for kind, which in (("", 0), ("cpu_", 1)):
+        theirs, ours = ([each[which] for each in times[name]] for name in ("torch", "checkflow"))
+        pairs = list(zip(theirs, ours, strict=True))
+        row |= {
+            f"torch_{kind}seconds_a_sample": statistics.median(theirs),
+            f"{kind}seconds_a_sample": statistics.median(ours),
+            f"added_{kind}seconds_a_sample": statistics.median(mine - other for other, mine in pairs),
+        }
+        if not which:
+            shares = [other / mine for other, mine in pairs]
+            row["of_torchs_throughput"] = statistics.median(shares)
+            row["of_torchs_throughput_least_and_most"] = [min(shares), max(shares)]
+    return row
 
 
 def judge(kind: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -272,7 +283,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
     rows = []
     head = f"{'items':12} {'batch':>5} {'workers':>7} {'item':>9} {'torch':>9} {'ours':>9}"
-    print(f"{head} {'of torch':>10} {'added':>9}  target")
+    print(f"{head} {'of torch':>10} {'added':>9} {'added CPU':>9}  target")
     for (kind, make), workers, batch_size in itertools.product(
         makers(asked.only).items(), asked.workers, asked.batch_sizes
     ):
@@ -282,7 +293,7 @@ def main() -> None:
         print(
             f"{kind:12} {batch_size:5} {workers:7} {micro(row['item_seconds'])} {micro(row['torch_seconds_a_sample'])}"
             f" {micro(row['seconds_a_sample'])} {row['of_torchs_throughput']:10.1%}"
-            f" {micro(row['added_seconds_a_sample'])}  {row['target']}{'' if row['met'] else ': MISSED'}",
+            f" {micro(row['added_seconds_a_sample'])} {micro(row['added_cpu_seconds_a_sample'])}  {row['target']}{'' if row['met'] else ': MISSED'}",
             flush=True,
         )
     skip = measure_skip(asked.rounds)

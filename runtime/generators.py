@@ -28,17 +28,15 @@ except ImportError:  # torch does without it
     numpy = None  # type: ignore[assignment]
 
 Reseed = Callable[[int], object]
-_TWISTER_BYTES = 4 * 624 + 4  # words, and the place among them
-
-
 _Bytes = ctypes.Array[ctypes.c_char]
+_TWISTER_BYTES = 4 * 624 + 4  # words, and the place among them
 
 
 class _PythonGenerator:
     """The one behind the functions of ``random``."""
 
     def __init__(self) -> None:
-        self._instance: Any = random.seed.__self__  # type: ignore[attr-defined]
+        self._instance: Any = random._inst  # type: ignore[attr-defined]
         self._twister = _memory_of(self._instance, _random.Random) if _twister_of_python_is_known() else None
 
     def seed(self, seed: int) -> None:
@@ -64,7 +62,7 @@ class _NumPyGenerator:
 
     def __init__(self) -> None:
         self._module: Any = numpy.random
-        instance = self._module.set_state.__self__
+        instance = self._module.mtrand._rand
         self._reseed = instance.seed
         self._memory = _memory_of(instance, type(instance))
         self._known = _twister_of_numpy_is_known()

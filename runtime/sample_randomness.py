@@ -40,7 +40,14 @@ _number = struct.Struct("<q").pack
 
 def derived_seed(*parts: int) -> int:
     """63 bits that depend on all parts, the same on every machine."""
-    return xxhash.xxh3_64_intdigest(b"".join(map(_number, parts))) >> 1
+    return xxhash.xxh3_64_intdigest(b"".join(map(_packed, parts))) >> 1
+
+
+def _packed(part: int) -> bytes:
+    try:
+        return _number(part)
+    except struct.error:  # more than 64 bits
+        return xxhash.xxh3_64_digest(repr(part).encode())
 
 
 def index_number(index: Any) -> int:
@@ -105,7 +112,7 @@ class SeededDataset(Dataset[Any]):
         samples: Sequence[Any]
         if self._whole:
             if self._seeds:
-                next(self._seed_each(batch))
+                next(self._seed_each(batch), None)
             samples = dataset.__getitems__(indices)
         elif self._seeds:
             samples = [dataset[index] for index in self._seed_each(batch)]
@@ -113,7 +120,7 @@ class SeededDataset(Dataset[Any]):
             samples = [dataset[index] for index in indices]
         if not self._batched:
             return self.collate(samples[0])
-        if self._seeds_collating:
+        if self._seeds_collating and indices:
             seed_generators(
                 derived_seed(batch.seed, batch.epoch, index_number(indices[0]), _OF_COLLATING), self._reseed
             )
@@ -121,10 +128,10 @@ class SeededDataset(Dataset[Any]):
 
     def _seed_each(self, batch: Batch) -> Iterator[Any]:
         """The indices, each after the generators were seeded for it."""
-        reseed, digest, place = self._reseed, xxhash.xxh3_64_intdigest, _number(batch.seed) + _number(batch.epoch)
+        reseed, digest, place = self._reseed, xxhash.xxh3_64_intdigest, _packed(batch.seed) + _packed(batch.epoch)
         for index in batch.indices:  # ``derived_seed``, of which the first two parts are packed already
             number = index if type(index) is int else index_number(index)
-            seed_generators(digest(place + _number(number)) >> 1, reseed)
+            seed_generators(digest(place + _packed(number)) >> 1, reseed)
             yield index
 
 

@@ -145,6 +145,21 @@ def test_samples_named_by_other_things_than_numbers() -> None:
         index_number(object())
 
 
+class Huge:
+    """Samples by numbers of more than 64 bits."""
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index % 2**40, random.random()
+
+
+def test_numbers_of_more_than_64_bits() -> None:
+    indices = [2**64 + 1, -(2**63) - 1, 2**63, 5]
+    samples = list(DataLoader(Huge(), None, sampler=indices, seed=2**70))
+    assert len({drawn for _, drawn in samples}) == 4
+    assert list(DataLoader(Huge(), None, sampler=indices[1:], seed=2**70)) == samples[1:]
+    assert list(DataLoader(Huge(), None, sampler=indices, seed=2**71)) != samples
+
+
 def test_seeds_from_a_generator_of_its_own() -> None:
     def make() -> DataLoader:
         return DataLoader(data, 4, True, generator=torch.Generator().manual_seed(8))
@@ -210,6 +225,12 @@ def test_who_fetches_whole_batches_is_asked_for_them() -> None:
     assert rows(DataLoader(Subset(data, range(10)), 2, seed=0)) == each
     assert rows(DataLoader(Subset(Subset(dataset, range(9)), [3, 4]), 2, seed=0))[0][0] == 3
     assert dataset.asked[-1] == [3, 4]
+
+
+@pytest.mark.parametrize("dataset", [data, Fetching(SIZE)])
+def test_a_batch_without_samples(dataset: Augmented) -> None:
+    loader = DataLoader(dataset, batch_sampler=[[1], [], [2]], collate_fn=len)
+    assert list(loader) == [1, 0, 1]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
