@@ -293,7 +293,8 @@ def main() -> None:
         print(
             f"{kind:12} {batch_size:5} {workers:7} {micro(row['item_seconds'])} {micro(row['torch_seconds_a_sample'])}"
             f" {micro(row['seconds_a_sample'])} {row['of_torchs_throughput']:10.1%}"
-            f" {micro(row['added_seconds_a_sample'])} {micro(row['added_cpu_seconds_a_sample'])}  {row['target']}{'' if row['met'] else ': MISSED'}",
+            f" {micro(row['added_seconds_a_sample'])} {micro(row['added_cpu_seconds_a_sample'])}"
+            f"  {row['target']}{'' if row['met'] else ': MISSED'}",
             flush=True,
         )
     skip = measure_skip(asked.rounds)

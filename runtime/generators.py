@@ -36,7 +36,7 @@ class _PythonGenerator:
     """The one behind the functions of ``random``."""
 
     def __init__(self) -> None:
-        self._instance: Any = random._inst  # type: ignore[attr-defined]
+        self._instance: Any = random._inst
         self._twister = _memory_of(self._instance, _random.Random) if _twister_of_python_is_known() else None
 
     def seed(self, seed: int) -> None:
