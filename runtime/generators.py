@@ -36,25 +36,20 @@ class _PythonGenerator:
     """The one behind the functions of ``random``."""
 
     def __init__(self) -> None:
-        self._instance: Any = random._inst
-        self._twister = _memory_of(self._instance, _random.Random) if _twister_of_python_is_known() else None
-
-    def seed(self, seed: int) -> None:
-        """As ``random.seed`` does for a whole number, in a third less time."""
-        _random.Random.seed(self._instance, seed)
-        self._instance.gauss_next = None
+        self.instance: Any = random._inst
+        self._twister = _memory_of(self.instance, _random.Random) if _twister_of_python_is_known() else None
 
     def state(self) -> tuple[Any, ...]:
         """The twister and the second normal number, or what Python tells of them."""
         if self._twister is None:
-            return self._instance.getstate()  # type: ignore[no-any-return]
-        return self._twister.raw, self._instance.gauss_next
+            return self.instance.getstate()  # type: ignore[no-any-return]
+        return self._twister.raw, self.instance.gauss_next
 
     def set_state(self, state: tuple[Any, ...]) -> None:
         if self._twister is None:
-            self._instance.setstate(state)
+            self.instance.setstate(state)
         else:
-            self._twister.raw, self._instance.gauss_next = state
+            self._twister.raw, self.instance.gauss_next = state
 
 
 class _NumPyGenerator:
@@ -145,6 +140,7 @@ def _twister_of_numpy_is_known() -> bool:
 
 
 _python = _PythonGenerator()
+_seed_python = _random.Random.seed
 _torch = torch.default_generator
 _numpy = None if numpy is None else _NumPyGenerator()
 
@@ -159,7 +155,9 @@ def seed_generators(seed: int, reseed: Reseed | None = None) -> None:
             Python's, with one of some n² / 2^64. Torch's and NumPy's seed a twister in the same way: had both the same
             32 bits, their numbers would be the same.
     """
-    _python.seed(seed)
+    python = _python.instance
+    _seed_python(python, seed)  # as ``random.seed`` does for a whole number, in a third less time
+    python.gauss_next = None
     _torch.manual_seed(seed)
     if _numpy is not None:
         _numpy.seed(seed >> 31 & 0xFFFFFFFF)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -111,11 +111,11 @@ class SeededDataset(Dataset[Any]):
         dataset, indices = self.dataset, batch.indices
         samples: Sequence[Any]
         if self._whole:
-            if self._seeds:
-                next(self._seed_each(batch), None)
+            if self._seeds and indices:
+                seed_generators(derived_seed(batch.seed, batch.epoch, index_number(indices[0])), self._reseed)
             samples = dataset.__getitems__(indices)
         elif self._seeds:
-            samples = [dataset[index] for index in self._seed_each(batch)]
+            samples = self._samples(batch)
         else:
             samples = [dataset[index] for index in indices]
         if not self._batched:
@@ -126,13 +126,16 @@ class SeededDataset(Dataset[Any]):
             )
         return self.collate(samples)
 
-    def _seed_each(self, batch: Batch) -> Iterator[Any]:
-        """The indices, each after the generators were seeded for it."""
-        reseed, digest, place = self._reseed, xxhash.xxh3_64_intdigest, _packed(batch.seed) + _packed(batch.epoch)
+    def _samples(self, batch: Batch) -> list[Any]:
+        """Each made after the generators were seeded for it."""
+        dataset, reseed, seed = self.dataset, self._reseed, seed_generators
+        digest, place = xxhash.xxh3_64_intdigest, _packed(batch.seed) + _packed(batch.epoch)
+        samples = []
         for index in batch.indices:  # ``derived_seed``, of which the first two parts are packed already
             number = index if type(index) is int else index_number(index)
-            seed_generators(digest(place + _packed(number)) >> 1, reseed)
-            yield index
+            seed(digest(place + _packed(number)) >> 1, reseed)
+            samples.append(dataset[index])
+        return samples
 
 
 def _fetches_batches(dataset: Any) -> bool:
