@@ -111,7 +111,7 @@ class SeededDataset(Dataset[Any]):
         dataset, indices = self.dataset, batch.indices
         samples: Sequence[Any]
         if self._whole:
-            if self._seeds and indices:
+            if self._seeds:
                 seed_generators(derived_seed(batch.seed, batch.epoch, index_number(indices[0])), self._reseed)
             samples = dataset.__getitems__(indices)
         elif self._seeds:
@@ -120,7 +120,7 @@ class SeededDataset(Dataset[Any]):
             samples = [dataset[index] for index in indices]
         if not self._batched:
             return self.collate(samples[0])
-        if self._seeds_collating and indices:
+        if self._seeds_collating:
             seed_generators(
                 derived_seed(batch.seed, batch.epoch, index_number(indices[0]), _OF_COLLATING), self._reseed
             )

@@ -227,12 +227,6 @@ def test_who_fetches_whole_batches_is_asked_for_them() -> None:
     assert dataset.asked[-1] == [3, 4]
 
 
-@pytest.mark.parametrize("dataset", [data, Fetching(SIZE)])
-def test_a_batch_without_samples(dataset: Augmented) -> None:
-    loader = DataLoader(dataset, batch_sampler=[[1], [], [2]], collate_fn=len)
-    assert list(loader) == [1, 0, 1]
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_share_an_epoch_and_another_number_goes_on(ranks: int, workers: int) -> None:
