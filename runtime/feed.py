@@ -47,13 +47,25 @@ class Failure:
             self._told = ExceptionWrapper(where=f"in DataLoader worker process {worker.id}")  # type: ignore[no-untyped-call]
 
     def raise_it(self) -> NoReturn:
+        error = self._take()
         try:
-            if self._told is not None:
-                self._told.reraise()  # type: ignore[no-untyped-call]
-            assert self._error is not None
-            raise self._error
-        except StopIteration as error:  # a loop would take it for the epoch's end
+            raise error
+        except StopIteration:  # a loop would take it for the epoch's end
             raise RuntimeError("a sample, or collate_fn, raised StopIteration") from error
+        finally:
+            # A frame that refers to the error that passed it is a cycle: the collector would have to take torch's
+            # iterator, whose workers then end slowly.
+            del error
+
+    def _take(self) -> Exception:
+        if self._told is not None:
+            try:
+                self._told.reraise()  # type: ignore[no-untyped-call]
+            except Exception as error:  # noqa: BLE001 - what it is there for
+                return error.with_traceback(None)
+        error, self._error = self._error, None
+        assert error is not None
+        return error
 
 
 class Caught(Dataset[Any]):
