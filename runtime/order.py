@@ -154,8 +154,8 @@ class SampleSteps(Steps):
 class BatchSteps(Steps):
     """Steps of one ready batch a rank, as a batch sampler makes them.
 
-    The tail, fewer batches than ranks: under "even" their samples are dealt anew, evenly; under "drop" no rank takes
-    them; under "pad" the epoch's first batches are used again.
+    The tail, fewer batches than ranks: under "even" their samples are dealt anew, evenly, and dropped where they are
+    fewer than ranks; under "drop" no rank takes them; under "pad" the epoch's first batches are used again.
 
     Args:
         order: the epoch's batches, from its begin.
