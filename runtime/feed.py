@@ -61,8 +61,8 @@ class Failure:
         if self._told is not None:
             try:
                 self._told.reraise()  # type: ignore[no-untyped-call]
-            except Exception as error:  # noqa: BLE001 - what it is there for
-                return error.with_traceback(None)
+            except Exception as made:  # noqa: BLE001 - what it is there for
+                return made.with_traceback(None)
         error, self._error = self._error, None
         assert error is not None
         return error

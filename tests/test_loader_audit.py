@@ -186,14 +186,19 @@ def uninterrupted(loader: DataLoader, case: Case) -> tuple[list[tuple[int, Any, 
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(11)
+    others = random.getstate(), str(np.random.get_state())
     seen: list[tuple[int, Any, float]] = []
     places = [Place(0, 0, loader.state_dict(), torch.get_rng_state())]
     for row in train(loader, case):
         of_epoch = 1 + (places[-1].batches_of_epoch if seen and seen[-1][0] == row[0] else 0)
         seen.append(row)
         places.append(Place(len(seen), of_epoch, loader.state_dict(), torch.get_rng_state()))
-    random.seed(1)
-    np.random.seed(1)
+    # The job's own generators give what they give without a loader; seeds that are drawn come from torch's.
+    assert (random.getstate(), str(np.random.get_state())) == others
+    torch.manual_seed(11)
+    drawn = [drawn for *_, drawn in seen]
+    assert len(set(drawn)) == len(drawn)
+    assert case.seed is None or drawn == [torch.rand(()).item() for _ in drawn]
     return seen, places
 
 
