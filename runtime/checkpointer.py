@@ -130,6 +130,7 @@ class Checkpointer:
         audit: int = 100,
     ) -> None:
         fit.check_arguments(loader=loader, host_buffers=host_buffers, resume=resume, on_error=on_error, audit=audit)
+        fit.refuse_ranks()
         asked = fit.read_asked(overhead, every, mtbf)
         heeded, grace_seconds = fit.read_signals(signals), fit.read_grace(grace_seconds)
         show_lines()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 import torch
+import torch.distributed
 from torch import nn
 
 from checkflow.errors import CheckflowError, MismatchError, UnsupportedError
@@ -54,6 +55,20 @@ def check_arguments(*, loader: object, host_buffers: object, resume: object, on_
         raise ValueError(f'on_error must be "warn" or "raise", not {on_error!r}')
     if not _is_count(audit, 0):
         raise ValueError(f"audit must be a whole number of at least 0, not {audit!r}")
+
+
+def refuse_ranks() -> None:
+    """Refuse a job of several processes.
+
+    Raises:
+        UnsupportedError: torch.distributed has more than one rank.
+    """
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and (ranks := distributed.get_world_size()) > 1:
+        raise UnsupportedError(
+            f"torch.distributed has {ranks} ranks: this version checkpoints one process; save loader.state_dict() with "
+            "what the job saves itself, which checkflow.DataLoader goes on from with any number of ranks"
+        )
 
 
 def read_asked(overhead: object, every: object, mtbf: object) -> Asked:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import deque
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import (
     IterableDataset,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     default_collate,
     default_convert,
@@ -32,11 +31,12 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from checkflow.errors import MismatchError, UnsupportedError
+from checkflow.runtime.feed import Caught, Failure, Feed
 from checkflow.runtime.generators import Reseed
-from checkflow.runtime.order import TAILS, BatchSteps, SampleSteps, Share, Step, Steps, Tail, count_steps
+from checkflow.runtime.order import TAILS, BatchSteps, SampleSteps, Share, Steps, Tail, count_steps
 from checkflow.runtime.resumable import ResumableLoader
-from checkflow.runtime.sample_randomness import Batch, SeededDataset, derived_seed
-from checkflow.runtime.sampling import BLOCK, iterate_sampler
+from checkflow.runtime.sample_randomness import SeededDataset, derived_seed
+from checkflow.runtime.sampling import BLOCK, iterate_sampler, with_inner
 from checkflow.runtime.worker_signals import WorkerShield
 
 logger = logging.getLogger("checkflow")
@@ -55,8 +55,8 @@ class DataLoader(ResumableLoader):
             whole job, dealt to the ranks. A ``DistributedSampler`` is replaced by the same, exactly once.
         seed: of the order and of every sample's randomness; the same seed gives the same epochs. None: each epoch's are
             drawn from torch's generator, as torch's loader draws them: ``torch.manual_seed`` decides, the order is that
-            of torch's loader, and so is the training, where samples draw no numbers of their own. With several ranks,
-            rank 0 draws for all.
+            of torch's loader (not a random sampler's, which draws from generators of its own), and so is the training,
+            where samples draw no numbers of their own. With several ranks, rank 0 draws for all.
         generator: that they are drawn from, in place of torch's own.
         reseed: called with a seed of 63 bits before each sample, for libraries that have generators of their own:
             ``reseed=transform.set_random_seed`` (albumentations). ``numpy.random.default_rng()`` makes one of
@@ -66,7 +66,8 @@ class DataLoader(ResumableLoader):
         tail: of an epoch, what is left when fewer samples than a whole step takes are, under several ranks: "even" is
             smaller last batches, "drop" leaves them out (so does ``drop_last``), "pad" takes the epoch's first samples
             again. ``dropped`` and ``repeated`` say how many these were.
-        others: as torch's.
+        others: as torch's. A batch that a sample or ``collate_fn`` raises an error in is passed over by who goes on
+            after it, as torch's is.
 
     But for the draws of seeds the generators of the main process are left as they were, so that dropout does not repeat
     from batch to batch.
@@ -109,22 +110,27 @@ class DataLoader(ResumableLoader):
                 "checkflow.resumable(torchdata.stateful_dataloader.StatefulDataLoader(...))"
             )
         _refuse_contradictions(batch_size, shuffle, sampler, batch_sampler, drop_last=drop_last, tail=tail)
-        self.dataset, self.batch_size, self.drop_last, self.seed = dataset, batch_size, drop_last, seed
+        if num_workers > 1 and not in_order:
+            raise ValueError("in_order=False and several workers exclude each other: a position says which came before")
+        self.dataset, self.batch_size, self.drop_last, self.seed = dataset, batch_size, drop_last, _read_seed(seed)
         self.num_workers, self.generator = num_workers, generator
         self.sampler, self.batch_sampler = sampler, batch_sampler
         self.shuffle = bool(shuffle)
         self.tail: Tail = tail or ("drop" if drop_last else "even")
         self._share = None if rank is None and world_size is None else _given_share(rank, world_size)
         self._replace_known_sampler()
+        if self._share != Share():
+            _refuse_dealing(self.sampler if batch_sampler is None else batch_sampler)
         self.dropped = self.repeated = 0  # samples, at the end of the last epoch that came to its end
         self._drawn: dict[int, _Seeds] = {}  # by epoch
-        self._feed = _Feed()
+        self._feed = Feed()
+        self._dealt_in = 0  # the pass whose steps the feed has
         self._base = torch.Generator()  # torch draws a base seed at each epoch: not from the main generator
         collate = collate_fn or (default_convert if batch_size is None and batch_sampler is None else default_collate)
         self.collate_fn = collate
         device: dict[str, Any] = {"pin_memory_device": pin_memory_device} if pin_memory_device else {}
         self._loader: TorchDataLoader[Any] = TorchDataLoader(
-            SeededDataset(dataset, collate, batched=self._batched, reseed=reseed),
+            Caught(SeededDataset(dataset, collate, batched=self._batched, reseed=reseed)),
             batch_sampler=self._feed,
             num_workers=num_workers,
             collate_fn=_as_it_is,
@@ -149,9 +155,11 @@ class DataLoader(ResumableLoader):
             if plain and sampler.generator is self.generator:
                 self.sampler, self.shuffle = None, True
         elif type(sampler) is DistributedSampler and sampler.dataset is self.dataset:
-            self.sampler, self.shuffle = None, sampler.shuffle
+            share = Share(sampler.rank, sampler.num_replicas)
+            if self._share not in (None, share):  # it is to deal itself
+                return
+            self.sampler, self.shuffle, self._share = None, sampler.shuffle, share
             self.seed = sampler.seed if self.seed is None else self.seed
-            self._share = self._share or Share(sampler.rank, sampler.num_replicas)
             self.tail = "drop" if sampler.drop_last else self.tail
 
     @property
@@ -168,18 +176,27 @@ class DataLoader(ResumableLoader):
         return Share()
 
     @property
-    def _samples(self) -> int | None:
-        """In a whole epoch; None: not known before it is over."""
-        if self.batch_sampler is not None:
-            return None
-        order = self.dataset if self.sampler is None else self.sampler
-        return len(order) if isinstance(order, Sized) else None
-
-    @property
     def exhausted(self) -> bool:
         """Whether this epoch is known to have no batch left."""
-        samples = self._samples
-        return samples is not None and self._count(max(0, samples - self._handed)) == 0
+        if not self._handed:
+            return self.batches == 0
+        if self._ordered_here:
+            return self._count(self._left) == 0
+        if self._dealt_in == self._pass:
+            return not self._feed.more
+        # A sampler's length need not be this epoch's, and counts batches where it makes them: what it gives decides.
+        known = self.seed is not None or self.epoch in self._drawn
+        return known and not self._steps(self._epoch_seeds()).more
+
+    @property
+    def _ordered_here(self) -> bool:
+        """Whether this loader makes the order itself."""
+        return self.sampler is None and self.batch_sampler is None
+
+    @property
+    def _left(self) -> int:
+        """Samples of an epoch that this loader orders."""
+        return max(0, len(self.dataset) - self._handed)
 
     def _count(self, samples: int) -> int:
         return count_steps(samples, self.batch_size or 1, self.share.world_size, self.tail)
@@ -188,39 +205,38 @@ class DataLoader(ResumableLoader):
     def batches(self) -> int | None:
         """In a whole epoch; None: the sampler does not say."""
         if self.batch_sampler is None:
-            samples = self._samples
-            return None if samples is None else self._count(samples)
+            order = self.dataset if self.sampler is None else self.sampler
+            return self._count(len(order)) if isinstance(order, Sized) else None
         if not isinstance(self.batch_sampler, Sized):
             return None
         batches, ranks = len(self.batch_sampler), self.share.world_size
         return batches // ranks if self.tail == "drop" else -(-batches // ranks)
 
     def _rest_of_epoch(self) -> Iterator[Any]:
-        if self.exhausted:
-            return
+        if self._ordered_here and self.exhausted:
+            self._end(self._left, 0)
+            return iter(())
         # At the begin of an epoch the boundary comes first: the epoch before must not have seen this one's seeds drawn.
         told = self._handed == 0
         if told:
             self._tell_requested()
         seeds = self._epoch_seeds()
-        steps = self._feed.steps = self._steps(seeds)
-        self._feed.begin(seeds[0], self.epoch)
+        self._feed.begin(self._steps(seeds), seeds[0], self.epoch)
+        self._dealt_in = self._pass
+        if not self._feed.more:
+            self._end(self._feed.steps.dropped, self._feed.steps.repeated)
+            return iter(())
         self._base.manual_seed(derived_seed(seeds[0], self.epoch, _OF_WORKERS))
         if self.shield is not None:
             self.shield.workers_start()
-        batches, ends = iter(self._loader), self._feed.ends
-        while ends or steps.more:
-            if not told:
-                self._tell_requested()
-            told = False
-            batch = next(batches)
-            self._handed = ends.popleft()
-            self._tell_handed(batch)
-            yield batch
-        self.dropped, self.repeated = steps.dropped, steps.repeated
-        asked = self.share.world_size == 1 and not steps.repeated  # by drop_last, which says it all
-        if (steps.dropped or steps.repeated) and not asked and self.share.rank == 0:
-            logger.info("epoch %d: %d samples left out, %d repeated", self.epoch, steps.dropped, steps.repeated)
+        return _Rest(self, iter(self._loader), told=told)
+
+    def _end(self, dropped: int, repeated: int) -> None:
+        """The epoch is over."""
+        self.dropped, self.repeated = dropped, repeated
+        asked = self.share.world_size == 1 and not repeated  # by drop_last, which says it all
+        if (dropped or repeated) and not asked and self.share.rank == 0:
+            logger.info("epoch %d: %d samples left out, %d repeated", self.epoch, dropped, repeated)
 
     def _steps(self, seeds: _Seeds) -> Steps:
         share = self.share
@@ -286,7 +302,7 @@ class DataLoader(ResumableLoader):
         return {
             "size": len(self.dataset) if isinstance(self.dataset, Sized) else None,
             "shuffle": self.shuffle,
-            "sampler": None if order is None else type(order).__name__,
+            "sampler": None if order is None else " of ".join(type(one).__name__ for one in with_inner(order)),
             "seed": self.seed,
         }
 
@@ -299,29 +315,50 @@ class DataLoader(ResumableLoader):
         for name, have in self._identity().items():
             if (want := state.get(name)) != have:
                 raise MismatchError(f"the checkpoint's loader has {name}={want!r}, this one {name}={have!r}")
+        if self.generator is not None and "generator" not in state:
+            raise MismatchError("the checkpoint's loader has no generator=, this one has: other orders would follow")
         self._drawn = {int(number): (seeds[0], seeds[1]) for number, seeds in state["drawn"].items()}
-        if self.generator is not None and "generator" in state:
+        if self.generator is not None:
             self.generator.set_state(state["generator"])
         self.set_epoch(state["epoch"], state["position"])
 
 
-class _Feed(Sampler[Any]):
-    """What torch's loader takes its batches from; it fetches ahead of what it hands out."""
+class _Rest(Iterator[Any]):
+    """What is left of an epoch that has some: the loader's place moves with each batch.
 
-    def __init__(self) -> None:
-        self.steps: Iterator[Step] = iter(())
-        self.begin(0, 0)
+    Args:
+        batches: torch's iterator.
+        told: whether the listener knows that the first one is asked for.
+    """
 
-    def begin(self, seed: int, epoch: int) -> None:
-        """The next iteration is this epoch's."""
-        self._seed, self._epoch = seed, epoch
-        self.ends: deque[int] = deque()  # of the steps that were fetched and not handed out
+    def __init__(self, loader: DataLoader, batches: Iterator[Any], *, told: bool) -> None:
+        self._loader, self._batches, self._told = loader, batches, told
+        self._broken = False
 
-    def __iter__(self) -> Iterator[Batch]:
-        ends = self.ends
-        for step in self.steps:
-            ends.append(step.end)
-            yield Batch(self._seed, self._epoch, step.indices)
+    def __next__(self) -> Any:
+        loader, feed = self._loader, self._loader._feed
+        if self._broken:  # or what is left would seem to be the epoch's end
+            raise RuntimeError("this iteration of the loader ended with an error, and cannot go on: iterate anew")
+        if not self._watched(lambda: feed.more):
+            loader._end(feed.steps.dropped, feed.steps.repeated)
+            raise StopIteration
+        if not self._told:
+            loader._tell_requested()
+        self._told = False
+        batch = self._watched(lambda: next(self._batches))
+        end = feed.ends.popleft()
+        if isinstance(batch, Failure):
+            batch.raise_it()
+        loader._handed = end
+        loader._tell_handed(batch)
+        return batch
+
+    def _watched(self, what: Callable[[], Any]) -> Any:
+        try:
+            return what()
+        except BaseException:
+            self._broken = True
+            raise
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -331,6 +368,28 @@ def _as_it_is(batch: Any) -> Any:
 def _shuffled(size: int, seed: int) -> Iterator[int]:
     order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
     return itertools.chain.from_iterable(order[begin : begin + BLOCK].tolist() for begin in range(0, size, BLOCK))
+
+
+def _read_seed(seed: Any) -> int | None:
+    if seed is None:
+        return None
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        number = None
+    if number is None or not -(2**63) <= number < 2**63:
+        raise ValueError(f"seed must be a whole number of 64 bits, or None, not {seed!r}")
+    return number
+
+
+def _refuse_dealing(order: Any) -> None:
+    """A sampler that gives each rank its own, where this loader would deal that to the ranks again."""
+    for one in with_inner(order):
+        if isinstance(ranks := getattr(one, "num_replicas", 1), int) and ranks > 1:
+            raise ValueError(
+                f"{type(one).__name__} deals to the ranks already, and this loader would deal its part again: pass a "
+                "sampler of the whole order, or, where it is to deal, rank=0, world_size=1"
+            )
 
 
 def _given_share(rank: int | None, world_size: int | None) -> Share:

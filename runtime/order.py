@@ -152,17 +152,20 @@ class SampleSteps(Steps):
 class BatchSteps(Steps):
     """Steps of one ready batch a rank, as a batch sampler makes them.
 
-    The tail, fewer batches than ranks: under "even" their samples are dealt anew, evenly; under "drop" no rank takes
-    them; under "pad" the epoch's first batches are used again.
+    The tail, fewer batches than ranks: under "even" their samples are dealt anew, evenly, and dropped where they are
+    fewer than ranks; under "drop" no rank takes them; under "pad" the epoch's first batches are used again.
 
     Args:
         order: the epoch's batches, from its begin.
+
+    Raises:
+        ValueError: a batch is empty: no position lies before or behind it.
     """
 
     def __init__(self, order: Iterable[Iterable[Any]], share: Share, tail: Tail, position: int = 0) -> None:
         super().__init__(share, position)
         self._tail = tail
-        batches = (list(batch) for batch in order)
+        batches = map(_filled, order)
         self._first = list(itertools.islice(batches, share.world_size)) if tail == "pad" else []
         self._batches = _behind(itertools.chain(self._first, batches), position)
 
@@ -182,6 +185,13 @@ class BatchSteps(Steps):
         again = list(itertools.islice(itertools.cycle(self._first), ranks - len(step)))
         self.repeated = sum(len(batch) for batch in again)
         return self._step(used, (step + again)[rank])
+
+
+def _filled(batch: Iterable[Any]) -> list[Any]:
+    indices = list(batch)
+    if not indices:
+        raise ValueError("the batch sampler gave an empty batch")
+    return indices
 
 
 def _behind(batches: Iterator[list[Any]], position: int) -> Iterator[list[Any]]:

@@ -40,6 +40,7 @@ class ResumableLoader(abc.ABC):
         self.shield = shield
         self._epoch = self._handed = 0
         self._fresh = True  # the epoch was set, and not iterated since
+        self._pass = 0  # counts iterations and changes of the place: an iteration begun before the last is over
 
     @property
     def epoch(self) -> int:
@@ -74,13 +75,20 @@ class ResumableLoader(abc.ABC):
     def set_epoch(self, epoch: int, position: int = 0) -> None:
         """Iterate this epoch next, from a position on."""
         self._epoch, self._handed, self._fresh = epoch, position, True
+        self._pass += 1
 
     def __iter__(self) -> Iterator[Any]:
-        """The rest of the epoch. The next iteration is the next epoch.
+        """The rest of the epoch. The next iteration is the next epoch, wherever this one was left.
+
+        There is one place in an epoch, so that one iteration at a time can go on from it.
 
         Raises:
-            UnsupportedError: iterated twice in one turn of ``Checkpointer.epochs``: samples would count twice.
+            UnsupportedError: iterated twice in one turn of ``Checkpointer.epochs``: samples would count twice; or an
+                iteration was to go on after another one began, or after ``set_epoch`` or ``load_state_dict``.
         """
+        return _Iteration(self)
+
+    def _begin_pass(self) -> int:
         if not self._fresh:
             if self.epochs_counted_elsewhere:
                 raise UnsupportedError(
@@ -88,7 +96,8 @@ class ResumableLoader(abc.ABC):
                 )
             self.set_epoch(self.epoch + 1)
         self._fresh = False
-        yield from self._rest_of_epoch()
+        self._pass += 1
+        return self._pass
 
     @abc.abstractmethod
     def _rest_of_epoch(self) -> Iterator[Any]:
@@ -121,3 +130,31 @@ class ResumableLoader(abc.ABC):
         Raises:
             MismatchError: the loader is another one: other samples would be meant.
         """
+
+
+class _Iteration(Iterator[Any]):
+    """The rest of one epoch, as long as nothing else moves the loader's place."""
+
+    def __init__(self, loader: ResumableLoader) -> None:
+        self._loader = loader
+        self._pass = 0  # 0: the first batch has not been asked for
+        self._rest: Iterator[Any] | None = None
+        self._ended = False
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        if not self._pass:
+            self._pass = self._loader._begin_pass()
+        elif self._pass != self._loader._pass:
+            raise UnsupportedError(
+                "this iteration of the loader cannot go on: another one began since, or the epoch was set, and there "
+                "is one place in an epoch; use a loader for each of two loops that run at once"
+            )
+        if self._rest is None:
+            self._rest = self._loader._rest_of_epoch()
+        try:
+            return next(self._rest)
+        except StopIteration:
+            self._ended = True
+            raise

@@ -28,7 +28,7 @@ def iterate_sampler(sampler: Iterable[Any], seed: int, epoch: int, *, block: int
     """
     with generators_kept():
         seed_generators(seed)
-        for one in _with_inner(sampler):
+        for one in with_inner(sampler):
             if callable(set_epoch := getattr(one, "set_epoch", None)):
                 set_epoch(epoch)
             if isinstance(generator := getattr(one, "generator", None), torch.Generator):
@@ -44,7 +44,7 @@ def iterate_sampler(sampler: Iterable[Any], seed: int, epoch: int, *, block: int
         yield from found
 
 
-def _with_inner(sampler: Any) -> Iterator[Any]:
+def with_inner(sampler: Any) -> Iterator[Any]:
     """It, and the samplers that it goes by."""
     seen: list[Any] = []
     while sampler is not None and not any(sampler is one for one in seen):

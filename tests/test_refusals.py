@@ -439,6 +439,19 @@ def iterates_twice(directory: Path, plan: Plan) -> None:
             list(checkpointer.loader)
 
 
+def nested_iterations(_directory: Path, _plan: Plan) -> None:
+    loader = DataLoader([0, 1], 1)
+    for _ in loader:
+        list(loader)
+
+
+def several_ranks(directory: Path, plan: Plan) -> None:
+    with pytest.MonkeyPatch.context() as patch:  # with real ones: tests/test_elastic.py
+        patch.setattr(torch.distributed, "is_initialized", lambda: True)
+        patch.setattr(torch.distributed, "get_world_size", lambda: 4)
+        open_with()(directory, plan)
+
+
 RUNTIME: dict[str, tuple[Callable[[Path, Plan], Any], str]] = {
     "LBFGS": (with_lbfgs, "optimizer optimizer is LBFGS"),
     "LBFGS, planned": (plan_with_lbfgs, "optimizer optimizer is LBFGS"),
@@ -453,6 +466,9 @@ RUNTIME: dict[str, tuple[Callable[[Path, Plan], Any], str]] = {
     "parts": (lambda _, __: export_parts(), "only its job can put together"),
     "no loader": (asks_for_the_loader, "without a loader"),
     "twice": (iterates_twice, "iterated twice"),
+    "at once": (nested_iterations, "cannot go on"),
+    "ranks": (several_ranks, "torch.distributed has 4 ranks"),
+    "seeds of ranks": (lambda _, __: next(iter(DataLoader([0, 1], rank=0, world_size=2))), "pass seed="),
     "iterable data": (lambda _, __: DataLoader(NoPosition(), 1), "map-style"),
     "bits": (lambda _, __: make_layout([TensorRecord("m/q", "bits8", (1,), 1, 1)]), "m/q is bits8"),
     "owner": (lambda _, __: make_layout([record("a b/x", ())]), "letters"),
