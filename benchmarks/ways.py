@@ -214,6 +214,7 @@ class Staged(_AtBoundaries):
         return sum(item.tensor.nbytes for item in self._state.tensors)
 
     def _commit(self, capture: Capture) -> Path:
+        assert isinstance(capture.extra, bytes)
         return self._store.commit(
             capture.step, capture.layout, capture.buffer.view, capture.extra, capture.info, ties=capture.ties
         )

@@ -34,6 +34,8 @@ class AnchorKind(enum.StrEnum):
     OPTIMIZER_PRE = "optimizer_pre"  # before an optimizer's step; name: the optimizer's
     OPTIMIZER_POST = "optimizer_post"  # after an optimizer's step; name: the optimizer's
 
+    __hash__ = str.__hash__  # that of enumerations is written in Python, and anchors are looked up all the time
+
 
 @dataclass(frozen=True, slots=True)
 class AnchorKey:

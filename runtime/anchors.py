@@ -40,6 +40,16 @@ Fire = Callable[[AnchorKey], None]
 Place = tuple[AnchorKind, str]  # of an anchor, whichever occurrence
 
 
+class _Occurrences:
+    """The keys of one place, made once each, and how many of them have been reached since the boundary."""
+
+    __slots__ = ("boundary", "count", "keys", "place")
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.keys = place, [AnchorKey(*place)]
+        self.boundary = self.count = 0
+
+
 @dataclass
 class Sightings:
     """What is known of a job's anchors: it outlives hooks that are taken away and hung in anew."""
@@ -85,7 +95,8 @@ class AnchorHooks:
         self._inside: set[Place] = set()  # anchors of modules inside of regions: they have no hooks
         self._wanted: set[Place] = set()
         self._targets: dict[Place, Any] = {}
-        self._counts: dict[tuple[AnchorKind, str], int] = {}
+        self._occurrences: dict[Place, _Occurrences] = {}  # of optimizers
+        self._boundary = 0  # number of the last one
         self._removers: list[Callable[[], None]] = []
         self._hangings: list[Hanging] = []
         self._look_again = False  # a hook was compiled
@@ -103,7 +114,7 @@ class AnchorHooks:
 
     def reset(self) -> None:
         """A boundary: occurrences count from 0 again."""
-        self._counts.clear()
+        self._boundary += 1
 
     def remove(self) -> None:
         """Take all hooks away."""
@@ -117,9 +128,12 @@ class AnchorHooks:
         Where anything is compiled, only those that have fired once are believed to: code that was compiled before the
         hooks were hung in passes them by.
         """
+        compiled, known = anything_compiled(), self._inside | self.sightings.traced
+        if not (compiled or known):
+            return frozenset()
         forward = {place for place in self._wanted if place[0] is AnchorKind.FORWARD}
-        passed_by = forward - self.sightings.fired if anything_compiled() else set()
-        return frozenset(forward & (self._inside | self.sightings.traced) | passed_by)
+        passed_by = forward - self.sightings.fired if compiled else set()
+        return frozenset(forward & known | passed_by)
 
     def outdated(self, *, replaced: bool) -> bool:
         """Whether hooks are missing: on modules and parameters that took others' place, or were compiled since.
@@ -207,24 +221,39 @@ class AnchorHooks:
 
         return hook
 
-    def _reached(self, kind: AnchorKind, name: str) -> None:
-        occurrence = self._counts.get((kind, name), 0)
-        self._counts[kind, name] = occurrence + 1
-        self._fire(AnchorKey(kind, name, occurrence))
+    def _reached(self, occurrences: _Occurrences) -> None:
+        if occurrences.boundary != self._boundary:
+            occurrences.boundary, occurrences.count = self._boundary, 0
+        number = occurrences.count
+        occurrences.count = number + 1
+        if number == len(occurrences.keys):
+            occurrences.keys.append(AnchorKey(*occurrences.place, number))
+        self._fire(occurrences.keys[number])
+
+    def _step_reached(self, kind: AnchorKind, name: str) -> None:
+        place = kind, name
+        occurrences = self._occurrences.get(place)
+        if occurrences is None:
+            occurrences = self._occurrences[place] = _Occurrences(place)
+        self._reached(occurrences)
 
     def _forward_hook(self, kind: AnchorKind, name: str) -> Callable[[nn.Module, Any], None]:
+        place = kind, name
+        occurrences, sightings = _Occurrences(place), self.sightings
+
         @uncompiled
         def reached(module: nn.Module) -> None:
             if not in_backward():
                 if module.training:
                     self._on_training()
-                self.sightings.fired.add((kind, name))
-                self.sightings.traced.discard((kind, name))
-                self._reached(kind, name)
+                sightings.fired.add(place)
+                if sightings.traced:
+                    sightings.traced.discard(place)
+                self._reached(occurrences)
 
         @while_compiling  # runs when the hook is compiled, and leaves nothing in the code
         def note_compiled() -> bool:
-            self.sightings.traced.add((kind, name))
+            sightings.traced.add(place)
             self._look_again = True
             self._on_traced()
             return True
@@ -238,8 +267,10 @@ class AnchorHooks:
         return hook
 
     def _gradient_hook(self, kind: AnchorKind, name: str) -> Callable[[torch.Tensor], None]:
+        occurrences = _Occurrences((kind, name))
+
         def hook(_parameter: torch.Tensor) -> None:
-            self._reached(kind, name)
+            self._reached(occurrences)
 
         return hook
 
@@ -252,12 +283,12 @@ class AnchorHooks:
                 f"optimizer {name} steps with a closure, which runs forward again inside the step: "
                 "call loss.backward() before optimizer.step(), without a closure"
             )
-        self._reached(AnchorKind.OPTIMIZER_PRE, name)
+        self._step_reached(AnchorKind.OPTIMIZER_PRE, name)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
         name = self._optimizers.get(id(optimizer))
         if name is not None:
-            self._reached(AnchorKind.OPTIMIZER_POST, name)
+            self._step_reached(AnchorKind.OPTIMIZER_POST, name)
 
 
 def in_backward() -> bool:

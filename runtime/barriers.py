@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from checkflow.errors import PlanError
 from checkflow.graph import AnchorKey, AnchorKind
@@ -41,6 +41,10 @@ class AnchorWork:
     release: tuple[int, ...]
     due: tuple[int, ...]
     free: tuple[int, ...]
+    touched: tuple[int, ...] = field(init=False)  # all but what is freed, each once
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "touched", tuple(dict.fromkeys((*self.snapshot, *self.release, *self.due))))
 
     @property
     def label(self) -> str:

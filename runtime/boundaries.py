@@ -29,7 +29,7 @@ from checkflow.runtime.anchors import Sightings, in_backward
 from checkflow.runtime.barriers import Program
 from checkflow.runtime.execution import Execution
 from checkflow.runtime.job import Job
-from checkflow.runtime.live_state import capture_extra
+from checkflow.runtime.live_state import capture_extra, compact_generators
 from checkflow.runtime.pace import Pace
 from checkflow.runtime.phases import DATA, FORWARD_BACKWARD, OTHER, PhaseClock
 from checkflow.runtime.plan_in_place import PlanInPlace
@@ -263,18 +263,22 @@ class Boundaries:
         self.clock.enter(FORWARD_BACKWARD)
 
     def on_anchor(self, key: AnchorKey) -> None:
-        if key.kind is AnchorKind.OPTIMIZER_PRE:
+        kind = key.kind
+        if kind is AnchorKind.OPTIMIZER_PRE:
             self.clock.step_begins()
-        elif key.kind is AnchorKind.OPTIMIZER_POST:
+            self._miss_boundary()
+        elif kind is AnchorKind.OPTIMIZER_POST:
             self.clock.step_ends(FORWARD_BACKWARD if in_backward() else OTHER)
-        elif key.kind is AnchorKind.GRADIENT:
+        elif kind is AnchorKind.GRADIENT:
             self.clock.enter(FORWARD_BACKWARD)
+        execution = self.place.execution
+        if not (execution.capturer.gathering or self._preemption.asked):
+            execution.reached(key)  # which has nothing to do but to take note
+            return
         with self.clock.holding("anchors"):
-            if key.kind is AnchorKind.OPTIMIZER_PRE:
-                self._miss_boundary()
-            self.execution.reached(key)
+            execution.reached(key)
             if self._preemption.asked:  # what is complete now is safe, whether or not the next boundary comes in time
-                self.execution.finish()
+                execution.finish()
 
     def _miss_boundary(self) -> None:
         """An optimizer steps, and all have stepped: an iteration has ended that nobody saw the end of."""
@@ -414,7 +418,13 @@ class Boundaries:
 
     def _begin(self, epoch_end: bool) -> float:
         job = capture_extra(self._job.walk, self._job.optimizers, self._job.objects)
-        extra = extra_state.encode({"iteration": self.iteration, **self._progress.capture(), "job": job})
+        known = {"iteration": self.iteration, **self._progress.capture(), "job": job}
+        generators = known.pop("generators")  # copies: they wait for the writer
+        encoded = extra_state.encode(known)  # now, since the rest may share memory with what training goes on to write
+
+        def extra() -> bytes:
+            return extra_state.with_entry(encoded, "generators", compact_generators(generators))
+
         info = {"epoch": self._progress.epoch, "epoch_end": epoch_end, "created": round(time.time(), 3)}
         waited_seconds = self._saving.begin(self.execution, self.iteration, extra, info, durable=self.pace.durable)
         self.pace.captured(self.iteration)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,8 @@ from checkflow.state import TrainingState
 
 logger = logging.getLogger("checkflow")
 
+_version_of = operator.attrgetter("_version")
+
 
 @dataclass
 class Capture:
@@ -48,7 +51,7 @@ class Capture:
     step: int
     buffer: StagingBuffer
     layout: Layout
-    extra: bytes
+    extra: bytes | Callable[[], bytes]  # or what makes them of values that nobody changes: the writer calls it
     info: Mapping[str, Any]
     ties: tuple[tuple[str, str], ...]
     absent: tuple[str, ...]
@@ -141,12 +144,23 @@ class Capturer:
         return self._capture is not None or bool(self._leaving)
 
     @property
+    def gathering(self) -> bool:
+        """Whether a capture is in flight of which anything is left for anchors to do. It begins where no hook runs."""
+        return self._capture is not None and not self._engine.idle
+
+    @property
     def step(self) -> int | None:
         """The step of the capture in flight; those that were concluded no longer are."""
         return None if self._capture is None else self._capture.step
 
     def begin(
-        self, step: int, extra: bytes, info: Mapping[str, Any], *, audit: bool, optimizers: Mapping[str, str]
+        self,
+        step: int,
+        extra: bytes | Callable[[], bytes],
+        info: Mapping[str, Any],
+        *,
+        audit: bool,
+        optimizers: Mapping[str, str],
     ) -> float:
         """Start the capture of this instant; returns the seconds for which it waited for a free staging buffer.
 
@@ -186,7 +200,7 @@ class Capturer:
             by_plan=not self._at_boundary,
         )  # fmt: skip
         self._iteration = self._next = 0
-        self._versions = {name: tensor._version for name, tensor in self._tensors.items()}
+        self._versions = {}  # nothing has been written yet: they are looked at from the next anchor on
         self._engine.begin(
             self._prepared[buffer.index],
             lambda: self._deliver(capture),
@@ -194,6 +208,7 @@ class Capturer:
             lambda error: self._fail(capture, error),
         )
         self.reached(BOUNDARY)
+        self._versions = dict(zip(self._tensors, map(_version_of, self._tensors.values()), strict=True))
         return waited_seconds
 
     def make_room(self) -> bool:
@@ -211,7 +226,7 @@ class Capturer:
         if self._capture is None:
             return
         position = self._program.position.get((self._iteration, key))
-        if position is not None:
+        if position is not None and position >= self._next:
             self._work_until(position + 1)
 
     def go_on(self) -> None:
@@ -253,10 +268,14 @@ class Capturer:
         chunks = self._plan.chunks
         self.require([chunk for chunk in self._program.after_step if chunks[chunk].tensor not in self.settled])
 
-    def _refuse_written(self, chunks: Sequence[int]) -> None:
-        """A version counter may tell of a write that no anchor announced (not of one through ``.data``)."""
+    def _refuse_written(self, live: Sequence[int]) -> None:
+        """A version counter may tell of a write that no anchor announced (not of one through ``.data``).
+
+        Args:
+            live: chunks whose bytes lie in their live tensors alone.
+        """
         assert self._capture is not None
-        for chunk in self._engine.live(chunks):
+        for chunk in live:
             name = self._plan.chunks[chunk].tensor
             if name in self._versions and self._tensors[name]._version != self._versions[name]:
                 if name in self._capture.settled:
@@ -300,7 +319,7 @@ class Capturer:
             if self._next < len(self._program.works):
                 chunks = range(len(self._plan.chunks))
                 if self._versions:
-                    self._refuse_written(chunks)
+                    self._refuse_written(self._engine.live(chunks))
                 self._engine.offload(chunks, "end")
                 self._next = len(self._program.works)
             concluded = self._engine.conclude()
@@ -359,22 +378,24 @@ class Capturer:
         return lost
 
     def _work_until(self, end: int) -> None:
+        if self._engine.idle:
+            self._next = max(self._next, end)
         while self._next < end:
             self._do(self._program.works[self._next])
             self._next += 1  # only now: what an interrupt ends half-way is done again, and each part of it once
 
     def _do(self, work: AnchorWork) -> None:
-        anchor = work.label
-        if self._versions:
-            self._refuse_written([*work.snapshot, *work.release, *work.due])
+        engine = self._engine
+        if self._versions and (live := engine.live(work.touched)):
+            self._refuse_written(live)
         if work.snapshot:
-            self._engine.snapshot(work.snapshot, anchor)
+            engine.snapshot(work.snapshot, work.label)
         if work.release:
-            self._engine.offload(work.release, anchor)
+            engine.offload(work.release, work.label)
         if work.due:
-            self._engine.wait(work.due)
+            engine.wait(work.due)
         if work.free:
-            self._engine.free(work.free)
+            engine.free(work.free)
 
     def _arrange(self, state: TrainingState) -> None:
         """Lay the files out for the state as it is now, and make room for them."""

@@ -12,6 +12,8 @@ One capture is gathered at a time. The training thread calls; the engine copies 
 ``live``      those of the chunks whose bytes still lie in their live tensors alone;
 ``hasten``    every chunk that has a snapshot may cross the link now: the one method that any thread may call. It
               promises nothing: an engine whose copies only the training thread can order leaves them to it;
+``idle``      of the capture that was begun last every byte has crossed the link (or some never will), and no snapshot
+              is held: until it is concluded, none of the methods above has anything to do, on any stream;
 ``free``      these snapshots may be given back as soon as they have crossed the link;
 ``conclude``  everything has been released: on return, later writes to all that was captured do no harm, every
               snapshot is given back, and the next capture may begin. What is still on its way arrives behind training
@@ -35,9 +37,9 @@ allocates in proportion to the state, except ``snapshot``, by the bytes it is gi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -63,6 +65,23 @@ class CopyRecord:
     kind: Literal["snapshot", "offload"]
     anchor: str  # the anchor at which it was ordered
     length_bytes: int
+
+
+class Order(NamedTuple):
+    """What was ordered at one anchor: a log is of these, and made into records when somebody asks."""
+
+    chunks: tuple[int, ...]
+    kind: Literal["snapshot", "offload"]
+    anchor: str
+
+
+def records(orders: Iterable[Order], transfers: Sequence[Transfer]) -> tuple[CopyRecord, ...]:
+    """Every copy that was ordered, in order."""
+    return tuple(
+        CopyRecord(chunk, order.kind, order.anchor, transfers[chunk].length_bytes)
+        for order in orders
+        for chunk in order.chunks
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +148,9 @@ class CopyEngine(Protocol):
     @property
     def source(self) -> torch.device:
         """The device whose memory it copies from."""
+
+    @property
+    def idle(self) -> bool: ...
 
     def begin(
         self,

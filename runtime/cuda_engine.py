@@ -33,8 +33,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from checkflow.errors import CheckflowError
-from checkflow.runtime.copy_engine import CopyRecord, CopyStatistics, Outcome, Transfer, tell_failure
-from checkflow.runtime.device_capture import DeviceCapture, Order, Part, Snapshot, merged, nothing, records, silent
+from checkflow.runtime.copy_engine import CopyRecord, CopyStatistics, Order, Outcome, Transfer, records, tell_failure
+from checkflow.runtime.device_capture import DeviceCapture, Part, Snapshot, merged, nothing, silent
 from checkflow.runtime.stream_device import Event, Stream, StreamDevice
 
 logger = logging.getLogger("checkflow")
@@ -153,6 +153,10 @@ class CudaCopyEngine:
             safe = now.safe
             found = [chunk for chunk in found if not 0 <= part_of[chunk] < safe]
         return found
+
+    @property
+    def idle(self) -> bool:
+        return self._now.decided and not self._now.snapshots
 
     def hasten(self) -> None:
         with self._ordering:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
 
 from checkflow.errors import CheckflowError
-from checkflow.runtime.copy_engine import CopyRecord, Outcome, Transfer, tell_failure
+from checkflow.runtime.copy_engine import Order, Outcome, Transfer, tell_failure
 from checkflow.runtime.stream_device import Copies, Event, Stream
 
 
@@ -18,14 +17,6 @@ class Snapshot:
     address: int
     holder: object
     stream: Stream  # that it was allocated on
-
-
-class Order(NamedTuple):
-    """What was ordered at one anchor; made into records when somebody asks."""
-
-    chunks: tuple[int, ...]
-    kind: Literal["snapshot", "offload"]
-    anchor: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +71,6 @@ def nothing() -> DeviceCapture:
 
 def silent() -> None:
     """Called in place of ``on_complete`` where nobody waits for it."""
-
-
-def records(orders: Iterable[Order], transfers: Sequence[Transfer]) -> tuple[CopyRecord, ...]:
-    """Every copy that was ordered, in order."""
-    return tuple(
-        CopyRecord(chunk, order.kind, order.anchor, transfers[chunk].length_bytes)
-        for order in orders
-        for chunk in order.chunks
-    )
 
 
 def merged(transfers: Iterable[Transfer]) -> list[Transfer]:

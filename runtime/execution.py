@@ -131,15 +131,19 @@ class Execution:
         try:
             yield
         except Exception as error:
-            step = self.capturer.step or self._listener.iteration
-            lost = self.capturer.abort()
-            if isinstance(error, WrittenError):
-                self.capturer.settled.drop([error.name])
-            elif isinstance(error, ConsistencyError):
-                self._distrust()
-            self._note(step, error, lost=lost)
-            if self._raising or raised_by_handler(error):
+            if self._give_up(error):
                 raise
+
+    def _give_up(self, error: Exception) -> bool:
+        """Void the checkpoint under way, for this reason; returns whether that is training's to know."""
+        step = self.capturer.step or self._listener.iteration
+        lost = self.capturer.abort()
+        if isinstance(error, WrittenError):
+            self.capturer.settled.drop([error.name])
+        elif isinstance(error, ConsistencyError):
+            self._distrust()
+        self._note(step, error, lost=lost)
+        return self._raising or raised_by_handler(error)
 
     def _note(self, step: int, error: Exception, *, lost: bool) -> None:
         """Count what went wrong with a checkpoint, and say it, unless it is to be raised."""
@@ -165,8 +169,13 @@ class Execution:
     def reached(self, key: AnchorKey) -> None:
         """An anchor fired: do what the plan, and caution beyond it, ask for before the job goes on from it."""
         self._fired = True
-        with self._one_hook, self.surviving():
-            self._guard(key)
+        if self.capturer.gathering:
+            with self._one_hook:
+                try:
+                    self._guard(key)
+                except Exception as error:
+                    if self._give_up(error):
+                        raise
         if key.kind is AnchorKind.OPTIMIZER_POST:
             self.stepped.add(key.name)
 
@@ -186,7 +195,7 @@ class Execution:
         self._heed_failed()
         self.stepped.clear()
         self._whole = self._whole or self._fired
-        self.follow()
+        self.follow(idle=not (due or self.capturer.step is not None))
         self._hooks.reset()
 
     def finish(self) -> None:
@@ -195,9 +204,13 @@ class Execution:
             self.capturer.finish()
         self._heed_failed()
 
-    def follow(self) -> None:
-        """Put hooks on modules that took the place of others, or were compiled; a deadline would pass unseen."""
-        state = self._walk.current()
+    def follow(self, *, idle: bool = False) -> None:
+        """Put hooks on modules that took the place of others, or were compiled; a deadline would pass unseen.
+
+        Args:
+            idle: there is no deadline until this is called again: what took others' place has time until then.
+        """
+        state = self._hooked_state if idle else self._walk.current()
         replaced = state is not self._hooked_state
         outdated = self._hooks.outdated(replaced=replaced)
         if replaced or outdated:
@@ -233,7 +246,7 @@ class Execution:
             self.aborted += self.capturer.abort()  # one in flight was begun in the same way
             self._distrust()
 
-    def begin(self, step: int, extra: bytes, info: Mapping[str, Any], *, audit: bool) -> float:
+    def begin(self, step: int, extra: bytes | Callable[[], bytes], info: Mapping[str, Any], *, audit: bool) -> float:
         """Start the capture of this boundary; see :meth:`.capture.Capturer.begin`."""
         self._heed_anchors()
         waited_seconds = self.capturer.begin(step, extra, info, audit=audit, optimizers=self._implementations)
@@ -312,8 +325,8 @@ class Execution:
     def _guard(self, key: AnchorKey) -> None:
         capturer = self.capturer
         capturer.reached(key)
-        if key in self._guards.at_forward:
-            capturer.require(self._guards.at_forward[key])
+        if guarded := self._guards.at_forward.get(key):
+            capturer.require(guarded)
         if key.kind is AnchorKind.OPTIMIZER_PRE:
             if fit.group_sizes(self._optimizers[key.name]) != self._guards.sizes[key.name]:  # gradual unfreezing
                 self._guards = self._make_guards()

@@ -27,7 +27,9 @@ from checkflow.errors import CorruptCheckpointError, UnsupportedError
 from checkflow.runtime.layout import STORED_TYPES
 
 MAX_DEPTH = 64
-_PLAIN = (type(None), bool, float, str, bytes)
+_Path = str | tuple[Any, Any]  # where a value is: a text, or such a path and a key; made into a text if need be
+_STRINGS = frozenset((str,))
+_PLAIN = frozenset((type(None), bool, float, str, bytes))
 _MAX_INTEGER_BYTES = 1 << 16
 _NUMPY_DTYPE = re.compile(r"[<>|][biufcSUMm][0-9]{1,9}(\[[0-9]{0,9}[A-Za-z]{1,2}\])?", re.ASCII)
 _FACTORIES: Mapping[str, Callable[[], Any]] = {
@@ -54,6 +56,18 @@ def encode(value: Any, *, name: str = "state") -> bytes:
         return _pack(_encode(value, name, 0))
     except (ValueError, OverflowError) as error:  # msgpack's lengths end at 4 GiB
         raise UnsupportedError(f"{name} is too large to be saved: {error}") from None
+
+
+def with_entry(data: bytes, key: str, value: Any) -> bytes:
+    """As :func:`encode` of a dictionary with one more entry, of one with less than 15, encoded already.
+
+    Raises:
+        UnsupportedError: as :func:`encode`.
+        ValueError: the data is no such dictionary.
+    """
+    if not 0x80 <= data[0] < 0x8F:  # msgpack's small map: its length in the low bits
+        raise ValueError("no dictionary of less than 15 entries")
+    return bytes((data[0] + 1,)) + data[1:] + _pack(key) + encode(value, name=f"state[{key!r}]")
 
 
 def decode(data: bytes, *, name: str = "the extra state") -> Any:
@@ -83,7 +97,7 @@ def _unpack(data: bytes, name: str) -> Any:
 # --------------------------------------------------------------------------------------------------------- encoding
 
 
-def _encode(value: Any, path: str, depth: int) -> Any:
+def _encode(value: Any, path: _Path, depth: int) -> Any:
     """The value in msgpack's own types and extensions."""
     if depth > MAX_DEPTH:
         raise UnsupportedError(f"{_short(path)} is nested more than {MAX_DEPTH} deep, or contains itself")
@@ -94,8 +108,10 @@ def _encode(value: Any, path: str, depth: int) -> Any:
         return value if -(2**63) <= value < 2**64 else msgpack.ExtType(INTEGER, _integer(value, path))
     if kind is list:
         return _items(value, path, depth)
-    if kind is dict and all(type(key) is str for key in value):
-        return {key: _encode(item, f"{path}[{key!r}]", depth + 1) for key, item in value.items()}
+    if kind is dict and _STRINGS.issuperset(map(type, value)):
+        if _PLAIN.issuperset(map(type, value.values())):
+            return value
+        return {key: _encode(item, (path, key), depth + 1) for key, item in value.items()}
     if kind in _CONTAINERS:
         code, parts = _CONTAINERS[kind]
         return msgpack.ExtType(code, _pack(parts(value, path, depth)))
@@ -126,37 +142,48 @@ def _describe(value: Any) -> str:
     return f"an object of type {full}"
 
 
-def _short(path: str) -> str:
-    return path if len(path) <= 300 else f"{path[:200]} … {path[-80:]}"
+def _text(path: _Path) -> str:
+    keys = []
+    while not isinstance(path, str):
+        path, key = path
+        keys.append(f"[{key!r}]")
+    return path + "".join(reversed(keys))
 
 
-def _items(values: Any, path: str, depth: int) -> list[Any]:
-    return [_encode(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(values)]
+def _short(path: _Path) -> str:
+    text = _text(path)
+    return text if len(text) <= 300 else f"{text[:200]} … {text[-80:]}"
 
 
-def _pairs(value: Any, path: str, depth: int) -> list[Any]:
+def _items(values: Any, path: _Path, depth: int) -> list[Any]:
+    if _PLAIN.issuperset(map(type, values)):
+        return list(values)
+    return [_encode(item, (path, i), depth + 1) for i, item in enumerate(values)]
+
+
+def _pairs(value: Any, path: _Path, depth: int) -> list[Any]:
     """Keys and values in turn: msgpack's own maps would take string keys only."""
     flat = []
     for key, item in value.items():
-        flat.append(_encode(key, f"{path} (the key {str(key)[:60]!r})", depth + 1))
-        flat.append(_encode(item, f"{path}[{key!r}]", depth + 1))
+        flat.append(_encode(key, f"{_text(path)} (the key {str(key)[:60]!r})", depth + 1))
+        flat.append(_encode(item, (path, key), depth + 1))
     return flat
 
 
-def _members(values: Any, path: str, depth: int) -> list[Any]:
+def _members(values: Any, path: _Path, depth: int) -> list[Any]:
     """Members of a set, in an order that does not change from run to run."""
-    members = [_encode(item, f"{path} (the member {str(item)[:60]!r})", depth + 1) for item in values]
+    members = [_encode(item, f"{_text(path)} (the member {str(item)[:60]!r})", depth + 1) for item in values]
     return sorted(members, key=_pack)
 
 
-def _default(value: Any, path: str, depth: int) -> list[Any]:
+def _default(value: Any, path: _Path, depth: int) -> list[Any]:
     factory = value.default_factory
     if factory is not None and factory not in _FACTORIES.values():
         raise UnsupportedError(f"{_short(path)}: the defaultdict's factory {factory!r} cannot be saved; {_ADVICE}")
     return [None if factory is None else factory.__name__, *_pairs(value, path, depth)]
 
 
-_CONTAINERS: Mapping[type, tuple[int, Callable[[Any, str, int], list[Any]]]] = {
+_CONTAINERS: Mapping[type, tuple[int, Callable[[Any, _Path, int], list[Any]]]] = {
     tuple: (TUPLE, _items),
     dict: (DICT, _pairs),
     set: (SET, _members),
@@ -170,7 +197,7 @@ _CONTAINERS: Mapping[type, tuple[int, Callable[[Any, str, int], list[Any]]]] = {
 }
 
 
-def _integer(value: int, path: str) -> bytes:
+def _integer(value: int, path: _Path) -> bytes:
     size = value.bit_length() // 8 + 1
     if size > _MAX_INTEGER_BYTES:
         raise UnsupportedError(f"{_short(path)}: an integer of {size} bytes cannot be saved; {_ADVICE}")
@@ -210,7 +237,7 @@ _LEAVES: Mapping[type, tuple[int, Callable[[Any], Any]]] = {
 }
 
 
-def _encode_numpy(value: Any, path: str) -> Any:
+def _encode_numpy(value: Any, path: _Path) -> Any:
     dtype = value.dtype.str
     if not _NUMPY_DTYPE.fullmatch(dtype) or value.dtype.metadata:
         raise UnsupportedError(f"{_short(path)}: a numpy array of dtype {value.dtype} cannot be saved; {_ADVICE}")
@@ -220,7 +247,7 @@ def _encode_numpy(value: Any, path: str) -> Any:
     return msgpack.ExtType(ARRAY, _pack([dtype, list(value.shape), value.tobytes()]))
 
 
-def _encode_torch(value: Any, path: str) -> Any:
+def _encode_torch(value: Any, path: _Path) -> Any:
     import torch
 
     kind = type(value)

@@ -17,12 +17,19 @@ from dataclasses import dataclass
 import torch
 
 from checkflow.errors import CheckflowError
-from checkflow.runtime.copy_engine import CopyRecord, CopyStatistics, Outcome, Transfer, tell_failure
+from checkflow.runtime.copy_engine import CopyRecord, CopyStatistics, Order, Outcome, Transfer, records, tell_failure
 
 logger = logging.getLogger("checkflow")
 
 # What the training thread copies itself: waking another thread, and sharing the interpreter with it, costs more.
 SMALL_BYTES = 32 * 1024
+# What the thread takes from the queue at a time, unless the first chunk is larger: for each time it takes the
+# interpreter from training, and so long may a deadline have to wait for a chunk that is not its own.
+TAKEN_BYTES = 1024 * 1024
+# As ctypes.memmove, which gives the interpreter to other threads meanwhile: this does not, and is for small chunks.
+_MEMMOVE_ADDRESS = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value
+assert _MEMMOVE_ADDRESS is not None
+_move_holding = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(_MEMMOVE_ADDRESS)
 
 # _OWN: the training thread copies it now; if an interrupt ends that half-way, the next wait copies it again.
 _PENDING, _QUEUED, _RUNNING, _OWN, _DONE = range(5)
@@ -33,9 +40,10 @@ class HostCopyEngine:
 
     The thread copies in the order of ``offload``, small chunks excepted: those are copied at once. A training thread
     that has to wait takes the chunks it waits for out of the queue and copies them itself, so that a deadline costs at
-    most one foreign chunk's time.
+    most the time of what the thread took last.
 
-    Both sides copy with memmove, which releases the interpreter's lock for as long as it runs.
+    Both sides copy with memmove, and release the interpreter's lock for as long as it runs, small chunks excepted. What
+    an anchor asks for has mostly been copied long before: that is found out without a lock.
     """
 
     source = torch.device("cpu")
@@ -48,7 +56,7 @@ class HostCopyEngine:
         self._status = bytearray()
         self._snapshots: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self._freeable: set[int] = set()
-        self._log: list[CopyRecord] = []
+        self._orders: list[Order] = []
         self._waited_seconds = self._snapshot_seconds = self._offload_seconds = 0.0
         self._held_bytes = self._snapshot_bytes = self._peak_bytes = self._helped_bytes = self._remaining = 0
         self._on_complete: Callable[[], None] = _nothing
@@ -70,7 +78,7 @@ class HostCopyEngine:
             self._transfers, self._on_complete = transfers, on_complete
             self._status = bytearray(len(transfers))
             self._remaining = len(transfers) + 1  # what leaves at once is one more
-            self._log = []
+            self._orders = []
             self._waited_seconds = self._snapshot_seconds = self._offload_seconds = 0.0
             self._snapshot_bytes = self._peak_bytes = self._helped_bytes = 0
         for transfer in at_once:
@@ -93,29 +101,35 @@ class HostCopyEngine:
                 self._held_bytes += transfer.length_bytes
                 self._snapshot_bytes += transfer.length_bytes
                 self._peak_bytes = max(self._peak_bytes, self._held_bytes)
-                self._log.append(CopyRecord(chunk, "snapshot", anchor, transfer.length_bytes))
+                self._orders.append(Order((chunk,), "snapshot", anchor))
         self._snapshot_seconds += time.perf_counter() - begun
 
     def offload(self, chunks: Sequence[int], anchor: str) -> None:
         small: list[int] = []
         with self._mutex:
-            for chunk in chunks:
-                if self._status[chunk] != _PENDING:
-                    continue
-                length_bytes = self._transfers[chunk].length_bytes
-                self._log.append(CopyRecord(chunk, "offload", anchor, length_bytes))
-                if length_bytes <= SMALL_BYTES:
-                    self._status[chunk] = _OWN
+            status, transfers = self._status, self._transfers
+            chosen = tuple([chunk for chunk in chunks if status[chunk] == _PENDING])
+            if not chosen:
+                return
+            self._orders.append(Order(chosen, "offload", anchor))
+            for chunk in chosen:
+                if transfers[chunk].length_bytes <= SMALL_BYTES:
+                    status[chunk] = _OWN
                     small.append(chunk)
                 else:
-                    self._status[chunk] = _QUEUED
+                    status[chunk] = _QUEUED
                     self._queue.append(chunk)
-            if self._queue:
-                self._changed.notify_all()
         if small:
-            self._copy(small)
+            self._copy(small)  # before the thread wakes, which wants the interpreter, too
+        if len(small) < len(chosen):
+            with self._mutex:
+                self._changed.notify_all()
 
     def wait(self, chunks: Sequence[int]) -> None:
+        status = self._status  # a chunk that is done stays so until the next capture begins
+        chunks = [chunk for chunk in chunks if status[chunk] != _DONE]
+        if not chunks:
+            return
         begun = time.perf_counter()
         for chunk in chunks:
             with self._mutex:
@@ -133,16 +147,21 @@ class HostCopyEngine:
         self._waited_seconds += time.perf_counter() - begun
 
     def live(self, chunks: Sequence[int]) -> list[int]:
-        with self._mutex:
-            return [chunk for chunk in chunks if self._status[chunk] != _DONE and chunk not in self._snapshots]
+        # Without the lock: a snapshot is given back after its chunk is done, and is looked for before that.
+        snapshots, status = self._snapshots, self._status
+        return [chunk for chunk in chunks if chunk not in snapshots and status[chunk] != _DONE]
+
+    @property
+    def idle(self) -> bool:
+        return not (self._remaining or self._snapshots)
 
     def hasten(self) -> None:
         with self._mutex:
-            for chunk in self._snapshots:
-                if self._status[chunk] == _PENDING:
-                    self._log.append(CopyRecord(chunk, "offload", "end", self._transfers[chunk].length_bytes))
-                    self._status[chunk] = _QUEUED  # small ones too: this may be another thread than the one that trains
-                    self._queue.append(chunk)
+            chosen = tuple([chunk for chunk in self._snapshots if self._status[chunk] == _PENDING])
+            self._orders.append(Order(chosen, "offload", "end"))
+            for chunk in chosen:
+                self._status[chunk] = _QUEUED  # small ones too: this may be another thread than the one that trains
+                self._queue.append(chunk)
             self._changed.notify_all()
 
     def free(self, chunks: Sequence[int]) -> None:
@@ -154,12 +173,13 @@ class HostCopyEngine:
 
     def conclude(self) -> _Ended:
         self.finish()  # the training thread copies what is left: nothing else would be sooner
-        return _Ended(Outcome(self.statistics(), functools.partial(tuple, self._log)))
+        return _Ended(Outcome(self.statistics(), functools.partial(records, self._orders, self._transfers)))
 
     def finish(self) -> None:
         if _PENDING in self._status:
             raise RuntimeError(f"chunk {self._status.index(_PENDING)} was never released")
-        self.wait(range(len(self._transfers)))
+        if self._remaining:
+            self.wait(range(len(self._transfers)))
         with self._mutex:
             while self._delivering:
                 self._changed.wait()
@@ -193,7 +213,7 @@ class HostCopyEngine:
 
     def log(self) -> tuple[CopyRecord, ...]:
         with self._mutex:
-            return tuple(self._log)
+            return records(self._orders, self._transfers)
 
     def statistics(self) -> CopyStatistics:
         return CopyStatistics(
@@ -208,15 +228,24 @@ class HostCopyEngine:
                     self._changed.wait()
                 if self._closed:
                     return
-                chunk = self._queue.popleft()
-                if self._status[chunk] != _QUEUED:
-                    continue
+                taken = self._take()
+            if taken:
+                self._copy(taken)
+
+    def _take(self) -> list[int]:
+        """The next chunks that the thread is to copy; those that the training thread has taken are passed over."""
+        taken: list[int] = []
+        size_bytes = 0
+        while self._queue and size_bytes < TAKEN_BYTES:
+            chunk = self._queue[0]
+            if self._status[chunk] == _QUEUED:
+                size_bytes += self._transfers[chunk].length_bytes
+                if taken and size_bytes > TAKEN_BYTES:
+                    break
                 self._status[chunk] = _RUNNING
-            try:
-                self._copy((chunk,))
-            except Exception:
-                # A fault of ours must not end the thread that others wait for; the traceback goes to the log.
-                logger.exception("a capture that has arrived could not be handed on")
+                taken.append(chunk)
+            self._queue.popleft()
+        return taken
 
     def _copy(self, chunks: Sequence[int]) -> None:
         begun = time.perf_counter()
@@ -224,7 +253,8 @@ class HostCopyEngine:
             transfer = self._transfers[chunk]
             snapshot = self._snapshots.get(chunk)
             source = transfer.source if snapshot is None else ctypes.addressof(snapshot)
-            ctypes.memmove(transfer.target, source, transfer.length_bytes)
+            move = _move_holding if transfer.length_bytes <= SMALL_BYTES else ctypes.memmove
+            move(transfer.target, source, transfer.length_bytes)
         seconds = time.perf_counter() - begun
         complete, callback = False, _nothing
         try:
@@ -239,6 +269,11 @@ class HostCopyEngine:
                 callback = self._on_complete if complete else _nothing
                 self._changed.notify_all()
             callback()
+        except Exception:
+            if threading.current_thread() is not self._thread:
+                raise
+            # A fault of ours must not end the thread that others wait for; the traceback goes to the log.
+            logger.exception("a capture that has arrived could not be handed on")
         finally:
             if complete:
                 with self._mutex:

@@ -106,10 +106,13 @@ def _addresses_of_parts(composites: list[torch.Tensor]) -> list[int]:
 
 
 def capture_generators() -> dict[str, Any]:
-    """The states of every generator that the main process may draw from, as few objects: this runs at each boundary."""
+    """The states of every generator that the main process may draw from: copies, since this runs at each boundary.
+
+    :func:`compact_generators` makes of them what is saved.
+    """
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
-        "python": {"version": version, "words": array.array("I", words).tobytes(), "gauss": gauss},
+        "python": {"version": version, "words": words, "gauss": gauss},
         "torch": torch.default_generator.get_state(),
     }
     if numpy := sys.modules.get("numpy"):
@@ -119,8 +122,14 @@ def capture_generators() -> dict[str, Any]:
     return states
 
 
+def compact_generators(states: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as few objects."""
+    python = states["python"]
+    return {**states, "python": {**python, "words": array.array("I", python["words"]).tobytes()}}
+
+
 def restore_generators(states: Mapping[str, Any]) -> None:
-    """Put back what :func:`capture_generators` gave."""
+    """Put back what :func:`capture_generators` gave, or :func:`compact_generators`."""
     python = states["python"]
     random.setstate((python["version"], tuple(array.array("I", python["words"])), python["gauss"]))
     torch.default_generator.set_state(states["torch"])
@@ -137,8 +146,10 @@ def capture_extra(walk: StateWalk, optimizers: Optimizers, objects: Mapping[str,
     """Extra state of models, optimizers and the user's objects at this instant.
 
     The values may share memory with the job's: encode the result before the job goes on.
+
+    Args:
+        walk: nothing has changed since its last call of ``current``.
     """
-    walk.current()
     return {
         "modules": {name: module.get_extra_state() for name, module in walk.modules_with_extra_state.items()},
         "optimizers": {name: _capture_optimizer(optimizer, walk.names[name]) for name, optimizer in optimizers.items()},
@@ -192,13 +203,13 @@ def _capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str
     groups = [
         {**group, "params": [names[id(parameter)] for parameter in group["params"]]} for group in optimizer.param_groups
     ]
-    values = {
-        names[id(parameter)]: {key: value for key, value in table.items() if not torch.is_tensor(value)}
-        for parameter, table in optimizer.state.items()
-        if isinstance(table, dict) and id(parameter) in names
-    }
-    # Some optimizers also keep values of their own beside those of parameters, under other keys.
-    others = {key: value for key, value in optimizer.state.items() if not torch.is_tensor(key)}
+    values: dict[str, dict[Any, Any]] = {}
+    others: dict[Any, Any] = {}
+    for parameter, table in optimizer.state.items():
+        if not isinstance(parameter, torch.Tensor):
+            others[parameter] = table  # some optimizers also keep values of their own beside those of parameters
+        elif isinstance(table, dict) and (name := names.get(id(parameter))) is not None:
+            values[name] = {key: value for key, value in table.items() if not isinstance(value, torch.Tensor)}
     return {"groups": groups, "values": values, "others": others}
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,13 @@ class Saving:
             undo.pop_all()
 
     def begin(
-        self, execution: Execution, step: int, extra: bytes, info: Mapping[str, Any], *, durable: bool = True
+        self,
+        execution: Execution,
+        step: int,
+        extra: bytes | Callable[[], bytes],
+        info: Mapping[str, Any],
+        *,
+        durable: bool = True,
     ) -> float:
         """Capture this boundary under a plan; returns the seconds waited for storage and buffers.
 
@@ -108,7 +114,7 @@ class Saving:
             capture.step,
             capture.layout,
             capture.buffer.view,
-            capture.extra,
+            capture.extra if isinstance(capture.extra, bytes) else capture.extra(),
             capture.info,
             ties=capture.ties,
             absent=capture.absent,

@@ -252,7 +252,7 @@ def test_a_layout_is_given_up_when_what_was_concluded_has_read_its_tensors(
 
     monkeypatch.setattr(CudaCopyEngine, "finish", wait)
     monkeypatch.setattr(Capturer, "_arrange", look)
-    monkeypatch.setattr(Execution, "follow", lambda self: None)  # it would have waited, too
+    monkeypatch.setattr(Execution, "follow", lambda self, idle=False: None)  # it would have waited, too
     job.iterate = replace
     _, truths = job.train(tmp_path, plan_of(3), iterations=7, host_buffers=6)
     assert arranged == [None, 4]
@@ -394,6 +394,7 @@ def test_hooks_on_two_threads_come_one_after_the_other(tmp_path: Path, monkeypat
             elif not left.is_set():
                 overlapped.set()
 
+        monkeypatch.setattr(Capturer, "gathering", True)
         monkeypatch.setattr(execution.capturer, "reached", work)
         execution.reached(BOUNDARY)
         other.join(60)

@@ -90,8 +90,10 @@ def warmed(seed: int = 0) -> Plan:
     return job.plan(seed)
 
 
+@pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("change", ["load_state_dict", "state table", "submodule", "group list"])
-def test_replaced_containers_are_followed(change: str, tmp_path: Path) -> None:
+def test_replaced_containers_are_followed(change: str, every: int, tmp_path: Path) -> None:
+    """Between two checkpoints, too, where nobody has looked at the state for some iterations."""
     job = Job()
 
     def before(n: int) -> None:
@@ -108,9 +110,9 @@ def test_replaced_containers_are_followed(change: str, tmp_path: Path) -> None:
             groups = [dict(group, params=list(group["params"])) for group in job.optimizer.param_groups]
             job.optimizer.param_groups = groups
 
-    with open_job(job, tmp_path, warmed(), on_error="raise") as checkpointer:
+    with open_job(job, tmp_path, warmed(), on_error="raise", every=every) as checkpointer:
         truths = train(job, checkpointer, 8, before)
-    assert check(tmp_path, truths) == list(range(1, 9))
+    assert check(tmp_path, truths) == list(range(every, 9, every))
 
 
 @pytest.mark.parametrize("snapshots", [False, True])
