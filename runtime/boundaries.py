@@ -3,7 +3,8 @@
 At each boundary that is captured: the capture in flight is brought to its end, then the next one begins
 (:mod:`.capture`); anchors drive it through the plan's iterations (:mod:`.execution`); the writer commits it
 (:mod:`.persist`, :mod:`.store`). Which boundaries are captured, and which of these storage takes, :mod:`.pace` says:
-multiples of the plan's interval, counted over the whole job, and the ends of epochs and of training. A resume does not
+multiples of the plan's interval, counted over the whole job, and the ends of epochs and of training (with ``every=``
+only that of training). A resume does not
 change the count, and what it resumed from is not captured again.
 
 Where the boundary is: when the loader is asked for a batch after an optimizer step, so that whatever the loop did
@@ -75,7 +76,7 @@ class Boundaries:
         preemption: Preemption,
     ) -> None:
         self._job, self._progress, self._saving = job, progress, saving
-        self._every, self._raising, self._preemption = asked.every, raising, preemption
+        self._raising, self._preemption = raising, preemption
         self.iteration = self._first_iteration = iteration
         self._captured_iteration = iteration  # at the start there is nothing to save, after a resume it is
         self.explicit = False  # step() marks them
@@ -108,8 +109,12 @@ class Boundaries:
 
     # What the Checkpointer says of the loop
 
-    def end_epoch(self) -> None:
-        """The loop over an epoch's batches has ended, and what followed it in the epoch."""
+    def end_epoch(self, *, last: bool = False) -> None:
+        """The loop over an epoch's batches has ended, and what followed it in the epoch.
+
+        Args:
+            last: whether training ends with this epoch.
+        """
         if self.explicit and self._progress.waiting:
             logger.warning(
                 "%d batches of epoch %d were handed out and not counted by step(): after a resume they are used again; "
@@ -118,7 +123,7 @@ class Boundaries:
             )  # fmt: skip
         self._progress.end_epoch()
         if not self.explicit:
-            self._boundary(epoch_end=True)
+            self._boundary(epoch_end=True, last=last)
 
     def end_step(self, *, last: bool) -> None:
         """The body of a loop over iterations has ended."""
@@ -321,7 +326,7 @@ class Boundaries:
         with self.clock.holding("planning"):
             self._turn(micro_batches, ending=ending)
         with self.clock.holding("boundary"):
-            due = self._at_boundary(saved=epoch_end or last, epoch_end=epoch_end, ending=ending)
+            due = self._at_boundary(epoch_end=epoch_end, last=last, ending=ending)
         self.clock.end_iteration(captured=due)
         if ending:
             self._end()
@@ -329,17 +334,17 @@ class Boundaries:
             with self.clock.holding("planning"):
                 self.place.planning.begin()  # otherwise when the loader hands a batch out
 
-    def _at_boundary(self, *, saved: bool, epoch_end: bool, ending: bool) -> bool:
+    def _at_boundary(self, *, epoch_end: bool, last: bool, ending: bool) -> bool:
         """Bring the capture in flight to its end if this boundary is captured, and begin; returns whether it is."""
-        due = self.pace.is_due(self.iteration + 1, extra=saved, demanded=ending)
-        self.execution.end_iteration(due=due, quiet=self.place.quiet or (due and (saved or ending)))
+        due = self.pace.is_due(self.iteration + 1, epoch_end=epoch_end, demanded=last or ending)
+        self.execution.end_iteration(due=due, quiet=self.place.quiet or (due and (epoch_end or last or ending)))
         due = due and self.pace.makes_room()
         self._began = False
         self.iteration += 1
         if not ending:  # otherwise when this boundary is saved
             self.raise_if_asked()
         self.execution.heed(self._saving.writer)
-        if not due and self._every is None:
+        if not due:
             self._passed = self._versions()
         if due:
             self.clock.shift(self._capture(epoch_end))
@@ -391,7 +396,7 @@ class Boundaries:
         back), as far as version counters tell.
         """
         captured = self._captured_iteration == self.iteration
-        if captured or self.execution.stepped or self._began or not self.pace.is_due(self.iteration, extra=True):
+        if captured or self.execution.stepped or self._began or not self.pace.is_due(self.iteration, demanded=True):
             return
         if self._versions() != self._passed:
             logger.warning("the state was changed after step %d, which is not saved therefore", self.iteration)

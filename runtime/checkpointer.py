@@ -75,14 +75,15 @@ class Checkpointer:
         extra_memory: that snapshots may add to training's own peak, in bytes or as text ("2GB"), under a plan that the
             job makes; None: what the device has.
         every: how often, whatever it costs. Iterations from one durable checkpoint to the next, a multiple of the
-            plan's interval (it is rounded up to one where the job makes its plan, and the log says so); exactly these
-            are made. Or text such as "30s" or "10min": so much of training, in iterations as they last now, rounded to
-            the plan's interval; ends of epochs and the end of training are saved besides. Each is committed while the
-            next one is gathered, and training waits if storage is slower, so that a failure costs at most two
-            intervals and the one under way. None: as often as ``overhead`` allows and storage can take, at most as
-            planned; more often, if that is cheap, in host memory, where the newest is kept until storage takes it or
-            the job ends; and at the ends of epochs and of training. It is found out in the job's first iterations, and
-            kept in the directory for the next start.
+            plan's interval (it is rounded up to one where the job makes its plan, and the log says so): exactly these
+            are made, and one at the end of training wherever that comes; not at the ends of epochs. Or text such as
+            "30s" or "10min": so much of training, in iterations as they last now, rounded to the plan's interval; ends
+            of epochs and the end of training are saved besides. Each is committed while the next one is gathered, and
+            training waits if storage is slower, so that a failure costs at most two intervals and the one under way.
+            None: as often as ``overhead`` allows and storage can take, at most as planned; more often, if that is
+            cheap, in host memory, where the newest is kept until storage takes it or the job ends; and at the ends of
+            epochs and of training. It is found out in the job's first iterations, and kept in the directory for the
+            next start.
         mtbf: mean time between failures, in seconds or as text ("4h"): checkpoints become rarer than ``overhead``
             allows where that wastes less, replays after failures included.
         host_buffers: staging buffers of the size of the state; three let capture and persist overlap fully.
@@ -230,7 +231,7 @@ class Checkpointer:
             except GeneratorExit:  # the loop was left with ``break``
                 self._boundaries.leave_loop(in_epoch=True)
                 raise
-            self._boundaries.end_epoch()
+            self._boundaries.end_epoch(last=progress.epoch + 1 >= len(numbers))
         self._boundaries.end_loop()
         # A run that was finished already: what follows the loop sees them as it did then.
         self._progress.restore_generators()

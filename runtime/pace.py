@@ -126,12 +126,12 @@ class Pace:
             self._cache.keep(self._identity, costs)
             self._kept = costs
 
-    def is_due(self, number: int, *, extra: bool, demanded: bool = False) -> bool:
+    def is_due(self, number: int, *, epoch_end: bool = False, demanded: bool = False) -> bool:
         """Whether this boundary is captured, by the plan that runs from it on.
 
         Args:
-            extra: whether it is the last one, or an epoch's: captured too, unless the user has said how often.
-            demanded: captured and written, whatever was decided.
+            epoch_end: captured too, unless the user has said after how many iterations.
+            demanded: captured and written, whatever was decided or said: training ends here.
         """
         self._follow(number)
         place = self._place
@@ -139,7 +139,8 @@ class Pace:
         asked = self._asked.every is not None or self._asked.every_seconds is not None
         due = (asked or not looking) and self.controller.is_due(number)
         self._regular = due
-        extra = demanded or (extra and self._asked.every is None)
+        left_out = self._asked.every is not None
+        extra = demanded or (epoch_end and not left_out)
         self.durable = extra or self.controller.is_durable(number)
         return due or extra
 

@@ -208,7 +208,49 @@ def test_every_nth_iteration_and_retention(tmp_path: Path) -> None:
     with Checkpointer(model, optimizer, directory=tmp_path, plan=plan, every=3, keep_latest=2) as checkpointer:
         for _ in checkpointer.steps(14):
             iterate()
-    assert steps(tmp_path) == [9, 12]
+            assert checkpointer.report()["captures"] == (checkpointer.iteration) // 3
+    assert steps(tmp_path) == [12, 14]  # the end of training is saved, whatever its number is
+
+
+@pytest.mark.parametrize("way", ["steps", "step()", "epochs", "break", "close"])
+def test_the_end_of_training_is_saved_beside_every_nth_iteration(way: str, tmp_path: Path) -> None:
+    """Once, and no end of an epoch besides; not where nothing says that training ended."""
+    plan, (model, optimizer, iterate) = make_plan(), make()
+    data = TensorDataset(torch.randn(14, 4), torch.randint(0, 3, (14,)))
+    loader = DataLoader(data, 2) if way == "epochs" else None
+    job = Checkpointer(model, optimizer, loader, directory=tmp_path, plan=plan, every=5, keep_latest=9)
+    truths = {}
+
+    def note() -> None:
+        truths[job.iteration + 1] = clone_state({"model": model}, {"optimizer": optimizer})
+
+    if way == "close":
+        for _ in range(7):
+            iterate()
+            job.step()
+        job.close()
+        assert steps(tmp_path) == [5]
+        return
+    with job:
+        if way == "epochs":
+            for _ in job.epochs(2):
+                for x, y in job.loader:
+                    iterate(x, y)
+                    note()
+            assert job.report()["captures"] == 3  # before what follows the loop
+        elif way == "step()":
+            for _ in range(14):
+                iterate()
+                note()
+                job.step()
+        else:
+            for n in job.steps(14 if way == "steps" else 99):
+                iterate()
+                note()
+                if n == 13:
+                    break
+    assert steps(tmp_path) == [5, 10, 14]
+    assert_checkpoint_is(find(tmp_path)[0], truths[14])
 
 
 def test_storage_takes_the_newest_if_it_is_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
