@@ -5,50 +5,46 @@ ended, whether a capture was in flight in it, and whether storage was being writ
 what a checkpoint costs, :mod:`.policy` what interval follows.
 
 A job is *profiled* first (CheckFreq, section 4.4: 1 % of an epoch or 50 iterations, whichever is fewer). Under a plan
-its checkpoints are made as planned meanwhile, and storage takes the newest; in the second half they stop for some
-iterations, after storage has come to rest: the *control*. Where there is no plan a checkpoint holds training, so that
-free iterations come first, then one checkpoint, for trial. Then intervals are chosen, and *reviewed* from there on:
+its first checkpoints are made as planned; then they stop for some iterations (:mod:`.control`), and go on as far as the
+budget allows. Where there is no plan a checkpoint holds training, so that free iterations come first, then one
+checkpoint, for trial. Then intervals are chosen, and reviewed from there on (:mod:`.review`).
 
-- they grow at once, to what is measured, where the cost is beyond ``overhead`` by more than chance: the medians of the
-  last few samples, or of more, less ``DOUBT`` standard errors and a ``BAND``, ask for a longer interval;
-- they shrink slowly: by half at most, each time after ``PATIENCE`` persists whose median, and a standard error, asks
-  for less by a ``BAND``; or, if costs have fallen since the last change, once the last ``PATIENCE`` ask for less beyond
-  ``DOUBT``, and what came before them is forgotten;
-- nothing is believed on the word of old free iterations: where none was for long (a checkpoint of every iteration
-  leaves none), another control comes first. If free iterations themselves have become other ones, all is measured anew.
+Two things keep within ``overhead``. The intervals do in the long run, by costs measured before. The budget
+(:mod:`.budget`) does at once: as soon as free iterations tell what training takes, whatever was spent beyond is owed,
+the profile's checkpoints included, and a checkpoint that is due waits until nothing is. So the first checkpoint that
+costs ten times as much puts off the next one, and the interval follows with the review that this brings about. After
+one that was cheap for its interval the next comes sooner, after a ``PROBE``-th of it, which the budget then pays: so
+that it is soon known whether the interval may shrink.
+
+Where captures in host memory follow each other without a gap, the last ones before storage is due are left out, so that
+some iterations stay free, which costs no durable checkpoint. If free iterations themselves have become other ones, all
+is measured anew, and nothing is owed.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 import math
 from collections import deque
 
 from checkflow.hardware import format_seconds
 from checkflow.run_report import Frequency, FrequencyChange
-from checkflow.runtime.policy import Asked, Costs, Intervals, choose, in_iterations, least_multiple
-from checkflow.runtime.samples import KEPT, LEAST, Iteration, Samples, median
+from checkflow.runtime.budget import Budget
+from checkflow.runtime.control import Control
+from checkflow.runtime.policy import Asked, Costs, Intervals, in_iterations, least_multiple
+from checkflow.runtime.review import BAND, BOLD, Review, Verdict, longer
+from checkflow.runtime.samples import LEAST, SHIFT, Iteration, Samples, median
 
 logger = logging.getLogger("checkflow")
 
 MOST_PROFILED, PROFILED_SHARE = 50, 0.01  # iterations, and share of an epoch
 LEAST_PROFILED = 16  # iterations, however short the epoch
-CONTROLS = 5  # free iterations in a control
-CONTROL_EVERY, CONTROL_INTERVALS = 200, 50  # iterations without a free one, or intervals, whichever is more
-WINDOWS = (3, 10, KEPT)  # samples: few show a large change soon, many a small one
+LEAST_TRIED = 5  # iterations with checkpoints, before the first ones without
+GAP, GAP_FROM = 2, 8  # iterations left free before storage is due, where that comes after at least so many captures
 REVIEW_EVERY, REVIEW_SECONDS = 20, 0.2  # iterations, and seconds of them: a review takes most of a millisecond
-DOUBT = 3.0  # standard errors before an interval grows
-BAND = 0.1  # so much more of a cost, or less of an interval, is no reason to change it
-PATIENCE = 5  # persists before an interval shrinks
-FASTEST_GROWTH = 4  # where no interval would be long enough
+PROBE = 4  # so many times sooner the next checkpoint follows one that was cheap
+SHORT = 2  # times as many iterations as a commit is seen in: an epoch of no more leaves too few of its own free
 HISTORY = 50
-
-
-class _Control(enum.Enum):
-    NONE = enum.auto()
-    RESTING = enum.auto()  # storage gets nothing new
-    FREE = enum.auto()  # nothing is captured
 
 
 class Controller:
@@ -61,9 +57,11 @@ class Controller:
 
     def __init__(self, asked: Asked, *, start: int = 0, epoch_iterations: int | None = None) -> None:
         self._asked = asked
+        self._epoch_iterations = epoch_iterations
         share = MOST_PROFILED if epoch_iterations is None else math.ceil(PROFILED_SHARE * epoch_iterations)
         self._profile_length = max(LEAST_PROFILED, min(MOST_PROFILED, share))
         self._samples = Samples()
+        self._budget = Budget(asked.overhead)
         self._changes: deque[FrequencyChange] = deque(maxlen=HISTORY)
         self._last_memory = self._last_disk = start
         self.place(start, 1)
@@ -89,23 +87,26 @@ class Controller:
         """
         self._unit, self._every, self._planned, self._tiers = unit, every, planned, tiers and planned
         self._samples.forget_checkpoints()
+        self._budget.reset()
+        self._refused_at: int | None = None  # free iterations seen when the budget refused a checkpoint
         self._busy = False  # storage, in the last iteration
         self._observed = 0  # iterations that tell, since then
         self._reviewed, self._reviewed_samples, self._unreviewed_seconds = number, 0, 0.0
-        self._control, self._control_since, self._control_seen = _Control.NONE, number, 0
-        self._suspicious = self._controlled = self._unsure = False
+        self._control = Control(self._samples, self._asked.overhead, number=number, unit=unit)
+        self._rests_only = False  # a control that is needed is about training's own time alone
         self._tried: int | None = None  # the boundary of a checkpoint for trial
         self._costs = known
         # What the user said needs no word in the log.
         self._intervals: Intervals | None = None if every is None else Intervals(every, every, "every")
-        self._persists_before = self._samples.persists_seen  # when the intervals changed
+        self._reviewing = Review(self._asked, self._samples, unit=unit, tiers=self._tiers)
+        self._cheap = False  # the last checkpoint
         if every is not None:
             return
         if self._asked.every_seconds is not None:
             if self._samples.recent:
                 self._keep_time(number, self._asked.every_seconds)
         elif known is not None:
-            self._set(number, self._choice(known) or self._longer(Intervals(unit, unit, "overhead")))
+            self._set(number, self._reviewing.choice(known) or longer(Intervals(unit, unit, "overhead")))
 
     # What the job asks
 
@@ -151,24 +152,42 @@ class Controller:
         """Whether this boundary is captured."""
         if self._every is not None:
             return number % self._every == 0
-        if number % self._unit or self._control is _Control.FREE:
+        if number % self._unit or self._control.free or (self._control.resting and not self._tiers):
             return False
-        if self._control is _Control.RESTING and not self._tiers:
-            return False
+        if self._asked.every_seconds is not None:
+            return self._intervals is not None and number - self._last_memory >= self._intervals.memory
         if self._intervals is None:
-            return self._asked.every_seconds is None and (self._planned or self._may_try(number))
-        if self._control is _Control.RESTING and self._samples.captures_seen < self._control_seen and not self._busy:
+            return self._may_spend() if self._planned else self._may_try(number)
+        if self._control.wants_captures and not self._busy:
             return True
-        return number - self._last_memory >= self._intervals.memory
+        now, since_durable = self._intervals, number - self._last_disk
+        if since_durable >= self._disk_interval(now) and self._may_spend():
+            return True
+        if now.memory == now.disk or number - self._last_memory < now.memory:
+            return False
+        gap = max(GAP, self._unit) if now.memory == self._unit and now.disk >= GAP_FROM * self._unit else 0
+        return since_durable % now.disk < now.disk - gap and self._budget.allows_between()
 
     def is_durable(self, number: int) -> bool:
         """Whether storage takes the capture of this boundary as soon as it can."""
         if self._every is not None or self._asked.every_seconds is not None:
             return True
-        if self._control is _Control.RESTING:
+        if self._control.resting:
             return False
         now = self._intervals
-        return now is None or now.memory == now.disk or number - self._last_disk >= now.disk
+        return now is None or (number - self._last_disk >= self._disk_interval(now) and self._may_spend())
+
+    @property
+    def leaves_out_epochs(self) -> bool:
+        """Whether the end of an epoch is not captured now.
+
+        Where epochs are about as short as one commit, their ends keep storage busy all the time, and nothing would
+        tell what training takes: a control leaves them out, too.
+        """
+        lasting, recent = self._samples.persist_seconds, self._samples.recent
+        if self._epoch_iterations is None or lasting is None or not (self._control.resting or self._control.free):
+            return False
+        return self._epoch_iterations <= SHORT * (1 + lasting / median(recent))
 
     # What the job tells
 
@@ -189,7 +208,11 @@ class Controller:
         self._busy = iteration.persisted
         self._observed += iteration.tells
         self._unreviewed_seconds += iteration.seconds
+        shifts = self._samples.shifts
         self._samples.add(iteration)
+        self._budget.add(iteration, self._samples.baseline, 1 if self._intervals is None else self._intervals.disk)
+        if self._samples.shifts != shifts:
+            self._budget.forgive()
         if self._every is not None:
             return
         if self._asked.every_seconds is not None:
@@ -197,16 +220,24 @@ class Controller:
                 self._keep_time(iteration.number, self._asked.every_seconds)
             return
         self._steer(iteration)
+        if iteration.persist_seconds is not None:
+            self._cheap = self._was_cheap()
         if self._intervals is None:
             if self._is_profiled:
-                self._decide(iteration.number)
-        elif iteration.number - self._reviewed >= REVIEW_EVERY and self._unreviewed_seconds >= REVIEW_SECONDS:
-            samples = self._samples.captures_seen + self._samples.persists_seen
-            if samples != self._reviewed_samples:
-                self._reviewed, self._reviewed_samples, self._unreviewed_seconds = iteration.number, samples, 0.0
-                self._review(iteration.number, self._intervals)
+                self._take(iteration.number, self._reviewing.first())
+        elif self._review_due(iteration.number):
+            verdict = self._reviewing.again(iteration.number, self._intervals, self._costs)
+            if verdict is not None:
+                self._take(iteration.number, verdict)
 
-    # Profile and control
+    # Budget, profile and control
+
+    def _may_spend(self) -> bool:
+        """Whether the budget has room for a checkpoint."""
+        allowed = self._budget.allows()
+        if not allowed and self._refused_at is None:
+            self._refused_at = self._samples.free_seen
+        return allowed
 
     def _may_try(self, number: int) -> bool:
         """Without a plan: one checkpoint for trial, after free iterations; another one if that came to nothing."""
@@ -219,116 +250,55 @@ class Controller:
             return False
         if not self._planned:
             return self._samples.persist_seconds is not None and not self._busy
-        return self._controlled and self._observed >= self._profile_length
-
-    def _decide(self, number: int) -> None:
-        costs, least = self._samples.estimate(), self._samples.estimate(doubt=-DOUBT)
-        assert costs is not None
-        assert least is not None
-        one = Intervals(self._unit, self._unit, "overhead")
-        self._costs = costs
-        self._set(number, self._choice(costs) or self._choice(least) or self._longer(one))
+        return self._control.made > 0 and self._observed >= self._profile_length
 
     def _steer(self, iteration: Iteration) -> None:
         """Begin a control where one is due, and see it through."""
-        number = iteration.number
-        if self._control is _Control.NONE and self._control_due(number):
-            self._control, self._control_since, self._unsure = _Control.RESTING, number, False
-            # Captures that storage does not take are rare where it takes all: a few of them, to know what they cost.
-            rare = self._intervals is None or self._intervals.memory == self._intervals.disk
-            wanted = LEAST if self._tiers and rare and not self._suspicious else 0
-            self._control_seen = self._samples.captures_seen + wanted
-        elif self._control is _Control.RESTING:
-            if iteration.persisted:
-                self._control_since = number
-                return
-            enough = self._samples.captures_seen >= self._control_seen
-            if enough or number - self._control_since >= 4 * LEAST * self._unit:
-                self._control, self._control_since = _Control.FREE, number
-                self._control_seen = self._samples.free_seen + CONTROLS
-        elif self._control is _Control.FREE and (
-            self._samples.free_seen >= self._control_seen or number - self._control_since >= 4 * CONTROLS
-        ):
-            self._control, self._suspicious, self._controlled = _Control.NONE, False, True
-
-    def _control_due(self, number: int) -> bool:
-        if self._intervals is None:
-            enough = self._samples.captures >= LEAST or self._observed >= self._profile_length
-            return self._planned and not self._controlled and enough and self._observed >= self._profile_length // 2
-        last = max(self._samples.last_free or 0, self._control_since)
-        stale = number - last >= max(CONTROL_EVERY, CONTROL_INTERVALS * self._intervals.disk)
-        return self._suspicious or self._unsure or stale
+        now = self._intervals
+        if now is None:
+            tried = max(self._samples.captures, self._reviewing.persists) >= LEAST or self._observed >= LEAST_PROFILED
+            due = self._planned and not self._control.made and tried and self._observed >= LEAST_TRIED
+        else:
+            due = self._control.is_stale(iteration.number, now.memory)
+        # Captures that storage does not take are rare where it takes all.
+        rare = self._tiers and not self._rests_only and (now is None or now.memory == now.disk)
+        self._control.follow(iteration, due=due, captures=LEAST if rare else 0)
 
     # Review
 
-    def _choice(self, costs: Costs) -> Intervals | None:
-        asked = self._asked
-        return choose(costs, self._unit, asked.overhead, mtbf_seconds=asked.mtbf_seconds, tiers=self._tiers)
-
-    def _longer(self, now: Intervals) -> Intervals:
-        """Where nothing may be lost to checkpoints, and something is: step by step."""
-        return Intervals(now.memory * FASTEST_GROWTH, now.disk * FASTEST_GROWTH, "overhead")
-
-    def _suffices(self, now: Intervals, costs: Costs) -> bool:
-        """Whether intervals are long enough for these costs."""
-        wanted = self._choice(costs)
-        if wanted is None or wanted.disk > now.disk:
+    def _was_cheap(self) -> bool:
+        """Whether the last persist, and the captures in it, cost much less than their interval is long for."""
+        now, costs, paid = self._intervals, self._costs, self._samples.last_persist_cost
+        if now is None or costs is None or paid is None or now.reason != "overhead":
             return False
-        # Where storage can be written to more often, captures in between become rarer, and may have been cheap enough.
-        paid = _is_much_less(wanted.disk, now.disk) and costs.share(now.memory, now.disk) <= self._asked.overhead
-        return paid or wanted.memory <= now.memory
+        return paid <= BOLD * self._asked.overhead * costs.iteration_seconds * now.disk
 
-    def _review(self, number: int, now: Intervals) -> None:
-        samples, known = self._samples, self._costs
-        last = samples.estimate(LEAST, known=known)
-        if last is not None and self._suffices(now, last):
-            self._shrink(number, now)  # whatever was before that
-            return
-        for size in WINDOWS:
-            least = samples.estimate(size, -DOUBT, known)
-            if samples.largest < size or least is None:
-                break
-            if self._suffices(now, least.times(1 / (1 + BAND))):
-                continue
-            if number - (samples.last_free or 0) > max(2 * REVIEW_EVERY, 2 * now.disk):
-                self._suspicious = True  # perhaps it is training itself that has become slower
-                return
-            costs = samples.estimate(size, known=known)
-            assert costs is not None
-            wanted = self._choice(costs)
-            if wanted is None and samples.persists_seen - self._persists_before < LEAST:
-                return  # nothing says how much longer: first see what this one costs
-            wanted = wanted or self._longer(now)
-            memory = max(now.memory, wanted.memory)
-            self._costs = costs
-            self._set(number, Intervals(memory, least_multiple(memory, max(now.disk, wanted.disk)), wanted.reason))
-            return
+    def _disk_interval(self, now: Intervals) -> int:
+        """When storage is due: sooner after a checkpoint that was cheap, to see soon whether others are, too."""
+        step = now.memory if now.memory < now.disk else self._unit
+        return least_multiple(step, now.disk / PROBE) if self._cheap else now.disk
 
-    def _shrink(self, number: int, now: Intervals) -> None:
-        """By what all persists since the last change tell, or by the last few if costs have clearly fallen since."""
-        samples, known = self._samples, self._costs
-        since = min(KEPT, samples.persists_seen - self._persists_before)
-        if since < PATIENCE:
-            return
-        wanted, size = self._asked_for(since, 1.0), since
-        if wanted is None or not _is_shorter(wanted, now) or wanted.memory > now.memory:
-            wanted, size = self._asked_for(PATIENCE, DOUBT), PATIENCE
-            if wanted is None or not _is_much_less(wanted.disk, now.disk):
-                return
-            samples.keep_last(PATIENCE)  # what was before would make the intervals grow again
-            self._unsure = True
-        disk, memory = max(wanted.disk, now.disk / 2), max(wanted.memory, now.memory / 2)
-        # What would be left is too little for another change.
-        disk = wanted.disk if disk <= (1 + BAND) * wanted.disk else disk
-        memory = least_multiple(self._unit, wanted.memory if memory <= (1 + BAND) * wanted.memory else memory)
-        self._costs = samples.estimate(size, known=known)
-        self._set(number, Intervals(memory, least_multiple(memory, disk), wanted.reason))
-        self._unsure &= memory >= disk  # of what captures in between would cost now
+    def _review_due(self, number: int) -> bool:
+        """Whether there is something new to look at: now and then, and soon where the budget has refused a checkpoint.
 
-    def _asked_for(self, size: int, doubt: float) -> Intervals | None:
-        """The intervals that the last samples ask for, at most."""
-        most = self._samples.estimate(size, doubt, self._costs)
-        return None if most is None else self._choice(most)
+        Then training goes on without, and shows first whether it has become another one itself.
+        """
+        if self._unreviewed_seconds < REVIEW_SECONDS:
+            return False
+        refused = self._refused_at is not None and self._samples.free_seen - self._refused_at >= SHIFT
+        samples = self._samples.captures_seen + self._samples.persists_seen
+        if samples == self._reviewed_samples or not (refused or number - self._reviewed >= REVIEW_EVERY):
+            return False
+        self._reviewed, self._reviewed_samples, self._unreviewed_seconds = number, samples, 0.0
+        self._refused_at = None
+        return True
+
+    def _take(self, number: int, verdict: Verdict) -> None:
+        if verdict.intervals is None or verdict.unsure:
+            self._control.needed, self._rests_only = True, verdict.intervals is None
+        if verdict.intervals is not None:
+            self._costs = verdict.costs
+            self._set(number, verdict.intervals)
 
     def _keep_time(self, number: int, seconds: float) -> None:
         wanted = in_iterations(self._unit, median(self._samples.recent), seconds)
@@ -338,7 +308,7 @@ class Controller:
 
     def _set(self, number: int, intervals: Intervals) -> None:
         before, self._intervals = self._intervals, intervals
-        self._persists_before = self._samples.persists_seen
+        self._reviewing.changed()
         if before is not None and (before.memory, before.disk) == (intervals.memory, intervals.disk):
             return
         self._changes.append(FrequencyChange(number, intervals.memory, intervals.disk, intervals.reason))
@@ -363,14 +333,3 @@ class Controller:
             return f"one costs {both} of training, and failures come every {format_seconds(asked.mtbf_seconds or 0.0)}"
         seconds = format_seconds(costs.iteration_seconds)
         return f"one costs {both} of training, and may cost {100 * asked.overhead:.3g} % of iterations of {seconds}"
-
-
-def _is_much_less(interval: int, than: int) -> bool:
-    """Whether the difference is a reason to change anything."""
-    return interval <= (1 - BAND) * than
-
-
-def _is_shorter(intervals: Intervals, than: Intervals) -> bool:
-    """Whether one of them is much less, and storage is not written to less often."""
-    less = _is_much_less(intervals.disk, than.disk) or _is_much_less(intervals.memory, than.memory)
-    return less and intervals.disk <= than.disk

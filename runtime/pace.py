@@ -130,7 +130,7 @@ class Pace:
         """Whether this boundary is captured, by the plan that runs from it on.
 
         Args:
-            epoch_end: captured too, unless the user has said after how many iterations.
+            epoch_end: captured too, unless the user has said after how many iterations, or a control leaves it out.
             demanded: captured and written, whatever was decided or said: training ends here.
         """
         self._follow(number)
@@ -139,7 +139,7 @@ class Pace:
         asked = self._asked.every is not None or self._asked.every_seconds is not None
         due = (asked or not looking) and self.controller.is_due(number)
         self._regular = due
-        left_out = self._asked.every is not None
+        left_out = self._asked.every is not None or self.controller.leaves_out_epochs
         extra = demanded or (epoch_end and not left_out)
         self.durable = extra or self.controller.is_durable(number)
         return due or extra

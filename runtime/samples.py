@@ -80,7 +80,8 @@ class Samples:
     def __init__(self) -> None:
         self._free: deque[tuple[int, float]] = deque(maxlen=KEPT)
         self.recent: deque[float] = deque(maxlen=RECENT)  # seconds of iterations of any kind
-        self.free_seen = self.captures_seen = self.persists_seen = 0
+        self.free_seen = self.captures_seen = self.persists_seen = self.shifts = 0
+        self._baseline: tuple[float, float] | None = None
         self.forget_checkpoints()
 
     def forget_checkpoints(self) -> None:
@@ -98,6 +99,11 @@ class Samples:
         for samples in (self._captures, self._held_seconds, self._persists, self._persist_seconds):
             while len(samples) > size:
                 samples.popleft()
+
+    @property
+    def baseline(self) -> tuple[float, float] | None:
+        """The median of free iterations, and their standard deviation; None: there are too few of them."""
+        return self._baseline
 
     @property
     def free(self) -> int:
@@ -120,6 +126,13 @@ class Samples:
         return max(len(self._captures), len(self._held_seconds), len(self._persists), len(self._persist_seconds))
 
     @property
+    def last_persist_cost(self) -> float | None:
+        """Seconds by which the last persist, and the captures begun in it, lengthened training; None: not known."""
+        if not self._persists or self._baseline is None:
+            return None
+        return self._persists[-1].added_seconds(self._baseline[0])
+
+    @property
     def persist_seconds(self) -> float | None:
         """How long a persist lasts."""
         seconds = list(self._persist_seconds)
@@ -136,6 +149,8 @@ class Samples:
             self.recent.append(iteration.seconds)
             if not iteration.captured and not iteration.persisted:
                 self._add_free(iteration)
+                if len(self._free) >= LEAST:
+                    self._baseline = median_and_spread(seconds for _, seconds in self._free)
         self._follow_capture(iteration)
         self._follow_persist(iteration)
         self._began = False
@@ -195,6 +210,7 @@ class Samples:
         if abs(now - usual) > max(SHIFT_ERRORS * spread * error_of(SHIFT), SHIFT_SHARE * usual):
             # What was measured before was held against another training's time.
             self._free = deque(new, maxlen=KEPT)
+            self.shifts += 1
             self._captures.clear()
             self._held_seconds.clear()
             self._persists.clear()

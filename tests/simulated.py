@@ -28,7 +28,8 @@ class SimulatedJob:
     noise: float = 0.0  # standard deviation of an iteration, as a share of it
     pauses: dict[int, float] = field(default_factory=dict)  # seconds, by iteration
     unit: int = 1
-    epoch: int | None = None
+    epoch: int | None = None  # iterations
+    saves_epochs: bool = False  # their ends are captured, whatever the controller says
     seed: int = 0
     fails: bool = False  # storage does not take anything
     held_seconds: float = 0.0  # of a capture's first iteration, without lengthening what is not said above
@@ -40,7 +41,9 @@ class SimulatedJob:
         self.controller.place(0, self.unit, **self.place)
         self.number = 0
         self.captures: list[int] = []
-        self.durable: list[int] = []
+        self.durable: list[int] = []  # that storage was to take; of those that wait for it, it gets the newest
+        self.written = 0  # that it has taken
+        self.times: list[tuple[float, float]] = []  # of each iteration: with checkpoints, and what it takes by itself
         self._left_seconds = 0.0  # of the persist under way
         self._waiting = self._begun = False
         self._flying = 0
@@ -59,6 +62,7 @@ class SimulatedJob:
                 self._left_seconds -= part
                 ended = self._left_seconds < 1e-9
             seconds, free_seconds = seconds + taken, free_seconds + own
+            self.times.append((taken, own))
             self.controller.ended(
                 Iteration(
                     self.number, taken + self.pauses.get(self.number, 0.0), captured=self._flying > 0,
@@ -71,13 +75,17 @@ class SimulatedJob:
 
     def _at_boundary(self, ended: bool) -> None:
         if ended:
+            self.written += 1
             self._left_seconds = self.persist_seconds if self._waiting else 0.0
             self._waiting = False
         self._begun, self._flying = False, max(0, self._flying - 1)
-        if not self.controller.is_due(self.number):
+        regular, extra = self.controller.is_due(self.number), False
+        if self.saves_epochs and self.epoch is not None and self.number % self.epoch == 0:
+            extra = not self.controller.leaves_out_epochs
+        if not (regular or extra):
             return
-        durable = self.controller.is_durable(self.number)
-        self.controller.captured(self.number, durable=durable)
+        durable = extra or self.controller.is_durable(self.number)
+        self.controller.captured(self.number, durable=durable, counts=regular)
         self.captures.append(self.number)
         self._begun, self._flying = True, self.unit
         if durable:
@@ -90,3 +98,13 @@ class SimulatedJob:
         """Of captures in memory, and of those on storage."""
         now = self.controller.intervals
         return None if now is None else (now.memory, now.disk)
+
+    def overhead(self, first: int = 0, last: int | None = None) -> float:
+        """The share by which the iterations after ``first``, up to ``last``, took longer."""
+        with_them, without = (sum(column) for column in zip(*self.times[first:last], strict=True))
+        return with_them / without - 1
+
+    def worst_overhead(self, window: int, first: int = 0, last: int | None = None) -> float:
+        """The most that any ``window`` iterations in a row took longer."""
+        last = len(self.times) if last is None else last
+        return max(self.overhead(begin, begin + window) for begin in range(first, max(first + 1, last - window)))

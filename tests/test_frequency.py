@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import SimulatedJob
 
-from checkflow.runtime.frequency import BAND, HISTORY
+from checkflow.runtime.budget import INTERVALS, WINDOW
+from checkflow.runtime.frequency import HISTORY
 from checkflow.runtime.policy import Asked, Costs, choose
+from checkflow.runtime.review import BAND
 
 PROFILE = 110  # iterations after which every simulated job here is profiled
 
@@ -61,18 +63,24 @@ def test_what_a_profile_comes_to(job: dict[str, Any], expected: tuple[int, int],
 
 
 def test_a_profile_in_order() -> None:
-    """As planned, storage as fast as it goes; then storage rests; then nothing is captured; then by the intervals."""
+    """As planned; then storage rests; then nothing is captured; what that cost is paid; then by the intervals."""
     job = SimulatedJob(slowdown=0.1)
     job.run(PROFILE)
     (change,) = job.controller.changes
-    before = [number for number in job.captures if number < change.step]
-    resting, free = job.durable.index(25), before[-1] + 1
-    assert before == list(range(1, free))
-    assert job.durable[: resting + 1] == list(range(1, 26))
-    assert change.step - free == 5
-    assert 50 <= change.step <= 70
-    assert [n for n in job.captures if n > change.step] == list(range(change.step + 1, PROFILE + 1))
-    assert gaps([number for number in job.durable if number >= change.step]) == {9}
+    assert change.step == 50
+    tried = job.durable.index(next(n for n in job.durable if n + 1 not in job.durable)) + 1
+    assert job.durable[:tried] == list(range(1, tried + 1))  # storage takes the newest
+    assert 5 <= tried <= 16
+    free = next(n for n in range(1, PROFILE) if n not in job.captures)
+    assert free > tried + 3  # captures that storage does not take
+    assert job.captures[free - 1] >= free + 5
+    spent = job.overhead(0, free) * free
+    paid = next(n for n in job.durable if n > tried)
+    assert 0.035 * (paid - 1) <= spent + 0.3 <= 0.035 * (paid + 20)  # 0.3 s: a persist that was still under way
+    job.run(400)
+    assert gaps([number for number in job.durable if number >= change.step + 50]) == {9}
+    left_out = set(range(change.step + 50, 500)) - set(job.captures)
+    assert {(number - job.durable[-1]) % 9 for number in left_out} == {7, 8}  # free iterations, before storage is due
 
 
 @pytest.mark.parametrize(("epoch", "length"), [(1, 16), (100, 16), (3000, 30), (5000, 50), (10**6, 50), (None, 50)])
@@ -143,7 +151,7 @@ def test_interference_comes_and_goes(job: dict[str, Any], interference: dict[str
     assert simulated.run(1000) <= 0.035 * (1 + BAND) + 0.1 * noise
 
 
-def test_growth_is_fast_and_shrinking_slow() -> None:
+def test_growth_and_shrinking_take_few_steps() -> None:
     job = SimulatedJob(slowdown=0.1)
     job.run(500)
     job.persist_seconds = 30.0
@@ -152,15 +160,13 @@ def test_growth_is_fast_and_shrinking_slow() -> None:
     assert grown[-1].disk == math.ceil(3.0 / 0.035)
     assert len(grown) <= 2
     job.run(2000)
-    settled = len(job.controller.changes)
+    settled, written = len(job.controller.changes), len(job.durable)
     job.persist_seconds = 3.0
+    while job.intervals != (1, 9):
+        job.run(1)
+    assert len(job.durable) - written <= 6
     job.run(4000)
-    down = [86, *(change.disk for change in job.controller.changes[settled:])]
-    assert down[-1] == 9
-    assert all(later >= earlier / 2 for earlier, later in itertools.pairwise(down))
-    steps = [change.step for change in job.controller.changes[settled:]]
-    waits = [later - earlier for earlier, later in itertools.pairwise(steps)]
-    assert all(wait >= 4 * disk for wait, disk in zip(waits, down[1:], strict=False))  # so many persists between them
+    assert len(job.controller.changes) - settled <= 2
 
 
 @pytest.mark.parametrize(
@@ -364,5 +370,6 @@ def test_whatever_the_costs(
         assert (planned and tiers) or change.memory == change.disk
     assert job.intervals is not None
     job.run(3 * job.intervals[1] + 100)
-    assert job.number - job.captures[-1] <= job.intervals[0] + 30
+    longest = job.intervals[1] + max(WINDOW, INTERVALS * job.intervals[1])  # until what was spent is paid
+    assert job.number - job.captures[-1] <= longest + 30
     assert job.run(2000) <= 0.035 * 1.1 + 0.5 * noise + 0.005  # what is lost in noise is not seen

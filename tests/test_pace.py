@@ -25,7 +25,7 @@ from checkflow.plan import Plan
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import pace
 from checkflow.runtime.checkpointer import Checkpointer
-from checkflow.runtime.frequency import Controller
+from checkflow.runtime.frequency import GAP, Controller
 from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.persist import Persisted, Writer
 from checkflow.runtime.profile_cache import NAME
@@ -128,7 +128,7 @@ def test_a_job_is_profiled_and_its_profile_kept(tmp_path: Path, world: World, ca
     assert f"from step {change['step']} on a checkpoint every 8 iterations" in caplog.text
     durable = [step for step in steps(tmp_path) if step > change["step"]]
     assert durable == [*range(durable[0], 120, 8), 120]
-    assert checkpointer.report()["captures"] >= 100
+    assert checkpointer.report()["captures"] >= 60  # two iterations of eight are left free
     assert_checkpoint_is(find(tmp_path)[0], truth)
     assert json.loads((tmp_path / NAME).read_text())["interference_seconds"] == pytest.approx(0.25)
 
@@ -212,19 +212,20 @@ def test_a_profile_that_cannot_be_kept_is_no_reason_to_fail(
 
 def test_what_storage_did_not_take_is_written_at_the_end(tmp_path: Path, world: World) -> None:
     """The newest capture is in host memory; an error in the loop is no reason to lose it."""
-    job, truth = Job(), {}
+    job, truths = Job(), {}
 
     def failing(n: int) -> None:
+        truths[n] = clone_state(job.models, job.optimizers)
         if n == 99:
-            truth.update(clone_state(job.models, job.optimizers))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), open_job(job, tmp_path) as checkpointer:
         train(job, checkpointer, world, 120, failing)
     assert frequency(checkpointer)["disk_interval"] == 8
-    assert steps(tmp_path)[-1] == 99
-    assert 99 - steps(tmp_path)[-2] < 8  # it was not yet storage's turn
-    assert_checkpoint_is(find(tmp_path)[0], truth)
+    before, last = steps(tmp_path)[-2:]
+    assert 99 - GAP <= last <= 99
+    assert 99 - before < 8  # it was not yet storage's turn
+    assert_checkpoint_is(find(tmp_path)[0], truths[last])
 
 
 def test_what_takes_the_place_of_a_waiting_capture_is_written() -> None:
@@ -339,7 +340,7 @@ def test_a_slow_disk_and_one_that_recovers(tmp_path: Path, world: World) -> None
         world.persist_seconds, world.added_seconds = 0.5, 0.25
         train(job, checkpointer, world, 420)
     assert frequency(checkpointer)["disk_interval"] == 8
-    assert [change["disk"] for change in frequency(checkpointer)["changes"]] == [8, 20, 10, 8]
+    assert [change["disk"] for change in frequency(checkpointer)["changes"]] == [8, 20, 8]
 
 
 def test_what_training_waited_is_part_of_the_cost(tmp_path: Path, world: World) -> None:
@@ -375,13 +376,17 @@ def test_ends_of_epochs_are_saved_and_count_for_nothing(
 
 @pytest.mark.parametrize("epochs", [60, 3])
 def test_epochs_of_one_batch(epochs: int, tmp_path: Path, world: World) -> None:
+    """The end of an epoch is saved, whatever it costs, but for some in a row: without them no cost would be known."""
     job = Job()
     loader = DataLoader(TensorDataset(torch.randn(6, 8), torch.randint(0, 5, (6,))), 6)
     with open_job(job, tmp_path, loader=loader) as checkpointer:
         for _ in checkpointer.epochs(epochs):
             for x, y in checkpointer.loader:
                 iterate(job, checkpointer, world, x, y)
-    assert steps(tmp_path) == list(range(1, epochs + 1))  # the end of an epoch is saved, whatever it costs
+    left_out = sorted({*range(1, epochs + 1)} - {*steps(tmp_path)})
+    assert frequency(checkpointer)["disk_interval"] == (8 if epochs == 60 else None)
+    assert len(left_out) in (range(5, 25) if epochs == 60 else [0])
+    assert left_out == list(range(left_out[0], left_out[-1] + 1)) if left_out else epochs == 3
 
 
 class _Refusing(Beside):
