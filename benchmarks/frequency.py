@@ -1,7 +1,8 @@
 """CheckFreq's evaluation of its mechanism and of its frequency (its tables 3 and 4, figure 7), in small, on this CPU.
 
 ``python -m benchmarks.frequency [--only resnet18 …] [--overhead 0.035] [--quick]``: a table for each model, and all of
-it as JSON in ``benchmarks/results/frequency-<cores>-cores.json`` (``--output``; with ``--quick`` nowhere else).
+it as JSON in ``benchmarks/results/frequency-<cores>-cores.json`` (``--output``; with ``--quick`` nowhere else). A model
+may take ``--seconds`` of time, about: where blocks are long, there are fewer rounds, two at least.
 
 Shipped models train for real, on all cores but one (``--threads``): the last core stands in for what a GPU has of its
 own, the link and the host's CPUs that copy and write. Each of five ways of making checkpoints (:mod:`benchmarks.ways`)
@@ -72,21 +73,24 @@ CASES = {
         Case("digits", 32, None, DIGITS),
         Case("mnasnet", 4, "momentum", IMAGENET),
         Case("resnet18", 2, "momentum", IMAGENET),
-        Case("alexnet", 2, "momentum", IMAGENET),
+        Case("alexnet", 1, "momentum", IMAGENET),
     )
 }
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: rounds, the least length of a block, and repetitions of what is profiled."""
+    """How much is measured: rounds, the least length of a block, repetitions of what is profiled, and in what time."""
 
-    rounds: int
+    rounds: int  # at most
     block_seconds: float
     repetitions: int
+    seconds: float  # for one model, about; a share of it is for what the live policy does
 
 
-FULL, QUICK = Effort(5, 1.0, 5), Effort(2, 0.3, 3)
+FULL, QUICK = Effort(5, 1.0, 3, 60.0), Effort(2, 0.3, 3, 20.0)
+LEAST_ROUNDS = 2
+LIVE_SHARE = 0.3  # of a model's time
 
 
 @dataclass(frozen=True)
@@ -215,13 +219,14 @@ def profile(step: checkflow.TrainingStep, directory: Path, repetitions: int) -> 
 
 def take_turns(
     case: Case, step: checkflow.TrainingStep, plan: checkflow.Plan, every: int, iterations: int, effort: Effort,
-    directory: Path,
+    directory: Path, end: float,
 ) -> tuple[dict[str, list[Block]], dict[str, Spread]]:  # fmt: skip
     """All ways in turns, at one interval, after a warm-up each; and the hardware's limits, once a round.
 
     Args:
         step: trained without checkpoints and by the baselines; checkflow has a copy of its own, where its hooks stay.
         iterations: of a block.
+        end: by time.monotonic; no round but the first ``LEAST_ROUNDS`` begins after it.
     """
     with ExitStack() as open_ways:
         ways: dict[str, Way] = {PLAIN: Plain(step)}
@@ -236,6 +241,8 @@ def take_turns(
         blocks: dict[str, list[Block]] = {name: [] for name in ways}
         copies, writes = [], []
         for number in range(effort.rounds):
+            if number >= LEAST_ROUNDS and time.monotonic() > end:
+                break
             for name in turns(list(ways), number):
                 blocks[name].append(run_block(ways[name], iterations))
             copies.append(raw.copy_seconds())
@@ -245,17 +252,21 @@ def take_turns(
 
 def measure_live(
     case: Case, step: checkflow.TrainingStep, plan: checkflow.Plan, overhead: float, effort: Effort, directory: Path
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """What the policy comes to by itself, and what it costs: between two halves of the same training without it.
+
+    None: it has chosen no interval in the model's time.
 
     Args:
         step: trained without checkpoints; checkflow has a copy of its own.
     """
     other = real_step(case.model, case.batch_size, case.optimizer)
     with closing(Planned(other, directory, plan=plan, overhead=overhead)) as way:
-        way.decide()
+        if not way.decide(effort.seconds):
+            return None
         usual = way.checkpointer.report()["frequency"]["baseline_seconds"]
-        half = block_iterations(2 * way.interval, usual, 2.5 * effort.block_seconds)
+        least_seconds = min(2.5 * effort.block_seconds, LIVE_SHARE * effort.seconds / 4)
+        half = block_iterations(way.interval, usual, least_seconds)
         plain = sum(Plain(step).run(half))
         captures, committed = way.checkpoints, way.committed
         seconds = sum(way.run(2 * half))
@@ -280,6 +291,7 @@ def pick(unit: int, iteration_seconds: float, hidden_seconds: float, cost_second
 
 def measure(case: Case, overhead: float, effort: Effort, where: Path | None) -> dict[str, Any]:
     """One model: its profile, its plan, and every way's figures."""
+    end = time.monotonic() + (1 - LIVE_SHARE) * effort.seconds
     with tempfile.TemporaryDirectory(dir=where, prefix="checkflow-frequency-") as name:
         directory = Path(name)
         step = real_step(case.model, case.batch_size, case.optimizer)
@@ -291,7 +303,7 @@ def measure(case: Case, overhead: float, effort: Effort, where: Path | None) -> 
         assert picked.interval is not None
         every = policy.least_multiple(plan.interval, picked.interval)
         iterations = block_iterations(every, usual, effort.block_seconds)
-        blocks, raw = take_turns(case, step, plan, every, iterations, effort, directory)
+        blocks, raw = take_turns(case, step, plan, every, iterations, effort, directory, end)
         live = measure_live(case, step, plan, overhead, effort, directory / "live")
     usual = statistics.median(block.seconds for block in blocks[PLAIN]) / iterations  # while all of this was measured
     rows = {}
@@ -318,6 +330,7 @@ def measure(case: Case, overhead: float, effort: Effort, where: Path | None) -> 
         "raw": {name: dataclasses.asdict(seconds) for name, seconds in raw.items()},
         "every": every,
         "block_iterations": iterations,
+        "rounds": len(blocks[PLAIN]),
         "ways": rows,
         "live": live,
     }
@@ -345,8 +358,8 @@ def lines_of(row: Mapping[str, Any]) -> list[str]:
         f"limits: memcpy {time_text(raw['memcpy'])}, write and fsync {time_text(raw['write_and_fsync'])}",
         f"profile: copy {time_text(taken['copy'])}, commit {time_text(taken['commit'])}; plan: interval "
         f"{plan['interval']}, stall {format_seconds(plan['stall_seconds']) if plan['stall_seconds'] else 'none'}",
-        f"a checkpoint every {row['every']} iterations; k by the profile, by the cost; checkpoints in an epoch of "
-        f"{row['epoch_iterations']} iterations",
+        f"a checkpoint every {row['every']} iterations, {row['rounds']} rounds; k by the profile, by the cost; "
+        f"checkpoints in an epoch of {row['epoch_iterations']} iterations",
         f"{'way':10} {'held':>32} {'cost':>32} {'overhead':>24} {'k':>9} {'an epoch':>9}",
     ]
     for way, found in row["ways"].items():
@@ -356,6 +369,8 @@ def lines_of(row: Mapping[str, Any]) -> list[str]:
             f"{share_text(found['overhead']):>24} {intervals:>9} {found['checkpoints_per_epoch']:9}"
         )
     live = row["live"]
+    if live is None:
+        return [*lines, "live: the policy chose no interval in this time"]
     chosen = live["frequency"]
     lines.append(
         f"live: a durable checkpoint every {chosen['disk_interval']} iterations, one in memory every "
@@ -375,14 +390,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--directory", type=Path, help="on the disk that is to be written [the temporary folder]")
     parser.add_argument("--quick", action="store_true", help="few rounds of the smallest model; see that it runs")
     parser.add_argument("--rounds", type=int, help=f"[{FULL.rounds}, with --quick {QUICK.rounds}]")
+    parser.add_argument("--seconds", type=float, help=f"for each model, about [{FULL.seconds:g}]")
     parser.add_argument("--output", type=Path)
     chosen = parser.parse_args(argv)
     if not 0 < chosen.overhead < 1:
         parser.error(f"--overhead must be a share such as 0.035, not {chosen.overhead}")
+    if chosen.seconds is not None and not chosen.seconds > 0:
+        parser.error(f"--seconds must be more than 0, not {chosen.seconds}")
     torch.set_num_threads(chosen.threads)
     only = chosen.only[:1] if chosen.quick else chosen.only
     effort = QUICK if chosen.quick else FULL
-    effort = dataclasses.replace(effort, rounds=chosen.rounds or effort.rounds)
+    effort = dataclasses.replace(
+        effort, rounds=chosen.rounds or effort.rounds, seconds=chosen.seconds or effort.seconds
+    )
     rows = []
     for name in only:
         row = measure(CASES[name], chosen.overhead, effort, chosen.directory)

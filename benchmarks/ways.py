@@ -18,6 +18,7 @@ The first four have one checkpoint under way at a time, as CheckFreq has: the ne
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import threading
 import time
@@ -338,16 +339,19 @@ class Planned:
         """Iterations from one durable checkpoint to the next; 0: the policy has chosen none yet."""
         return self.checkpointer.report()["frequency"]["disk_interval"] or 0
 
-    def decide(self) -> None:
-        """Train until the policy has chosen an interval.
+    def decide(self, most_seconds: float = math.inf) -> bool:
+        """Train until the policy has chosen an interval; returns whether it has, in that time.
 
         Raises:
             SystemExit: it never does.
         """
+        end = time.monotonic() + most_seconds
         for _ in range(MOST_UNDECIDED):
-            self.run(1)
             if self.interval:
-                return
+                return True
+            if time.monotonic() > end:
+                return False
+            self.run(1)
         raise SystemExit(f"the policy has chosen no interval in {MOST_UNDECIDED} iterations")
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import checkflow
-from benchmarks import frequency, ways
+from benchmarks import cpu_overhead, frequency, ways
 from checkflow.models import digits
 from checkflow.runtime import host_engine
 from checkflow.runtime.host_engine import HostCopyEngine
@@ -122,7 +122,7 @@ def test_a_spread_for_people() -> None:
 def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing here depends on how long anything takes."""
     monkeypatch.setitem(frequency.CASES, "digits", frequency.Case("digits", 2, None, 1_437))
-    monkeypatch.setattr(frequency, "QUICK", frequency.Effort(rounds=1, block_seconds=0.01, repetitions=1))
+    monkeypatch.setattr(frequency, "QUICK", frequency.Effort(rounds=1, block_seconds=0.01, repetitions=1, seconds=120.0))
     output, threads = tmp_path / "found.json", torch.get_num_threads()
     try:
         assert frequency.main(["--quick", "--directory", str(tmp_path), "--output", str(output)]) == 0
@@ -134,8 +134,16 @@ def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         assert found["held_seconds"]["median"] > 0
         assert found["checkpoints_per_epoch"] == 719 // found["measured_every"]
     assert row["block_iterations"] % row["every"] == 0
+    assert row["rounds"] == 1
     assert row["live"]["frequency"]["disk_interval"] >= 1
     assert row["live"]["committed"] + 1 >= row["live"]["iterations"] // row["live"]["frequency"]["disk_interval"] // 2
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
     printed = capsys.readouterr().out
     assert all(f"\n{way} " in printed for way in row["ways"])
+
+
+def test_a_policy_that_has_no_time_to_decide(tmp_path: Path) -> None:
+    effort = frequency.Effort(rounds=1, block_seconds=0.01, repetitions=1, seconds=0.0)
+    case = frequency.Case("digits", 32, None, 1_437)
+    plan = cpu_overhead.plan_for("digits")
+    assert frequency.measure_live(case, small_step(), plan, 0.035, effort, tmp_path / "live") is None

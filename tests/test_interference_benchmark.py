@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import cpu_overhead, interference
 from benchmarks.frequency import Case
-from benchmarks.interference import PHASES, Run, lines_of, overheads, trace_of
+from benchmarks.interference import PHASES, Run, lines_of, mean_of, overheads, trace_of
 from benchmarks.neighbour import Kind, Neighbour
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,6 +33,11 @@ def test_overheads_are_against_the_same_phase_without_checkpoints() -> None:
     assert found["disturbed"] == pytest.approx(11.2 / 8 - 1)
     assert found["disturbed, settled"] == pytest.approx(0.05)
     assert found["alone again"] == pytest.approx(0.05)
+
+
+def test_training_without_checkpoints_is_the_mean_of_two_runs() -> None:
+    other = Run(((3.0,) * 4, (2.0, 4.0, 2.0, 2.0), (1.0,) * 4), ((0,) * 4,) * 3, (0, 0, 0), {})
+    assert mean_of(PLAIN, other).seconds == ((2.0,) * 4, (2.0, 3.0, 2.0, 2.0), (1.0,) * 4)
 
 
 def test_a_trace_has_every_iteration_and_no_window_over_two_phases(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +64,7 @@ def test_the_table() -> None:
     one = {
         "k": {"adaptive": dict(zip(PHASES, (1, 4, 2), strict=True)), "static": dict.fromkeys(PHASES, 1)},
         "overhead": {"adaptive": found, "static": found},
+        "drift": dict.fromkeys(PHASES, -0.02),
         "iterations_per_durable": {"adaptive": durable, "static": durable},
         "trace": {"adaptive": trace, "static": trace},
     }
@@ -67,7 +73,9 @@ def test_the_table() -> None:
     assert lines[2] == "alone, settled 10.0% (10.0% to 10.0%) 10.0% (10.0% to 10.0%)"
     assert "disturbed 1, 1; 2.0, 2.0 4, 4; 2.0, 2.0" in lines
     assert "alone again 1, 1; none, none 2, 2; none, none" in lines
-    assert "adaptive: within 6.0% beside the neighbour, settled, in 2 of 2 rounds; k is back afterwards in 2" in lines
+    assert "disturbed -2.0%, -2.0%" in lines
+    said = "adaptive: within 6.0% over all iterations beside the neighbour in 0 of 2 rounds; k is back afterwards in 2"
+    assert said in lines
     assert lines[-1] == "to 12, alone again 5.0% (2) 5.0% (2)"
 
 
