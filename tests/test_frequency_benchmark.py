@@ -122,7 +122,9 @@ def test_a_spread_for_people() -> None:
 def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing here depends on how long anything takes."""
     monkeypatch.setitem(frequency.CASES, "digits", frequency.Case("digits", 2, None, 1_437))
-    monkeypatch.setattr(frequency, "QUICK", frequency.Effort(rounds=1, block_seconds=0.01, repetitions=1, seconds=120.0))
+    monkeypatch.setattr(
+        frequency, "QUICK", frequency.Effort(rounds=1, block_seconds=0.01, repetitions=1, seconds=120.0)
+    )
     output, threads = tmp_path / "found.json", torch.get_num_threads()
     try:
         assert frequency.main(["--quick", "--directory", str(tmp_path), "--output", str(output)]) == 0
