@@ -90,12 +90,16 @@ class StateLoader(ForeignLoader):
         if again is None:
             self._tell_drawing()
         self._keep(again)
-        if self._to_load:
-            self._leave(at)
+        # Where the loop left an epoch early a resume has only the state: without a resume the same is done.
+        left = at if self._to_load else self._now() if self._running is not None else None
+        if left is not None:
+            self._leave(left)
         self._announce(self._epoch)
         with drawing_from(again):
             self._running, self._fetched = (self._epoch, self._begin_now()), 0
             iterator = iter(self.loader)
+            if left is not None and not left.ended:
+                iterator = self._or_the_next(iterator)
             if again is not None:
                 self._again[place] = capture_generators()  # the first batch goes on from here
         return iterator
@@ -121,6 +125,14 @@ class StateLoader(ForeignLoader):
             self._running = None
         return batch
 
+    def _or_the_next(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """The rest of an epoch that was left, or the next one if that is nothing."""
+        if (first := next(iterator, END)) is END:
+            yield from self.loader
+        else:
+            yield first
+            yield from iterator
+
     def _load(self, at: _Inner) -> None:
         assert at.state is not None
         self.end_workers()
@@ -144,13 +156,15 @@ class StateLoader(ForeignLoader):
         """Bring the inner loader where the next epoch begins, from the end of one, or from where the loop left it.
 
         At the end some loaders hand out nothing more, and begin the next epoch when they are iterated again; others
-        begin it at once.
+        begin it at once. Left within an epoch, some begin the next one, and others first hand out the rest.
         """
         iterator = self._restored(at)
+        if not at.ended:
+            return
         with drawing_from(capture_generators()):
             more = next(iterator, END) is not END
         del iterator  # its workers end
-        if more and at.ended:
+        if more:
             self._load(at)
 
     def _keep(self, again: Mapping[str, Any] | None) -> None:

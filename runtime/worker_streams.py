@@ -7,6 +7,7 @@ come. Without this, samples that draw numbers (augmentation, a shuffled buffer) 
 from __future__ import annotations
 
 import multiprocessing.sharedctypes
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -56,12 +57,17 @@ class _Stream:
 
     def __init__(self, dataset: Any, iterator: Iterator[Any]) -> None:
         self._dataset, self._iterator = dataset, iterator
+        self._ended = False
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        return next(self._iterator)
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._ended = True
+            raise
 
     @property
     def _parts(self) -> dict[str, Any]:
@@ -73,12 +79,15 @@ class _Stream:
     def state_dict(self) -> dict[str, Any]:
         # As bytes: torchdata takes states apart, and compares them item by item.
         generators = extra_state.encode(capture_generators())
-        return {"generators": generators, **{name: part.state_dict() for name, part in self._parts.items()}}
+        # Copies: torchdata holds each state against the last one, and would find no change in what changed in place.
+        parts = pickle.loads(pickle.dumps({name: part.state_dict() for name, part in self._parts.items()}))
+        return {"generators": generators, "ended": self._ended, **parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if has_state(self._dataset):
             self._dataset.load_state_dict(state["dataset"])
-        self._iterator = iter(self._dataset)
+        self._ended = state["ended"]  # torchdata asks for one more batch; some data sets begin anew then
+        self._iterator = iter(()) if self._ended else iter(self._dataset)
         if "iterator" in self._parts:
             self._iterator.load_state_dict(state["iterator"])  # type: ignore[attr-defined]
         restore_generators(extra_state.decode(state["generators"]))

@@ -334,6 +334,8 @@ class Loop:
             take: at most so many batches of each.
             taken: of the first.
         """
+        if not self.counted and self.loader.exhausted:  # its boundary was when the next epoch was begun
+            assert list(self.loader) == []
         while (self.progress.epoch if self.counted else over) < epochs:
             if self.counted:
                 self.loader.set_epoch(self.progress.epoch, self.progress.position)
