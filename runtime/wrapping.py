@@ -40,6 +40,7 @@ def resumable(
 
             - torch's ``DataLoader`` over map-style data: becomes a ``checkflow.DataLoader`` with all its settings. It
               gives the same batches after the same ``torch.manual_seed``, bit for bit where samples draw no numbers.
+              A ``generator``, or a sampler of the user's own that draws, is seeded for each epoch: another order.
             - a loader with ``state_dict`` and ``load_state_dict`` (:class:`.state_loader.StatefulLoader`; torchdata's,
               MosaicML's, your own): by its own state. What torchdata's workers draw from their generators is not in it.
             - torch's ``DataLoader`` over iterable-style data: as torchdata's ``StatefulDataLoader``, if torchdata is

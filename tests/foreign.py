@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -288,6 +288,15 @@ def print_nothing(worker: int) -> None:
     assert isinstance(info.dataset, StreamOfIterations)
 
 
+def fetched_ahead(batches: Iterable[Any], ahead: int) -> Iterator[Any]:
+    """So many are fetched before one is handed out, and one more each time."""
+    iterator = iter(batches)
+    waiting = list(itertools.islice(iterator, ahead + 1))
+    while waiting:
+        yield waiting.pop(0)
+        waiting += itertools.islice(iterator, 1)
+
+
 class Loop:
     """A training loop as Checkpointer follows it, with a capture at each boundary.
 
@@ -353,14 +362,7 @@ class Loop:
         self.progress.restore_generators()
 
     def _batches(self) -> Iterator[Any]:
-        if self.ahead is None:
-            yield from self.loader
-            return
-        iterator = iter(self.loader)
-        waiting = list(itertools.islice(iterator, self.ahead + 1))
-        while waiting:
-            yield waiting.pop(0)
-            waiting += itertools.islice(iterator, 1)
+        return iter(self.loader) if self.ahead is None else fetched_ahead(self.loader, self.ahead)
 
     def _use(self, batch: Any) -> None:
         data = batch[0]["data"] if isinstance(batch, list) else batch
