@@ -43,13 +43,12 @@ class ForeignLoader(ResumableLoader):
         self.loader = loader
         self._over: Place | None = None  # the end of an epoch, once it was seen
         self._own = _own_generators(loader)
+        self._sized = not isinstance(loader, TorchDataLoader) or _tells_length(loader)
 
     @property
     def batches(self) -> int | None:
         """In a whole epoch; None: not known before it is over."""
-        if isinstance(self.loader, TorchDataLoader) and not _tells_length(self.loader):
-            return None
-        return _length(self.loader)
+        return _length(self.loader) if self._sized else None
 
     def __len__(self) -> int:
         """Batches in a whole epoch, as the loader says.

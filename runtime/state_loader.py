@@ -13,6 +13,7 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 from checkflow.errors import UnsupportedError
 from checkflow.runtime import extra_state
 from checkflow.runtime.foreign_loaders import END, ForeignLoader, Place, drawing_from, parts
+from checkflow.runtime.frozen_state import freeze, thaw
 from checkflow.runtime.live_state import capture_generators
 
 _DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -137,7 +138,7 @@ class StateLoader(ForeignLoader):
         assert at.state is not None
         self.end_workers()
         self._to_load = False
-        self.loader.load_state_dict(pickle.loads(at.state))
+        self.loader.load_state_dict(thaw(at.state))
 
     def _restored(self, at: _Inner) -> Iterator[Any]:
         """The rest of the epoch that this lies in; the process's generators are left as they are."""
@@ -190,17 +191,14 @@ class StateLoader(ForeignLoader):
         return [generator.get_state() for generator in self._own]
 
     def _copy(self) -> bytes:
-        """The inner loader's state as it is: what it does later must not change that.
-
-        It is kept in memory only, where Python copies fastest by pickling; files hold it as any other extra state.
-        """
+        """The inner loader's state as it is: what it does later must not change that."""
         state = self.loader.state_dict()
         if state is None:
             raise UnsupportedError(
                 f"state_dict() of {type(self.loader).__name__} returned None: this loader has no state"
             )
         try:
-            return pickle.dumps(state, pickle.HIGHEST_PROTOCOL)
+            return freeze(state)
         except (pickle.PicklingError, TypeError, AttributeError):
             extra_state.encode(state, name="the loader's state")  # names what cannot be saved
             raise
@@ -255,11 +253,11 @@ class StateLoader(ForeignLoader):
 def _saved(at: _Inner) -> dict[str, Any]:
     """As extra state."""
     assert at.state is not None
-    return {"state": pickle.loads(at.state), "epoch": at.epoch, "ended": at.ended, "begin": at.begin, "own": at.own}
+    return {"state": thaw(at.state), "epoch": at.epoch, "ended": at.ended, "begin": at.begin, "own": at.own}
 
 
 def _read(inner: Mapping[str, Any]) -> _Inner:
-    state = pickle.dumps(inner["state"], pickle.HIGHEST_PROTOCOL)
+    state = freeze(inner["state"])
     return _Inner(state, inner["epoch"], inner["ended"], inner["begin"], inner["own"])
 
 

@@ -7,13 +7,13 @@ come. Without this, samples that draw numbers (augmentation, a shuffled buffer) 
 from __future__ import annotations
 
 import multiprocessing.sharedctypes
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from checkflow.runtime import extra_state
+from checkflow.runtime.frozen_state import freeze, thaw
 from checkflow.runtime.live_state import capture_generators, restore_generators
 from checkflow.runtime.sample_randomness import derived_seed, seed_generators
 
@@ -80,7 +80,7 @@ class _Stream:
         # As bytes: torchdata takes states apart, and compares them item by item.
         generators = extra_state.encode(capture_generators())
         # Copies: torchdata holds each state against the last one, and would find no change in what changed in place.
-        parts = pickle.loads(pickle.dumps({name: part.state_dict() for name, part in self._parts.items()}))
+        parts = thaw(freeze({name: part.state_dict() for name, part in self._parts.items()}))
         return {"generators": generators, "ended": self._ended, **parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

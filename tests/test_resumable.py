@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import logging
 import multiprocessing
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from checkflow.errors import MismatchError, UnsupportedError
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.foreign_loaders import ForeignLoader
+from checkflow.runtime.frozen_state import freeze, thaw
 from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.skipping_loader import SkippingLoader
 from checkflow.runtime.state_loader import StateLoader
@@ -364,3 +366,35 @@ def test_the_length_is_the_loader_s() -> None:
     assert len(checkflow.resumable(foreign.OwnSizedLoader())) == 4
     with pytest.raises(TypeError, match="not known"):
         len(checkflow.resumable(foreign.LazyBatches()))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(2.5),
+        torch.arange(6).reshape(2, 3).t(),
+        torch.zeros(0, 3),
+        torch.ones(3, dtype=torch.bfloat16)[::2],
+        torch.tensor([True, False]),
+        torch.tensor([1 + 2j]).conj(),
+    ],
+)
+def test_a_state_is_frozen_as_it_was(tensor: torch.Tensor) -> None:
+    expected, state = tensor.clone(), {"x": [tensor, {"y": (1, "two")}]}
+    frozen = freeze(state)
+    tensor.zero_()
+    state["x"].clear()
+    found = thaw(frozen)
+    assert found["x"][0].dtype == expected.dtype
+    assert torch.equal(found["x"][0], expected)
+    assert found["x"][1] == {"y": (1, "two")}
+    found["x"][0].add_(1)  # it can be written
+
+
+def test_what_no_checkpoint_holds_is_named() -> None:
+    class Locked(foreign.OwnLoader):
+        def state_dict(self) -> dict[str, Any]:
+            return {"lock": threading.Lock()}
+
+    with pytest.raises(UnsupportedError, match=r"the loader's state\['lock'\]"):
+        list(checkflow.resumable(Locked()))
