@@ -11,7 +11,7 @@ import xxhash
 from checkflow.errors import MismatchError, UnsupportedError
 from checkflow.runtime import extra_state
 from checkflow.runtime.foreign_loaders import END, ForeignLoader
-from checkflow.runtime.sample_randomness import generator_states, generators_kept, seed_generators, set_generator_states
+from checkflow.runtime.generators import generator_states, generators_kept, seed_generators, set_generator_states
 
 logger = logging.getLogger("checkflow")
 

@@ -14,8 +14,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from checkflow.runtime import extra_state
 from checkflow.runtime.frozen_state import freeze, thaw
+from checkflow.runtime.generators import seed_generators
 from checkflow.runtime.live_state import capture_generators, restore_generators
-from checkflow.runtime.sample_randomness import derived_seed, seed_generators
+from checkflow.runtime.sample_randomness import derived_seed
 
 
 def has_state(thing: object) -> bool:

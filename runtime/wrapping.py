@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from checkflow.errors import UnsupportedError
 from checkflow.runtime.foreign_loaders import iterates_as_torch
+from checkflow.runtime.generators import Reseed
 from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.order import Tail
 from checkflow.runtime.resumable import ResumableLoader
-from checkflow.runtime.sample_randomness import Reseed
 from checkflow.runtime.skipping_loader import SkippingLoader
 from checkflow.runtime.state_loader import StatefulLoader, StateLoader
 from checkflow.runtime.worker_streams import ShownDataset, WorkerStream, has_state
