@@ -217,7 +217,7 @@ def test_every_setting_is_taken_over() -> None:
     context = multiprocessing.get_context("fork")
     loader = TorchDataLoader(
         foreign.MapData(), 4, num_workers=2, timeout=7, worker_init_fn=foreign.print_nothing, prefetch_factor=5,
-        multiprocessing_context=context, persistent_workers=True, in_order=False, pin_memory=True,
+        multiprocessing_context=context, persistent_workers=True, pin_memory=True,
     )  # type: ignore[arg-type]  # fmt: skip
     made = checkflow.resumable(loader)
     assert isinstance(made, DataLoader)
