@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from checkflow.runtime.checkpointer import Checkpointer
     from checkflow.runtime.loader import DataLoader
     from checkflow.runtime.variables import Variables
+    from checkflow.runtime.wrapping import resumable
     from checkflow.training_step import TrainingStep
 
 __version__ = "0.1.0"
@@ -61,6 +62,7 @@ __all__ = [
     "TrainingStep",
     "UnsupportedError",
     "Variables",
+    "resumable",
 ]
 
 _HOMES = {
@@ -69,6 +71,7 @@ _HOMES = {
     "Plan": "checkflow.plan",
     "TrainingStep": "checkflow.training_step",
     "Variables": "checkflow.runtime.variables",
+    "resumable": "checkflow.runtime.wrapping",
 }
 
 

@@ -43,8 +43,10 @@ class Progress:
         """So many batches reached a step; None: all that were handed out."""
         count = self.waiting if batches is None else min(batches, self.waiting)
         if count:
+            assert self._loader is not None
             self._loader_epoch, self.position = self._handed[count - 1]
             del self._handed[:count]
+            self._loader.used(self._loader_epoch, self.position, marked=batches is not None)
 
     def end_epoch(self) -> None:
         self.epoch += 1

@@ -14,7 +14,7 @@ class LoaderListener(Protocol):
     """What a loader tells the checkpointer that follows it."""
 
     def on_seeds_needed(self) -> None:
-        """A new epoch's seeds are about to be drawn."""
+        """Numbers of training's are about to be drawn: an epoch's seeds, or what a loader of another make draws."""
 
     def on_batch_requested(self) -> None:
         """A batch is asked for, and there is one: what the loop did so far belongs to the iteration before."""
@@ -103,6 +103,13 @@ class ResumableLoader(abc.ABC):
     def _rest_of_epoch(self) -> Iterator[Any]:
         """Tell the listener of each batch when it is asked for and before it is handed out, and move the position."""
 
+    def used(self, epoch: int, position: int, *, marked: bool) -> None:  # noqa: B027 - most loaders keep nothing
+        """What was handed out up to here has reached a step: no state before it will be asked for.
+
+        Args:
+            marked: whether the loop said so by ``step()``, and may have fetched ahead; otherwise it has used all.
+        """
+
     def _tell_requested(self) -> None:
         if self.listener is not None:
             self.listener.on_batch_requested()
@@ -157,4 +164,6 @@ class _Iteration(Iterator[Any]):
             return next(self._rest)
         except StopIteration:
             self._ended = True
+            if self._loader.listener is not None:
+                self._loader.listener.on_seeds_needed()  # where nothing was left: what follows the epoch draws, too
             raise

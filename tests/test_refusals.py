@@ -20,6 +20,9 @@ from planned_jobs import plan_by_trace
 from store_tools import record, small_layout
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset, RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 from training_steps import sgd
 
 from checkflow.errors import CheckflowError, ModelError, TraceError, UnsupportedError
@@ -35,6 +38,7 @@ from checkflow.runtime.exporting import optimizer_state
 from checkflow.runtime.layout import TensorRecord, make_layout
 from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.store import Store
+from checkflow.runtime.wrapping import resumable
 from checkflow.training_step import TrainingStep
 
 ROOT = Path(__file__).parent.parent
@@ -425,6 +429,44 @@ def export_parts() -> None:
     optimizer_state("optimizer", saved, {"w.exp_avg.codes": torch.zeros(1)}, {})
 
 
+class Nothing(NoPosition):
+    def state_dict(self) -> None: ...
+    def load_state_dict(self, state: object) -> None: ...
+
+
+def not_in_order(_directory: Path, _plan: Plan) -> None:
+    class Numbers(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    resumable(TorchDataLoader(Numbers(), num_workers=2, in_order=False))
+
+
+def draws_its_order(_directory: Path, _plan: Plan) -> None:
+    resumable(StatefulDataLoader([0, 1], sampler=RandomSampler([0, 1])))  # type: ignore[arg-type]
+
+
+def not_kept(_directory: Path, _plan: Plan) -> None:
+    loader = resumable(StatefulDataLoader([0, 1], 1))  # type: ignore[arg-type]
+    list(loader)
+    loader.state_at(0, 1)
+
+
+def used_before(_directory: Path, _plan: Plan) -> None:
+    class StartsOver:
+        def __iter__(self) -> StartsOver:
+            return self
+
+        def __next__(self) -> int:
+            return 0
+
+        def reset(self) -> None: ...
+
+    loader = resumable(StartsOver())
+    next(iter(loader))
+    loader.load_state_dict(loader.state_dict())
+
+
 def asks_for_the_loader(directory: Path, plan: Plan) -> None:
     with fitting(plan, directory)[2] as checkpointer:
         checkpointer.loader  # noqa: B018
@@ -464,6 +506,13 @@ RUNTIME: dict[str, tuple[Callable[[Path, Plan], Any], str]] = {
     "loader": (open_with(loader=NoPosition()), "loader is a NoPosition"),
     "ranks that draw": (lambda _, __: next(iter(DataLoader([0, 1], rank=0, world_size=2))), "pass seed="),
     "parts": (lambda _, __: export_parts(), "only its job can put together"),
+    "used once": (lambda _, __: resumable(iter([0])), "a list_iterator can be iterated once only"),
+    "data": (lambda _, __: resumable({"x": 0}), "a dict is no loader"),
+    "not in order": (not_in_order, "in_order=False"),
+    "draws its order": (draws_its_order, "the order of this RandomSampler"),
+    "None for a state": (lambda _, __: list(resumable(Nothing())), "returned None"),
+    "not kept": (not_kept, "was not kept"),
+    "used before": (used_before, "StartsOver was iterated before"),
     "no loader": (asks_for_the_loader, "without a loader"),
     "twice": (iterates_twice, "iterated twice"),
     "at once": (nested_iterations, "cannot go on"),

@@ -1,0 +1,223 @@
+"""Loaders of another make, made resumable: what those that have a state and those that have none share.
+
+A position counts batches. The process's generators are training's, and what a loader draws from them (torch's draws a
+base seed an epoch, samples may draw more where there are no workers) goes on being drawn from them, in the same place.
+A resume must neither draw twice nor draw anything else, so that
+
+- whatever is set up or fetched again draws from copies, and leaves the generators as they were;
+- a batch that was fetched before the boundary and reaches a step after it is fetched again with the generators as they
+  were then. Loops that fetch ahead have such, and so has a loader that does not know whether there is a further batch.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any, Final
+
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset
+
+from checkflow.errors import MismatchError
+from checkflow.runtime.live_state import capture_generators, restore_generators
+from checkflow.runtime.resumable import ResumableLoader
+from checkflow.runtime.worker_signals import WorkerShield
+
+END: Final = object()  # in the place of a batch
+Place = tuple[int, int]  # an epoch, and how many of its batches come before
+
+
+class ForeignLoader(ResumableLoader):
+    """The loop over an epoch, the position, and what a saved state is checked for.
+
+    Args:
+        loader: iterated once an epoch. Where it, its samplers or its data set have ``set_epoch``, that is called.
+    """
+
+    way: str  # how a position is reached again
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        super().__init__(_shield_of(loader))
+        self.loader = loader
+        self._over: Place | None = None  # the end of an epoch, once it was seen
+        self._own = _own_generators(loader)
+        self._sized = not isinstance(loader, TorchDataLoader) or _tells_length(loader)
+
+    @property
+    def batches(self) -> int | None:
+        """In a whole epoch; None: not known before it is over."""
+        return _length(self.loader) if self._sized else None
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch, as the loader says.
+
+        Raises:
+            TypeError: it does not say.
+        """
+        length = _length(self.loader)
+        return super().__len__() if length is None else length
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether this epoch is known to have no batch left."""
+        return self._is_over(self._here)
+
+    def _is_over(self, place: Place) -> bool:
+        return place == self._over or place[1] == self.batches
+
+    @property
+    def _here(self) -> Place:
+        return self._epoch, self._handed
+
+    @property
+    def _more(self) -> bool:
+        """Whether this epoch is known to have a further batch."""
+        return (batches := self.batches) is not None and self._handed < batches
+
+    def _rest_of_epoch(self) -> Iterator[Any]:
+        if self.exhausted:
+            return
+        # At the begin of an epoch, too, the boundary comes first: what is drawn from here on belongs to what follows.
+        told = self._handed == 0 and self._more
+        if told:
+            self._tell_requested()
+        iterator = self._open()
+        while True:
+            if self._more and not told:
+                self._tell_requested()
+                told = True
+            batch = self._fetch(iterator)
+            if batch is END:
+                self._over = self._here
+                return
+            if not told:
+                self._tell_requested()
+            told = False
+            self._handed += 1
+            self._tell_handed(batch)
+            yield batch
+
+    @abc.abstractmethod
+    def _open(self) -> Iterator[Any]:
+        """Begin the epoch, or go on with it at the position."""
+
+    @abc.abstractmethod
+    def _fetch(self, iterator: Iterator[Any]) -> Any:
+        """The next batch, or the end."""
+
+    def _tell_drawing(self) -> None:
+        """Numbers are about to be drawn that are training's: its generators are to be as they would be here."""
+        if self.listener is not None:
+            self.listener.on_seeds_needed()
+
+    def end_workers(self) -> None:
+        """End workers that persist; iterating starts new ones."""
+        if isinstance(self.loader, TorchDataLoader):
+            self.loader._iterator = None
+
+    def _announce(self, epoch: int) -> None:
+        """Say which epoch comes, as loops otherwise do by hand; and that workers may start."""
+        for one in parts(self.loader):
+            if callable(set_epoch := getattr(one, "set_epoch", None)):
+                set_epoch(epoch)
+        if self.shield is not None:
+            self.shield.workers_start()
+
+    def _begin_now(self) -> dict[str, Any]:
+        """The generators that an epoch begins with: the process's, and the loader's own."""
+        return {"process": capture_generators(), "own": [generator.get_state() for generator in self._own]}
+
+    @contextlib.contextmanager
+    def _as_at(self, begin: Mapping[str, Any]) -> Iterator[None]:
+        """With the generators as an epoch began with them; the process's are put back afterwards."""
+        with drawing_from(begin["process"]):
+            for generator, state in zip(self._own, begin["own"], strict=True):
+                generator.set_state(state)
+            yield
+
+    def _identity(self) -> dict[str, Any]:
+        """What the position is counted in."""
+        return {"way": self.way, "loader": type(self.loader).__name__, "workers": workers_of(self.loader)}
+
+    def _refuse_another(self, state: Mapping[str, Any]) -> None:
+        for name, have in self._identity().items():
+            if (want := state.get(name)) != have:
+                raise MismatchError(f"the checkpoint's loader has {name}={want!r}, this one {name}={have!r}")
+
+
+@contextlib.contextmanager
+def drawing_from(generators: Mapping[str, Any] | None) -> Iterator[None]:
+    """With the process's generators like this, and as they were before afterwards; None: with these themselves."""
+    if generators is None:
+        yield
+        return
+    before = capture_generators()
+    restore_generators(generators)
+    try:
+        yield
+    finally:
+        restore_generators(before)
+
+
+def parts(loader: Any) -> list[Any]:
+    """A loader and what it goes by: its samplers, and theirs, and its data set."""
+    found: list[Any] = []
+    waiting = [loader]
+    while waiting:
+        one = waiting.pop(0)
+        if one is None or any(one is other for other in found):
+            continue
+        found.append(one)
+        if one is loader:
+            waiting += [getattr(one, name, None) for name in ("batch_sampler", "sampler", "dataset")]
+        elif one is not getattr(loader, "dataset", None):
+            waiting.append(getattr(one, "sampler", None))
+    return found
+
+
+def workers_of(loader: Any) -> int:
+    """How many worker processes torch starts for it."""
+    return loader.num_workers if isinstance(loader, TorchDataLoader) else 0
+
+
+def iterates_as_torch(loader: TorchDataLoader[Any]) -> bool:
+    """Whether a subclass leaves iterating as it is."""
+    kind = type(loader)
+    return kind.__iter__ is TorchDataLoader.__iter__ and kind._get_iterator is TorchDataLoader._get_iterator
+
+
+def _tells_length(loader: TorchDataLoader[Any]) -> bool:
+    """Whether its length is that of an epoch: of iterable-style data torch estimates it, since workers hand out more
+    where each has a smaller last batch; and subclasses may iterate in another way."""
+    torchdatas = any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__)
+    return not isinstance(loader.dataset, IterableDataset) and (torchdatas or iterates_as_torch(loader))
+
+
+def _own_generators(loader: Any) -> list[torch.Generator]:
+    found: list[torch.Generator] = []
+    for one in parts(loader):
+        generator = getattr(one, "generator", None)
+        if isinstance(generator, torch.Generator) and not any(generator is other for other in found):
+            found.append(generator)
+    return found
+
+
+def _length(loader: Any) -> int | None:
+    """None: it does not say. Those that have ``__len__`` may still have to say that they cannot."""
+    if not isinstance(loader, Sized):
+        return None
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _shield_of(loader: Any) -> WorkerShield | None:
+    """Put a shield before what its workers begin with; None: it has no workers of torch's."""
+    if not workers_of(loader):
+        return None
+    if not isinstance(loader.worker_init_fn, WorkerShield):
+        loader.worker_init_fn = WorkerShield(loader.worker_init_fn)
+    return loader.worker_init_fn
