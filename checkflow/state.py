@@ -61,10 +61,22 @@ def as_models(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module
 def as_optimizers(
     optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None,
 ) -> dict[str, torch.optim.Optimizer]:
-    """The optimizers by name; a single one is called "optimizer"."""
+    """The optimizers by name; a single one is called "optimizer". Of one in a wrapper, what is inside."""
     if optimizer is None:
         return {}
-    return {DEFAULT_OPTIMIZER: optimizer} if isinstance(optimizer, torch.optim.Optimizer) else dict(optimizer)
+    named = {DEFAULT_OPTIMIZER: optimizer} if isinstance(optimizer, torch.optim.Optimizer) else dict(optimizer)
+    return {name: unwrap_optimizer(one) for name, one in named.items()}
+
+
+def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer inside wrappers that have no state of their own, as Accelerate's: torch's hooks know only that."""
+    while (
+        isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer)
+        and inner.state is optimizer.state
+        and inner.param_groups is optimizer.param_groups
+    ):
+        optimizer = inner
+    return optimizer
 
 
 def unwrap(model: nn.Module) -> nn.Module:

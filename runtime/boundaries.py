@@ -89,6 +89,7 @@ class Boundaries:
         self._left_epochs = False  # with ``break``, after the epoch's last batch
         self._sightings = Sightings()
         self._no_end_said = False
+        self._fed = False  # the loader has handed out a batch
         self.clock = PhaseClock()
         self._makes_plans = planning is not None
         self.place = PlanInPlace(given, planning, self._execute, asked.every)
@@ -136,6 +137,12 @@ class Boundaries:
         """The user says that this is a boundary; see :meth:`.checkpointer.Checkpointer.step`."""
         self.explicit = True
         self._began = self._began or not self._job.optimizers
+        if self._job.loader is not None and not self._fed:
+            self._fed = True
+            logger.warning(
+                "step() was called before the loader handed out any batch: training takes its batches from elsewhere, "
+                "and a resume begins its epoch anew; iterate checkpointer.loader, or give libraries loader.as_torch()"
+            )
         count = self.execution.plan.fingerprint.micro_batches if batches is None else batches
         self._progress.count(count)
         self._boundary(micro_batches=count)
@@ -170,6 +177,11 @@ class Boundaries:
                 )
             self._count_batches()
             self._boundary()
+        elif self._progress.waiting and self.iteration == self._first_iteration and self.execution.stepped:
+            logger.warning(
+                "no checkpoint was made: batches were handed to a loop that may fetch ahead, where nothing but "
+                "checkpointer.step(), after each optimizer step, tells what was used"
+            )
         self._capture_last_boundary()
 
     def close(self) -> None:
@@ -221,6 +233,10 @@ class Boundaries:
         """The loader begins an epoch, and draws its seeds."""
         self._progress.restore_generators()
 
+    def on_fetching_ahead(self) -> None:
+        """Of what is handed out from here on, nobody but the loop can tell what has reached a step."""
+        self.explicit = True
+
     def on_batch_requested(self) -> None:
         """The loader is asked for a batch that it has."""
         if not self.explicit:
@@ -231,6 +247,7 @@ class Boundaries:
     def on_batch_handed(self, batch: Any) -> None:
         """The loader is about to hand out a batch."""
         self.clock.enter(FORWARD_BACKWARD)
+        self._fed = True
         self._progress.batch_handed()
         self._progress.restore_generators()
         self.pace.saw(batch)

@@ -50,6 +50,10 @@ class ForeignLoader(ResumableLoader):
         """In a whole epoch; None: not known before it is over."""
         return _length(self.loader) if self._sized else None
 
+    def used_batches(self) -> int:
+        """As the position counts them."""
+        return self.position
+
     def __len__(self) -> int:
         """Batches in a whole epoch, as the loader says.
 

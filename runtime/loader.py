@@ -198,6 +198,12 @@ class DataLoader(ResumableLoader):
         """Samples of an epoch that this loader orders."""
         return max(0, len(self.dataset) - self._handed)
 
+    def used_batches(self) -> int:
+        if self._ordered_here:
+            return self._count(len(self.dataset)) - self._count(self._left)
+        used = itertools.takewhile(lambda step: step.end <= self._handed, self._steps(self._epoch_seeds(), 0))
+        return sum(1 for _ in used)
+
     def _count(self, samples: int) -> int:
         return count_steps(samples, self.batch_size or 1, self.share.world_size, self.tail)
 
@@ -238,10 +244,11 @@ class DataLoader(ResumableLoader):
         if (dropped or repeated) and not asked and self.share.rank == 0:
             logger.info("epoch %d: %d samples left out, %d repeated", self.epoch, dropped, repeated)
 
-    def _steps(self, seeds: _Seeds) -> Steps:
+    def _steps(self, seeds: _Seeds, position: int | None = None) -> Steps:
+        position = self._handed if position is None else position
         share = self.share
         if self.batch_sampler is not None:
-            return BatchSteps(iterate_sampler(self.batch_sampler, seeds[1], self.epoch), share, self.tail, self._handed)
+            return BatchSteps(iterate_sampler(self.batch_sampler, seeds[1], self.epoch), share, self.tail, position)
         order: Iterable[Any]
         if self.sampler is not None:
             order = iterate_sampler(self.sampler, seeds[1], self.epoch)
@@ -249,7 +256,7 @@ class DataLoader(ResumableLoader):
             order = _shuffled(len(self.dataset), seeds[1])
         else:
             order = range(len(self.dataset))
-        return SampleSteps(order, self.batch_size or 1, share, self.tail, self._handed)
+        return SampleSteps(order, self.batch_size or 1, share, self.tail, position)
 
     def _epoch_seeds(self) -> _Seeds:
         if self.seed is not None:

@@ -6,7 +6,11 @@ import abc
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from torch.utils.data import DataLoader as TorchDataLoader
+
 from checkflow.errors import UnsupportedError
+from checkflow.runtime.accelerating import told_to_accelerate
+from checkflow.runtime.torch_view import torch_view
 from checkflow.runtime.worker_signals import WorkerShield
 
 
@@ -22,6 +26,9 @@ class LoaderListener(Protocol):
     def on_batch_handed(self, batch: Any) -> None:
         """A batch is about to be handed out."""
 
+    def on_fetching_ahead(self) -> None:
+        """From here on batches may be fetched ahead of the steps that use them."""
+
 
 class ResumableLoader(abc.ABC):
     """Iterated once an epoch; each time the rest of it, the whole of it unless a position was restored.
@@ -32,7 +39,10 @@ class ResumableLoader(abc.ABC):
         listener: told of all that is handed out.
         epochs_counted_elsewhere: by ``Checkpointer.epochs``: to iterate twice in one is a mistake then.
         shield: of its workers, against signals; None: it has none.
+        remainder: how many samples were added to fill the last batch, for Accelerate.
     """
+
+    remainder = 0
 
     def __init__(self, shield: WorkerShield | None = None) -> None:
         self.listener: LoaderListener | None = None
@@ -58,6 +68,24 @@ class ResumableLoader(abc.ABC):
         """Whether this epoch is known to have no batch left."""
 
     @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch that was handed out last is known to be the epoch's last one: for Accelerate."""
+        return self.exhausted
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the next iteration goes on within an epoch."""
+        return self._fresh and self._handed > 0
+
+    def used_batches(self) -> int:
+        """How many batches of this epoch were handed out so far, in this run and those before.
+
+        Raises:
+            UnsupportedError: the loader cannot tell.
+        """
+        raise UnsupportedError(f"a {type(self).__name__} does not tell how many batches of an epoch were used")
+
+    @property
     @abc.abstractmethod
     def batches(self) -> int | None:
         """In a whole epoch; None: not known before it is over."""
@@ -72,8 +100,17 @@ class ResumableLoader(abc.ABC):
             raise TypeError(f"how many batches an epoch of this {type(self).__name__} has is not known")
         return batches
 
-    def set_epoch(self, epoch: int, position: int = 0) -> None:
-        """Iterate this epoch next, from a position on."""
+    def set_epoch(self, epoch: int, position: int | None = None) -> None:
+        """Iterate this epoch next, from a position on.
+
+        Without one, as samplers' ``set_epoch`` is called at the begin of each epoch: from its begin, or, if it is the
+        one in which the job was resumed, from there. ``Checkpointer.epochs`` counts epochs itself, and lets such calls
+        change nothing.
+        """
+        if position is None:
+            if self.epochs_counted_elsewhere or (self._fresh and epoch == self._epoch):
+                return
+            position = 0
         self._epoch, self._handed, self._fresh = epoch, position, True
         self._pass += 1
 
@@ -86,6 +123,10 @@ class ResumableLoader(abc.ABC):
             UnsupportedError: iterated twice in one turn of ``Checkpointer.epochs``: samples would count twice; or an
                 iteration was to go on after another one began, or after ``set_epoch`` or ``load_state_dict``.
         """
+        return told_to_accelerate(self, self.rest())
+
+    def rest(self) -> Iterator[Any]:
+        """As iterating it, unknown to Accelerate."""
         return _Iteration(self)
 
     def _begin_pass(self) -> int:
@@ -94,10 +135,19 @@ class ResumableLoader(abc.ABC):
                 raise UnsupportedError(
                     "the training loader is iterated twice in one epoch; use another loader for evaluation"
                 )
-            self.set_epoch(self.epoch + 1)
+            self.set_epoch(self.epoch + 1, 0)
         self._fresh = False
         self._pass += 1
         return self._pass
+
+    def as_torch(self) -> TorchDataLoader[Any]:
+        """This loader in the shape of torch's, for ``accelerator.prepare`` and for transformers' Trainer.
+
+        These fetch batches ahead of using them: ``Checkpointer.step`` must be called after each optimizer step, and no
+        boundary is found without it. A loop over ``Checkpointer.epochs`` goes on within the epoch; a library that
+        counts its epochs itself must skip what of an epoch was used, as for torch's loader (docs/integrations.md).
+        """
+        return torch_view(self)
 
     @abc.abstractmethod
     def _rest_of_epoch(self) -> Iterator[Any]:

@@ -37,6 +37,7 @@ from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.exporting import optimizer_state
 from checkflow.runtime.layout import TensorRecord, make_layout
 from checkflow.runtime.loader import DataLoader
+from checkflow.runtime.resumable import ResumableLoader
 from checkflow.runtime.store import Store
 from checkflow.runtime.wrapping import resumable
 from checkflow.training_step import TrainingStep
@@ -494,6 +495,24 @@ def several_ranks(directory: Path, plan: Plan) -> None:
         open_with()(directory, plan)
 
 
+def goes_on_without_skipping(_directory: Path, _plan: Plan) -> None:
+    loader = DataLoader([0, 1], 1)
+    loader.set_epoch(3, 1)
+    list(loader.as_torch())
+
+
+class Untold(DataLoader):
+    """Counts nothing but its position."""
+
+    used_batches = ResumableLoader.used_batches
+
+
+def cannot_tell_what_was_used(_directory: Path, _plan: Plan) -> None:
+    loader = Untold([0, 1], 1)
+    loader.set_epoch(0, 1)
+    list(loader.as_torch())
+
+
 RUNTIME: dict[str, tuple[Callable[[Path, Plan], Any], str]] = {
     "LBFGS": (with_lbfgs, "optimizer optimizer is LBFGS"),
     "LBFGS, planned": (plan_with_lbfgs, "optimizer optimizer is LBFGS"),
@@ -518,6 +537,8 @@ RUNTIME: dict[str, tuple[Callable[[Path, Plan], Any], str]] = {
     "at once": (nested_iterations, "cannot go on"),
     "ranks": (several_ranks, "torch.distributed has 4 ranks"),
     "seeds of ranks": (lambda _, __: next(iter(DataLoader([0, 1], rank=0, world_size=2))), "pass seed="),
+    "used": (goes_on_without_skipping, "batch 0 of epoch 3 was used before"),
+    "untold": (cannot_tell_what_was_used, "a Untold does not tell"),
     "iterable data": (lambda _, __: DataLoader(NoPosition(), 1), "map-style"),
     "bits": (lambda _, __: make_layout([TensorRecord("m/q", "bits8", (1,), 1, 1)]), "m/q is bits8"),
     "owner": (lambda _, __: make_layout([record("a b/x", ())]), "letters"),
