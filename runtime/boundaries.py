@@ -39,6 +39,7 @@ from checkflow.runtime.policy import Asked
 from checkflow.runtime.preemption import Preemption
 from checkflow.runtime.progress import Progress
 from checkflow.runtime.saving import Saving
+from checkflow.state import TrainingState
 
 logger = logging.getLogger("checkflow")
 
@@ -84,8 +85,8 @@ class Boundaries:
         self.looping: bool | None = None  # whether epochs() or steps() goes on; None: neither was called
         self._closed = False
         self._began = False  # an iteration, since the last boundary
-        # Version counters of all state at a boundary that was not captured, in case it is the last one.
-        self._passed: list[int] = []
+        # All state at a boundary that was not captured, and its version counters, in case it is the last one.
+        self._passed: tuple[TrainingState | None, list[int]] = None, []
         self._left_epochs = False  # with ``break``, after the epoch's last batch
         self._sightings = Sightings()
         self._no_end_said = False
@@ -160,8 +161,9 @@ class Boundaries:
         self.execution.finish()
 
     def end_loop(self) -> None:
-        """The loop came to its end by itself."""
+        """The loop came to its end by itself: what follows it is no part of training, and may write what it likes."""
         self.leave_loop()
+        self._capture_last_boundary()
         if self._preemption.begin_ending():
             self._end()
 
@@ -362,7 +364,7 @@ class Boundaries:
             self.raise_if_asked()
         self.execution.heed(self._saving.writer)
         if not due:
-            self._passed = self._versions()
+            self._passed = self._job.walk.current(), self._versions()
         if due:
             self.clock.shift(self._capture(epoch_end))
         self.pace.left()
@@ -410,12 +412,13 @@ class Boundaries:
         """Training has ended, and did not say so at its last boundary: save that if the state is still what it was.
 
         It is not where a further iteration has begun, nor where what followed the loop wrote (the best weights, put
-        back), as far as version counters tell.
+        back), as far as version counters tell, and whose memory it is.
         """
         captured = self._captured_iteration == self.iteration
         if captured or self.execution.stepped or self._began or not self.pace.is_due(self.iteration, demanded=True):
             return
-        if self._versions() != self._passed:
+        state, versions = self._passed
+        if self._job.walk.current() is not state or self._versions() != versions:
             logger.warning("the state was changed after step %d, which is not saved therefore", self.iteration)
             return
         with self.clock.holding("boundary"):

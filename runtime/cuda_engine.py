@@ -77,9 +77,6 @@ class CudaCopyEngine:
         if not (self._now.decided or self._now.concluded):
             raise RuntimeError("a capture is still running")
         self._forget()
-        if not transfers and not at_once and not self._sealed:
-            on_complete()
-            return
         device = self._device
         stream = device.current()
         self._now = DeviceCapture(on_complete, on_failure, transfers, [-1] * len(transfers), len(transfers))

@@ -60,7 +60,9 @@ class HostCopyEngine:
         self._waited_seconds = self._snapshot_seconds = self._offload_seconds = 0.0
         self._held_bytes = self._snapshot_bytes = self._peak_bytes = self._helped_bytes = self._remaining = 0
         self._on_complete: Callable[[], None] = _nothing
-        self._delivering = False
+        # What is to be called for a complete capture; the thread calls it: no signal's handler comes in between there.
+        self._delivery: Callable[[], None] | None = None
+        self._delivered = True
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="checkflow-copy", daemon=True)
         self._thread.start()
@@ -73,9 +75,9 @@ class HostCopyEngine:
         on_failure: Callable[[CheckflowError], None] = tell_failure,  # memmove does not fail
     ) -> None:
         with self._mutex:
-            if self._remaining:
+            if self._remaining or self._delivery is not None:
                 raise RuntimeError("a capture is still running")
-            self._transfers, self._on_complete = transfers, on_complete
+            self._transfers, self._on_complete, self._delivered = transfers, on_complete, False
             self._status = bytearray(len(transfers))
             self._remaining = len(transfers) + 1  # what leaves at once is one more
             self._orders = []
@@ -84,9 +86,7 @@ class HostCopyEngine:
         for transfer in at_once:
             ctypes.memmove(transfer.target, transfer.source, transfer.length_bytes)
         with self._mutex:
-            self._remaining -= 1
-        if not transfers:
-            on_complete()
+            self._count(1)
 
     def snapshot(self, chunks: Sequence[int], anchor: str) -> None:
         begun = time.perf_counter()
@@ -142,7 +142,7 @@ class HostCopyEngine:
             elif self._status[chunk] == _PENDING:
                 raise RuntimeError(f"chunk {chunk} is waited for before it was released")
         with self._mutex:
-            while any(self._status[chunk] != _DONE for chunk in chunks):
+            while [chunk for chunk in chunks if self._status[chunk] != _DONE]:
                 self._changed.wait()
         self._waited_seconds += time.perf_counter() - begun
 
@@ -181,7 +181,8 @@ class HostCopyEngine:
         if self._remaining:
             self.wait(range(len(self._transfers)))
         with self._mutex:
-            while self._delivering:
+            self._changed.notify_all()  # an interrupt may have come before who counted the last chunk did
+            while self._delivery is not None:
                 self._changed.wait()
             for chunk in list(self._snapshots):
                 self._give_back(chunk)
@@ -189,20 +190,20 @@ class HostCopyEngine:
 
     def abort(self) -> bool:
         with self._mutex:
-            complete = not self._remaining
             for chunk in self._queue:
                 if self._status[chunk] == _QUEUED:
                     self._status[chunk] = _PENDING
             self._queue.clear()
             self._on_complete = _nothing
-            while _RUNNING in self._status or self._delivering:
+            self._changed.notify_all()
+            while _RUNNING in self._status or self._delivery is not None:
                 self._changed.wait()
             self._snapshots.clear()
             self._freeable.clear()
             self._held_bytes = self._remaining = 0
             self._transfers = ()
             self._status = bytearray()
-            return complete
+            return self._delivered
 
     def close(self) -> None:
         self.abort()
@@ -224,11 +225,13 @@ class HostCopyEngine:
     def _run(self) -> None:
         while True:
             with self._mutex:
-                while not self._queue and not self._closed:
+                while not self._queue and self._delivery is None and not self._closed:
                     self._changed.wait()
                 if self._closed:
                     return
-                taken = self._take()
+                call, taken = self._delivery, self._take()
+            if call is not None:
+                self._deliver(call)
             if taken:
                 self._copy(taken)
 
@@ -256,29 +259,31 @@ class HostCopyEngine:
             move = _move_holding if transfer.length_bytes <= SMALL_BYTES else ctypes.memmove
             move(transfer.target, source, transfer.length_bytes)
         seconds = time.perf_counter() - begun
-        complete, callback = False, _nothing
+        with self._mutex:
+            self._offload_seconds += seconds
+            for chunk in chunks:
+                self._status[chunk] = _DONE
+                if chunk in self._freeable:
+                    self._give_back(chunk)
+            self._count(len(chunks))
+            self._changed.notify_all()
+
+    def _count(self, arrived: int) -> None:
+        """So many have arrived; the lock is held."""
+        self._remaining -= arrived
+        if not self._remaining:
+            self._delivery = self._on_complete
+            self._changed.notify_all()
+
+    def _deliver(self, call: Callable[[], None]) -> None:
         try:
-            with self._mutex:
-                self._offload_seconds += seconds
-                for chunk in chunks:
-                    self._status[chunk] = _DONE
-                    if chunk in self._freeable:
-                        self._give_back(chunk)
-                self._remaining -= len(chunks)
-                complete = self._delivering = not self._remaining
-                callback = self._on_complete if complete else _nothing
-                self._changed.notify_all()
-            callback()
+            call()
         except Exception:
-            if threading.current_thread() is not self._thread:
-                raise
             # A fault of ours must not end the thread that others wait for; the traceback goes to the log.
             logger.exception("a capture that has arrived could not be handed on")
-        finally:
-            if complete:
-                with self._mutex:
-                    self._delivering = False
-                    self._changed.notify_all()
+        with self._mutex:
+            self._delivery, self._delivered = None, call is not _nothing
+            self._changed.notify_all()
 
     def _give_back(self, chunk: int) -> None:
         if self._snapshots.pop(chunk, None) is not None:

@@ -42,7 +42,7 @@ class StateWalk:
         self._state: TrainingState | None = None
         self._slots: list[tuple[Mapping[Any, Any], Any, Any]] = []
         self._owners: list[tuple[Any, Any, Any]] = []
-        self._groups: list[list[torch.Tensor]] = []
+        self._numbers: list[tuple[dict[Any, Any], Any]] = []  # entries of optimizers' tables that are no tensors
         self._members: list[int] = []
         self._containers: list[Any] = []
         self._sizes: list[int] = []
@@ -66,30 +66,39 @@ class StateWalk:
             all(owner.state is state and owner.param_groups is groups for owner, state, groups in self._owners)
             and [len(container) for container in self._containers] == self._sizes
             and all(container.get(key) is value for container, key, value in self._slots)
-            and [id(parameter) for parameters in self._groups for parameter in parameters] == self._members
+            and self._now_members() == self._members
+            and not any(torch.is_tensor(table.get(key)) for table, key in self._numbers)
             and [item.tensor.data_ptr() for item in self._state.tensors] == self._addresses
             and _addresses_of_parts(self._composites) == self._parts
         )
 
+    def _now_members(self) -> list[int]:
+        """What the optimizers update: their groups' lists may be others than at the last look."""
+        groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
+        return [id(parameter) for group in groups for parameter in group["params"]]
+
     def _remember(self) -> None:
         assert self._state is not None
-        self._containers, self._slots, self._groups = [], [], []
+        self._containers, self._slots, self._numbers = [], [], []
         for model in self._models.values():
             for module in model.modules():
                 for table in (module._modules, module._parameters, module._buffers):
                     self._containers.append(table)
-                    self._slots += [(table, key, value) for key, value in table.items() if value is not None]
+                    self._slots += [(table, key, value) for key, value in table.items()]
         self._owners = [(owner, owner.state, owner.param_groups) for owner in self._optimizers.values()]
         for optimizer in self._optimizers.values():
             self._containers += [optimizer.param_groups, optimizer.state]
-            self._groups += [group["params"] for group in optimizer.param_groups]
             for parameter, table in optimizer.state.items():
                 self._slots.append((optimizer.state, parameter, table))
                 if isinstance(table, dict):
                     self._containers.append(table)
-                    self._slots += [(table, key, value) for key, value in table.items() if torch.is_tensor(value)]
+                    for key, value in table.items():
+                        if torch.is_tensor(value):
+                            self._slots.append((table, key, value))
+                        else:
+                            self._numbers.append((table, key))
         self._sizes = [len(container) for container in self._containers]
-        self._members = [id(parameter) for parameters in self._groups for parameter in parameters]
+        self._members = self._now_members()
         self._addresses = [item.tensor.data_ptr() for item in self._state.tensors]
         wholes = {id(item.whole): item.whole for item in self._state.tensors if item.whole is not None}
         self._composites = list(wholes.values())

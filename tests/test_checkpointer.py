@@ -24,6 +24,7 @@ from checkflow import plan as plans
 from checkflow.errors import MismatchError, PlanError, StorageError, UnsupportedError
 from checkflow.plan import Plan
 from checkflow.runtime import checkpointer as checkpointers
+from checkflow.runtime import extra_state
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.reader import find, open_checkpoint
@@ -552,3 +553,44 @@ def test_a_second_loop_that_does_nothing_is_told(tmp_path: Path, caplog: pytest.
     with Checkpointer(model, optimizer, directory=tmp_path, plan=make_plan()) as checkpointer:
         assert list(checkpointer.steps(4)) == []  # a job that was finished already
     assert "nothing left" not in caplog.text
+
+
+def shadow(model: nn.Module) -> None:
+    """As an average of the weights takes their place for evaluation: no version counter tells."""
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter.data)
+
+
+@pytest.mark.parametrize("way", ["steps", "epochs"])
+def test_what_follows_the_loop_is_not_the_end_of_training(tmp_path: Path, way: str) -> None:
+    plan, (model, optimizer, iterate) = make_plan(), make()
+    loader = DataLoader(TensorDataset(torch.randn(30, 4), torch.randint(0, 3, (30,))), 6, seed=0)
+    with Checkpointer(
+        model, optimizer, loader if way == "epochs" else None, directory=tmp_path, plan=plan, every=4
+    ) as checkpointer:
+        if way == "epochs":
+            for _ in checkpointer.epochs(2):
+                for x, y in checkpointer.loader:
+                    iterate(x, y)
+        else:
+            for _ in checkpointer.steps(10):
+                iterate()
+        state, generators = clone_state({"model": model}, {"optimizer": optimizer}), torch.get_rng_state()
+        shadow(model)
+        torch.rand(5)
+    assert_checkpoint_is(tmp_path / "step-00000010", state)
+    with open_checkpoint(tmp_path / "step-00000010") as checkpoint:
+        assert torch.equal(extra_state.decode(checkpoint.extra_bytes)["generators"]["torch"], generators)
+
+
+def test_memory_that_was_changed_after_an_explicit_last_step_is_not_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan, (model, optimizer, iterate) = make_plan(), make()
+    with Checkpointer(model, optimizer, directory=tmp_path, plan=plan, every=4) as checkpointer:
+        for _ in range(6):
+            iterate()
+            checkpointer.step()
+        shadow(model)
+    assert steps(tmp_path) == [4]
+    assert "the state was changed after step 6" in caplog.text

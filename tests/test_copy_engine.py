@@ -139,8 +139,8 @@ def test_an_aborted_capture_is_never_complete_and_the_next_one_works(engine: Cop
 def test_one_capture_at_a_time_and_an_empty_one(engine: CopyEngine) -> None:
     called = threading.Event()
     engine.begin([], called.set)
-    assert called.is_set()
     engine.finish()
+    assert called.is_set()
     memory = Memory(engine, 100)
     engine.begin(memory.transfers, lambda: None)
     with pytest.raises(RuntimeError, match="still running"):

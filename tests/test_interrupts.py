@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,7 @@ from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.host_engine import HostCopyEngine
 from checkflow.runtime.interrupts import raised_by_handler
+from checkflow.runtime.persist import Writer
 
 USR2 = signal.SIGUSR2
 
@@ -134,3 +137,30 @@ def test_a_handlers_error_while_recording_begins_goes_on_to_training(
         checkpointer.step()
         state = clone_state({"model": model}, {"optimizer": optimizer})
     assert_checkpoint_is(tmp_path / f"step-{checkpointer.iteration:08d}", state)
+
+
+def test_a_handlers_error_at_delivery_costs_no_staging_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a single buffer the next boundary would wait for it for ever."""
+    original = Writer.submit
+    delivered_in = set()
+
+    def signalled(self: Writer, capture: Any) -> None:
+        delivered_in.add(threading.current_thread())
+        signal.raise_signal(USR2)
+        original(self, capture)
+
+    monkeypatch.setattr(Writer, "submit", signalled)
+    plan = make_plan()
+    model, optimizer, iterate = make()
+    with Checkpointer(
+        model, optimizer, directory=tmp_path, plan=plan, every=1, host_buffers=1, keep_latest=9
+    ) as checkpointer:
+        for _ in range(6):
+            with contextlib.suppress(LostWorkerError):
+                iterate()
+            with contextlib.suppress(LostWorkerError):
+                checkpointer.step()
+        signal.signal(USR2, signal.SIG_IGN)
+    assert threading.main_thread() not in delivered_in
+    report = checkpointer.report()
+    assert report["committed"] >= 1

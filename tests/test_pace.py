@@ -291,6 +291,7 @@ def test_an_end_of_an_epoch_gives_way_to_a_newer_one_alone() -> None:
     assert written == [1, 20, 22]
 
 
+@pytest.mark.usefixtures("world")  # whose plans have no link
 def test_each_capture_is_held_back_for_itself(tmp_path: Path) -> None:
     """On a GPU one may still be on its way when the next one begins."""
     (model, optimizer, _), took = make(), []
