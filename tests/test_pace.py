@@ -26,6 +26,7 @@ from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import pace
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.frequency import GAP, Controller
+from checkflow.runtime.host_engine import HostCopyEngine
 from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.persist import Persisted, Writer
 from checkflow.runtime.profile_cache import NAME
@@ -94,6 +95,11 @@ def iterate(job: Job, checkpointer: Checkpointer, world: World, *batch: torch.Te
     writer = checkpointer._boundaries._saving.writer
     committed = writer.committed
     job.iterate(*batch)
+    engine = checkpointer._boundaries._saving.engine
+    assert isinstance(engine, HostCopyEngine)
+    with engine._mutex:  # what has arrived is handed on by a thread
+        while engine._delivery is not None:
+            engine._changed.wait()
     with writer._changed:  # what is held back is not waited for
         while writer._waiting or writer._busy:
             writer._changed.wait()
