@@ -187,6 +187,8 @@ class Controller:
         lasting, recent = self._samples.persist_seconds, self._samples.recent
         if self._epoch_iterations is None or lasting is None or not (self._control.resting or self._control.free):
             return False
+        if not recent:  # a control may be due before any iteration has told anything
+            return False
         return self._epoch_iterations <= SHORT * (1 + lasting / median(recent))
 
     # What the job tells

@@ -171,9 +171,10 @@ def choose(
     if tiers and capture > 0:
         allowed_seconds = overhead * seconds  # of each iteration
         memory = least_multiple(unit, capture / max(allowed_seconds - interference / disk, BETWEEN * allowed_seconds))
-        later = max(disk, interference / (allowed_seconds - capture / memory)) if interference > 0 else disk
-        later = least_multiple(memory, later)
-        if later * (1 - BETWEEN) <= disk:
+        left_seconds = allowed_seconds - capture / memory  # rounding may leave nothing: then every capture is written
+        by_overhead = 0.0 if interference <= 0 else interference / left_seconds if left_seconds > 0 else math.inf
+        later = least_multiple(memory, max(disk, by_overhead)) if by_overhead * (1 - BETWEEN) <= disk else None
+        if later is not None and later * (1 - BETWEEN) <= disk:
             return Intervals(memory, later, "overhead" if later >= disk + unit and reason != "mtbf" else reason)
         return Intervals(disk, disk, reason)
     return Intervals(unit if tiers else disk, disk, reason)

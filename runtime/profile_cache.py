@@ -24,6 +24,7 @@ logger = logging.getLogger("checkflow")
 NAME = "profile.json"
 _TEMPORARY = f".{NAME}.tmp"
 _MOST_BYTES = 65536
+_LEAST_SECONDS, _MOST_SECONDS = 1e-9, 1e9  # of an iteration, and of anything: beyond them quotients may overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,10 @@ class ProfileCache:
             logger.warning("passing over %s: %s", self.path, first_fault(error))
             return None
         times = (kept.capture_seconds, kept.persist_seconds, kept.interference_seconds)
-        if not kept.iteration_seconds > 0 or min(times) < 0:
+        if not max(kept.iteration_seconds, *times) <= _MOST_SECONDS:
+            logger.warning("passing over %s: a time in it is more than %g s", self.path, _MOST_SECONDS)
+            return None
+        if not kept.iteration_seconds >= _LEAST_SECONDS or not min(times) >= 0:
             logger.warning("passing over %s: a time in it is negative, or an iteration takes none", self.path)
             return None
         return kept

@@ -32,6 +32,7 @@ class SimulatedJob:
     saves_epochs: bool = False  # their ends are captured, whatever the controller says
     seed: int = 0
     fails: bool = False  # storage does not take anything
+    counts: bool = True  # whether its iterations may be compared with each other
     held_seconds: float = 0.0  # of a capture's first iteration, without lengthening what is not said above
     place: dict[str, Any] = field(default_factory=dict)
 
@@ -67,7 +68,7 @@ class SimulatedJob:
                 Iteration(
                     self.number, taken + self.pauses.get(self.number, 0.0), captured=self._flying > 0,
                     persisted=persisting, persist_seconds=self.persist_seconds if ended and not self.fails else None,
-                    held_seconds=self.held_seconds if self._begun else 0.0,
+                    held_seconds=self.held_seconds if self._begun else 0.0, counts=self.counts,
                 )
             )  # fmt: skip
             self._at_boundary(ended)

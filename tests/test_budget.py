@@ -258,6 +258,14 @@ def test_epochs_shorter_than_one_commit_are_measured(epoch: int) -> None:
     assert len(ends - set(job.captures)) <= 0.1 * len(ends) + 3
 
 
+def test_ends_of_epochs_go_on_where_no_iteration_tells_anything() -> None:
+    """A control is due in the end, and there is no time to hold the last commit's against."""
+    known = Costs(1.0, 0.0, 3.0, 0.3)
+    job = SimulatedJob(epoch=2, saves_epochs=True, counts=False, place={"known": known})
+    job.run(1000)
+    assert set(range(2, 1001, 2)) <= set(job.captures)
+
+
 def test_longer_epochs_lose_no_end() -> None:
     job = SimulatedJob(epoch=40, saves_epochs=True, persist_seconds=5.0, slowdown=0.1)
     job.run(2000)

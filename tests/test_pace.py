@@ -164,7 +164,8 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     [
         ("none", ""), ("width", ""), ("batch", ""), ("file system", ""), ("plan", ""), ("a FIFO", "EOF"),
         ("damage", "Invalid JSON"), ("nonsense", "an iteration takes none"), ("negative", "a time in it is negative"),
-        ("more", "Unexpected keyword"), ("infinite", "finite"), ("a folder", "Is a directory"),
+        ("more", "Unexpected keyword"), ("infinite", "finite"), ("no number", "finite"), ("endless", "more than 1e+09 s"),
+        ("a folder", "Is a directory"),
     ],
 )  # fmt: skip
 def test_a_profile_of_another_job_does_not_count(
@@ -189,6 +190,10 @@ def test_a_profile_of_another_job_does_not_count(
         file.write_text(json.dumps({**content, "persist_seconds": -1.0}))
     elif change == "infinite":
         file.write_text(json.dumps({**content, "persist_seconds": float("inf")}))
+    elif change == "no number":
+        file.write_text(json.dumps({**content, "iteration_seconds": float("nan")}))
+    elif change == "endless":  # finite, but a number of iterations that follows from it may not be
+        file.write_text(json.dumps({**content, "persist_seconds": 1e308}))
     elif change == "more":
         file.write_text(json.dumps({**content, "unknown": 1}))
     elif change == "a FIFO":
