@@ -58,7 +58,7 @@ class Budget:
         self.level_seconds = self._highest_seconds = 0.0  # now; since the last persist ended
         self._slack_seconds = 0.0  # that may be saved up
         self._stopped = False  # captures that storage does not take
-        self._early: deque[Iteration] | None = deque(maxlen=WINDOW)  # before it is known what training takes
+        self._early: deque[tuple[Iteration, int]] | None = deque(maxlen=WINDOW)  # before free iterations tell
         self._doubted: list[_Doubted] = []
 
     def forgive(self) -> None:
@@ -83,39 +83,56 @@ class Budget:
             self._stopped = True
         return not self._stopped
 
-    def add(self, iteration: Iteration, free: tuple[float, float] | None, interval: int) -> None:
+    def add(
+        self,
+        iteration: Iteration,
+        free: tuple[float, float] | None,
+        interval: int,
+        *,
+        believed_seconds: float | None = None,
+    ) -> None:
         """An iteration has ended.
 
         Args:
             free: what one takes without checkpoints, and its standard deviation; None: not known yet.
             interval: iterations from one checkpoint to the next.
+            believed_seconds: what one is believed to take as long as that is not known; it is settled anew then.
         """
-        if not iteration.tells:
-            return
         if free is None:
             if self._early is not None:
-                self._early.append(iteration)
+                self._early.append((iteration, interval))
+                if believed_seconds is not None:
+                    self._settle(iteration, believed_seconds, 0.0, interval)
             return
         if self._early is not None:
-            early, self._early = self._early, None
-            for one in early:
-                self._settle(one, *free, interval)
+            early = self._early
+            self.reset()
+            self._early = None
+            self._free_excess.clear()
+            for one, its_interval in early:
+                self._settle(one, *free, its_interval)
         self._settle(iteration, *free, interval)
 
     def _settle(self, iteration: Iteration, free_seconds: float, spread_seconds: float, interval: int) -> None:
         earned = self._overhead * free_seconds
         most_owed = earned * max(WINDOW, INTERVALS * interval)
-        limit = max(PAUSE_SHARE * free_seconds, PAUSE_INTERVALS * interval * earned, iteration.held_seconds)
-        excess = min(iteration.seconds - free_seconds, max(limit, most_owed))
-        excess = self._believed(iteration.number, excess, limit, max(NEAR, NEAR_INTERVALS * interval))
-        charge = 0.0
-        if iteration.captured or iteration.persisted:
-            charge = excess - sum(self._free_excess) / (FREE_PRIOR + len(self._free_excess))
-        else:
-            self._free_excess.append(excess)
+        # What can be held against no other earns like others, so that a debt always ends, and pays what is sure.
+        charge = (
+            self._charge(iteration, free_seconds, most_owed, interval) if iteration.tells else iteration.held_seconds
+        )
         self._slack_seconds = max(SLACK * earned, NOISE * spread_seconds * math.sqrt(WINDOW))
         level = self.level_seconds = max(-most_owed, min(self._slack_seconds, self.level_seconds + earned - charge))
         self._highest_seconds = level if iteration.persisted else max(level, self._highest_seconds)
+
+    def _charge(self, iteration: Iteration, free_seconds: float, most_owed_seconds: float, interval: int) -> float:
+        earned = self._overhead * free_seconds
+        limit = max(PAUSE_SHARE * free_seconds, PAUSE_INTERVALS * interval * earned, iteration.held_seconds)
+        excess = min(iteration.own_seconds - free_seconds, max(limit, most_owed_seconds))
+        excess = self._believed(iteration.number, excess, limit, max(NEAR, NEAR_INTERVALS * interval))
+        if iteration.captured or iteration.persisted:
+            return excess - sum(self._free_excess) / (FREE_PRIOR + len(self._free_excess))
+        self._free_excess.append(excess)
+        return 0.0
 
     def _believed(self, number: int, excess_seconds: float, limit_seconds: float, near: int) -> float:
         """What is charged of this excess, and now of earlier ones that it confirms."""

@@ -44,6 +44,8 @@ GAP, GAP_FROM = 2, 8  # iterations left free before storage is due, where that c
 REVIEW_EVERY, REVIEW_SECONDS = 20, 0.2  # iterations, and seconds of them: a review takes most of a millisecond
 PROBE = 4  # so many times sooner the next checkpoint follows one that was cheap
 SHORT = 2  # times as many iterations as a commit is seen in: an epoch of no more leaves too few of its own free
+MOST_AFTER_GUESS = 3  # controls, one of which comes with the guess
+LONGEST_PROFILE = 200  # iterations of any kind: then intervals are chosen by what little is known
 HISTORY = 50
 
 
@@ -90,12 +92,12 @@ class Controller:
         self._budget.reset()
         self._refused_at: int | None = None  # free iterations seen when the budget refused a checkpoint
         self._busy = False  # storage, in the last iteration
-        self._observed = 0  # iterations that tell, since then
+        self._observed = self._passed = 0  # iterations since then: that tell, and of any kind
         self._reviewed, self._reviewed_samples, self._unreviewed_seconds = number, 0, 0.0
         self._control = Control(self._samples, self._asked.overhead, number=number, unit=unit)
         self._rests_only = False  # a control that is needed is about training's own time alone
         self._tried: int | None = None  # the boundary of a checkpoint for trial
-        self._costs = known
+        self._costs, self._guessed = known, False  # whether they are a fallback's
         # What the user said needs no word in the log.
         self._intervals: Intervals | None = None if every is None else Intervals(every, every, "every")
         self._reviewing = Review(self._asked, self._samples, unit=unit, tiers=self._tiers)
@@ -103,8 +105,7 @@ class Controller:
         if every is not None:
             return
         if self._asked.every_seconds is not None:
-            if self._samples.recent:
-                self._keep_time(number, self._asked.every_seconds)
+            self._keep_time(number, self._asked.every_seconds)
         elif known is not None:
             self._set(number, self._reviewing.choice(known) or longer(Intervals(unit, unit, "overhead")))
 
@@ -117,8 +118,8 @@ class Controller:
 
     @property
     def costs(self) -> Costs | None:
-        """What the intervals were last chosen by."""
-        return self._costs
+        """What was measured, by which the intervals were last chosen."""
+        return None if self._guessed else self._costs
 
     @property
     def changes(self) -> tuple[FrequencyChange, ...]:
@@ -209,27 +210,34 @@ class Controller:
         """An iteration has ended; before :meth:`is_due` is asked about its boundary."""
         self._busy = iteration.persisted
         self._observed += iteration.tells
+        self._passed += iteration.seconds > 0
         self._unreviewed_seconds += iteration.seconds
         shifts = self._samples.shifts
         self._samples.add(iteration)
-        self._budget.add(iteration, self._samples.baseline, 1 if self._intervals is None else self._intervals.disk)
+        self._budget.add(
+            iteration,
+            self._samples.baseline,
+            1 if self._intervals is None else self._intervals.disk,
+            believed_seconds=None if self._costs is None else self._costs.iteration_seconds,
+        )
         if self._samples.shifts != shifts:
             self._budget.forgive()
         if self._every is not None:
             return
         if self._asked.every_seconds is not None:
-            if iteration.tells:
-                self._keep_time(iteration.number, self._asked.every_seconds)
+            self._keep_time(iteration.number, self._asked.every_seconds)
             return
         self._steer(iteration)
         if iteration.persist_seconds is not None:
             self._cheap = self._was_cheap()
         if self._intervals is None:
-            if self._is_profiled:
-                self._take(iteration.number, self._reviewing.first())
+            first = self._reviewing.first() if self._is_profiled else self._fallback()
+            if first is not None:
+                self._take(iteration.number, first)
         elif self._review_due(iteration.number):
             verdict = self._reviewing.again(iteration.number, self._intervals, self._costs)
             if verdict is not None:
+                self._guessed &= verdict.intervals is None
                 self._take(iteration.number, verdict)
 
     # Budget, profile and control
@@ -244,7 +252,27 @@ class Controller:
     def _may_try(self, number: int) -> bool:
         """Without a plan: one checkpoint for trial, after free iterations; another one if that came to nothing."""
         waited = self._tried is None or number - self._tried >= MOST_PROFILED
-        return waited and self._observed >= self._profile_length // 2 and self._samples.free >= LEAST and not self._busy
+        measured = self._observed >= self._profile_length // 2 and self._samples.free >= LEAST
+        return waited and (measured or self._tells_nothing) and not self._busy
+
+    @property
+    def _tells_nothing(self) -> bool:
+        """Whether so far no iteration could be held against another, or as good as none."""
+        if self._passed >= LEAST_PROFILED and not self._observed:
+            return True
+        few = self._passed >= MOST_PROFILED and self._observed < LEAST_TRIED
+        return few or (self._passed >= LONGEST_PROFILE and self._samples.free < LEAST)
+
+    def _fallback(self) -> Verdict | None:
+        """Where no profile is to be had: intervals by how long training surely waited, until more is known."""
+        if not self._tells_nothing or (not self._planned and (self._samples.persist_seconds is None or self._busy)):
+            return None
+        costs = self._samples.fallback
+        if costs is None:
+            return None
+        chosen = self._reviewing.choice(costs) or longer(Intervals(self._unit, self._unit, "overhead"))
+        self._guessed = True
+        return Verdict(chosen, costs, unsure=True)
 
     @property
     def _is_profiled(self) -> bool:
@@ -252,7 +280,8 @@ class Controller:
             return False
         if not self._planned:
             return self._samples.persist_seconds is not None and not self._busy
-        return self._control.made > 0 and self._observed >= self._profile_length
+        long = self._observed >= self._profile_length or self._passed >= LONGEST_PROFILE
+        return self._control.made > 0 and long
 
     def _steer(self, iteration: Iteration) -> None:
         """Begin a control where one is due, and see it through."""
@@ -262,6 +291,8 @@ class Controller:
             due = self._planned and not self._control.made and tried and self._observed >= LEAST_TRIED
         else:
             due = self._control.is_stale(iteration.number, now.memory)
+            if self._guessed and self._observed >= LEAST_TRIED and self._samples.free < LEAST:
+                due |= self._control.made < MOST_AFTER_GUESS  # something tells at last
         # Captures that storage does not take are rare where it takes all.
         rare = self._tiers and not self._rests_only and (now is None or now.memory == now.disk)
         self._control.follow(iteration, due=due, captures=LEAST if rare else 0)
@@ -297,13 +328,16 @@ class Controller:
 
     def _take(self, number: int, verdict: Verdict) -> None:
         if verdict.intervals is None or verdict.unsure:
-            self._control.needed, self._rests_only = True, verdict.intervals is None
+            self._control.needed, self._rests_only = True, verdict.intervals is None or self._guessed
         if verdict.intervals is not None:
             self._costs = verdict.costs
             self._set(number, verdict.intervals)
 
     def _keep_time(self, number: int, seconds: float) -> None:
-        wanted = in_iterations(self._unit, median(self._samples.recent), seconds)
+        usual_seconds = self._samples.usual_seconds
+        if usual_seconds is None:
+            return
+        wanted = in_iterations(self._unit, usual_seconds, seconds)
         now = self._intervals
         if now is None or abs(wanted - now.disk) > BAND * now.disk:
             self._set(number, Intervals(wanted, wanted, "every"))
@@ -323,9 +357,8 @@ class Controller:
     def _because(self, reason: str) -> str:
         costs, asked = self._costs, self._asked
         if asked.every_seconds is not None:
-            return (
-                f"every {format_seconds(asked.every_seconds)}, of {format_seconds(median(self._samples.recent))} each"
-            )
+            usual = format_seconds(self._samples.usual_seconds or 0.0)
+            return f"every {format_seconds(asked.every_seconds)}, of {usual} each"
         if costs is None or reason == "plan":
             return "as planned"
         if reason == "persist":

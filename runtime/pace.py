@@ -16,6 +16,7 @@ import hashlib
 import math
 import os
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,52 @@ from checkflow.runtime.plan_in_place import PlanInPlace
 from checkflow.runtime.planning import Stage
 from checkflow.runtime.policy import Asked, Costs
 from checkflow.runtime.profile_cache import Identity, ProfileCache
-from checkflow.runtime.samples import Iteration
+from checkflow.runtime.samples import LEAST, RECENT, Iteration, median
 from checkflow.runtime.saving import FIRST_AUDITS, Saving
 from checkflow.runtime.watch import describe, device_name
 from checkflow.state import dtype_name
 
 WARM_UP = 2  # iterations
 SHORT_EPOCH = 4  # iterations: its first and last ones are too much of it to be left out
+MIXED, MIXED_SHARE = 50, 0.8  # iterations, and how many of them differ from the one before in whether it evaluated
 
 clock = time.perf_counter  # seconds; tests put another one here
+
+
+class Evaluation:
+    """Which iterations are compared where some evaluate: those like the one before.
+
+    Where hardly any is (a teacher or an adversary runs in every second one), those without evaluation tell by
+    themselves, and the others as soon as free ones of both kinds have shown by what evaluation lengthens one.
+    """
+
+    def __init__(self) -> None:
+        self._changes: deque[bool] = deque(maxlen=MIXED)
+        self._free: dict[bool, deque[float]] = {kind: deque(maxlen=RECENT) for kind in (False, True)}
+
+    def add(self, seconds: float, *, evaluated: bool, before: bool, free: bool) -> tuple[bool, float]:
+        """An iteration that is like others otherwise.
+
+        Args:
+            evaluated: whether it did.
+            before: whether the one before it did.
+            free: without a checkpoint under way.
+
+        Returns:
+            Whether it may be compared, and the seconds by which evaluation lengthens one like it.
+        """
+        self._changes.append(evaluated != before)
+        if free:
+            self._free[evaluated].append(seconds)
+        mixed = len(self._changes) == MIXED and sum(self._changes) >= MIXED_SHARE * MIXED
+        if not mixed:
+            return evaluated == before, 0.0
+        if not evaluated:
+            return True, 0.0
+        without, with_it = self._free[False], self._free[True]
+        if min(len(without), len(with_it)) < LEAST:
+            return False, 0.0
+        return True, median(with_it) - median(without)
 
 
 class Pace:
@@ -69,6 +107,7 @@ class Pace:
         self._began = clock()
         self._unlike = True  # the iteration that goes on is none like others
         self._evaluates = self._evaluated = False
+        self._evaluation = Evaluation()
         self._in_flight = self._began_now = False  # a capture, in this iteration; at this boundary
         self._regular = False  # the boundary that was last found to be due is so by its number
         self._outstanding, self._finished = 0, self._count_finished()
@@ -102,17 +141,25 @@ class Pace:
         short = loader is not None and (loader.batches or math.inf) <= SHORT_EPOCH
         planning = self._place.planning
         busy = planning is not None and planning.stage in (Stage.RECORDED, Stage.MAKING)
-        unlike = self._unlike or busy or self._evaluates != self._evaluated or self._seen <= WARM_UP
+        unlike = self._unlike or busy or self._seen <= WARM_UP
         at_edge = not short and (last or (loader is not None and self._in_epoch == 1))
         writer = self._saving.writer
         finished, outstanding = self._count_finished(), writer.outstanding
         persist = writer.last if finished > self._finished else None
+        persisted = bool(self._outstanding or outstanding or finished > self._finished)
+        like, evaluation_seconds = not (unlike or at_edge), 0.0
+        if like:
+            like, evaluation_seconds = self._evaluation.add(
+                now - self._began, evaluated=self._evaluates, before=self._evaluated,
+                free=not (self._in_flight or persisted),
+            )  # fmt: skip
         self.controller.ended(
             Iteration(
                 number, now - self._began,
                 captured=self._in_flight,
-                persisted=bool(self._outstanding or outstanding or finished > self._finished),
-                counts=not (unlike or at_edge),
+                persisted=persisted,
+                counts=like,
+                evaluation_seconds=evaluation_seconds,
                 persist_seconds=persist.seconds if persist is not None and persist.error is None else None,
                 held_seconds=held_seconds - self._held_seconds if self._waits else 0.0,
             )

@@ -38,11 +38,17 @@ class Iteration:
     counts: bool = True  # whether it is an iteration like others
     persist_seconds: float | None = None  # that a persist took which ended in it
     held_seconds: float = 0.0  # of its time, in which training surely waited for checkpointing
+    evaluation_seconds: float = 0.0  # of its time, by which evaluation usually lengthens one
 
     @property
     def tells(self) -> bool:
         """Whether its time is to be looked at."""
         return self.counts and self.seconds > 0
+
+    @property
+    def own_seconds(self) -> float:
+        """What is held against other iterations."""
+        return self.seconds - self.evaluation_seconds
 
 
 @dataclass(slots=True)
@@ -53,6 +59,7 @@ class Span:
     seconds: float = 0.0  # of these
     held_seconds: float = 0.0  # of these
     left_out: int = 0
+    left_out_held_seconds: float = 0.0
     captures: int = 0  # begun in it
     counts: bool = True  # whether it is a capture like others
     pure: bool = True  # nothing else was seen in it
@@ -60,10 +67,11 @@ class Span:
     def add(self, iteration: Iteration) -> None:
         if iteration.tells:
             self.iterations += 1
-            self.seconds += iteration.seconds
+            self.seconds += iteration.own_seconds
             self.held_seconds += iteration.held_seconds
         else:
             self.left_out += 1
+            self.left_out_held_seconds += iteration.held_seconds
 
     def whole(self, seconds: float) -> float:
         """What is true of the iterations that tell, for all of them: those left out are taken to be like the others."""
@@ -79,7 +87,8 @@ class Samples:
 
     def __init__(self) -> None:
         self._free: deque[tuple[int, float]] = deque(maxlen=KEPT)
-        self.recent: deque[float] = deque(maxlen=RECENT)  # seconds of iterations of any kind
+        self.recent: deque[float] = deque(maxlen=RECENT)  # seconds of iterations that tell, free or not
+        self._any: deque[Iteration] = deque(maxlen=RECENT)  # whether they tell or not
         self.free_seen = self.captures_seen = self.persists_seen = self.shifts = 0
         self._baseline: tuple[float, float] | None = None
         self.forget_checkpoints()
@@ -104,6 +113,25 @@ class Samples:
     def baseline(self) -> tuple[float, float] | None:
         """The median of free iterations, and their standard deviation; None: there are too few of them."""
         return self._baseline
+
+    @property
+    def usual_seconds(self) -> float | None:
+        """What an iteration takes, checkpoints included; where most tell nothing, the others count too."""
+        listed = list(self._any)
+        told = [one.seconds for one in listed if one.tells]
+        if told and (2 * len(told) >= len(listed) or len(listed) < RECENT):
+            return median(told)
+        seconds = [one.seconds for one in listed]
+        return median(seconds) if len(seconds) >= LEAST else None
+
+    @property
+    def fallback(self) -> Costs | None:
+        """What little is known where no iteration can be held against another: how long training surely waited."""
+        if len(self._any) < LEAST:
+            return None
+        own = median(one.seconds - one.held_seconds for one in list(self._any))
+        held = median(list(self._held_seconds)) if self._held_seconds else 0.0
+        return Costs(own, held, self.persist_seconds or 0.0, 0.0) if own > 0 else None
 
     @property
     def free(self) -> int:
@@ -145,6 +173,8 @@ class Samples:
 
     def add(self, iteration: Iteration) -> None:
         """An iteration has ended."""
+        if iteration.seconds > 0:
+            self._any.append(iteration)
         if iteration.tells:
             self.recent.append(iteration.seconds)
             if not iteration.captured and not iteration.persisted:
@@ -201,7 +231,7 @@ class Samples:
 
     def _add_free(self, iteration: Iteration) -> None:
         self.free_seen += 1
-        self._free.append((iteration.number, iteration.seconds))
+        self._free.append((iteration.number, iteration.own_seconds))
         old, new = list(self._free)[:-SHIFT], list(self._free)[-SHIFT:]
         if len(old) < SHIFT:
             return
@@ -227,10 +257,11 @@ class Samples:
 
     def _end_capture(self) -> None:
         span, self._capture = self._capture, None
-        if span is None or not span.counts or not span.iterations:
+        if span is None or not span.counts or not span.iterations + span.left_out:
             return
-        self._held_seconds.append(span.whole(span.held_seconds))
-        if span.pure:
+        held_seconds = span.whole(span.held_seconds) if span.iterations else span.left_out_held_seconds
+        self._held_seconds.append(held_seconds)
+        if span.pure and span.iterations:
             self._captures.append(span)
             self.captures_seen += 1
 

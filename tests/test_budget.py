@@ -69,10 +69,22 @@ def test_what_came_before_the_first_free_iterations_is_owed_too() -> None:
     assert not early.allows()
 
 
-def test_an_iteration_that_does_not_count_costs_nothing() -> None:
+def test_an_iteration_that_does_not_count_earns_and_costs_what_is_sure() -> None:
     budget = Budget(P)
     budget.add(Iteration(1, 5.0, captured=True, counts=False), FREE, 1)
-    assert budget.level_seconds == 0.0
+    assert budget.level_seconds == pytest.approx(P)
+    budget.add(Iteration(2, 5.0, captured=True, counts=False, held_seconds=0.2), FREE, 1)
+    assert budget.level_seconds == pytest.approx(2 * P - 0.2)
+
+
+def test_what_an_iteration_is_believed_to_take_is_settled_by_what_it_does() -> None:
+    told, believed = Budget(P), Budget(P)
+    for number in range(1, 4):
+        iteration = Iteration(number, 1.4, captured=True)
+        believed.add(iteration, None, 1, believed_seconds=0.2)
+        told.add(iteration, FREE, 1)
+    assert not believed.allows()
+    assert rest(believed, 1).level_seconds == pytest.approx(rest(told, 1).level_seconds)
 
 
 def test_a_pause_is_charged_in_part_and_two_of_them_in_full() -> None:

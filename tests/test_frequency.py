@@ -294,6 +294,41 @@ def test_seconds(unit: int, iteration: float, expected: int) -> None:
     assert job.controller.report.reason == "every"
 
 
+def test_seconds_where_no_iteration_tells_anything() -> None:
+    job = SimulatedJob(Asked(every_seconds=30.0), counts=False)
+    job.run(300)
+    assert job.captures == list(range(30, 301, 30))
+
+
+@pytest.mark.parametrize("place", [{}, {"planned": False}])
+def test_a_profile_where_no_iteration_tells_anything_ends(place: dict[str, Any]) -> None:
+    """What training surely waited takes the place of what cannot be measured, and is in nobody's profile."""
+    job = SimulatedJob(capture_seconds=10.0, held_seconds=10.0, counts=False, place=place)
+    job.run(100)
+    assert job.intervals == (286, 286)
+    assert job.controller.costs is None
+    assert len(job.captures) <= 16
+    job.run(4000)
+    assert job.overhead(100) <= 0.035 * 1.1
+    assert len(job.durable) >= 4000 // 286
+    job.counts = True
+    job.capture_seconds = job.held_seconds = 0.1
+    job.run(4000)
+    assert job.intervals[1] <= 4
+
+
+def test_a_debt_ends_where_iterations_stop_to_tell_anything() -> None:
+    job = SimulatedJob(slowdown=0.1)
+    job.run(300)
+    job.persist_seconds = 60.0
+    while job.controller._budget.allows() or job._left_seconds:
+        job.run(1)
+    job.counts = False
+    since = len(job.durable)
+    job.run(300)
+    assert len(job.durable) > since
+
+
 def test_seconds_follow_training() -> None:
     job = SimulatedJob(Asked(every_seconds=30.0), noise=0.02)
     job.run(1000)
