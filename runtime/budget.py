@@ -22,11 +22,12 @@ from dataclasses import dataclass
 
 from checkflow.runtime.samples import Iteration
 
-WINDOW, INTERVALS = 100, 10  # iterations, and intervals, whichever is longer
+WINDOW, INTERVALS = 100, 3  # iterations, and intervals, whichever is longer
 SLACK = 10  # iterations whose earnings may be saved up
 NOISE = 2.0  # standard deviations of the sum over a window
 PAUSE_SHARE, PAUSE_INTERVALS = 0.5, 4  # of an iteration, and intervals' earnings: what is charged of a pause at most
 NEAR, NEAR_INTERVALS = 20, 5  # iterations, and intervals, in which a second pause is no accident
+FORGIVEN_EVERY = 3 * WINDOW  # iterations
 FREE_KEPT = 200  # iterations
 FREE_PRIOR = 10  # iterations that count as exactly usual, beside those seen
 
@@ -51,6 +52,7 @@ class Budget:
     def __init__(self, overhead: float) -> None:
         self._overhead = overhead
         self._free_excess: deque[float] = deque(maxlen=FREE_KEPT)
+        self._since_forgiven = FORGIVEN_EVERY  # iterations
         self.reset()
 
     def reset(self) -> None:
@@ -62,7 +64,13 @@ class Budget:
         self._doubted: list[_Doubted] = []
 
     def forgive(self) -> None:
-        """What was charged was measured against another training's time."""
+        """What was charged was measured against another training's time.
+
+        Once in some windows: training that alternates between two speeds would be forgiven all.
+        """
+        if self._since_forgiven < FORGIVEN_EVERY:
+            return
+        self._since_forgiven = 0
         self.level_seconds = self._highest_seconds = max(0.0, self.level_seconds)
         self._free_excess.clear()
         self._doubted.clear()
@@ -98,6 +106,7 @@ class Budget:
             interval: iterations from one checkpoint to the next.
             believed_seconds: what one is believed to take as long as that is not known; it is settled anew then.
         """
+        self._since_forgiven += 1
         if free is None:
             if self._early is not None:
                 self._early.append((iteration, interval))

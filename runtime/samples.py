@@ -242,7 +242,6 @@ class Samples:
             self._free = deque(new, maxlen=KEPT)
             self.shifts += 1
             self._captures.clear()
-            self._held_seconds.clear()
             self._persists.clear()
             self._capture = self._persist = None
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from simulated import SimulatedJob
 
-from checkflow.runtime.budget import INTERVALS, NEAR, SLACK, WINDOW, Budget
+from checkflow.runtime.budget import FORGIVEN_EVERY, INTERVALS, NEAR, SLACK, WINDOW, Budget
 from checkflow.runtime.policy import Asked, Costs, choose
 from checkflow.runtime.samples import Iteration
 
@@ -40,7 +42,7 @@ def test_what_is_spent_is_earned_again() -> None:
     assert rest(budget, 2).allows()
 
 
-@pytest.mark.parametrize(("interval", "window"), [(1, WINDOW), (10, WINDOW), (11, 11 * INTERVALS)])
+@pytest.mark.parametrize(("interval", "window"), [(1, WINDOW), (33, WINDOW), (34, 34 * INTERVALS)])
 def test_what_is_saved_up_and_what_is_owed_are_bounded(interval: int, window: int) -> None:
     budget = rest(Budget(P), 1000, interval=interval)
     assert budget.level_seconds == pytest.approx(SLACK * P)
@@ -125,6 +127,11 @@ def test_what_was_measured_against_another_training_is_forgiven() -> None:
     budget.forgive()
     assert budget.allows()
     assert spend(budget, 1.3).level_seconds == pytest.approx(P - 0.3)
+    budget.forgive()  # not again so soon
+    assert not budget.allows()
+    spend(rest(budget, FORGIVEN_EVERY), *[1.4] * 20)
+    budget.forgive()
+    assert budget.allows()
 
 
 def test_captures_in_between_go_on_while_a_persist_is_paid_and_end_where_they_cost_more() -> None:
@@ -283,3 +290,38 @@ def test_longer_epochs_lose_no_end() -> None:
     job.run(2000)
     assert job.intervals is not None
     assert set(range(40, 2001, 40)) <= set(job.captures)
+
+
+@pytest.mark.parametrize("costs", [{"capture_seconds": 9.0}, {"persist_seconds": 10.0, "slowdown": 0.9}])
+def test_a_known_profile_that_is_far_too_cheap(costs: dict[str, Any]) -> None:
+    """The budget holds from the first checkpoint on, and what it refuses is bounded."""
+    job = SimulatedJob(place={"known": Costs(1.0, 0.001, 0.5, 0.001)}, **costs)
+    job.run(100)
+    assert len(job.captures) <= 4
+    job.run(2000)
+    assert len(job.durable) >= 4
+    longest = max(later - earlier for earlier, later in itertools.pairwise([0, *job.durable, job.number]))
+    assert longest <= INTERVALS * math.ceil(9.0 / 0.035)
+    assert job.overhead(200) <= 0.035 * 1.15
+
+
+@pytest.mark.parametrize("believed", [0.2, 0.8, 1.3, 5.0])
+def test_a_known_profile_of_another_speed_starves_nothing(believed: float) -> None:
+    job = SimulatedJob(place={"known": Costs(believed, 0.0, 3.0, 0.3)}, slowdown=0.1)
+    job.run(400)
+    assert job.intervals == (1, 9)
+    assert job.overhead() <= 0.035 * 1.1 + 0.01
+    assert len(job.durable) >= 20
+
+
+@pytest.mark.parametrize("block", [10, 20])
+@pytest.mark.parametrize("known", [True, False])
+def test_training_of_two_speeds(block: int, known: bool) -> None:
+    """Each change of speed looks like another training; that forgives no debt time and again."""
+    place = {"known": Costs(1.15, 0.0, 5.0, 5.0)} if known else {}
+    job = SimulatedJob(persist_seconds=10.0, slowdown=0.5, place=place)
+    for turn in range(4000 // block):
+        job.iteration_seconds = 1.3 if turn % 2 else 1.0
+        job.run(block)
+    assert job.overhead(400) <= 0.035 * 2
+    assert len(job.durable) >= 8

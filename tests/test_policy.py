@@ -146,7 +146,9 @@ def test_both_tiers_are_within_the_overhead(
         (Costs(1, 0.125, 0, 0), 1, 0.0625, 3600, Intervals(2, 30, "mtbf")),
         (Costs(1, 0.125, 0, 0), 1, 0.0625, 10, Intervals(2, 2, "overhead")),
         pytest.param(Costs(1, 0.0625, 0, 1e-12), 1, 0.0625, None, Intervals(1, 1, "plan"), id="nothing is left"),
-        pytest.param(Costs(1, 0.0625, 50, 1e-12), 1, 0.0625, None, Intervals(50, 50, "persist"), id="rounded to nothing"),
+        pytest.param(
+            Costs(1, 0.0625, 50, 1e-12), 1, 0.0625, None, Intervals(50, 50, "persist"), id="rounded to nothing"
+        ),
     ],
 )
 def test_choose(cost: Costs, unit: int, overhead: float, mtbf: float | None, expected: Intervals | None) -> None:
