@@ -124,6 +124,7 @@ class ResumableLoader(abc.ABC):
     def follow(self, listener: LoaderListener) -> None:
         """A job begins, or goes on, with this loader."""
         self.listener, self._followed = listener, True
+        self.epochs_counted_elsewhere = False  # unless this job calls epochs(), too
 
     def begin_anew(self) -> None:
         """A job that has nothing to go on from begins: what an earlier one left of its run is forgotten.
@@ -131,7 +132,7 @@ class ResumableLoader(abc.ABC):
         A place that the user gave since (``load_state_dict``, or ``set_epoch`` with a position) stays.
         """
         if self._followed:
-            self._followed = self.epochs_counted_elsewhere = False
+            self._followed = False
             self._move(0, 0)
             self._forget()
 

@@ -317,3 +317,14 @@ def test_a_loop_that_begins_the_loader_anew_says_its_epoch(seed: int | None, tmp
         begun = restarting(directory, seed, stop)
         rest = restarting(directory, seed)
         assert begun + rest == whole
+
+
+def test_a_job_without_epochs_follows_one_that_counted_them(tmp_path: Path) -> None:
+    loader = checkflow.DataLoader(samples(), 5, True)
+    job(tmp_path, loader)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with checkflow.Checkpointer(model, optimizer, loader, directory=tmp_path, signals=()) as checkpointer:
+        assert checkpointer.resumed_from
+        epochs = [len(list(checkpointer.loader)) for _ in range(3)]
+    assert epochs[1:] == [3, 3]
