@@ -91,6 +91,7 @@ class Boundaries:
         self._sightings = Sightings()
         self._no_end_said = False
         self._fed = False  # the loader has handed out a batch
+        self._too_many_said = False
         self.clock = PhaseClock()
         self._makes_plans = planning is not None
         self.place = PlanInPlace(given, planning, self._execute, asked.every)
@@ -136,17 +137,34 @@ class Boundaries:
 
     def step(self, batches: int | None) -> None:
         """The user says that this is a boundary; see :meth:`.checkpointer.Checkpointer.step`."""
-        self.explicit = True
-        self._began = self._began or not self._job.optimizers
-        if self._job.loader is not None and not self._fed:
+        first, self.explicit = not self.explicit, True
+        self.execution.note_unseen_steps()
+        # A batch was fetched after the optimizer's step and before this first call: that was taken for the boundary,
+        # and is the one which is meant here. How many batches had reached it was not known there.
+        passed = first and not self._iterated and self._progress.take_back()
+        self._began = self._began or not (self._job.optimizers or passed or batches == 0)
+        if self._job.loader is not None and not self._fed and batches != 0:
             self._fed = True
             logger.warning(
                 "step() was called before the loader handed out any batch: training takes its batches from elsewhere, "
                 "and a resume begins its epoch anew; iterate checkpointer.loader, or give libraries loader.as_torch()"
             )
         count = self.execution.plan.fingerprint.micro_batches if batches is None else batches
+        if batches is not None:
+            self._tell_too_many(batches)
         self._progress.count(count)
         self._boundary(micro_batches=count)
+
+    def _tell_too_many(self, batches: int) -> None:
+        """An epoch's last iteration may have fewer batches than others; anywhere else the loop has counted wrongly."""
+        loader, waiting = self._job.loader, self._progress.waiting
+        if loader is None or self._too_many_said or not self._fed or batches <= waiting or loader.exhausted:
+            return
+        self._too_many_said = True
+        logger.warning(
+            "step(%d): only %d batches were handed out since those that were counted before; so many are counted",
+            batches, waiting,
+        )  # fmt: skip
 
     def leave_loop(self, *, in_epoch: bool = False) -> None:
         """No training follows to copy behind, and what does may write at no anchor: put the best weights back.
@@ -232,7 +250,8 @@ class Boundaries:
     # What the loader and the hooks call
 
     def on_seeds_needed(self) -> None:
-        """The loader begins an epoch, and draws its seeds."""
+        """The loader draws an epoch's seeds, one of another make is about to fetch, or an epoch has ended: numbers are
+        drawn from here on."""
         self._progress.restore_generators()
 
     def on_fetching_ahead(self) -> None:

@@ -186,7 +186,7 @@ class Checkpointer:
         self._reporter.write()
         logger.info("%s", start_line(self._reporter.make(), self._store.directory))
         if loader is not None:
-            loader.listener = self._boundaries
+            loader.follow(self._boundaries)
         self._preemption.listen(self._boundaries)
 
     # What users call
@@ -268,9 +268,13 @@ class Checkpointer:
 
         Args:
             batches: how many batches reached this step; None: as many as the plan has micro-batches (one, as long as a
-                job that makes its own plan has none).
+                job that makes its own plan has none). Of more than were handed out, those that were are counted. 0
+                before the loop says that it will fetch ahead, and that ``step()`` marks all boundaries.
+
+        Raises:
+            ValueError: it is not a whole number of at least 0.
         """
-        self._boundaries.step(batches)
+        self._boundaries.step(None if batches is None else fit.read_batches(batches))
 
     def report(self) -> dict[str, Any]:
         """What checkpointing did and cost so far, beside what the plan promised: JSON values, in bytes and seconds.
@@ -332,6 +336,7 @@ class Checkpointer:
             host_tensors=None if plan is None else plan.host_tensors,
         )  # fmt: skip
         if resumed is None:
+            self._progress.begin_anew()
             return
         self.resumed_from = resumed.extra["iteration"]
         self._progress.resume(resumed.extra)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import signal
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -140,6 +141,21 @@ def read_signals(signals: object) -> tuple[signal.Signals, ...]:
             f"not {signals!r}"
         )
     return tuple(signal.Signals[name] for name in dict.fromkeys(names))
+
+
+def read_batches(batches: object) -> int:
+    """How many batches reached a step.
+
+    Raises:
+        ValueError: it is not a whole number of at least 0.
+    """
+    try:
+        count = -1 if isinstance(batches, bool) else operator.index(batches)  # type: ignore[arg-type]
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise ValueError(f"step() takes how many batches reached it, a whole number of at least 0, not {batches!r}")
+    return count
 
 
 def read_grace(grace_seconds: object) -> float:

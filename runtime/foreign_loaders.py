@@ -150,6 +150,9 @@ class ForeignLoader(ResumableLoader):
             if (want := state.get(name)) != have:
                 raise MismatchError(f"the checkpoint's loader has {name}={want!r}, this one {name}={have!r}")
 
+    def _forget(self) -> None:
+        self._over = None
+
 
 @contextlib.contextmanager
 def drawing_from(generators: Mapping[str, Any] | None) -> Iterator[None]:

@@ -52,7 +52,9 @@ class DataLoader(ResumableLoader):
             (``__getitems__``) is asked for them, and seeded once for each batch instead of each sample.
         sampler, batch_sampler: the order; it must follow from the generators of Python, NumPy and torch, or from a
             ``generator`` or ``set_epoch`` of the sampler's own: these are seeded for each epoch. It is the order of the
-            whole job, dealt to the ranks. A ``DistributedSampler`` is replaced by the same, exactly once.
+            whole job, dealt to the ranks. A ``DistributedSampler`` only says that: its ranks, whether it shuffles,
+            and its seed. This loader shuffles by that seed in an order of its own, deals it, each sample exactly once,
+            and counts epochs; the sampler's ``set_epoch`` changes nothing.
         seed: of the order and of every sample's randomness; the same seed gives the same epochs. None: each epoch's are
             drawn from torch's generator, as torch's loader draws them: ``torch.manual_seed`` decides, the order is that
             of torch's loader (not a random sampler's, which draws from generators of its own), and so is the training,
@@ -107,7 +109,7 @@ class DataLoader(ResumableLoader):
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise UnsupportedError(
                 "checkflow.DataLoader takes map-style data (with __len__ and __getitem__); for others: "
-                "checkflow.resumable(torchdata.stateful_dataloader.StatefulDataLoader(...))"
+                "checkflow.resumable(torch.utils.data.DataLoader(...))"
             )
         _refuse_contradictions(batch_size, shuffle, sampler, batch_sampler, drop_last=drop_last, tail=tail)
         if num_workers > 1 and not in_order:
@@ -119,10 +121,19 @@ class DataLoader(ResumableLoader):
         self.tail: Tail = tail or ("drop" if drop_last else "even")
         self._share = None if rank is None and world_size is None else _given_share(rank, world_size)
         self._replace_known_sampler()
+        if self._ordered_here and not isinstance(dataset, Sized):
+            raise ValueError(
+                f"the data set, a {type(dataset).__name__}, has no __len__, and there is no sampler: nothing says "
+                "which samples an epoch has; give it __len__, or pass sampler= or batch_sampler="
+            )
         if self._share != Share():
             _refuse_dealing(self.sampler if batch_sampler is None else batch_sampler)
         self.dropped = self.repeated = 0  # samples, at the end of the last epoch that came to its end
         self._drawn: dict[int, _Seeds] = {}  # by epoch
+        # Torch's loader draws its workers' seed when it starts them, so that those that persist keep theirs.
+        self._keeps_first = persistent_workers
+        self._first_drawn: int | None = None
+        self._used: int | None = 0  # batches of this epoch; None: to be found by its position
         self._feed = Feed()
         self._dealt_in = 0  # the pass whose steps the feed has
         self._base = torch.Generator()  # torch draws a base seed at each epoch: not from the main generator
@@ -201,8 +212,21 @@ class DataLoader(ResumableLoader):
     def used_batches(self) -> int:
         if self._ordered_here:
             return self._count(len(self.dataset)) - self._count(self._left)
-        used = itertools.takewhile(lambda step: step.end <= self._handed, self._steps(self._epoch_seeds(), 0))
+        if self._used is None:
+            known = self.seed is not None or self.epoch in self._drawn
+            if not known and self.share.world_size > 1:
+                return super().used_batches()  # all ranks would have to draw at once
+            self._used = self._find_used(self._epoch_seeds())
+        return self._used
+
+    def _find_used(self, seeds: _Seeds) -> int:
+        """By iterating the sampler anew, which no iteration that goes on would survive."""
+        used = itertools.takewhile(lambda step: step.end <= self._handed, self._steps(seeds, 0))
         return sum(1 for _ in used)
+
+    def _move(self, epoch: int, position: int) -> None:
+        super()._move(epoch, position)
+        self._used = 0 if position == 0 else None
 
     def _count(self, samples: int) -> int:
         return count_steps(samples, self.batch_size or 1, self.share.world_size, self.tail)
@@ -227,6 +251,8 @@ class DataLoader(ResumableLoader):
         if told:
             self._tell_requested()
         seeds = self._epoch_seeds()
+        if self._used is None and not self._ordered_here:
+            self._used = self._find_used(seeds)
         self._feed.begin(self._steps(seeds), seeds[0], self.epoch)
         self._dealt_in = self._pass
         if not self._feed.more:
@@ -265,8 +291,10 @@ class DataLoader(ResumableLoader):
             if self.listener is not None:
                 self.listener.on_seeds_needed()
             ordered = self.shuffle or self.sampler is not None or self.batch_sampler is not None
-            drawn = self._draw(), self._draw() if ordered else 0
-            self._drawn[self.epoch] = self._agreed(drawn)
+            first = self._draw() if self._first_drawn is None else self._first_drawn
+            drawn = self._agreed((first, self._draw() if ordered else 0))
+            self._drawn[self.epoch] = drawn
+            self._first_drawn = drawn[0] if self._keeps_first else None
         return self._drawn[self.epoch]
 
     def _draw(self) -> int:
@@ -299,9 +327,15 @@ class DataLoader(ResumableLoader):
             **self._identity(),
             "drawn": {number: seeds for number, seeds in self._drawn.items() if number >= epoch},
         }
+        if self._first_drawn is not None:
+            state["first_drawn"] = self._first_drawn
         if self.generator is not None:
             state["generator"] = self.generator.get_state()
         return state
+
+    def _forget(self) -> None:
+        self._drawn, self._first_drawn = {}, None
+        self.dropped = self.repeated = 0
 
     def _identity(self) -> dict[str, Any]:
         """What the position is counted in."""
@@ -325,6 +359,7 @@ class DataLoader(ResumableLoader):
         if self.generator is not None and "generator" not in state:
             raise MismatchError("the checkpoint's loader has no generator=, this one has: other orders would follow")
         self._drawn = {int(number): (seeds[0], seeds[1]) for number, seeds in state["drawn"].items()}
+        self._first_drawn = state.get("first_drawn") if self._keeps_first else None
         if self.generator is not None:
             self.generator.set_state(state["generator"])
         self.set_epoch(state["epoch"], state["position"])
@@ -357,6 +392,8 @@ class _Rest(Iterator[Any]):
         if isinstance(batch, Failure):
             batch.raise_it()
         loader._handed = end
+        if loader._used is not None:
+            loader._used += 1
         loader._tell_handed(batch)
         return batch
 

@@ -50,12 +50,11 @@ class Steps(Iterator[Step]):
     Attributes:
         dropped, repeated: samples that no rank takes, and that are taken once more, at the epoch's end; once that has
             been reached.
-        pulled: steps that were taken from here so far.
     """
 
     def __init__(self, share: Share, position: int) -> None:
         self._share, self._position = share, position
-        self.dropped = self.repeated = self.pulled = 0
+        self.dropped = self.repeated = 0
         self._next: Step | None = None
 
     def _deal(self) -> Step | None:
@@ -73,7 +72,6 @@ class Steps(Iterator[Step]):
         step, self._next = self._next or self._deal(), None
         if step is None:
             raise StopIteration
-        self.pulled += 1
         return step
 
     def _step(self, used: int, indices: list[Any]) -> Step:

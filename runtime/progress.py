@@ -23,6 +23,9 @@ class Progress:
         self._loader_epoch = 0
         # Loader epoch and position after each batch that was handed out and has not reached a step.
         self._handed: list[tuple[int, int]] = []
+        # The same of those that were taken for used when a further batch was asked for, and the place before them.
+        self._assumed: list[tuple[int, int]] = []
+        self._before = 0, 0
         self._generators: Mapping[str, Any] | None = None  # to be restored when training goes on
 
     @property
@@ -44,14 +47,27 @@ class Progress:
         count = self.waiting if batches is None else min(batches, self.waiting)
         if count:
             assert self._loader is not None
+            self._assumed = self._handed[:count] if batches is None else []
+            self._before = self._loader_epoch, self.position
             self._loader_epoch, self.position = self._handed[count - 1]
             del self._handed[:count]
             self._loader.used(self._loader_epoch, self.position, marked=batches is not None)
+
+    def take_back(self) -> bool:
+        """What the last :meth:`count` took to be used waits again: the loop is about to say how much was. Returns
+        whether there was such."""
+        if not self._assumed:
+            return False
+        self._loader_epoch, self.position = self._before
+        self._handed[:0] = self._assumed
+        self._assumed = []
+        return True
 
     def end_epoch(self) -> None:
         self.epoch += 1
         self.position = 0
         self._handed.clear()
+        self._assumed = []
 
     def capture(self) -> dict[str, Any]:
         """As extra state."""
@@ -76,6 +92,13 @@ class Progress:
         self._loader_epoch = extra["loader"]["epoch"] if extra["loader"] is not None else 0
         if self._loader is not None and extra["loader"] is not None:
             self._loader.load_state_dict(extra["loader"])
+        else:
+            self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """There is nothing to go on from."""
+        if self._loader is not None:
+            self._loader.begin_anew()
 
     def restore_generators(self) -> None:
         """Training goes on: the numbers drawn from here on are those that would have been drawn; once."""

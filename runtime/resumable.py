@@ -18,7 +18,8 @@ class LoaderListener(Protocol):
     """What a loader tells the checkpointer that follows it."""
 
     def on_seeds_needed(self) -> None:
-        """Numbers of training's are about to be drawn: an epoch's seeds, or what a loader of another make draws."""
+        """Numbers of training's are about to be drawn: an epoch's seeds, what a loader of another make draws as it
+        begins an epoch or fetches a batch, or, at an epoch's end, whatever follows it."""
 
     def on_batch_requested(self) -> None:
         """A batch is asked for, and there is one: what the loop did so far belongs to the iteration before."""
@@ -51,6 +52,7 @@ class ResumableLoader(abc.ABC):
         self._epoch = self._handed = 0
         self._fresh = True  # the epoch was set, and not iterated since
         self._pass = 0  # counts iterations and changes of the place: an iteration begun before the last is over
+        self._followed = False  # the place is where a Checkpointer's run left it
 
     @property
     def epoch(self) -> int:
@@ -111,8 +113,31 @@ class ResumableLoader(abc.ABC):
             if self.epochs_counted_elsewhere or (self._fresh and epoch == self._epoch):
                 return
             position = 0
+        elif self.listener is None:
+            self._followed = False
+        self._move(epoch, position)
+
+    def _move(self, epoch: int, position: int) -> None:
         self._epoch, self._handed, self._fresh = epoch, position, True
         self._pass += 1
+
+    def follow(self, listener: LoaderListener) -> None:
+        """A job begins, or goes on, with this loader."""
+        self.listener, self._followed = listener, True
+        self.epochs_counted_elsewhere = False  # unless this job calls epochs(), too
+
+    def begin_anew(self) -> None:
+        """A job that has nothing to go on from begins: what an earlier one left of its run is forgotten.
+
+        A place that the user gave since (``load_state_dict``, or ``set_epoch`` with a position) stays.
+        """
+        if self._followed:
+            self._followed = False
+            self._move(0, 0)
+            self._forget()
+
+    def _forget(self) -> None:  # noqa: B027 - most loaders keep nothing
+        """Nothing was drawn, and nothing handed out."""
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the epoch. The next iteration is the next epoch, wherever this one was left.
@@ -135,7 +160,7 @@ class ResumableLoader(abc.ABC):
                 raise UnsupportedError(
                     "the training loader is iterated twice in one epoch; use another loader for evaluation"
                 )
-            self.set_epoch(self.epoch + 1, 0)
+            self._move(self.epoch + 1, 0)
         self._fresh = False
         self._pass += 1
         return self._pass

@@ -149,3 +149,7 @@ class SkippingLoader(ForeignLoader):
         self._begun, self._passes = dict(state["begun"]), dict(state["passes"])
         self._over = (state["epoch"], state["position"]) if state["over"] else None
         self.set_epoch(state["epoch"], state["position"])
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._begun, self._passes = {}, {}

@@ -249,6 +249,12 @@ class StateLoader(ForeignLoader):
         self._over = (state["epoch"], state["position"]) if state["over"] else None
         self.set_epoch(state["epoch"], state["position"])
 
+    def _forget(self) -> None:
+        super()._forget()
+        self._at, self._to_load, self._running, self._fetched = _Inner(), False, None, 0
+        self._kept.clear()
+        self._again, self._marked = {}, None
+
 
 def _saved(at: _Inner) -> dict[str, Any]:
     """As extra state."""
