@@ -41,7 +41,10 @@ class ForeignLoader(ResumableLoader):
     def __init__(self, loader: Iterable[Any]) -> None:
         super().__init__(_shield_of(loader))
         self.loader = loader
-        self._over: Place | None = None  # the end of an epoch, once it was seen
+        self._ends: dict[int, int] = {}  # by epoch, how many batches it had, once its end was seen
+        # From a place to the one where what follows was fetched: an epoch that was left, or is over; a batch that
+        # could not be fetched.
+        self._onward: dict[Place, Place] = {}
         self._own = _own_generators(loader)
         self._sized = not isinstance(loader, TorchDataLoader) or _tells_length(loader)
 
@@ -69,7 +72,8 @@ class ForeignLoader(ResumableLoader):
         return self._is_over(self._here)
 
     def _is_over(self, place: Place) -> bool:
-        return place == self._over or place[1] == self.batches
+        epoch, position = place
+        return position in (self._ends.get(epoch), self.batches)
 
     @property
     def _here(self) -> Place:
@@ -80,28 +84,28 @@ class ForeignLoader(ResumableLoader):
         """Whether this epoch is known to have a further batch."""
         return (batches := self.batches) is not None and self._handed < batches
 
+    def set_epoch(self, epoch: int, position: int | None = None) -> None:
+        """See :meth:`.resumable.ResumableLoader.set_epoch`."""
+        before = self._here
+        super().set_epoch(epoch, position)
+        if self.listener is None:  # nobody will ask for a place before this one
+            self._onward.clear()
+            self._ends = {number: end for number, end in self._ends.items() if number >= self._epoch}
+        if self._here > before:
+            self._onward[before] = self._here
+
     def _rest_of_epoch(self) -> Iterator[Any]:
-        if self.exhausted:
-            return
-        # At the begin of an epoch, too, the boundary comes first: what is drawn from here on belongs to what follows.
-        told = self._handed == 0 and self._more
-        if told:
-            self._tell_requested()
-        iterator = self._open()
-        while True:
-            if self._more and not told:
-                self._tell_requested()
-                told = True
-            batch = self._fetch(iterator)
-            if batch is END:
-                self._over = self._here
-                return
-            if not told:
-                self._tell_requested()
-            told = False
-            self._handed += 1
-            self._tell_handed(batch)
-            yield batch
+        return _Rest(self)
+
+    def used(self, epoch: int, position: int, *, marked: bool) -> None:
+        """What was handed out up to here has reached a step: no state before it will be asked for."""
+        self._ends = {number: end for number, end in self._ends.items() if number >= epoch}
+        self._onward = {place: later for place, later in self._onward.items() if place >= (epoch, position)}
+
+    def _resume_at(self, epoch: int, position: int, *, over: bool) -> None:
+        self.set_epoch(epoch, position)
+        self._onward.clear()
+        self._ends = {epoch: position} if over else {}
 
     @abc.abstractmethod
     def _open(self) -> Iterator[Any]:
@@ -152,6 +156,74 @@ class ForeignLoader(ResumableLoader):
 
     def _forget(self) -> None:
         self._over = None
+
+
+class _Rest(Iterator[Any]):
+    """The rest of an epoch. A batch that could not be fetched counts, and where the inner iterator goes on after it
+    (torch's do) so does this; where that has nothing more to give, it ended with the error."""
+
+    def __init__(self, loader: ForeignLoader) -> None:
+        self._loader = loader
+        self._iterator: Iterator[Any] | None = None
+        self._told = False
+        self._failed = False  # the last fetch
+        self._broken = False
+
+    def __next__(self) -> Any:
+        loader = self._loader
+        if self._broken:
+            raise _cannot_go_on()
+        if self._iterator is None:
+            if loader.exhausted:
+                raise StopIteration
+            # At the begin of an epoch, too, the boundary comes first: what is drawn from here on belongs to what
+            # follows.
+            if loader._handed == 0 and loader._more:
+                self._tell()
+            self._iterator = self._opened()
+        if loader._more and not self._told:
+            self._tell()
+        batch = self._fetched(self._iterator)
+        if batch is END:
+            loader._ends[loader._epoch] = loader._handed
+            raise StopIteration
+        if not self._told:
+            self._tell()
+        self._told = False
+        loader._handed += 1
+        loader._tell_handed(batch)
+        return batch
+
+    def _tell(self) -> None:
+        self._loader._tell_requested()
+        self._told = True
+
+    def _opened(self) -> Iterator[Any]:
+        try:
+            return self._loader._open()
+        except BaseException:
+            self._broken = True
+            raise
+
+    def _fetched(self, iterator: Iterator[Any]) -> Any:
+        loader = self._loader
+        try:
+            batch = loader._fetch(iterator)
+        except BaseException:
+            self._failed, self._told = True, False
+            place = loader._here
+            loader._handed += 1
+            loader._onward[place] = loader._here
+            raise
+        if batch is END and self._failed and not loader.exhausted:
+            self._broken = True
+            raise _cannot_go_on()
+        self._failed = False
+        return batch
+
+
+def _cannot_go_on() -> RuntimeError:
+    return RuntimeError("this iteration of the loader ended with an error, and cannot go on: iterate anew")
 
 
 @contextlib.contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import xxhash
@@ -14,6 +15,13 @@ from checkflow.runtime.foreign_loaders import END, ForeignLoader
 from checkflow.runtime.generators import generator_states, generators_kept, seed_generators, set_generator_states
 
 logger = logging.getLogger("checkflow")
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """In the place of a batch that could not be fetched."""
+
+    error: Exception
 
 
 class SkippingLoader(ForeignLoader):
@@ -35,7 +43,7 @@ class SkippingLoader(ForeignLoader):
         super().__init__(loader)
         self._begun: dict[int, dict[str, Any]] = {}  # by epoch, what it began with
         self._stream: tuple[Any, ...] = ()  # the generators that this epoch's later batches draw from
-        self._draws = not isinstance(loader, Sequence)
+        self._draws = type(loader) not in (list, tuple)  # other sequences may load, and draw
         self._first: list[Any] = []  # the first batch of this epoch, until it is handed out
         # Of an iterator that starts over, by epoch: how many batches were fetched, and whether it came to its end.
         self._passes: dict[int, tuple[int, bool]] = {}
@@ -54,7 +62,8 @@ class SkippingLoader(ForeignLoader):
             self._tell_drawing()
             begin = self._begin_now()
             begin["seed"] = xxhash.xxh3_64_intdigest(extra_state.encode(begin)) >> 1
-            self._begun = {number: other for number, other in self._begun.items() if number >= epoch - 1}
+            if self.listener is None:  # otherwise used() says what will not be asked for
+                self._begun = {number: other for number, other in self._begun.items() if number >= epoch - 1}
             self._begun[epoch] = begin
             iterator = self._begin(epoch)
         with generators_kept():
@@ -63,31 +72,45 @@ class SkippingLoader(ForeignLoader):
         if position:
             logger.info("%d batches of epoch %d are fetched again, and thrown away", position, epoch)
         for number in range(position):
-            if self._fetch(iterator) is END:
+            if self._skip(iterator, number) is END:
                 raise MismatchError(
                     f"the checkpoint lies after batch {position} of epoch {epoch}, and the loader has {number} in it"
                 )
         return iterator
 
+    def _skip(self, iterator: Iterator[Any], number: int) -> Any:
+        try:
+            return self._fetch(iterator)
+        except Exception as error:  # it counts, as it does where the batches are used
+            logger.warning("batch %d of epoch %d, which was used, could not be fetched again: %s",
+                           number, self._epoch, error)  # fmt: skip
+            return None
+
     def _begin(self, epoch: int) -> Iterator[Any]:
         """Start a pass, and fetch its first batch."""
         self._announce(epoch)
+        self.end_workers()  # torch draws a base seed when workers start: for each epoch, as where the job resumes
         iterator = iter(self.loader)
-        first = next(iterator, END)
+        first = _first_of(iterator)
         if first is END and self._starts_over and self._made:  # others start over by themselves
             self.loader.reset()  # type: ignore[attr-defined]
             iterator = iter(self.loader)
-            first = next(iterator, END)
+            first = _first_of(iterator)
         self._first = [first]
         self._made += 1
         self._passes[epoch] = 0, False
         return iterator
 
     def _fetch(self, iterator: Iterator[Any]) -> Any:
-        batch = self._first.pop() if self._first else self._next(iterator)
-        if self._starts_over:
-            fetched, _ = self._passes[self._epoch]
-            self._passes[self._epoch] = (fetched, True) if batch is END else (fetched + 1, False)
+        batch = None
+        try:
+            batch = self._first.pop() if self._first else self._next(iterator)
+        finally:
+            if self._starts_over:
+                fetched, _ = self._passes[self._epoch]
+                self._passes[self._epoch] = (fetched, True) if batch is END else (fetched + 1, False)
+        if isinstance(batch, _Failed):
+            raise batch.error
         return batch
 
     def _next(self, iterator: Iterator[Any]) -> Any:
@@ -116,6 +139,7 @@ class SkippingLoader(ForeignLoader):
 
     def used(self, epoch: int, position: int, *, marked: bool) -> None:
         """What was handed out up to here has reached a step: no state before it will be asked for."""
+        super().used(epoch, position, marked=marked)
         self._begun = {number: begin for number, begin in self._begun.items() if number >= epoch}
 
     def state_at(self, epoch: int, position: int) -> dict[str, Any]:
@@ -147,9 +171,16 @@ class SkippingLoader(ForeignLoader):
                 f"this {type(self.loader).__name__} was iterated before it is to go on from a checkpoint: make another"
             )
         self._begun, self._passes = dict(state["begun"]), dict(state["passes"])
-        self._over = (state["epoch"], state["position"]) if state["over"] else None
-        self.set_epoch(state["epoch"], state["position"])
+        self._resume_at(state["epoch"], state["position"], over=state["over"])
 
     def _forget(self) -> None:
         super()._forget()
         self._begun, self._passes = {}, {}
+
+
+def _first_of(iterator: Iterator[Any]) -> Any:
+    """An error is raised when the batch is handed out: torch's iterators go on after it."""
+    try:
+        return next(iterator, END)
+    except Exception as error:
+        return _Failed(error)

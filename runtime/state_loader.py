@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,11 @@ from checkflow.runtime import extra_state
 from checkflow.runtime.foreign_loaders import END, ForeignLoader, Place, drawing_from, parts
 from checkflow.runtime.frozen_state import freeze, thaw
 from checkflow.runtime.live_state import capture_generators
+
+logger = logging.getLogger("checkflow")
+
+#: States that are kept at most before anything reached a step: a loop that never calls step() would fill the memory.
+WAITING = 64
 
 _DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
@@ -81,6 +87,7 @@ class StateLoader(ForeignLoader):
         self._marked: bool | None = None  # whether the loop tells what it has used; None: not known yet
         # Before each batch that was fetched and, as far as is known, has not been used: it may be fetched again.
         self._kept: dict[Place, tuple[_Inner, Mapping[str, Any]]] = {}
+        self._warned = False  # that a state was dropped
         self._again: dict[Place, Mapping[str, Any]] = {}  # generators that a batch is to be fetched again with
 
     def _open(self) -> Iterator[Any]:
@@ -100,7 +107,7 @@ class StateLoader(ForeignLoader):
             self._running, self._fetched = (self._epoch, self._begin_now()), 0
             iterator = iter(self.loader)
             if left is not None and not left.ended:
-                iterator = self._or_the_next(iterator)
+                iterator = _OrTheNext(iterator, self.loader)
             if again is not None:
                 self._again[place] = capture_generators()  # the first batch goes on from here
         return iterator
@@ -115,24 +122,18 @@ class StateLoader(ForeignLoader):
         at_end = None
         if not self._more:  # loaders differ in what their state is once they have come to the end
             at_end = self._kept[place][0].state if place in self._kept and self._handed else self._copy()
-        with drawing_from(again):
-            batch = next(iterator, END)
-        if batch is not END:
-            self._fetched += 1
-        elif self._running is not None:
+        batch = None
+        try:
+            with drawing_from(again):
+                batch = next(iterator, END)
+        finally:  # one that could not be fetched counts
+            self._fetched += batch is not END
+        if batch is END and self._running is not None:
             self._kept.pop(place, None)
             state = self._copy() if at_end is None else at_end
             self._at = _Inner(state, self._epoch, True, self._running[1], self._own_now())
             self._running = None
         return batch
-
-    def _or_the_next(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """The rest of an epoch that was left, or the next one if that is nothing."""
-        if (first := next(iterator, END)) is END:
-            yield from self.loader
-        else:
-            yield first
-            yield from iterator
 
     def _load(self, at: _Inner) -> None:
         assert at.state is not None
@@ -172,9 +173,19 @@ class StateLoader(ForeignLoader):
         """Keep what the next batch is fetched from, if it may be asked for after that."""
         if self.listener is not None and (self._marked is not False or not self._more):
             self._kept[self._here] = self._now(), again if again is not None else capture_generators()
+        if self._marked is None and len(self._kept) > WAITING:
+            del self._kept[min(self._kept)]
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "%d batches were handed out, and none has reached a step: what the loader was before the last %d "
+                    "is kept no longer; a loop that fetches ahead must call step() after every iteration",
+                    WAITING, WAITING,
+                )  # fmt: skip
 
     def used(self, epoch: int, position: int, *, marked: bool) -> None:
         """What was handed out up to here has reached a step: no state before it will be asked for."""
+        super().used(epoch, position, marked=marked)
         self._marked = marked
         for place in [place for place in self._kept if place < (epoch, position)]:
             del self._kept[place]
@@ -199,9 +210,9 @@ class StateLoader(ForeignLoader):
             )
         try:
             return freeze(state)
-        except (pickle.PicklingError, TypeError, AttributeError):
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
             extra_state.encode(state, name="the loader's state")  # names what cannot be saved
-            raise
+            raise UnsupportedError(f"the state of this {type(self.loader).__name__} cannot be copied: {error}") from error
 
     def state_at(self, epoch: int, position: int) -> dict[str, Any]:
         """The state that goes on from this place, which may lie behind batches fetched ahead.
@@ -209,12 +220,12 @@ class StateLoader(ForeignLoader):
         Raises:
             UnsupportedError: it was not kept, or the inner loader's state cannot be saved.
         """
-        place = epoch, position
-        if place in self._kept:
-            at = self._kept[place][0]
-        elif place == self._over and (epoch + 1, 0) in self._kept:
-            at = self._kept[epoch + 1, 0][0]
-        elif place in (self._here, self._over) or epoch > self._epoch:
+        later = place = epoch, position
+        while later not in self._kept and later in self._onward:
+            later = self._onward[later]
+        if later in self._kept:
+            at = self._kept[later][0]
+        elif later == self._here or epoch > self._epoch:
             at = self._now()
         else:
             at = None
@@ -246,8 +257,25 @@ class StateLoader(ForeignLoader):
         self._at = _Inner() if inner is None else _read(inner)
         self._kept.clear()
         self._again = {(epoch, position): generators for epoch, position, generators in state["again"]}
-        self._over = (state["epoch"], state["position"]) if state["over"] else None
-        self.set_epoch(state["epoch"], state["position"])
+        self._resume_at(state["epoch"], state["position"], over=state["over"])
+
+
+class _OrTheNext(Iterator[Any]):
+    """The rest of an epoch that was left, or the next one if that is nothing."""
+
+    def __init__(self, rest: Iterator[Any], loader: StatefulLoader) -> None:
+        self._batches, self._loader = rest, loader
+        self._first = True
+
+    def __next__(self) -> Any:
+        first, self._first = self._first, False
+        batch = next(self._batches, END)
+        if batch is not END:
+            return batch
+        if not first:
+            raise StopIteration
+        self._batches = iter(self._loader)
+        return next(self._batches)
 
     def _forget(self) -> None:
         super()._forget()

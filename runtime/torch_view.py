@@ -36,10 +36,13 @@ class _Used:
 class _Loaded(Dataset[Any]):
     """Hands batches through; as long as the data set that they come from."""
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    def __init__(self, loader: ResumableLoader) -> None:
+        self._dataset = _setting(loader, "dataset", None)
+        self._name = type(loader).__name__
 
     def __len__(self) -> int:
+        if self._dataset is None:
+            raise TypeError(f"how many samples an epoch of this {self._name} has is not known")
         return len(self._dataset)
 
     def __getitem__(self, batch: Any) -> Any:
@@ -56,8 +59,8 @@ class _Batches(Sampler[Any]):
 
     def __init__(self, loader: ResumableLoader) -> None:
         self._loader = loader
-        self.batch_size = getattr(loader, "batch_size", None)  # Accelerate asks for both
-        self.drop_last = getattr(loader, "drop_last", False)
+        self.batch_size = _setting(loader, "batch_size", None)  # Accelerate asks for both
+        self.drop_last = _setting(loader, "drop_last", False)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -77,6 +80,11 @@ class _Batches(Sampler[Any]):
             yield [batch]
 
 
+def _setting(loader: ResumableLoader, name: str, otherwise: Any) -> Any:
+    """Of the loader; or of the one of another make that it goes by."""
+    return getattr(loader, name, getattr(getattr(loader, "loader", None), name, otherwise))
+
+
 def _only(batches: list[Any]) -> Any:
     (batch,) = batches
     return batch
@@ -86,7 +94,7 @@ def torch_view(loader: ResumableLoader) -> TorchDataLoader[Any]:
     """See :meth:`.resumable.ResumableLoader.as_torch`."""
     # A generator of its own: torch draws a seed at each epoch's begin, which a resumed one would draw once more.
     return TorchDataLoader(
-        _Loaded(getattr(loader, "dataset", ())),
+        _Loaded(loader),
         batch_sampler=_Batches(loader),
         collate_fn=_only,
         generator=torch.Generator(),

@@ -95,9 +95,13 @@ class _Stream:
 
 
 class ShownDataset:
-    """A ``worker_init_fn`` that lets the user's one find the user's own data set in ``get_worker_info()``."""
+    """A ``worker_init_fn`` by which the user's code finds the user's own data set in ``get_worker_info()``.
 
-    def __init__(self, then: Callable[[int], None]) -> None:
+    Args:
+        then: the user's ``worker_init_fn``.
+    """
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then
 
     def __call__(self, worker: int) -> None:
@@ -105,4 +109,5 @@ class ShownDataset:
         assert info is not None
         assert isinstance(info.dataset, WorkerStream)
         object.__setattr__(info, "dataset", info.dataset.dataset)
-        self._then(worker)
+        if self._then is not None:
+            self._then(worker)

@@ -73,6 +73,8 @@ def resumable(
         made = _of_another(loader)
     given = {"seed": seed, "reseed": reseed, "rank": rank, "world_size": world_size, "tail": tail}
     if odd := [name for name, value in given.items() if value is not None]:
+        if made is loader:
+            raise ValueError(f"{', '.join(odd)}: this {type(loader).__name__} is resumable already; make it with these")
         raise ValueError(f"{', '.join(odd)}: for torch's DataLoader over map-style data, not for {_name(loader)}")
     return made
 
@@ -130,8 +132,7 @@ def _of_iterable_style(loader: TorchDataLoader[Any]) -> ResumableLoader:
     settings = _settings(loader)
     if loader.num_workers and not isinstance(dataset, IterDataPipe):
         dataset = WorkerStream(dataset, persistent=loader.persistent_workers)  # type: ignore[arg-type]
-        if settings["worker_init_fn"] is not None:
-            settings["worker_init_fn"] = ShownDataset(settings["worker_init_fn"])
+        settings["worker_init_fn"] = ShownDataset(settings["worker_init_fn"])
     return StateLoader(StatefulDataLoader(dataset, loader.batch_size, drop_last=loader.drop_last, **settings))
 
 
