@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from checkflow.errors import MismatchError
 from checkflow.runtime.live_state import capture_generators, restore_generators
@@ -215,11 +216,16 @@ class _Rest(Iterator[Any]):
             loader._handed += 1
             loader._onward[place] = loader._here
             raise
-        if batch is END and self._failed and not loader.exhausted:
+        if batch is END and self._failed and not (loader.exhausted or _goes_on_after_errors(iterator)):
             self._broken = True
             raise _cannot_go_on()
         self._failed = False
         return batch
+
+
+def _goes_on_after_errors(iterator: Iterator[Any]) -> bool:
+    """Whether it is one of torch's over map-style data, which end where there are no indices left."""
+    return isinstance(iterator, _BaseDataLoaderIter) and iterator._dataset_kind == _DatasetKind.Map
 
 
 def _cannot_go_on() -> RuntimeError:

@@ -212,7 +212,9 @@ class StateLoader(ForeignLoader):
             return freeze(state)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             extra_state.encode(state, name="the loader's state")  # names what cannot be saved
-            raise UnsupportedError(f"the state of this {type(self.loader).__name__} cannot be copied: {error}") from error
+            raise UnsupportedError(
+                f"the state of this {type(self.loader).__name__} cannot be copied: {error}"
+            ) from error
 
     def state_at(self, epoch: int, position: int) -> dict[str, Any]:
         """The state that goes on from this place, which may lie behind batches fetched ahead.

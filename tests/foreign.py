@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -166,6 +166,47 @@ class OtherwiseIterated(TorchDataLoader[Any]):
             yield batch + 0.5
 
 
+class Unwrapped(TorchDataLoader[Any]):
+    """A subclass whose iterators are torch's own."""
+
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
+class DrawnSequence(Sequence[torch.Tensor]):
+    """Loads when it is asked, and draws."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: Any) -> Any:
+        if index >= len(self):
+            raise IndexError
+        return torch.tensor([[float(index), *drawn()]], dtype=torch.float64)
+
+
+class Failing(PlainMapData):
+    """One sample cannot be read."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == self.index:
+            raise OSError(f"sample {index}")
+        return super().__getitem__(index)
+
+
+class AskingStream(IterableDataset[torch.Tensor]):
+    """Its workers read what they share from the data set that torch shows them."""
+
+    size = SIZE
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info: Any = get_worker_info()
+        return iter([torch.tensor(index) for index in range(info.id, info.dataset.size, info.num_workers)])
+
+
 def by_epoch(epoch: int) -> Iterator[torch.Tensor]:
     order = torch.randperm(SIZE, generator=torch.Generator().manual_seed(epoch))
     return iter([order[begin : begin + BATCH].double().reshape(-1, 1) for begin in range(0, SIZE, BATCH)])
@@ -255,6 +296,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "torch, iterable-style, iterator with state": lambda: iterable_loader(StreamOfIterations(), 0),
     "torch, otherwise iterated": lambda: OtherwiseIterated(MapData(), BATCH, shuffle=True),  # type: ignore[arg-type]
     "list": sequence,
+    "sequence that draws": DrawnSequence,
     "iterable": LazyBatches,
     "function": lambda: lambda: iter(LazyBatches()),
     "function of the epoch": lambda: by_epoch,
@@ -273,6 +315,9 @@ WORKERS: dict[str, Callable[[], Any]] = {
     # What its workers draw is in no state of torchdata's.
     "torchdata, map-style": lambda: stateful_loader(PlainMapData(), 2, shuffle=True),
     "torchdata, persistent": lambda: stateful_loader(PlainMapData(), 2, shuffle=True, persistent_workers=True),
+    "torch, otherwise iterated": lambda: Unwrapped(
+        MapData(), BATCH, shuffle=True, num_workers=1, multiprocessing_context="fork", persistent_workers=True
+    ),  # type: ignore[arg-type]
     "torch, iterable-style": lambda: iterable_loader(Stream(), 2),
     "torch, iterable-style, persistent": lambda: iterable_loader(Stream(), 2, persistent_workers=True),
     "torch, iterable-style with state": lambda: iterable_loader(StatefulStream(), 2),
@@ -363,6 +408,17 @@ class Loop:
 
     def _batches(self) -> Iterator[Any]:
         return iter(self.loader) if self.ahead is None else fetched_ahead(self.loader, self.ahead)
+
+    def run_through(self, batches: int) -> None:
+        """Until so many rows are used, whatever epochs they are of."""
+        assert self.ahead is not None
+        missing = batches - len(self.rows)
+        for batch in itertools.islice(fetched_ahead(self._endless(), self.ahead), missing):
+            self._use(batch)
+
+    def _endless(self) -> Iterator[Any]:
+        while True:
+            yield from self.loader
 
     def _use(self, batch: Any) -> None:
         data = batch[0]["data"] if isinstance(batch, list) else batch
