@@ -81,7 +81,7 @@ class SkippingLoader(ForeignLoader):
     def _skip(self, iterator: Iterator[Any], number: int) -> Any:
         try:
             return self._fetch(iterator)
-        except Exception as error:  # it counts, as it does where the batches are used
+        except Exception as error:  # noqa: BLE001 - it counts, as it does where the batches are used
             logger.warning("batch %d of epoch %d, which was used, could not be fetched again: %s",
                            number, self._epoch, error)  # fmt: skip
             return None
@@ -182,5 +182,5 @@ def _first_of(iterator: Iterator[Any]) -> Any:
     """An error is raised when the batch is handed out: torch's iterators go on after it."""
     try:
         return next(iterator, END)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - raised again where the batch is handed out
         return _Failed(error)

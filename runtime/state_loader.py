@@ -210,7 +210,7 @@ class StateLoader(ForeignLoader):
             )
         try:
             return freeze(state)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
+        except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
             extra_state.encode(state, name="the loader's state")  # names what cannot be saved
             raise UnsupportedError(
                 f"the state of this {type(self.loader).__name__} cannot be copied: {error}"
