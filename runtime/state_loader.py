@@ -210,11 +210,9 @@ class StateLoader(ForeignLoader):
             )
         try:
             return freeze(state)
-        except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
-            extra_state.encode(state, name="the loader's state")  # names what cannot be saved
-            raise UnsupportedError(
-                f"the state of this {type(self.loader).__name__} cannot be copied: {error}"
-            ) from error
+        except (pickle.PicklingError, TypeError, AttributeError, RecursionError):
+            # What checkpoints hold can be copied after all; anything else is refused by its name.
+            return freeze(extra_state.decode(extra_state.encode(state, name="the loader's state")))
 
     def state_at(self, epoch: int, position: int) -> dict[str, Any]:
         """The state that goes on from this place, which may lie behind batches fetched ahead.
