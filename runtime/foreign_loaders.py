@@ -85,10 +85,9 @@ class ForeignLoader(ResumableLoader):
         """Whether this epoch is known to have a further batch."""
         return (batches := self.batches) is not None and self._handed < batches
 
-    def set_epoch(self, epoch: int, position: int | None = None) -> None:
-        """See :meth:`.resumable.ResumableLoader.set_epoch`."""
+    def _move(self, epoch: int, position: int) -> None:
         before = self._here
-        super().set_epoch(epoch, position)
+        super()._move(epoch, position)
         if self.listener is None:  # nobody will ask for a place before this one
             self._onward.clear()
             self._ends = {number: end for number, end in self._ends.items() if number >= self._epoch}
@@ -156,7 +155,7 @@ class ForeignLoader(ResumableLoader):
                 raise MismatchError(f"the checkpoint's loader has {name}={want!r}, this one {name}={have!r}")
 
     def _forget(self) -> None:
-        self._over = None
+        self._ends, self._onward = {}, {}
 
 
 class _Rest(Iterator[Any]):
