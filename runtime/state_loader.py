@@ -259,6 +259,12 @@ class StateLoader(ForeignLoader):
         self._again = {(epoch, position): generators for epoch, position, generators in state["again"]}
         self._resume_at(state["epoch"], state["position"], over=state["over"])
 
+    def _forget(self) -> None:
+        super()._forget()
+        self._at, self._to_load, self._running, self._fetched = _Inner(), False, None, 0
+        self._kept.clear()
+        self._again, self._marked = {}, None
+
 
 class _OrTheNext(Iterator[Any]):
     """The rest of an epoch that was left, or the next one if that is nothing."""
@@ -276,12 +282,6 @@ class _OrTheNext(Iterator[Any]):
             raise StopIteration
         self._batches = iter(self._loader)
         return next(self._batches)
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._at, self._to_load, self._running, self._fetched = _Inner(), False, None, 0
-        self._kept.clear()
-        self._again, self._marked = {}, None
 
 
 def _saved(at: _Inner) -> dict[str, Any]:
