@@ -57,8 +57,9 @@ class DataLoader(ResumableLoader):
             and counts epochs; the sampler's ``set_epoch`` changes nothing.
         seed: of the order and of every sample's randomness; the same seed gives the same epochs. None: each epoch's are
             drawn from torch's generator, as torch's loader draws them: ``torch.manual_seed`` decides, the order is that
-            of torch's loader (not a random sampler's, which draws from generators of its own), and so is the training,
-            where samples draw no numbers of their own. With several ranks, rank 0 draws for all.
+            of torch's loader (but for workers that persist, and for random samplers, which draw from generators of
+            their own), and so is the training, where samples draw no numbers of their own. With several ranks, rank 0
+            draws for all.
         generator: that they are drawn from, in place of torch's own.
         reseed: called with a seed of 63 bits before each sample, for libraries that have generators of their own:
             ``reseed=transform.set_random_seed`` (albumentations). ``numpy.random.default_rng()`` makes one of
@@ -130,9 +131,6 @@ class DataLoader(ResumableLoader):
             _refuse_dealing(self.sampler if batch_sampler is None else batch_sampler)
         self.dropped = self.repeated = 0  # samples, at the end of the last epoch that came to its end
         self._drawn: dict[int, _Seeds] = {}  # by epoch
-        # Torch's loader draws its workers' seed when it starts them, so that those that persist keep theirs.
-        self._keeps_first = persistent_workers
-        self._first_drawn: int | None = None
         self._used: int | None = 0  # batches of this epoch; None: to be found by its position
         self._feed = Feed()
         self._dealt_in = 0  # the pass whose steps the feed has
@@ -291,10 +289,8 @@ class DataLoader(ResumableLoader):
             if self.listener is not None:
                 self.listener.on_seeds_needed()
             ordered = self.shuffle or self.sampler is not None or self.batch_sampler is not None
-            first = self._draw() if self._first_drawn is None else self._first_drawn
-            drawn = self._agreed((first, self._draw() if ordered else 0))
-            self._drawn[self.epoch] = drawn
-            self._first_drawn = drawn[0] if self._keeps_first else None
+            drawn = self._draw(), self._draw() if ordered else 0
+            self._drawn[self.epoch] = self._agreed(drawn)
         return self._drawn[self.epoch]
 
     def _draw(self) -> int:
@@ -327,14 +323,12 @@ class DataLoader(ResumableLoader):
             **self._identity(),
             "drawn": {number: seeds for number, seeds in self._drawn.items() if number >= epoch},
         }
-        if self._first_drawn is not None:
-            state["first_drawn"] = self._first_drawn
         if self.generator is not None:
             state["generator"] = self.generator.get_state()
         return state
 
     def _forget(self) -> None:
-        self._drawn, self._first_drawn = {}, None
+        self._drawn = {}
         self.dropped = self.repeated = 0
 
     def _identity(self) -> dict[str, Any]:
@@ -359,7 +353,6 @@ class DataLoader(ResumableLoader):
         if self.generator is not None and "generator" not in state:
             raise MismatchError("the checkpoint's loader has no generator=, this one has: other orders would follow")
         self._drawn = {int(number): (seeds[0], seeds[1]) for number, seeds in state["drawn"].items()}
-        self._first_drawn = state.get("first_drawn") if self._keeps_first else None
         if self.generator is not None:
             self.generator.set_state(state["generator"])
         self.set_epoch(state["epoch"], state["position"])

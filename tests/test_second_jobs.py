@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import RandomSampler
 
 import checkflow
-from checkflow.runtime import extra_state
 
 SAMPLES = 12
 
@@ -233,38 +232,6 @@ def test_counting_used_batches_draws_nothing_at_an_epoch_s_begin() -> None:
     before = torch.get_rng_state()
     assert checkflow.DataLoader(samples(), 2, sampler=RandomSampler(samples())).used_batches() == 0
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def persisting(kind: Any) -> Any:
-    return kind(range(SAMPLES), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True)
-
-
-def test_workers_that_persist_keep_torch_s_order() -> None:
-    def run(kind: Any) -> tuple[list[Any], torch.Tensor]:
-        torch.manual_seed(1)
-        loader = persisting(kind)
-        return [[batch.tolist() for batch in loader] for _ in range(3)], torch.get_rng_state()
-
-    (expected, end), (found, own_end) = run(TorchDataLoader), run(checkflow.DataLoader)
-    assert found == expected
-    assert torch.equal(own_end, end)
-
-
-@pytest.mark.parametrize("used", [1, 3, 4])
-def test_workers_that_persist_keep_torch_s_order_after_a_resume(used: int) -> None:
-    torch.manual_seed(1)
-    expected = persisting(TorchDataLoader)
-    whole = [batch.tolist() for _ in range(3) for batch in expected]
-    torch.manual_seed(1)
-    loader = persisting(checkflow.DataLoader)
-    first = [batch.tolist() for batch in itertools.islice(itertools.chain(loader, loader), used)]
-    state = extra_state.decode(extra_state.encode(loader.state_dict()))
-    generator = torch.get_rng_state()
-    second = persisting(checkflow.DataLoader)
-    second.load_state_dict(state)
-    torch.set_rng_state(generator)
-    rest = [batch.tolist() for _ in range(3 - (used == 4)) for batch in second]
-    assert first + rest == whole
 
 
 def test_data_without_a_length_needs_a_sampler() -> None:
