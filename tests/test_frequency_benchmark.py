@@ -24,7 +24,16 @@ class LateEngine(HostCopyEngine):
     """Copies nothing until it is waited for: what may be written before then is torn for sure."""
 
     def _run(self) -> None:
-        pass
+        """Hands on what has arrived, and copies nothing itself."""
+        while True:
+            with self._mutex:
+                while self._delivery is None and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                call = self._delivery
+            assert call is not None
+            self._deliver(call)
 
 
 def small_step() -> checkflow.TrainingStep:
