@@ -59,12 +59,15 @@ def index_number(index: Any) -> int:
     try:
         return operator.index(index)
     except TypeError:
-        pass
+        return _digest_of(index)
+
+
+def _digest_of(index: Any) -> int:
     plain = isinstance(index, str | bytes | float | None) or (
         isinstance(index, tuple | list) and all(index_number(part) is not None for part in index)
     )
     if not plain:
-        raise TypeError(f"an index of type {type(index).__name__} cannot be told apart by its value")
+        raise TypeError(f"an index of type {type(index).__name__} cannot be told apart by its value") from None
     return xxhash.xxh3_64_intdigest(repr(index).encode()) >> 1
 
 

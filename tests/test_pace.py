@@ -239,19 +239,28 @@ def test_what_storage_did_not_take_is_written_at_the_end(tmp_path: Path, world: 
     assert_checkpoint_is(find(tmp_path)[0], truths[last])
 
 
-def test_what_takes_the_place_of_a_waiting_capture_is_written() -> None:
-    """Storage is due, and gets the newest; with nothing due, what is held back gives way unwritten."""
-    gate, written = threading.Event(), []
+def waiting_capture(step: int) -> Any:
+    layout = types.SimpleNamespace(buffer_bytes=0, files=())
+    return types.SimpleNamespace(step=step, settled={}, digests=None, layout=layout, begun=0.0, by_plan=False)
 
-    def commit(capture: Any) -> Path:
-        gate.wait()
-        written.append(capture.step)
+
+class GatedStorage:
+    """Commits nothing before it is let, and then notes the steps."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.written: list[int] = []
+
+    def __call__(self, capture: Any) -> Path:
+        self.gate.wait()
+        self.written.append(capture.step)
         return Path()
 
-    def capture(step: int) -> Any:
-        layout = types.SimpleNamespace(buffer_bytes=0, files=())
-        return types.SimpleNamespace(step=step, settled={}, digests=None, layout=layout, begun=0.0, by_plan=False)
 
+def test_what_takes_the_place_of_a_waiting_capture_is_written() -> None:
+    """Storage is due, and gets the newest; with nothing due, what is held back gives way unwritten."""
+    commit, capture = GatedStorage(), waiting_capture
+    gate, written = commit.gate, commit.written
     writer = Writer(commit, lambda capture: None, supersede=True)
     writer.submit(capture(1))
     with writer._changed:
@@ -275,17 +284,8 @@ def test_what_takes_the_place_of_a_waiting_capture_is_written() -> None:
 
 def test_an_end_of_an_epoch_gives_way_to_a_newer_one_alone() -> None:
     """Retention keeps it; and where epochs are shorter than one commit, training is not held by them."""
-    gate, written = threading.Event(), []
-
-    def commit(capture: Any) -> Path:
-        gate.wait()
-        written.append(capture.step)
-        return Path()
-
-    def capture(step: int) -> Any:
-        layout = types.SimpleNamespace(files=())
-        return types.SimpleNamespace(step=step, settled={}, digests=None, layout=layout, begun=0.0, by_plan=False)
-
+    commit, capture = GatedStorage(), waiting_capture
+    gate, written = commit.gate, commit.written
     dropped: list[int] = []
     writer = Writer(
         commit, lambda one: dropped.append(one.step), supersede=True, lasting=lambda one: one.step % 10 == 0
