@@ -1,7 +1,7 @@
 """What the resumable loader costs: its throughput against torch's own, and the time to skip to a position.
 
-``python benchmarks/loader_throughput.py [--only image-1ms …] [--batch-sizes 1 32 256] [--workers 0 4] [--rounds 9]
-[--seconds 0.5] [--output FILE]``: a table, and the same as JSON in FILE, by default
+``python benchmarks/loader_throughput.py [--only image-1ms …] [--batch-sizes 1 32 256] [--workers 0 4] [--rounds 41]
+[--seconds 0.25] [--output FILE]``: a table, and the same as JSON in FILE, by default
 benchmarks/results/loader-throughput-<cores>-cores.json.
 
 Items:
@@ -14,12 +14,16 @@ Items:
   no numbers.
 
 Each case has one torch loader and one of ours, shuffled, with workers that stay; each loads an epoch that is not
-counted, and then, round by round, one after the other, in turns the first, an epoch of some ``--seconds`` (of at least
-two batches, and one for each worker). A figure is the median of the rounds; "of torch's" is the median of the rounds'
-ratios, "added" that of their differences. Two targets: at least 97 % of torch's throughput where an item costs 1 ms or
-more, and at most 10 µs a sample beyond torch's where items are only tensors. Which rows meet theirs is told.
-"added CPU" is the same difference of the CPU's time, of the workers too (to 10 ms an epoch): other work on the machine
-changes it less.
+counted, and then, round by round, epochs of ``--seconds`` (with workers four times as long) at least, as many as
+``--rounds`` says or take half a minute. The machine may be one that others share, and change its speed from second to
+second. So the two epochs of a round go side by side: without workers a batch of the one and a batch of the other, in
+turns the first; with workers in two processes at the same time, all the time, which share the cores evenly, so that a
+sample takes about twice as long as alone.
+
+A figure is the median of the rounds; "of torch's" is the ratio of all rounds' times, "added" the median of their
+differences; "CPU" the same of the CPU's time, workers included. Two targets: at least 97 % of torch's throughput where
+an item costs 1 ms or more, and at most 10 µs a sample beyond torch's where items are only tensors. Which rows meet
+theirs is told.
 
 "skip" is a shuffled data set of 1,280,000 samples of which nothing is loaded before the position: the seconds from
 ``iter`` to the first batch at the begin, in the middle and before the end, torch's at the begin beside it, and the
@@ -41,7 +45,7 @@ import statistics
 import time
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -58,6 +62,8 @@ LEAST_SHARE = 0.97  # of torch's throughput, where an item costs LONG_SECONDS or
 LONG_SECONDS = 1e-3
 MOST_ADDED_SECONDS = 10e-6  # a sample, where items are only tensors
 SIDE, VIEW, FEATURES = 96, 64, 16
+LEAST_ROUNDS, CASE_SECONDS = 9, 25.0  # a case takes as many rounds as that allows
+TRIALS = 5  # of how long an item takes: the machine's speed changes
 POSITIONS = (0, 640_000, 1_279_872)
 ORDER = 1_280_000
 
@@ -133,7 +139,7 @@ def views_for(seconds: float) -> int:
     """How many views make an item cost so much here, at least."""
     one, many = item_seconds(Images(1, 1)), item_seconds(Images(1, 11))
     views = 1 + max(0, round((seconds - one) / (many - one) * 10))
-    while item_seconds(Images(1, views)) < seconds:
+    while min(item_seconds(Images(1, views)) for _ in range(TRIALS)) < seconds:
         views += 1
     return views
 
@@ -158,9 +164,10 @@ KINDS = {"image-1ms": 1e-3, "image-5ms": 5e-3, "wait-1ms": 1e-3, "tensors": 0.0,
 
 
 def cpu_seconds() -> float:
-    """Of this process and of its workers so far."""
-    times = [child.cpu_times() for child in psutil.Process().children()]
-    return time.process_time() + sum(one.user + one.system for one in times)
+    """Of this process's threads and of its workers so far, in nanoseconds' steps."""
+    pids = [os.getpid(), *(child.pid for child in psutil.Process().children())]
+    threads = [thread for pid in pids for thread in Path(f"/proc/{pid}/task").iterdir()]
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
 def epoch_seconds(loader: Any, samples: int) -> tuple[float, float]:
@@ -173,38 +180,103 @@ def epoch_seconds(loader: Any, samples: int) -> tuple[float, float]:
     return seconds / samples, (cpu_seconds() - cpu) / samples
 
 
+def side_by_side(loaders: Sequence[Any], samples: int, first: int) -> list[float]:
+    """Seconds of one epoch of each, a sample, batch by batch in turns."""
+    batches = [iter(loader) for loader in loaders]
+    seconds, seen = [0.0, 0.0], [0, 0]
+    while seen != [samples, samples]:
+        for which in (first, 1 - first):
+            begun = time.perf_counter()
+            _, targets = next(batches[which])
+            seconds[which] += time.perf_counter() - begun
+            seen[which] += len(targets)
+        first = 1 - first
+    if any(next(each, None) is not None for each in batches):
+        raise SystemExit(f"an epoch has more than {samples} samples")
+    return [each / samples for each in seconds]
+
+
+def make_loaders(dataset: Any, batch_size: int, workers: int) -> tuple[Any, Any]:
+    """Torch's and ours."""
+    options: dict[str, Any] = {"num_workers": workers, "persistent_workers": bool(workers)}
+    theirs = TorchDataLoader(dataset, batch_size, True, **options)
+    return theirs, checkflow.DataLoader(dataset, batch_size, True, **options)
+
+
+def race(which: int, dataset: Any, batch_size: int, workers: int, rounds: int, gate: Any, told: Any, over: Any) -> None:
+    """One loader's epochs in a process of its own; more of them, uncounted, until the other's are over."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "This DataLoader will create")
+    loader = make_loaders(dataset, batch_size, workers)[which]
+    epoch_seconds(loader, len(dataset))
+    gate.wait()
+    times = [epoch_seconds(loader, len(dataset)) for _ in range(rounds)]
+    told.put((which, times))
+    while not over.is_set():
+        for _ in loader:
+            if over.is_set():
+                break
+
+
+def race_both(dataset: Any, batch_size: int, workers: int, rounds: int) -> tuple[list[list[float]], list[list[float]]]:
+    """Seconds a sample, torch's and ours, of each round: passed, and of CPU time."""
+    context = multiprocessing.get_context("spawn")
+    gate, told, over = context.Barrier(2), context.Queue(), context.Event()
+    both = [
+        context.Process(target=race, args=(which, dataset, batch_size, workers, rounds, gate, told, over))
+        for which in (0, 1)
+    ]
+    for process in both:
+        process.start()
+    found = dict(told.get(timeout=600) for _ in both)
+    over.set()
+    for process in both:
+        process.join()
+    pairs = list(zip(found[0], found[1], strict=True))
+    passed, cpu = ([[theirs[kind], ours[kind]] for theirs, ours in pairs] for kind in (0, 1))
+    return passed, cpu
+
+
 def measure(make: Callable[[int], Any], batch_size: int, workers: int, rounds: int, seconds: float) -> dict[str, Any]:
     """One case: both loaders, round by round."""
-    trial = make(2 * batch_size)
-    one, _ = epoch_seconds(TorchDataLoader(trial, batch_size), len(trial))
-    batches = max(2, workers, round(seconds / one * max(1, min(workers, os.cpu_count() or 1)) / batch_size))
-    dataset = make(batches * batch_size)
-    options: dict[str, Any] = {"num_workers": workers, "persistent_workers": bool(workers)}
-    loaders = {
-        "torch": TorchDataLoader(dataset, batch_size, True, **options),
-        "checkflow": checkflow.DataLoader(dataset, batch_size, True, **options),
+    trial = make(max(2, 2 * workers) * batch_size)
+    loader = make_loaders(trial, batch_size, workers)[0]
+    one = min(epoch_seconds(loader, len(trial))[0] for _ in range(2))
+    if workers:
+        seconds *= 4  # beginning an epoch takes them a while
+    dataset = make(max(2, 2 * workers, round(seconds / one / batch_size)) * batch_size)
+    cpu: list[list[float]] = []
+    if workers:
+        rounds = max(LEAST_ROUNDS, min(rounds, round(CASE_SECONDS / (2 * one * len(dataset)))))
+        times, cpu = race_both(dataset, batch_size, workers, rounds)
+    else:
+        loaders, times, begun = make_loaders(dataset, batch_size, workers), [], time.perf_counter()
+        for loader in loaders:
+            epoch_seconds(loader, len(dataset))
+        while len(times) < LEAST_ROUNDS or (len(times) < rounds and time.perf_counter() - begun < CASE_SECONDS):
+            times.append(side_by_side(loaders, len(dataset), len(times) % 2))
+    row: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "samples": len(dataset), "rounds": len(times)}
+    return row | {
+        "item_seconds": item_seconds(dataset),
+        "torch_seconds_a_sample": statistics.median(theirs for theirs, _ in times),
+        "seconds_a_sample": statistics.median(ours for _, ours in times),
+        "added_seconds_a_sample": added(times),
+        "of_torchs_throughput": share(times)[1],
+        "of_torchs_throughput_least_and_most": share(times)[::2],
+        "torch_cpu_seconds_a_sample": statistics.median(theirs for theirs, _ in cpu) if cpu else None,
+        "added_cpu_seconds_a_sample": added(cpu) if cpu else None,
+        "torchs_share_of_cpu": share(cpu)[1] if cpu else None,
     }
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in loaders}
-    for loader in loaders.values():
-        epoch_seconds(loader, len(dataset))
-    for number in range(rounds):
-        for name in sorted(loaders, reverse=number % 2 == 0):
-            times[name].append(epoch_seconds(loaders[name], len(dataset)))
-    row: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "samples": len(dataset)}
-    row["item_seconds"] = item_seconds(dataset)
-    for kind, which in (("", 0), ("cpu_", 1)):
-        theirs, ours = ([each[which] for each in times[name]] for name in ("torch", "checkflow"))
-        pairs = list(zip(theirs, ours, strict=True))
-        row |= {
-            f"torch_{kind}seconds_a_sample": statistics.median(theirs),
-            f"{kind}seconds_a_sample": statistics.median(ours),
-            f"added_{kind}seconds_a_sample": statistics.median(mine - other for other, mine in pairs),
-        }
-        if not which:
-            shares = [other / mine for other, mine in pairs]
-            row["of_torchs_throughput"] = statistics.median(shares)
-            row["of_torchs_throughput_least_and_most"] = [min(shares), max(shares)]
-    return row
+
+
+def added(times: Sequence[Sequence[float]]) -> float:
+    return statistics.median(ours - theirs for theirs, ours in times)
+
+
+def share(times: Sequence[Sequence[float]]) -> tuple[float, float, float]:
+    """Torch's seconds of ours: in the round in which that is least, in all, and in the round in which it is most."""
+    shares = [theirs / ours for theirs, ours in times]
+    return min(shares), sum(theirs for theirs, _ in times) / sum(ours for _, ours in times), max(shares)
 
 
 def judge(kind: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -273,8 +345,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--batch-sizes", nargs="*", type=int, default=[1, 32, 256])
     parser.add_argument("--workers", nargs="*", type=int, default=[0, 4])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of one epoch, about")
+    parser.add_argument("--rounds", type=int, default=41, help="at most")
+    parser.add_argument("--seconds", type=float, default=0.25, help="of one epoch, about")
     parser.add_argument("--note", default="", help="about the machine, for the file")
     results = Path(__file__).parent / "results" / f"loader-throughput-{cores}-cores.json"
     parser.add_argument("--output", type=Path, default=results)
@@ -283,7 +355,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
     rows = []
     head = f"{'items':12} {'batch':>5} {'workers':>7} {'item':>9} {'torch':>9} {'ours':>9}"
-    print(f"{head} {'of torch':>10} {'added':>9} {'added CPU':>9}  target")
+    print(f"{head} {'of torch':>10} {'added':>9} {'added CPU':>9} {'CPU':>6}  target")
     for (kind, make), workers, batch_size in itertools.product(
         makers(asked.only).items(), asked.workers, asked.batch_sizes
     ):
@@ -294,23 +366,28 @@ def main() -> None:
             f"{kind:12} {batch_size:5} {workers:7} {micro(row['item_seconds'])} {micro(row['torch_seconds_a_sample'])}"
             f" {micro(row['seconds_a_sample'])} {row['of_torchs_throughput']:10.1%}"
             f" {micro(row['added_seconds_a_sample'])} {micro(row['added_cpu_seconds_a_sample'])}"
+            f" {percent(row['torchs_share_of_cpu'])}"
             f"  {row['target']}{'' if row['met'] else ': MISSED'}",
             flush=True,
         )
-    skip = measure_skip(asked.rounds)
+    skip = measure_skip(min(asked.rounds, LEAST_ROUNDS))
     for name, seconds in skip["first_batch_seconds"].items():
         print(f"first batch of {ORDER:,} shuffled samples, {name}: {seconds * 1e3:.1f} ms")
     for name, size in skip["order_bytes"].items():
         print(f"the order's memory, {name}: {size / 1e6:.1f} MB")
     where = {"cores": cores, "python": platform.python_version(), "torch": torch.__version__, "note": asked.note}
-    content = {**where, "rounds": asked.rounds, "rows": rows, "skip": skip}
+    content = {**where, "rows": rows, "skip": skip}
     asked.output.write_text(json.dumps(content, indent=1) + "\n")
     if missed := [f"{row['items']}/{row['batch_size']}/{row['workers']}" for row in rows if not row["met"]]:
         raise SystemExit(f"targets missed (items/batch size/workers): {', '.join(missed)}")
 
 
-def micro(seconds: float) -> str:
-    return f"{seconds * 1e6:6.1f} µs"
+def percent(share: float | None) -> str:
+    return f"{'':6}" if share is None else f"{share:6.1%}"
+
+
+def micro(seconds: float | None) -> str:
+    return f"{'':9}" if seconds is None else f"{seconds * 1e6:6.1f} µs"
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@ At each boundary that is captured: the capture in flight is brought to its end, 
 (:mod:`.capture`); anchors drive it through the plan's iterations (:mod:`.execution`); the writer commits it
 (:mod:`.persist`, :mod:`.store`). Which boundaries are captured, and which of these storage takes, :mod:`.pace` says:
 multiples of the plan's interval, counted over the whole job, and the ends of epochs and of training (with ``every=``
-only that of training). A resume does not
-change the count, and what it resumed from is not captured again.
+only that of training). A resume does not change the count, and what it resumed from is not captured again.
 
 Where the boundary is: when the loader is asked for a batch after an optimizer step, so that whatever the loop did
 after ``optimizer.step()`` (scheduler, EMA, clamps, validation) belongs to the finished iteration. After an epoch's last
@@ -85,7 +84,7 @@ class Boundaries:
         self.looping: bool | None = None  # whether epochs() or steps() goes on; None: neither was called
         self._closed = False
         self._began = False  # an iteration, since the last boundary
-        # All state at a boundary that was not captured, and its version counters, in case it is the last one.
+        # All state at the last boundary, and its version counters, in case that is to be captured after the loop.
         self._passed: tuple[TrainingState | None, list[int]] = None, []
         self._left_epochs = False  # with ``break``, after the epoch's last batch
         self._sightings = Sightings()
@@ -202,7 +201,18 @@ class Boundaries:
                 "no checkpoint was made: batches were handed to a loop that may fetch ahead, where nothing but "
                 "checkpointer.step(), after each optimizer step, tells what was used"
             )
+        if self._last_is_lost():
+            self._captured_iteration = self._first_iteration
         self._capture_last_boundary()
+
+    def _last_is_lost(self) -> bool:
+        """Whether the last boundary was captured in vain: there is no next one. Waits for storage, as closing does."""
+        if self._captured_iteration != self.iteration or self.iteration == self._first_iteration:
+            return False
+        self.execution.finish()
+        self._saving.writer.wait_until_at_most(0)
+        durable = self._saving.writer.durable
+        return durable is None or durable.step != self.iteration
 
     def close(self) -> None:
         """Take the hooks away and bring the capture in flight to its end; once more, if that was interrupted."""
@@ -382,8 +392,7 @@ class Boundaries:
         if not ending:  # otherwise when this boundary is saved
             self.raise_if_asked()
         self.execution.heed(self._saving.writer)
-        if not due:
-            self._passed = self._job.walk.current(), self._versions()
+        self._passed = self._job.walk.current(), self._versions()
         if due:
             self.clock.shift(self._capture(epoch_end))
         self.pace.left()

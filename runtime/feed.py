@@ -6,11 +6,14 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
 from checkflow.runtime.order import SampleSteps, Share, Steps
 from checkflow.runtime.sample_randomness import Batch, SeededDataset
+
+_LABEL = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"  # under which profilers show torch's
 
 
 class Feed(Sampler[Any]):
@@ -33,7 +36,7 @@ class Feed(Sampler[Any]):
         ends = self.ends
         for step in self.steps:
             ends.append(step.end)
-            yield Batch(self._seed, self._epoch, step.indices)
+            yield self._seed, self._epoch, step.indices
 
 
 class Failure:
@@ -79,3 +82,15 @@ class Caught(Dataset[Any]):
             return self._dataset.__getitems__(batch)
         except Exception as error:  # noqa: BLE001 - raised again where the batch is handed out
             return Failure(error)
+
+
+def made_here(feed: Feed, dataset: Caught) -> Iterator[Any]:
+    """The batches, made in this process, as torch's iterator without workers makes them, whose own work is spared."""
+
+    def make(batch: Batch) -> Any:
+        if not torch._C._autograd._profiler_enabled():
+            return dataset.__getitems__(batch)
+        with torch.autograd.profiler.record_function(_LABEL):
+            return dataset.__getitems__(batch)
+
+    return map(make, feed)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
@@ -31,9 +30,10 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from checkflow.errors import MismatchError, UnsupportedError
-from checkflow.runtime.feed import Caught, Failure, Feed
+from checkflow.runtime.feed import Caught, Failure, Feed, made_here
 from checkflow.runtime.generators import Reseed
-from checkflow.runtime.order import TAILS, BatchSteps, SampleSteps, Share, Steps, Tail, count_steps
+from checkflow.runtime.loader_arguments import given_share, read_seed, refuse_contradictions, refuse_dealing
+from checkflow.runtime.order import BatchSteps, SampleSteps, Share, Steps, Tail, count_steps
 from checkflow.runtime.resumable import ResumableLoader
 from checkflow.runtime.sample_randomness import SeededDataset, derived_seed
 from checkflow.runtime.sampling import BLOCK, iterate_sampler, with_inner
@@ -112,15 +112,15 @@ class DataLoader(ResumableLoader):
                 "checkflow.DataLoader takes map-style data (with __len__ and __getitem__); for others: "
                 "checkflow.resumable(torch.utils.data.DataLoader(...))"
             )
-        _refuse_contradictions(batch_size, shuffle, sampler, batch_sampler, drop_last=drop_last, tail=tail)
+        refuse_contradictions(batch_size, shuffle, sampler, batch_sampler, drop_last=drop_last, tail=tail)
         if num_workers > 1 and not in_order:
             raise ValueError("in_order=False and several workers exclude each other: a position says which came before")
-        self.dataset, self.batch_size, self.drop_last, self.seed = dataset, batch_size, drop_last, _read_seed(seed)
+        self.dataset, self.batch_size, self.drop_last, self.seed = dataset, batch_size, drop_last, read_seed(seed)
         self.num_workers, self.generator = num_workers, generator
         self.sampler, self.batch_sampler = sampler, batch_sampler
         self.shuffle = bool(shuffle)
         self.tail: Tail = tail or ("drop" if drop_last else "even")
-        self._share = None if rank is None and world_size is None else _given_share(rank, world_size)
+        self._share = None if rank is None and world_size is None else given_share(rank, world_size)
         self._replace_known_sampler()
         if self._ordered_here and not isinstance(dataset, Sized):
             raise ValueError(
@@ -128,7 +128,7 @@ class DataLoader(ResumableLoader):
                 "which samples an epoch has; give it __len__, or pass sampler= or batch_sampler="
             )
         if self._share != Share():
-            _refuse_dealing(self.sampler if batch_sampler is None else batch_sampler)
+            refuse_dealing(self.sampler if batch_sampler is None else batch_sampler)
         self.dropped = self.repeated = 0  # samples, at the end of the last epoch that came to its end
         self._drawn: dict[int, _Seeds] = {}  # by epoch
         self._used: int | None = 0  # batches of this epoch; None: to be found by its position
@@ -138,8 +138,9 @@ class DataLoader(ResumableLoader):
         collate = collate_fn or (default_convert if batch_size is None and batch_sampler is None else default_collate)
         self.collate_fn = collate
         device: dict[str, Any] = {"pin_memory_device": pin_memory_device} if pin_memory_device else {}
+        self._caught = Caught(SeededDataset(dataset, collate, batched=self._batched, reseed=reseed))
         self._loader: TorchDataLoader[Any] = TorchDataLoader(
-            Caught(SeededDataset(dataset, collate, batched=self._batched, reseed=reseed)),
+            self._caught,
             batch_sampler=self._feed,
             num_workers=num_workers,
             collate_fn=_as_it_is,
@@ -259,7 +260,13 @@ class DataLoader(ResumableLoader):
         self._base.manual_seed(derived_seed(seeds[0], self.epoch, _OF_WORKERS))
         if self.shield is not None:
             self.shield.workers_start()
-        return _Rest(self, iter(self._loader), told=told)
+        return _Rest(self, self._batches(), told=told)
+
+    def _batches(self) -> Iterator[Any]:
+        """What the feed's steps become."""
+        if self.num_workers or self._loader.pin_memory:
+            return iter(self._loader)
+        return made_here(self._feed, self._caught)
 
     def _end(self, dropped: int, repeated: int) -> None:
         """The epoch is over."""
@@ -362,40 +369,38 @@ class _Rest(Iterator[Any]):
     """What is left of an epoch that has some: the loader's place moves with each batch.
 
     Args:
-        batches: torch's iterator.
+        batches: what the feed's steps become, errors in their places.
         told: whether the listener knows that the first one is asked for.
     """
 
     def __init__(self, loader: DataLoader, batches: Iterator[Any], *, told: bool) -> None:
-        self._loader, self._batches, self._told = loader, batches, told
-        self._broken = False
+        self._loader, self._feed, self._batches, self._told = loader, loader._feed, batches, told
+        self._broken = False  # by an error: what is left would seem to be the epoch's end
 
     def __next__(self) -> Any:
-        loader, feed = self._loader, self._loader._feed
-        if self._broken:  # or what is left would seem to be the epoch's end
+        if self._broken:
             raise RuntimeError("this iteration of the loader ended with an error, and cannot go on: iterate anew")
-        if not self._watched(lambda: feed.more):
+        loader, feed = self._loader, self._feed
+        self._broken = True  # unless this returns
+        more = feed.more
+        self._broken = False
+        if not more:
             loader._end(feed.steps.dropped, feed.steps.repeated)
             raise StopIteration
         if not self._told:
             loader._tell_requested()
         self._told = False
-        batch = self._watched(lambda: next(self._batches))
+        self._broken = True
+        batch = next(self._batches)
+        self._broken = False
         end = feed.ends.popleft()
-        if isinstance(batch, Failure):
+        if type(batch) is Failure:
             batch.raise_it()
         loader._handed = end
         if loader._used is not None:
             loader._used += 1
         loader._tell_handed(batch)
         return batch
-
-    def _watched(self, what: Callable[[], Any]) -> Any:
-        try:
-            return what()
-        except BaseException:
-            self._broken = True
-            raise
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -405,49 +410,3 @@ def _as_it_is(batch: Any) -> Any:
 def _shuffled(size: int, seed: int) -> Iterator[int]:
     order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
     return itertools.chain.from_iterable(order[begin : begin + BLOCK].tolist() for begin in range(0, size, BLOCK))
-
-
-def _read_seed(seed: Any) -> int | None:
-    if seed is None:
-        return None
-    try:
-        number = operator.index(seed)
-    except TypeError:
-        number = None
-    if number is None or not -(2**63) <= number < 2**63:
-        raise ValueError(f"seed must be a whole number of 64 bits, or None, not {seed!r}")
-    return number
-
-
-def _refuse_dealing(order: Any) -> None:
-    """A sampler that gives each rank its own, where this loader would deal that to the ranks again."""
-    for one in with_inner(order):
-        if isinstance(ranks := getattr(one, "num_replicas", 1), int) and ranks > 1:
-            raise ValueError(
-                f"{type(one).__name__} deals to the ranks already, and this loader would deal its part again: pass a "
-                "sampler of the whole order, or, where it is to deal, rank=0, world_size=1"
-            )
-
-
-def _given_share(rank: int | None, world_size: int | None) -> Share:
-    if rank is None or world_size is None:
-        raise ValueError("rank and world_size belong together")
-    return Share(rank, world_size)
-
-
-def _refuse_contradictions(
-    batch_size: int | None, shuffle: bool | None, sampler: Any, batch_sampler: Any, *, drop_last: bool, tail: str | None
-) -> None:
-    """As torch refuses them, and those of what torch has not."""
-    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
-        raise ValueError(f"batch_size must be a whole number of at least 1, or None, not {batch_size!r}")
-    if tail is not None and tail not in TAILS:
-        raise ValueError(f"tail must be one of {', '.join(TAILS)}, not {tail!r}")
-    if drop_last and tail not in (None, "drop"):
-        raise ValueError(f"drop_last=True and tail={tail!r} exclude each other")
-    if sampler is not None and shuffle:
-        raise ValueError("sampler and shuffle exclude each other")
-    if batch_sampler is not None and (batch_size != 1 or shuffle or sampler is not None or drop_last):
-        raise ValueError("batch_sampler excludes batch_size, shuffle, sampler and drop_last")
-    if batch_size is None and batch_sampler is None and drop_last:
-        raise ValueError("batch_size=None and drop_last exclude each other")

@@ -58,7 +58,7 @@ class Saving:
         self.host_buffers = host_buffers
         self.captures = 0
         self.newest: tuple[int, float] | None = None  # step of the newest capture, and time.monotonic at its begin
-        self._held_back: set[int] = set()  # steps of captures that storage is not to take, until they are delivered
+        self._held_back: set[int] = set()  # steps of captures that storage is not to take, until one is delivered
         with contextlib.ExitStack() as undo:
             self.engine, locking = make_engine(device)
             undo.callback(self.engine.close)
@@ -97,11 +97,9 @@ class Saving:
 
     def submit(self, capture: Capture) -> None:
         """Take a complete capture, on any thread."""
-        if capture.step in self._held_back:
-            self._held_back.discard(capture.step)
-            self.writer.hold(capture)
-        else:
-            self.writer.submit(capture)
+        hold = capture.step in self._held_back
+        self._held_back.difference_update([step for step in list(self._held_back) if step <= capture.step])
+        (self.writer.hold if hold else self.writer.submit)(capture)
 
     def close(self) -> None:
         """Commit what is left, then give threads and memory back."""

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pytest
 import torch
 from own_plans import Job, all_planned, check, kept, open_job, train
 from timelines import make_fingerprint, make_timeline
+from waiting import wait_for
 
 from checkflow import plan as plans
 from checkflow.errors import PlanError
@@ -43,14 +42,6 @@ def _planner(monkeypatch: pytest.MonkeyPatch) -> None:
 def handover(path: Path) -> Handover:
     timeline = make_timeline([(0, 4), (2, 6), (1, 4)], [(2, [2])])
     return Handover(timeline, make_fingerprint(timeline), 6, 1e6, 1e6, 100, Wishes(), str(path))
-
-
-def wait_for(happened: Callable[[], Any]) -> Any:
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not (found := happened()):
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.02)
-    return found
 
 
 def test_it_plans_behind_training_and_is_deaf_to_the_terminal(tmp_path: Path) -> None:

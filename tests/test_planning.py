@@ -17,6 +17,7 @@ from own_plans import Beside, Job, all_planned, check, kept, nothing_left, open_
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import TensorDataset
+from waiting import wait_until_saved
 
 from checkflow import plan as plans
 from checkflow.errors import PlanError, TraceError
@@ -270,7 +271,8 @@ def test_the_ends_of_epochs_are_saved_before_there_is_a_plan(tmp_path: Path) -> 
     truths = {}
     with open_job(job, tmp_path, loader=DataLoader(data, 4)) as checkpointer:
         for epoch in checkpointer.epochs(2):
-            checkpointer._saving.writer.wait_until_at_most(0)  # or a newer end of an epoch takes its place
+            if epoch:
+                wait_until_saved(tmp_path, 2 * epoch)  # or a newer end of an epoch takes its place
             for x, y in checkpointer.loader:
                 job.iterate(x, y)
             truths[2 * epoch + 2] = job.state()

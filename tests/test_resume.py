@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import psutil
 import pytest
 import torch
 from oracle import same_bits
+from waiting import wait_for
 
 from checkflow.runtime.reader import find, open_checkpoint
 
@@ -103,13 +102,6 @@ def test_a_finished_job_has_nothing_left_to_do(tmp_path: Path, uninterrupted: tu
     (tmp_path / "final.pt").unlink()
     assert jobs.start(jobs.Job(tmp_path)) == 0
     assert_same_end(tmp_path, uninterrupted)
-
-
-def wait_for(happened: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.02)
 
 
 def test_killed_while_a_plan_is_made(tmp_path: Path, uninterrupted: tuple[Any, list[list[int]]]) -> None:

@@ -21,6 +21,7 @@ import torch
 from oracle import assert_checkpoint_is, clone_state
 from test_checkpointer import make, make_plan, steps
 from test_resume import assert_same_end
+from waiting import wait_until_saved
 
 import checkflow
 from checkflow import plan as plans
@@ -413,7 +414,7 @@ def test_a_second_signal_acts_at_once(tmp_path: Path) -> None:
             for n in checkpointer.steps(9):
                 loop.iterate()
                 if n == 1:
-                    checkpointer._saving.writer.wait_until_at_most(0)
+                    wait_until_saved(tmp_path, 1)
                     signal.raise_signal(TERM)
                     signal.raise_signal(TERM)
 
@@ -482,7 +483,7 @@ def test_a_main_thread_that_does_not_answer(snapshots: bool, last: str, saved: l
         ) as checkpointer:
             for n in checkpointer.steps(9):
                 if n == 2:
-                    checkpointer._saving.writer.wait_until_at_most(0)
+                    wait_until_saved(tmp_path, 1)
                     signal.raise_signal(TERM)
                     if last == "anchor":
                         model[1](torch.randn(6, 16))

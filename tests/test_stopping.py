@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import wait_for
 
 ROOT = Path(__file__).parent.parent
 # `checkflow plan`, whose ILP is one that takes hours; it says when the solver is asked.
@@ -133,13 +134,6 @@ def planning(folder: Path, command: str, solver: str) -> Iterator[subprocess.Pop
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-
-
-def wait_for(happened: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not happened():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.02)
 
 
 def children_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
