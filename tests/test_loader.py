@@ -90,6 +90,34 @@ def test_workers_change_nothing(workers: int) -> None:
     assert run(workers, 15) == whole[15:]
 
 
+class Cached:
+    """Draws for a sample only when it is first made in a process."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, float] = {}
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        self.made.setdefault(index, random.random())
+        return index
+
+
+def mixed(samples: list[int]) -> tuple[list[int], list[float]]:
+    return samples, [random.random(), np.random.rand(), torch.rand(()).item()]
+
+
+def test_what_samples_draw_changes_nothing_for_collating() -> None:
+    def batches(workers: int) -> list[Any]:
+        loader = DataLoader(Cached(), 4, shuffle=True, collate_fn=mixed, num_workers=workers, seed=3)
+        return [batch for _ in range(2) for batch in loader]
+
+    here = batches(0)  # where all has been made in the first epoch
+    assert here == batches(2)
+    assert len({tuple(numbers) for _, numbers in here}) == len(here) == 4
+
+
 def test_epochs_differ_and_follow_each_other() -> None:
     loader = DataLoader(Augmented(16), 4, True, seed=0)
     first, second = rows(loader), rows(loader)
