@@ -100,7 +100,8 @@ class Cached:
         return 8
 
     def __getitem__(self, index: int) -> int:
-        self.made.setdefault(index, random.random())
+        if index not in self.made:
+            self.made[index] = random.random()
         return index
 
 
