@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from checkflow.errors import MismatchError
 from checkflow.runtime.live_state import capture_generators, restore_generators
-from checkflow.runtime.resumable import ResumableLoader
+from checkflow.runtime.resumable import ResumableLoader, cannot_go_on
+from checkflow.runtime.sampling import with_inner
 from checkflow.runtime.worker_signals import WorkerShield
 
 END: Final = object()  # in the place of a batch
@@ -149,11 +149,6 @@ class ForeignLoader(ResumableLoader):
         """What the position is counted in."""
         return {"way": self.way, "loader": type(self.loader).__name__, "workers": workers_of(self.loader)}
 
-    def _refuse_another(self, state: Mapping[str, Any]) -> None:
-        for name, have in self._identity().items():
-            if (want := state.get(name)) != have:
-                raise MismatchError(f"the checkpoint's loader has {name}={want!r}, this one {name}={have!r}")
-
     def _forget(self) -> None:
         self._ends, self._onward = {}, {}
 
@@ -172,7 +167,7 @@ class _Rest(Iterator[Any]):
     def __next__(self) -> Any:
         loader = self._loader
         if self._broken:
-            raise _cannot_go_on()
+            raise cannot_go_on()
         if self._iterator is None:
             if loader.exhausted:
                 raise StopIteration
@@ -217,7 +212,7 @@ class _Rest(Iterator[Any]):
             raise
         if batch is END and self._failed and not (loader.exhausted or _goes_on_after_errors(iterator)):
             self._broken = True
-            raise _cannot_go_on()
+            raise cannot_go_on()
         self._failed = False
         return batch
 
@@ -225,10 +220,6 @@ class _Rest(Iterator[Any]):
 def _goes_on_after_errors(iterator: Iterator[Any]) -> bool:
     """Whether it is one of torch's over map-style data, which end where there are no indices left."""
     return isinstance(iterator, _BaseDataLoaderIter) and iterator._dataset_kind == _DatasetKind.Map
-
-
-def _cannot_go_on() -> RuntimeError:
-    return RuntimeError("this iteration of the loader ended with an error, and cannot go on: iterate anew")
 
 
 @contextlib.contextmanager
@@ -246,19 +237,11 @@ def drawing_from(generators: Mapping[str, Any] | None) -> Iterator[None]:
 
 
 def parts(loader: Any) -> list[Any]:
-    """A loader and what it goes by: its samplers, and theirs, and its data set."""
-    found: list[Any] = []
-    waiting = [loader]
-    while waiting:
-        one = waiting.pop(0)
-        if one is None or any(one is other for other in found):
-            continue
-        found.append(one)
-        if one is loader:
-            waiting += [getattr(one, name, None) for name in ("batch_sampler", "sampler", "dataset")]
-        elif one is not getattr(loader, "dataset", None):
-            waiting.append(getattr(one, "sampler", None))
-    return found
+    """A loader and what it goes by: its samplers, and theirs, and its data set; each once."""
+    samplers = [one for name in ("batch_sampler", "sampler") for one in with_inner(getattr(loader, name, None))]
+    dataset = getattr(loader, "dataset", None)
+    found = {id(one): one for one in (loader, *samplers, dataset) if one is not None}
+    return list(found.values())
 
 
 def workers_of(loader: Any) -> int:

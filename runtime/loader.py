@@ -34,7 +34,7 @@ from checkflow.runtime.feed import Caught, Failure, Feed, made_here
 from checkflow.runtime.generators import Reseed
 from checkflow.runtime.loader_arguments import given_share, read_seed, refuse_contradictions, refuse_dealing
 from checkflow.runtime.order import BatchSteps, SampleSteps, Share, Steps, Tail, count_steps
-from checkflow.runtime.resumable import ResumableLoader
+from checkflow.runtime.resumable import ResumableLoader, cannot_go_on, refuse_another
 from checkflow.runtime.sample_randomness import SeededDataset, derived_seed
 from checkflow.runtime.sampling import BLOCK, iterate_sampler, with_inner
 from checkflow.runtime.worker_signals import WorkerShield
@@ -354,9 +354,7 @@ class DataLoader(ResumableLoader):
         Raises:
             MismatchError: the data set's size, the order or the seed differs: other samples would be meant.
         """
-        for name, have in self._identity().items():
-            if (want := state.get(name)) != have:
-                raise MismatchError(f"the checkpoint's loader has {name}={want!r}, this one {name}={have!r}")
+        refuse_another(state, self._identity())
         if self.generator is not None and "generator" not in state:
             raise MismatchError("the checkpoint's loader has no generator=, this one has: other orders would follow")
         self._drawn = {int(number): (seeds[0], seeds[1]) for number, seeds in state["drawn"].items()}
@@ -375,11 +373,11 @@ class _Rest(Iterator[Any]):
 
     def __init__(self, loader: DataLoader, batches: Iterator[Any], *, told: bool) -> None:
         self._loader, self._feed, self._batches, self._told = loader, loader._feed, batches, told
-        self._broken = False  # by an error: what is left would seem to be the epoch's end
+        self._broken = False  # by an error
 
     def __next__(self) -> Any:
         if self._broken:
-            raise RuntimeError("this iteration of the loader ended with an error, and cannot go on: iterate anew")
+            raise cannot_go_on()
         loader, feed = self._loader, self._feed
         self._broken = True  # unless this returns
         more = feed.more

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from checkflow.errors import UnsupportedError
+from checkflow.errors import MismatchError, UnsupportedError
 from checkflow.runtime.accelerating import told_to_accelerate
 from checkflow.runtime.torch_view import torch_view
 from checkflow.runtime.worker_signals import WorkerShield
@@ -212,6 +212,22 @@ class ResumableLoader(abc.ABC):
         Raises:
             MismatchError: the loader is another one: other samples would be meant.
         """
+
+
+def refuse_another(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Refuse the state of a loader of another identity: what its position is counted in.
+
+    Raises:
+        MismatchError: it is another one.
+    """
+    for name, have in identity.items():
+        if (want := state.get(name)) != have:
+            raise MismatchError(f"the checkpoint's loader has {name}={want!r}, this one {name}={have!r}")
+
+
+def cannot_go_on() -> RuntimeError:
+    """What an iteration raises that an error has ended: to stop would say that the epoch is over."""
+    return RuntimeError("this iteration of the loader ended with an error, and cannot go on: iterate anew")
 
 
 class _Iteration(Iterator[Any]):

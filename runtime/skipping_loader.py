@@ -13,6 +13,7 @@ from checkflow.errors import MismatchError, UnsupportedError
 from checkflow.runtime import extra_state
 from checkflow.runtime.foreign_loaders import END, ForeignLoader
 from checkflow.runtime.generators import generator_states, generators_kept, seed_generators, set_generator_states
+from checkflow.runtime.resumable import refuse_another
 
 logger = logging.getLogger("checkflow")
 
@@ -165,7 +166,7 @@ class SkippingLoader(ForeignLoader):
             MismatchError: the loader is another one, or has another number of workers.
             UnsupportedError: it is an iterator that starts over, and was iterated already.
         """
-        self._refuse_another(state)
+        refuse_another(state, self._identity())
         if self._starts_over and self._made:
             raise UnsupportedError(
                 f"this {type(self.loader).__name__} was iterated before it is to go on from a checkpoint: make another"

@@ -16,6 +16,7 @@ from checkflow.runtime import extra_state
 from checkflow.runtime.foreign_loaders import END, ForeignLoader, Place, drawing_from, parts
 from checkflow.runtime.frozen_state import freeze, thaw
 from checkflow.runtime.live_state import capture_generators
+from checkflow.runtime.resumable import refuse_another
 
 logger = logging.getLogger("checkflow")
 
@@ -251,7 +252,7 @@ class StateLoader(ForeignLoader):
         Raises:
             MismatchError: the loader is another one, or has another number of workers.
         """
-        self._refuse_another(state)
+        refuse_another(state, self._identity())
         inner = state["inner"]
         self._to_load, self._running = inner is not None, None
         self._at = _Inner() if inner is None else _read(inner)
