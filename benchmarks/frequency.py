@@ -175,9 +175,11 @@ def block_iterations(every: int, iteration_seconds: float, least_seconds: float)
 
 
 def turns(names: Sequence[str], number: int) -> list[str]:
-    """The order of a round: each round another one begins."""
+    """The order of a round: each round another one begins, and every second one goes backwards, so that none comes
+    after the same one each time."""
     first = number % len(names)
-    return [*names[first:], *names[:first]]
+    order = [*names[first:], *names[:first]]
+    return order if number % 2 == 0 else [order[0], *reversed(order[1:])]
 
 
 def run_block(way: Way, iterations: int) -> Block:

@@ -119,7 +119,7 @@ def test_a_block_is_whole_intervals(every: int, iteration: float, least: float, 
 
 def test_turns() -> None:
     orders = ["".join(frequency.turns("abc", number)) for number in range(4)]
-    assert orders == ["abc", "bca", "cab", "abc"]
+    assert orders == ["abc", "bac", "cab", "acb"]
 
 
 def test_a_spread_for_people() -> None:
