@@ -29,7 +29,7 @@ from checkflow.runtime.anchors import Sightings, in_backward
 from checkflow.runtime.barriers import Program
 from checkflow.runtime.execution import Execution
 from checkflow.runtime.job import Job
-from checkflow.runtime.live_state import capture_extra, compact_generators
+from checkflow.runtime.live_state import capture_extra, compact_generators, versions_of
 from checkflow.runtime.pace import Pace
 from checkflow.runtime.phases import DATA, FORWARD_BACKWARD, OTHER, PhaseClock
 from checkflow.runtime.plan_in_place import PlanInPlace
@@ -84,7 +84,7 @@ class Boundaries:
         self.looping: bool | None = None  # whether epochs() or steps() goes on; None: neither was called
         self._closed = False
         self._began = False  # an iteration, since the last boundary
-        # All state at the last boundary, and its version counters, in case that is to be captured after the loop.
+        # All state at a boundary that was not captured, and its version counters, in case it is the last one.
         self._passed: tuple[TrainingState | None, list[int]] = None, []
         self._left_epochs = False  # with ``break``, after the epoch's last batch
         self._sightings = Sightings()
@@ -201,18 +201,7 @@ class Boundaries:
                 "no checkpoint was made: batches were handed to a loop that may fetch ahead, where nothing but "
                 "checkpointer.step(), after each optimizer step, tells what was used"
             )
-        if self._last_is_lost():
-            self._captured_iteration = self._first_iteration
         self._capture_last_boundary()
-
-    def _last_is_lost(self) -> bool:
-        """Whether the last boundary was captured in vain: there is no next one. Waits for storage, as closing does."""
-        if self._captured_iteration != self.iteration or self.iteration == self._first_iteration:
-            return False
-        self.execution.finish()
-        self._saving.writer.wait_until_at_most(0)
-        durable = self._saving.writer.durable
-        return durable is None or durable.step != self.iteration
 
     def close(self) -> None:
         """Take the hooks away and bring the capture in flight to its end; once more, if that was interrupted."""
@@ -392,7 +381,8 @@ class Boundaries:
         if not ending:  # otherwise when this boundary is saved
             self.raise_if_asked()
         self.execution.heed(self._saving.writer)
-        self._passed = self._job.walk.current(), self._versions()
+        if not due:
+            self._passed = self._job.walk.current(), self._versions()
         if due:
             self.clock.shift(self._capture(epoch_end))
         self.pace.left()
@@ -427,7 +417,7 @@ class Boundaries:
     def _end(self) -> NoReturn:
         """Wait until storage has what was captured, and end training here."""
         self.execution.finish()
-        self._saving.writer.wait_until_at_most(0)
+        self._saving.writer.settle()
         self.raise_if_asked()
         durable = self._saving.writer.durable
         if (self._first_iteration if durable is None else durable.step) != self.iteration:
@@ -443,8 +433,9 @@ class Boundaries:
         back), as far as version counters tell, and whose memory it is.
         """
         captured = self._captured_iteration == self.iteration
-        if captured or self.execution.stepped or self._began or not self.pace.is_due(self.iteration, demanded=True):
+        if captured or self.execution.stepped or self._began:
             return
+        self.pace.is_due(self.iteration, demanded=True)  # what is demanded, storage is to take, too
         state, versions = self._passed
         if self._job.walk.current() is not state or self._versions() != versions:
             logger.warning("the state was changed after step %d, which is not saved therefore", self.iteration)
@@ -456,7 +447,7 @@ class Boundaries:
             self.clock.shift(self._capture(epoch_end=False))
 
     def _versions(self) -> list[int]:
-        return [item.tensor._version for item in self._job.walk.current().tensors]
+        return versions_of(item.tensor for item in self._job.walk.current().tensors)
 
     def _capture(self, epoch_end: bool) -> float:
         """Capture this boundary; returns the seconds waited for storage and buffers."""

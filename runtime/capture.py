@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import operator
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -34,14 +33,12 @@ from checkflow.runtime.barriers import AnchorWork, Program
 from checkflow.runtime.copy_engine import Concluded, CopyEngine, CopyRecord, CopyStatistics, Moved, Outcome, Transfer
 from checkflow.runtime.digest import Digest, Digests
 from checkflow.runtime.layout import Layout, make_layout
-from checkflow.runtime.live_state import StateWalk
+from checkflow.runtime.live_state import StateWalk, version_of, versions_of
 from checkflow.runtime.settled import SettledTensors, WrittenError
 from checkflow.runtime.staging import StagingBuffer, StagingBuffers
 from checkflow.state import TrainingState
 
 logger = logging.getLogger("checkflow")
-
-_version_of = operator.attrgetter("_version")
 
 
 @dataclass
@@ -60,6 +57,7 @@ class Capture:
     plan_digest: str  # of the plan that it was begun under, "" where there was none
     by_plan: bool  # whether copies are made when that says, and not all at the boundary
     begun: float = field(default_factory=time.monotonic)
+    arrived: bool = False  # and handed on
     error: CheckflowError | None = None  # why it did not arrive
 
 
@@ -184,31 +182,32 @@ class Capturer:
         begun = time.perf_counter()
         self.make_room()
         buffer = self._buffers.take()
-        waited_seconds = time.perf_counter() - begun
-        try:
+        try:  # at once: what a signal's handler raises comes between any two lines
+            waited_seconds = time.perf_counter() - begun
             if buffer.index not in self._prepared:
                 self._prepare(buffer, arrangement)
             at_once = self._copy_at_boundary(buffer, arrangement)
             digests = Digests(arrangement.state.tensors) if audit or self.settled.undecided else None
             settled = self.settled.look(self._tensors, digests)
+            ties, absent = arrangement.state.ties, arrangement.absent
+            self._capture = capture = Capture(
+                step, buffer, arrangement.layout, extra, info, ties, absent, digests, settled, self._plan.digest,
+                by_plan=not self._at_boundary,
+            )  # fmt: skip
         except BaseException:
+            self._capture = None
             self._buffers.give_back(buffer)
             raise
-        ties, absent = arrangement.state.ties, arrangement.absent
-        self._capture = capture = Capture(
-            step, buffer, arrangement.layout, extra, info, ties, absent, digests, settled, self._plan.digest,
-            by_plan=not self._at_boundary,
-        )  # fmt: skip
         self._iteration = self._next = 0
         self._versions = {}  # nothing has been written yet: they are looked at from the next anchor on
         self._engine.begin(
             self._prepared[buffer.index],
-            lambda: self._deliver(capture),
+            lambda: self._hand_on(capture),
             at_once,
             lambda error: self._fail(capture, error),
         )
         self.reached(BOUNDARY)
-        self._versions = dict(zip(self._tensors, map(_version_of, self._tensors.values()), strict=True))
+        self._versions = dict(zip(self._tensors, versions_of(self._tensors.values()), strict=True))
         return waited_seconds
 
     def make_room(self) -> bool:
@@ -277,7 +276,7 @@ class Capturer:
         assert self._capture is not None
         for chunk in live:
             name = self._plan.chunks[chunk].tensor
-            if name in self._versions and self._tensors[name]._version != self._versions[name]:
+            if name in self._versions and version_of(self._tensors[name]) != self._versions[name]:
                 if name in self._capture.settled:
                     raise WrittenError(self._capture.step, name)
                 raise ConsistencyError(f"{name} was written before its copy was made")
@@ -358,6 +357,11 @@ class Capturer:
             self.moved += moved
             self.last_report = CaptureReport(one.capture.step, outcome, one.boundary_bytes, moved)
 
+    def _hand_on(self, capture: Capture) -> None:
+        """On the engine's thread: all of it is there."""
+        capture.arrived = True
+        self._deliver(capture)
+
     def _fail(self, capture: Capture, error: CheckflowError) -> None:
         """On the engine's thread: what was on its way did not arrive."""
         capture.error = error
@@ -369,9 +373,9 @@ class Capturer:
         Those that were concluded are waited for.
         """
         capture = self._capture
-        over = self._engine.abort()
-        lost = capture is not None and (not over or capture.error is not None)
-        if capture is not None and not over:
+        self._engine.abort()  # of which it may never have heard
+        lost = capture is not None and not capture.arrived
+        if capture is not None and lost and capture.error is None:
             self._buffers.give_back(capture.buffer)
         self._capture = None
         self._collect()

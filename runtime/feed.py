@@ -1,4 +1,4 @@
-"""What goes through torch's loader: an epoch's steps, and back come batches, or errors in their places."""
+"""From an epoch's steps to its batches, or errors in their places: through torch's loader, or made here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LABEL = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"  # under 
 
 
 class Feed(Sampler[Any]):
-    """What torch's loader takes its batches from; it fetches ahead of what it hands out."""
+    """What batches are made from; torch's loader fetches ahead of what it hands out."""
 
     def __init__(self) -> None:
         self.begin(SampleSteps((), 1, Share(), "even"), 0, 0)

@@ -63,6 +63,7 @@ class HostCopyEngine:
         # What is to be called for a complete capture; the thread calls it: no signal's handler comes in between there.
         self._delivery: Callable[[], None] | None = None
         self._delivered = True
+        self._begun = False  # what leaves at once has left
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="checkflow-copy", daemon=True)
         self._thread.start()
@@ -78,6 +79,7 @@ class HostCopyEngine:
             if self._remaining or self._delivery is not None:
                 raise RuntimeError("a capture is still running")
             self._transfers, self._on_complete, self._delivered = transfers, on_complete, False
+            self._begun = False
             self._status = bytearray(len(transfers))
             self._remaining = len(transfers) + 1  # what leaves at once is one more
             self._orders = []
@@ -86,6 +88,7 @@ class HostCopyEngine:
         for transfer in at_once:
             ctypes.memmove(transfer.target, transfer.source, transfer.length_bytes)
         with self._mutex:
+            self._begun = True
             self._count(1)
 
     def snapshot(self, chunks: Sequence[int], anchor: str) -> None:
@@ -181,7 +184,10 @@ class HostCopyEngine:
         if self._remaining:
             self.wait(range(len(self._transfers)))
         with self._mutex:
-            self._changed.notify_all()  # an interrupt may have come before who counted the last chunk did
+            if self._begun and not self._delivered and self._delivery is None:
+                # All is there, and an interrupt came before the last chunk was counted.
+                self._remaining, self._delivery = 0, self._on_complete
+            self._changed.notify_all()
             while self._delivery is not None:
                 self._changed.wait()
             for chunk in list(self._snapshots):
@@ -194,7 +200,7 @@ class HostCopyEngine:
                 if self._status[chunk] == _QUEUED:
                     self._status[chunk] = _PENDING
             self._queue.clear()
-            self._on_complete = _nothing
+            self._on_complete, self._begun = _nothing, False
             self._changed.notify_all()
             while _RUNNING in self._status or self._delivery is not None:
                 self._changed.wait()

@@ -112,7 +112,10 @@ class DataLoader(ResumableLoader):
                 "checkflow.DataLoader takes map-style data (with __len__ and __getitem__); for others: "
                 "checkflow.resumable(torch.utils.data.DataLoader(...))"
             )
-        refuse_contradictions(batch_size, shuffle, sampler, batch_sampler, drop_last=drop_last, tail=tail)
+        refuse_contradictions(
+            batch_size, shuffle, sampler, batch_sampler, drop_last=drop_last, tail=tail, timeout=timeout,
+            workers=num_workers,
+        )  # fmt: skip
         if num_workers > 1 and not in_order:
             raise ValueError("in_order=False and several workers exclude each other: a position says which came before")
         self.dataset, self.batch_size, self.drop_last, self.seed = dataset, batch_size, drop_last, read_seed(seed)

@@ -38,9 +38,12 @@ def given_share(rank: int | None, world_size: int | None) -> Share:
 
 
 def refuse_contradictions(
-    batch_size: int | None, shuffle: bool | None, sampler: Any, batch_sampler: Any, *, drop_last: bool, tail: str | None
-) -> None:
+    batch_size: int | None, shuffle: bool | None, sampler: Any, batch_sampler: Any, *, drop_last: bool,
+    tail: str | None, timeout: float, workers: int,
+) -> None:  # fmt: skip
     """As torch refuses them, and those of what torch has not."""
+    if timeout and not workers:
+        raise ValueError(f"timeout={timeout!r} is for batches of workers, and num_workers is 0")
     if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
         raise ValueError(f"batch_size must be a whole number of at least 1, or None, not {batch_size!r}")
     if tail is not None and tail not in TAILS:

@@ -161,6 +161,7 @@ class Pace:
                 counts=like,
                 evaluation_seconds=evaluation_seconds,
                 persist_seconds=persist.seconds if persist is not None and persist.error is None else None,
+                persist_failed=persist is not None and persist.error is not None,
                 held_seconds=held_seconds - self._held_seconds if self._waits else 0.0,
             )
         )  # fmt: skip

@@ -3,7 +3,8 @@
 A capture is written by the store's commit protocol, or it fails as a whole; either way its buffer goes back and
 training goes on. Where captures come faster than storage takes them, the newest replaces the one that still waits
 (``supersede``), or the training thread waits (``wait_until_at_most``): the caller chooses. A capture may also be held
-back: it stays in host memory until a newer one replaces it, or all are to be written (``urge``).
+back: it stays in host memory until a newer one replaces it, or all are to be written (``urge``). One that storage did
+not take stays, too, until a newer one is begun: if there is none, it is tried once more (``settle``).
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Writer:
         recycle: gives a capture's buffer back.
         supersede: whether a newer capture replaces one that still waits.
         lasting: which captures give way only to one of their own kind.
+        newest: whether no capture was begun after this one.
     """
 
     def __init__(
@@ -63,14 +65,19 @@ class Writer:
         *,
         supersede: bool,
         lasting: Callable[[Capture], bool] = lambda _: False,
+        newest: Callable[[Capture], bool] = lambda _: False,
     ) -> None:
         self._commit, self._recycle, self._supersede, self._lasting = commit, recycle, supersede, lasting
         self._waiting: deque[Capture] = deque()
+        self._newest = newest
         self._held: Capture | None = None  # complete, and not to be written yet
+        self._lost: Capture | None = None  # which storage did not take at its first try
+        self._again: Capture | None = None  # which is tried once more
         self._mutex = threading.RLock()  # entered by itself, not by the condition: see interrupts.py
         self._changed = threading.Condition(self._mutex)
         self._busy = self._closed = False
         self._error: CheckflowError | None = None
+        self._lost_error: CheckflowError | None = None
         self._written: list[str] = []
         self.committed = self.failed = self.superseded = self.audited = self.breaches = 0
         self.breached_plans: set[str] = set()  # by digest: a breach refutes the plan that it was captured by
@@ -140,6 +147,25 @@ class Writer:
                 self._changed.wait()
         return time.perf_counter() - begun
 
+    def settle(self) -> None:
+        """Wait until every capture is committed, or has failed: the newest one twice, as no other makes up for it."""
+        self.wait_until_at_most(0)
+        with self._mutex:
+            if self._lost is None:
+                return
+            logger.warning("step %d is the newest: its checkpoint is tried once more", self._lost.step)
+            self._again, self._lost = self._lost, None
+            self._waiting.append(self._again)
+            self._changed.notify_all()
+        self.wait_until_at_most(0)
+
+    def forget_lost(self) -> None:
+        """A newer capture is begun: the one that storage did not take is given up."""
+        with self._mutex:
+            lost, self._lost = self._lost, None
+        if lost is not None:
+            self._recycle(lost)
+
     def take_error(self) -> CheckflowError | None:
         """The first error since the last call, if there was one."""
         with self._mutex:
@@ -154,7 +180,7 @@ class Writer:
 
     def close(self) -> None:
         """Commit what is left, then stop."""
-        self.wait_until_at_most(0)
+        self.settle()
         with self._mutex:
             self._closed = True
             self._changed.notify_all()
@@ -175,17 +201,24 @@ class Writer:
                 self._busy = False
                 self.committed += outcome.error is None
                 self.failed += outcome.error is not None
-                self._error = self._error or outcome.error
                 self._note(capture, outcome)
+                stays = self._lost is not None
                 self._changed.notify_all()
-            self._recycle(capture)
+            if not stays:
+                self._recycle(capture)
             self.after_each()
 
     def _note(self, capture: Capture, outcome: Persisted) -> None:
-        now = time.monotonic()
-        if outcome.error is not None:
-            self.last_failure = (now, f"{type(outcome.error).__name__}: {outcome.error}")
+        now, error = time.monotonic(), outcome.error
+        if error is not None:
+            self.last_failure = (now, f"{type(error).__name__}: {error}")
+            self._error = self._error or error
+            void = isinstance(error, ConsistencyError | WrittenError)
+            if not void and capture is not self._again and self._newest(capture):
+                self._lost, self._lost_error = capture, error
             return
+        if capture is self._again and self._error is self._lost_error:
+            self._error = None  # made up for
         self.durable = Durable(capture.step, capture.begun, now)
         self.persisted_bytes += outcome.size_bytes
         self.persist_seconds += outcome.seconds

@@ -169,7 +169,8 @@ class Preemption:
             _as_before(number, before, frame)
         elif self._overdue:
             self._overdue = False
-            raise self._exception()
+            if not (self._saving or self._raised):  # a boundary may have come meanwhile
+                raise self._exception()
         elif first is not None:
             if time.monotonic() - first >= ECHO_SECONDS:
                 _as_before(number, before, frame)
@@ -251,11 +252,11 @@ class Preemption:
         """No boundary has come: training ends where it is."""
         if self._saving or self._raised:
             return
-        logger.warning("no boundary has come: training ends where it is, and what is in flight is saved")
         if signal.getsignal(number) == self._handler:
             self._overdue = True
             # To the thread itself: that wakes it from whatever call of the system it waits in.
             signal.pthread_kill(threading.main_thread().ident or 0, number)
+        logger.warning("no boundary has come: training ends where it is, and what is in flight is saved")
 
     def _give_up(self, number: int) -> None:
         """The time is over: end the process as the signal would have done."""

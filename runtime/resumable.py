@@ -227,7 +227,10 @@ def refuse_another(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Non
 
 def cannot_go_on() -> RuntimeError:
     """What an iteration raises that an error has ended: to stop would say that the epoch is over."""
-    return RuntimeError("this iteration of the loader ended with an error, and cannot go on: iterate anew")
+    return RuntimeError(
+        "this iteration of the loader ended with an error, and cannot go on: start the job again, or set the loader's "
+        "place (set_epoch(epoch, position) or load_state_dict) and iterate it anew"
+    )
 
 
 class _Iteration(Iterator[Any]):

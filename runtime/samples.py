@@ -37,6 +37,7 @@ class Iteration:
     persisted: bool = False  # storage was being written to
     counts: bool = True  # whether it is an iteration like others
     persist_seconds: float | None = None  # that a persist took which ended in it
+    persist_failed: bool = False  # one ended in it, in vain
     held_seconds: float = 0.0  # of its time, in which training surely waited for checkpointing
     evaluation_seconds: float = 0.0  # of its time, by which evaluation usually lengthens one
 
@@ -265,6 +266,9 @@ class Samples:
             self.captures_seen += 1
 
     def _follow_persist(self, iteration: Iteration) -> None:
+        if iteration.persist_failed:
+            self._persist = None
+            return
         if iteration.persisted:
             self._persist = self._persist or Span()
             self._persist.add(iteration)
@@ -277,7 +281,7 @@ class Samples:
                 self._persists.append(span)
             self._persist = None
         elif not iteration.persisted:
-            self._persist = None  # it failed
+            self._persist = None
 
 
 def median(values: Iterable[float]) -> float:

@@ -64,7 +64,9 @@ class Saving:
             undo.callback(self.engine.close)
             self.buffers = StagingBuffers(host_buffers, locking, self._urge)
             undo.callback(self.buffers.close)
-            self.writer = Writer(self._commit, self._recycle, supersede=not each, lasting=self._lasts)
+            self.writer = Writer(
+                self._commit, self._recycle, supersede=not each, lasting=self._lasts, newest=self._is_newest
+            )
             undo.pop_all()
 
     def begin(
@@ -90,6 +92,7 @@ class Saving:
         # GPU's last bytes are still on their way are bounded by the staging buffers.
         waited_seconds = self.writer.wait_until_at_most(1) if self._each else 0.0
         self.newest = (step, time.monotonic())
+        self.writer.forget_lost()  # this one makes up for it
         (self._held_back.discard if durable else self._held_back.add)(step)
         waited_seconds += execution.begin(step, extra, info, audit=bool(audit))
         self.captures += 1
@@ -102,7 +105,7 @@ class Saving:
         (self.writer.hold if hold else self.writer.submit)(capture)
 
     def close(self) -> None:
-        """Commit what is left, then give threads and memory back."""
+        """Commit what is left, what failed last once more, then give threads and memory back."""
         self.writer.close()
         self.engine.close()
         self.buffers.close()
@@ -123,8 +126,11 @@ class Saving:
         self.writer.urge()
 
     def _lasts(self, capture: Capture) -> bool:
-        """Whether a capture is one that retention keeps: storage gets it, even if it falls behind."""
+        """Whether a capture is one that retention keeps: it gives way to none but its own kind."""
         return self._store.keep_epochs and capture.info.get("epoch_end") is True
+
+    def _is_newest(self, capture: Capture) -> bool:
+        return self.newest is not None and self.newest[0] == capture.step
 
     def _recycle(self, capture: Capture) -> None:
         self.buffers.give_back(capture.buffer)

@@ -33,6 +33,7 @@ from checkflow.errors import ConsistencyError
 from checkflow.graph import AnchorKind
 from checkflow.plan import Plan
 from checkflow.runtime.digest import Digest, Digests
+from checkflow.runtime.live_state import version_of
 
 logger = logging.getLogger("checkflow")
 
@@ -92,7 +93,7 @@ class SettledTensors:
         watched = sorted((self._late - self._written) & tensors.keys())
         values = digests.wait() if digests is not None and watched else None
         for name in watched:
-            now = (tensors[name]._version, None if values is None else values[name])
+            now = (version_of(tensors[name]), None if values is None else values[name])
             version, digest = self._known.get(name, now)
             if now[0] != version or now[1] not in (None, digest):
                 changed.append(name)

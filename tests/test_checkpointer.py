@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from waiting import wait_for
 
+import checkflow
 from checkflow import plan as plans
 from checkflow.errors import MismatchError, PlanError, StorageError, UnsupportedError
 from checkflow.plan import Plan
@@ -120,55 +121,101 @@ def test_a_full_disk_raises_if_asked(small_disk: Path) -> None:
             iterate()
 
 
+def failing_commits(monkeypatch: pytest.MonkeyPatch, step: int, times: int) -> list[bool]:
+    """Commits of this step fail, so many times; what is returned grows with each try: whether that ended an epoch."""
+    commit, tries = Store.commit, []
+
+    def failing(self: Store, number: int, layout: Any, staging: Any, extra: Any, info: Any, **keywords: Any) -> Path:
+        if number == step:
+            tries.append(info["epoch_end"])
+            if len(tries) <= times:
+                raise StorageError("planted")
+        return commit(self, number, layout, staging, extra, info, **keywords)
+
+    monkeypatch.setattr(Store, "commit", failing)
+    return tries
+
+
 @pytest.mark.parametrize("times", [1, 2])
-def test_the_end_of_training_is_saved_at_the_second_try(
-    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_the_end_of_training_is_tried_twice_and_saved_as_it_was(
+    on_error: Any, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any other checkpoint that fails is made up for by the next one."""
     plan = make_plan()
     model, optimizer, iterate = make()
-    commit, tries = Store.commit, []
-
-    def failing(self: Store, step: int, *arguments: Any, **keywords: Any) -> Path:
-        if step == 5:
-            tries.append(step)
-            if len(tries) <= times:
-                raise StorageError("planted")
-        return commit(self, step, *arguments, **keywords)
-
-    monkeypatch.setattr(Store, "commit", failing)
-    with Checkpointer(model, optimizer, directory=tmp_path, plan=plan, every=1, audit=1, keep_latest=9) as checkpointer:
+    tries = failing_commits(monkeypatch, 5, times)
+    raised = pytest.raises(StorageError) if times == 2 and on_error == "raise" else contextlib.nullcontext()
+    with (
+        raised,
+        Checkpointer(
+            model, optimizer, directory=tmp_path, plan=plan, every=1, audit=1, keep_latest=9, on_error=on_error
+        ) as checkpointer,
+    ):
         for _ in checkpointer.steps(5):
             iterate()
         truth = clone_state({"model": model}, {"optimizer": optimizer})
-    assert steps(tmp_path) == [1, 2, 3, 4, 5][: 6 - times]
+        numbers = torch.get_rng_state()
+        wait_for(lambda: checkpointer.report()["failed"])
+        for parameter in model.parameters():
+            parameter.data.zero_()  # another average's weights: no version counter moves
+        optimizer.param_groups[0]["lr"] = 123.0
+        torch.rand(3)
     assert len(tries) == 2
+    assert steps(tmp_path) == [1, 2, 3, 4, 5][: 6 - times]
     assert checkpointer.report()["failed"] == times
     if times == 1:
         assert_checkpoint_is(find(tmp_path)[0], truth)
+        torch.manual_seed(5)
+        model, optimizer, _ = make()
+        with Checkpointer(model, optimizer, directory=tmp_path, plan=plan, every=1) as checkpointer:
+            for _ in checkpointer.steps(5):
+                pytest.fail("nothing is left")
+            assert torch.equal(torch.get_rng_state(), numbers)
+        assert optimizer.param_groups[0]["lr"] == 0.01
 
 
-def test_weights_put_back_after_a_failed_end_are_not_saved_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_end_of_an_epoch_is_saved_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan()
     model, optimizer, iterate = make()
-    commit = Store.commit
+    tries = failing_commits(monkeypatch, 4, 1)
+    data = TensorDataset(torch.randn(12, 4), torch.randint(0, 3, (12,)))
+    with Checkpointer(model, optimizer, DataLoader(data, 6), directory=tmp_path, plan=plan, every=1) as checkpointer:
+        for _ in checkpointer.epochs(2):
+            for x, y in checkpointer.loader:
+                iterate(x, y)
+    assert tries == [True, True]
+    assert open_checkpoint(find(tmp_path)[0]).manifest.info["epoch_end"] is True
 
-    def failing(self: Store, step: int, *arguments: Any, **keywords: Any) -> Path:
-        if step == 5:
-            raise StorageError("planted")
-        return commit(self, step, *arguments, **keywords)
 
-    monkeypatch.setattr(Store, "commit", failing)
-    with Checkpointer(model, optimizer, directory=tmp_path, plan=plan, every=1, keep_latest=9) as checkpointer:
-        for _ in checkpointer.steps(5):
+def test_a_lost_checkpoint_in_training_is_left_to_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan()
+    model, optimizer, iterate = make()
+    tries = failing_commits(monkeypatch, 2, 9)
+    with Checkpointer(
+        model, optimizer, directory=tmp_path, plan=plan, every=1, keep_latest=9, host_buffers=1
+    ) as checkpointer:
+        for _ in checkpointer.steps(4):
             iterate()
-        wait_for(lambda: checkpointer.report()["failed"])
-        monkeypatch.setattr(Store, "commit", commit)
-        with torch.no_grad():
-            next(model.parameters()).zero_()
-    assert steps(tmp_path) == [1, 2, 3, 4]
+    assert len(tries) == 1
+    assert steps(tmp_path) == [1, 3, 4]
+
+
+def test_state_made_in_inference_mode_is_saved(tmp_path: Path) -> None:
+    """It has no version counters."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    with torch.inference_mode():
+        model.register_buffer("scale", torch.ones(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with checkflow.Checkpointer(model, optimizer, directory=tmp_path, every=2, audit=1) as checkpointer:
+        for _ in checkpointer.steps(5):
+            optimizer.zero_grad()
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+        truth = clone_state({"model": model}, {"optimizer": optimizer})
+    assert steps(tmp_path) == [4, 5]
+    assert_checkpoint_is(find(tmp_path)[0], truth)
 
 
 def test_a_fault_inside_a_hook_gives_up_that_checkpoint_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,6 +236,8 @@ def test_bad_arguments_are_refused() -> None:
     for bad in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match="batch_size"):
             DataLoader(TensorDataset(torch.zeros(3)), bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="num_workers is 0"):
+        DataLoader(TensorDataset(torch.zeros(3)), timeout=1)
 
 
 def test_derived_seeds_differ() -> None:

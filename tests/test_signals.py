@@ -25,11 +25,13 @@ from waiting import wait_until_saved
 
 import checkflow
 from checkflow import plan as plans
+from checkflow.errors import StorageError
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import preemption
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.preemption import Preemption
 from checkflow.runtime.reader import find
+from checkflow.runtime.store import Store
 
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 ROOT = Path(__file__).parent.parent
@@ -404,6 +406,27 @@ def in_a_child(run: Any) -> int:
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_what_storage_does_not_take_at_the_end_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit, tries = Store.commit, []
+
+    def failing(self: Store, step: int, *arguments: Any, **keywords: Any) -> Path:
+        tries.append(step)
+        if step == 3 and tries.count(3) == 1:
+            raise StorageError("planted")
+        return commit(self, step, *arguments, **keywords)
+
+    monkeypatch.setattr(Store, "commit", failing)
+    loop = Loop(tmp_path)
+    with pytest.raises(checkflow.Preempted), loop.checkpointer as checkpointer:
+        for n in checkpointer.steps(9):
+            loop.iterate()
+            if n == 2:
+                signal.raise_signal(TERM)
+                truth = loop.state()
+    assert tries.count(3) == 2
+    assert_checkpoint_is(find(tmp_path)[0], truth)
 
 
 def test_a_second_signal_acts_at_once(tmp_path: Path) -> None:
