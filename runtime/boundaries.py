@@ -175,6 +175,11 @@ class Boundaries:
         if not late or self._closed:
             return
         if metrics.ranks(self.iteration) and not self._is_saved_or_coming():
+            if self._began:
+                logger.warning(
+                    "%s of step %d is one of the best, and a model has run in training mode since: it is not saved",
+                    name, self.iteration,
+                )  # fmt: skip
             self._capture_passed_boundary()
         self._saving.keep(self.iteration)
 
@@ -475,6 +480,7 @@ class Boundaries:
         with self.clock.holding("boundary"):
             self.execution.finish()
             self.execution.follow()
+            self.execution.hooks.reset()  # what ran since (an evaluation) is no part of the iteration to come
             self.execution.heed(self._saving.writer)
             self.clock.shift(self._capture(epoch_end=False))
 
