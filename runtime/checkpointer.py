@@ -178,7 +178,7 @@ class Checkpointer:
                 cache = PlanCache(self._store.directory, wishes)
                 planning = Planning(job, cache, make_planner(), check_plan, wishes, follow=plan == "auto")
             self._resume(resume, given)
-            if rules.keep_best:
+            if rules.monitor is not None:
                 self._store.look()  # what earlier runs found to be the best is still to be beaten
             self._saving = Saving(self._store, device, each=every is not None, host_buffers=host_buffers, audit=audit)
             undo.callback(self._saving.close)

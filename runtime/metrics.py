@@ -76,6 +76,11 @@ class Metrics:
         )
         return retention.gives_way(self.rules, self._store.known(), first, second)
 
+    @property
+    def best_step(self) -> int | None:
+        """The best of the checkpoints that this run has seen or made, if any has a rank. From any thread."""
+        return next(iter(retention.best(self.rules, self._store.known())), None)
+
     def tell_missing(self) -> None:
         """Training has ended: say it if what ranks checkpoints was never told."""
         rules = self.rules

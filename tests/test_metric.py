@@ -74,7 +74,10 @@ def test_the_best_epoch_survives_a_kill(tmp_path: Path, plan: Plan, capsys: pyte
     )  # fmt: skip
     assert done.returncode == -9, done.stderr
     assert steps(directory) == [8, 10, 15]
-    assert run(directory, plan, losses, **options).resumed_from == 15
+    later = run(directory, plan, losses, **options)
+    assert later.resumed_from == 15
+    assert later.report()["committed"] == 2  # 20 and 24: what epoch 3 came to is not the best, as this run knows too
+    assert later.report()["best_step"] == 8
     run(whole, plan, losses, **options)
     for one in (directory, whole):
         assert steps(one) == [8, 20, 24]
