@@ -224,7 +224,8 @@ class Boundaries:
                 "no checkpoint was made: batches were handed to a loop that may fetch ahead, where nothing but "
                 "checkpointer.step(), after each optimizer step, tells what was used"
             )
-        self._saving.metrics.tell_missing()
+        if self.iteration > self._first_iteration:
+            self._saving.metrics.tell_missing()
         if self._last_is_lost():
             self._captured_iteration = self._first_iteration
         self._capture_last_boundary()
