@@ -11,7 +11,7 @@ import typer
 from checkflow import options
 from checkflow.console import print_json, print_parts, working
 
-_WHERE = "a directory of checkpoints, one of them, or DIRECTORY@STEP"
+_WHERE = "a directory of checkpoints, one of them, DIRECTORY@STEP, or DIRECTORY@best"
 Where = Annotated[str, typer.Argument(metavar="PATH", help=_WHERE)]
 DAMAGED = DIFFERENT = 1
 
@@ -54,7 +54,9 @@ def verify(path: Where = ".", as_json: options.Json = False) -> int:
             say(f"{one.name}, {format_size(read_bytes)} so far")
 
         for one in choose_all(path):
-            done.append(hold(one, progress))
+            found = hold(one, progress)
+            if not found.fault or one.exists():  # a running job's retention may have been there first
+                done.append(found)
     if as_json:
         print_json(report_store.verified_json(done))
     else:

@@ -38,6 +38,9 @@ def listed_tables(directory: str, listed: Sequence[Listed]) -> Iterable[Table | 
     for column in ("step", "epoch", "size", "tensors", "age"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("tier", no_wrap=True)
+    measured = any(one.metrics for one in checkpoints)
+    if measured:
+        table.add_column("metrics", overflow="fold")
     faulty = any(one.fault for one in checkpoints)
     if faulty:
         table.add_column("", overflow="fold")
@@ -46,6 +49,7 @@ def listed_tables(directory: str, listed: Sequence[Listed]) -> Iterable[Table | 
         age = "-" if one.created_unix_seconds is None else _age(now - one.created_unix_seconds)
         table.add_row(
             str(one.step), _epoch(one), format_size(one.size_bytes), _or_dash(one.tensors), age, TIER,
+            *([_metrics(one)] if measured else []),
             *([f"cannot be restored: {one.fault}" if one.fault else ""] if faulty else []),
         )  # fmt: skip
     yield table
@@ -60,6 +64,13 @@ def listed_tables(directory: str, listed: Sequence[Listed]) -> Iterable[Table | 
 
 def _epoch(one: Listed) -> str:
     return f"{one.epoch}{', its end' if one.epoch_end else ''}" if one.epoch is not None else "-"
+
+
+def _metrics(one: Listed) -> str:
+    told = ", ".join(
+        f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}" for name, value in one.metrics.items()
+    )
+    return f"{told} (the best)" if one.best else told
 
 
 def _or_dash(value: object) -> str:

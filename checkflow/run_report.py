@@ -218,6 +218,7 @@ class RunReport:
     lag: Lag
     measured: Measured
     version: Literal[1] = 1
+    best_step: int | None = None
 
     @property
     def held_share(self) -> float | None:

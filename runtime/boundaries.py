@@ -4,7 +4,8 @@ At each boundary that is captured: the capture in flight is brought to its end, 
 (:mod:`.capture`); anchors drive it through the plan's iterations (:mod:`.execution`); the writer commits it
 (:mod:`.persist`, :mod:`.store`). Which boundaries are captured, and which of these storage takes, :mod:`.pace` says:
 multiples of the plan's interval, counted over the whole job, and the ends of epochs and of training (with ``every=``
-only that of training). A resume does not change the count, and what it resumed from is not captured again.
+only that of training), and those that are told to be among the best. A resume does not change the count, and what it
+resumed from is not captured again.
 
 Where the boundary is: when the loader is asked for a batch after an optimizer step, so that whatever the loop did
 after ``optimizer.step()`` (scheduler, EMA, clamps, validation) belongs to the finished iteration. After an epoch's last
@@ -37,6 +38,7 @@ from checkflow.runtime.planning import Planning
 from checkflow.runtime.policy import Asked
 from checkflow.runtime.preemption import Preemption
 from checkflow.runtime.progress import Progress
+from checkflow.runtime.retention import EPOCH_END
 from checkflow.runtime.saving import Saving
 from checkflow.state import TrainingState
 
@@ -165,6 +167,27 @@ class Boundaries:
             batches, waiting,
         )  # fmt: skip
 
+    def metric(self, name: str, value: float) -> None:
+        """The user says what the state is worth; see :meth:`.checkpointer.Checkpointer.metric`."""
+        self.execution.note_unseen_steps()
+        metrics, late = self._saving.metrics, not self._iterated
+        metrics.tell(self.iteration + (not late), name, value, late=late)
+        if not late or self._closed:
+            return
+        if metrics.ranks(self.iteration) and not self._is_saved_or_coming():
+            if self._began:
+                logger.warning(
+                    "%s of step %d is one of the best, and a model has run in training mode since: it is not saved",
+                    name, self.iteration,
+                )  # fmt: skip
+            self._capture_passed_boundary()
+        self._saving.keep(self.iteration)
+
+    def _is_saved_or_coming(self) -> bool:
+        """Whether the last boundary was captured, and that was not in vain: its capture may have given way."""
+        number = self.iteration
+        return number == self._first_iteration or self._saving.metrics.is_there(number)
+
     def leave_loop(self, *, in_epoch: bool = False) -> None:
         """No training follows to copy behind, and what does may write at no anchor: put the best weights back.
 
@@ -201,6 +224,8 @@ class Boundaries:
                 "no checkpoint was made: batches were handed to a loop that may fetch ahead, where nothing but "
                 "checkpointer.step(), after each optimizer step, tells what was used"
             )
+        if self.iteration > self._first_iteration:
+            self._saving.metrics.tell_missing()
         self._capture_last_boundary()
 
     def close(self) -> None:
@@ -373,7 +398,8 @@ class Boundaries:
 
     def _at_boundary(self, *, epoch_end: bool, last: bool, ending: bool) -> bool:
         """Bring the capture in flight to its end if this boundary is captured, and begin; returns whether it is."""
-        due = self.pace.is_due(self.iteration + 1, epoch_end=epoch_end, demanded=last or ending)
+        demanded = last or ending or self._saving.metrics.ranks(self.iteration + 1)
+        due = self.pace.is_due(self.iteration + 1, epoch_end=epoch_end, demanded=demanded)
         self.execution.end_iteration(due=due, quiet=self.place.quiet or (due and (epoch_end or last or ending)))
         due = due and self.pace.makes_room()
         self._began = False
@@ -432,8 +458,11 @@ class Boundaries:
         It is not where a further iteration has begun, nor where what followed the loop wrote (the best weights, put
         back), as far as version counters tell, and whose memory it is.
         """
-        captured = self._captured_iteration == self.iteration
-        if captured or self.execution.stepped or self._began:
+        if self._captured_iteration != self.iteration:
+            self._capture_passed_boundary()
+
+    def _capture_passed_boundary(self) -> None:
+        if self.execution.stepped or self._began:
             return
         self.pace.is_due(self.iteration, demanded=True)  # what is demanded, storage is to take, too
         state, versions = self._passed
@@ -443,6 +472,7 @@ class Boundaries:
         with self.clock.holding("boundary"):
             self.execution.finish()
             self.execution.follow()
+            self.execution.hooks.reset()  # what ran since (an evaluation) is no part of the iteration to come
             self.execution.heed(self._saving.writer)
             self.clock.shift(self._capture(epoch_end=False))
 
@@ -469,7 +499,7 @@ class Boundaries:
         def extra() -> bytes:
             return extra_state.with_entry(encoded, "generators", compact_generators(generators))
 
-        info = {"epoch": self._progress.epoch, "epoch_end": epoch_end, "created": round(time.time(), 3)}
+        info = {"epoch": self._progress.epoch, EPOCH_END: epoch_end, "created": round(time.time(), 3)}
         waited_seconds = self._saving.begin(self.execution, self.iteration, extra, info, durable=self.pace.durable)
         self.pace.captured(self.iteration)
         self._captured_iteration = self.iteration

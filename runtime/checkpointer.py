@@ -6,13 +6,14 @@ When boundaries are, and what is done at each, is :mod:`.boundaries`'.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, SupportsFloat
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from checkflow.errors import PlanError, UnsupportedError
 from checkflow.handover import Planner, Wishes
 from checkflow.plan import Plan
 from checkflow.run_report import to_dict
-from checkflow.runtime import fit, holdings
+from checkflow.runtime import fit, holdings, retention
 from checkflow.runtime.barriers import compile_plan
 from checkflow.runtime.boundaries import Boundaries
 from checkflow.runtime.capture import CaptureReport
@@ -36,6 +37,7 @@ from checkflow.runtime.progress import Progress
 from checkflow.runtime.reporting import Reporter, start_line
 from checkflow.runtime.resumable import ResumableLoader
 from checkflow.runtime.resume import resume_from
+from checkflow.runtime.retention import Rules
 from checkflow.runtime.saving import Saving
 from checkflow.runtime.store import Store
 from checkflow.state import as_models, as_optimizers, collect_state, refuse_closures
@@ -89,6 +91,14 @@ class Checkpointer:
         host_buffers: staging buffers of the size of the state; three let capture and persist overlap fully.
         keep_latest: how many of the newest checkpoints stay on storage, at least 2.
         keep_epochs: whether the ones made at the ends of epochs stay too.
+        keep_every: of each so many iterations the first checkpoint stays too: that of a multiple of it, if one is made
+            there, or else the next one; None: no such rule.
+        keep_best: how many of the best stay, however old, by the metric ``monitor`` (see ``metric``), the lowest or the
+            highest value first (``mode``). A state that is told to be one of them is saved, whatever ``every`` and
+            ``overhead`` say. Of equal values the older one is the better, and NaN and infinite values have no rank. A
+            run that starts with another ``monitor`` or ``mode`` judges earlier checkpoints by its own.
+        monitor, mode: see ``keep_best``. With ``monitor`` alone nothing more is kept, and ``checkflow ls`` shows which
+            is the best.
         resume: "auto" goes on from the newest valid checkpoint if there is one, "must" demands one, "never" demands an
             empty directory; a number goes back to the checkpoint of that step and sets later ones aside.
         on_error: a checkpoint that fails is logged ("warn"), or raised at the next boundary ("raise").
@@ -124,6 +134,10 @@ class Checkpointer:
         host_buffers: int = 3,
         keep_latest: int = 2,
         keep_epochs: bool = True,
+        keep_every: int | None = None,
+        keep_best: int = 0,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
         resume: Literal["auto", "never", "must"] | int = "auto",
         on_error: Literal["warn", "raise"] = "warn",
         signals: Collection[str] = ("SIGTERM", "SIGUSR1"),
@@ -131,6 +145,7 @@ class Checkpointer:
         audit: int = 100,
     ) -> None:
         fit.check_arguments(loader=loader, host_buffers=host_buffers, resume=resume, on_error=on_error, audit=audit)
+        rules = Rules(keep_latest, keep_epochs, keep_every, keep_best, monitor, mode)
         fit.refuse_ranks()
         asked = fit.read_asked(overhead, every, mtbf)
         heeded, grace_seconds = fit.read_signals(signals), fit.read_grace(grace_seconds)
@@ -156,15 +171,15 @@ class Checkpointer:
         self._preemption = Preemption(heeded, grace_seconds, None if loader is None else loader.shield)
         holdings.take_over(directory)
         with contextlib.ExitStack() as undo:
-            self._store = Store(
-                directory, run_id=uuid.uuid4().hex[:16], keep_latest=keep_latest, keep_epochs=keep_epochs
-            )
+            self._store = Store(directory, run_id=uuid.uuid4().hex[:16], **dataclasses.asdict(rules))
             undo.callback(self._store.close)
             planning = None
             if given is None:
                 cache = PlanCache(self._store.directory, wishes)
                 planning = Planning(job, cache, make_planner(), check_plan, wishes, follow=plan == "auto")
             self._resume(resume, given)
+            if rules.monitor is not None:
+                self._store.look()  # what earlier runs found to be the best is still to be beaten
             self._saving = Saving(self._store, device, each=every is not None, host_buffers=host_buffers, audit=audit)
             undo.callback(self._saving.close)
             self._boundaries = Boundaries(
@@ -275,6 +290,34 @@ class Checkpointer:
             ValueError: it is not a whole number of at least 0.
         """
         self._boundaries.step(None if batches is None else fit.read_batches(batches))
+
+    def metric(self, name: str, value: SupportsFloat) -> None:
+        """Tell what the state is worth, as it is now: ``checkpointer.metric("val_loss", 0.3)``.
+
+        It belongs to the checkpoint of just this state. After an optimizer's step, that is the boundary to come: after
+        an epoch's last batch the end of that epoch, in the body of ``steps()`` the end of that iteration. After
+        ``checkpointer.step()``, or after a loop that has ended, and before an optimizer steps again, it is the boundary
+        just passed: its checkpoint gets the metric although it may be written already. So the loss of a batch, told
+        before the optimizer steps, describes the state that the last iteration left. Told again of the same state, the
+        newest value counts.
+
+        With ``keep_best``, a state that is one of the best by ``monitor`` is saved though no checkpoint was due. Other
+        states keep their metrics if they become checkpoints. They are in ``info["metrics"]`` of the manifest, durable
+        with it; one that comes after its checkpoint is durable soon after, and when this is closed.
+
+        Args:
+            name: any; 1 to 200 printable characters.
+            value: a number, or a tensor of one element, for which this waits. NaN and infinite ones are kept, and have
+                no rank.
+
+        Raises:
+            ValueError: one of them is something else.
+        """
+        number = retention.check_value(retention.check_name("name", name), value)
+        if self._held.closed:
+            logger.warning("the metric %s is not kept: this Checkpointer is closed", name)
+            return
+        self._boundaries.metric(name, number)
 
     def report(self) -> dict[str, Any]:
         """What checkpointing did and cost so far, beside what the plan promised: JSON values, in bytes and seconds.

@@ -41,6 +41,14 @@ def open_read(name: str, *, dir_fd: int) -> int:
     return os.open(name, _READ, dir_fd=dir_fd)
 
 
+def open_claimed(name: str, *, dir_fd: int) -> int:
+    """An existing file to lock for oneself: over a network that takes the right to write."""
+    try:
+        return os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=dir_fd)
+    except PermissionError:
+        return open_read(name, dir_fd=dir_fd)
+
+
 def open_lock(path: str) -> int:
     """A file to lock, made if it is missing."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -49,6 +57,11 @@ def open_lock(path: str) -> int:
 def flock(fd: int) -> None:
     """Take an exclusive lock, or raise BlockingIOError at once."""
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def flock_shared(fd: int) -> None:
+    """Take a lock that any number may share, or raise BlockingIOError at once."""
+    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def truncate(fd: int) -> None:
@@ -78,6 +91,11 @@ def rename(old: str, new: str, *, dir_fd: int) -> None:
     os.rename(old, new, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
 
+def link(name: str, *, old_dir_fd: int, dir_fd: int) -> None:
+    """A further name, the same in another directory, of an existing file."""
+    os.link(name, name, src_dir_fd=old_dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
+
+
 def unlink(name: str, *, dir_fd: int) -> None:
     os.unlink(name, dir_fd=dir_fd)
 
@@ -103,6 +121,15 @@ def exists(name: str, *, dir_fd: int) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def is_at(fd: int, path: str) -> bool:
+    """Whether an open directory is the one that has this path now."""
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return os.path.samestat(there, os.fstat(fd))
 
 
 def regular_size(fd: int) -> int | None:

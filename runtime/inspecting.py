@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +17,7 @@ from checkflow.runtime import extra_state, files
 from checkflow.runtime.manifest import MANIFEST
 from checkflow.runtime.opening import glance, parse_step, step_name
 from checkflow.runtime.reader import Checkpoint, find, open_checkpoint
+from checkflow.runtime.retention import Known, Rules, best, known, read_metrics, rules_of, write_metrics
 from checkflow.runtime.store import BROKEN, SUPERSEDED, is_leftover
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class Listed:
         kind: "broken" was set aside by a restore, "superseded" by going back; a "leftover" is for the next run to
             remove, or belongs to one that is writing now.
         fault: why it cannot be restored, as far as names, sizes and the manifest tell; None: nothing against it.
+        metrics: that the job told of this state, by name; NaN and infinite ones as text.
+        best: whether it is the best of all listed checkpoints, by the metric that the newest run ranks them by.
     """
 
     path: Path
@@ -46,6 +49,8 @@ class Listed:
     tensors: int | None
     run_id: str | None
     fault: str | None
+    metrics: Mapping[str, float | str] = field(default_factory=dict)
+    best: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,9 @@ def list_directory(directory: str | os.PathLike[str]) -> tuple[Listed, ...]:
         StorageError: it cannot be read.
     """
     root = Path(directory)
-    checkpoints = [_look_at(path, "checkpoint") for path in find(root)]
+    first = _best_of(root)
+    checkpoints = [_look_at(path, "checkpoint", is_best=path == first) for path in find(root)]
+    checkpoints = [one for one in checkpoints if not one.fault or one.path.exists()]  # retention was there first
     others: list[Listed] = []
     for name in sorted(files.folder_names(str(root))):
         kind = _kind_of(name)
@@ -111,7 +118,24 @@ def _kind_of(name: str) -> Kind | None:
     return "leftover" if is_leftover(name) else None
 
 
-def _look_at(path: Path, kind: Kind) -> Listed:
+def _best_of(root: Path) -> Path | None:
+    """The best checkpoint, as the newest run ranks them; None: it ranks none, or none has a rank."""
+    rules: Rules | None = None
+    complete: dict[int, tuple[Path, Known]] = {}
+    for path in find(root):
+        try:
+            info = glance(path).info
+        except CheckflowError:
+            continue
+        step = parse_step(path.name) or 0
+        complete[step] = path, known(step, info)
+        if len(complete) == 1 and (rules := rules_of(info)) is None:
+            return None
+    ranked = best(rules, (one for _, one in complete.values())) if rules is not None else ()
+    return complete[ranked[0]][0] if ranked else None
+
+
+def _look_at(path: Path, kind: Kind, *, is_best: bool = False) -> Listed:
     try:
         manifest = glance(path)
     except CheckflowError as error:
@@ -123,6 +147,7 @@ def _look_at(path: Path, kind: Kind) -> Listed:
         float(created) if isinstance(created, int | float) else None,
         epoch if isinstance(epoch, int) else None,
         manifest.info.get("epoch_end") is True, len(manifest.tensors), manifest.run_id, None,
+        write_metrics(read_metrics(manifest.info)), is_best,
     )  # fmt: skip
 
 
@@ -142,7 +167,8 @@ def _size_of(path: Path) -> int:
 
 
 def choose(reference: str | os.PathLike[str]) -> Path:
-    """The checkpoint that is meant: its own path, a directory of checkpoints (the newest), or ``DIRECTORY@STEP``.
+    """The checkpoint that is meant: its own path, a directory of checkpoints (the newest), ``DIRECTORY@STEP``,
+    or ``DIRECTORY@best``, by the metric that the newest run ranks checkpoints by.
 
     Raises:
         StorageError: there is none.
@@ -150,6 +176,10 @@ def choose(reference: str | os.PathLike[str]) -> Path:
     path = Path(reference)
     if not path.exists():
         folder, at, step = str(reference).rpartition("@")
+        if at and step == "best":
+            if (found_best := _best_of(Path(folder))) is None:
+                raise StorageError(f"{folder} holds no best checkpoint: none has the metric that its job monitors")
+            return found_best
         if not at or not step.isdecimal():
             raise StorageError(f"there is no {path}")
         path = Path(folder) / step_name(int(step))

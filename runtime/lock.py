@@ -1,5 +1,8 @@
 """One writer per checkpoint directory: an advisory lock (flock) on a file in it, which names its holder.
 
+And readers of one checkpoint: they share a lock on its manifest for as long as they have it open, and what deletes
+checkpoints takes the same lock for itself first, or leaves it for a later time. Neither ever waits for the other.
+
 The kernel drops the lock when the holder dies, however it dies. Forked children (loader workers) would keep it alive
 after the trainer's death; they close it as their first act.
 """
@@ -13,6 +16,7 @@ import os
 import socket
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 from checkflow.errors import LockedError, StorageError
@@ -21,6 +25,8 @@ from checkflow.runtime import files
 LOCK = ".lock"
 _MAX_HOLDER_BYTES = 4096
 _RETRY_SECONDS = 0.05
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF)
+_NO_MANIFEST = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EISDIR)
 _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
@@ -66,6 +72,51 @@ class DirectoryLock:
                 files.close(fd)
 
 
+def share(fd: int) -> None:
+    """Say that the open manifest's checkpoint is being read, until the descriptor is closed.
+
+    On a file system without locks nothing is said: there open descriptors have to do.
+
+    Raises:
+        BlockingIOError: it is just being deleted.
+    """
+    try:
+        files.flock_shared(fd)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+
+
+@contextlib.contextmanager
+def claimed(manifest: str, *, dir_fd: int) -> Iterator[bool]:
+    """Whether nobody reads the checkpoint of this manifest; nobody begins to before the block ends."""
+    try:
+        fd = files.open_claimed(manifest, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno not in _NO_MANIFEST:
+            raise
+        yield True  # what has none cannot be opened
+        return
+    try:
+        yield _is_free(fd)
+    finally:
+        with contextlib.suppress(OSError):  # nothing was written through it
+            files.close(fd)
+
+
+def _is_free(fd: int) -> bool:
+    try:
+        files.flock(fd)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
+
+
 def _acquire(fd: int, path: Path, wait_seconds: float) -> None:
     deadline = time.monotonic() + wait_seconds
     while True:
@@ -76,7 +127,7 @@ def _acquire(fd: int, path: Path, wait_seconds: float) -> None:
                 raise LockedError(f"{path.parent} is being written by {_holder(fd)}; stop it first") from None
             time.sleep(_RETRY_SECONDS)
         except OSError as error:
-            missing = error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+            missing = error.errno in _NO_LOCKS
             reason = "its file system has no locks (flock)" if missing else error.strerror
             raise StorageError(f"cannot lock the checkpoint directory {path.parent}: {reason}") from error
         else:

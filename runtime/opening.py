@@ -2,6 +2,9 @@
 
 Each file is opened by name inside the checkpoint's directory, follows no link, must be a regular file of the size that
 the manifest names, and is read block by block, each compared with its checksum.
+
+The manifest stays open with the files, under a lock that says so (:func:`.lock.share`): retention leaves what is being
+read alone. One that went before the lock was taken is gone, which is no damage.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import contextlib
 import errno
 import json
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +23,11 @@ import xxhash
 
 from checkflow.errors import CorruptCheckpointError, StorageError
 from checkflow.runtime import files
+from checkflow.runtime.lock import share
 from checkflow.runtime.manifest import BLOCK_BYTES, MANIFEST, MAX_MANIFEST_BYTES, FileEntry, Manifest, loads
 
+REPLACED = ".replaced-"  # before the name of a checkpoint that is just being exchanged for a new one
+_EXCHANGED_TRIES, _EXCHANGED_SECONDS = 5, 0.02
 _STEP = re.compile(r"step-([0-9]{8,19})", re.ASCII)
 
 
@@ -104,17 +111,36 @@ def parse_header(path: Path, text: bytes, size_bytes: int) -> dict[str, StoredTe
     return found
 
 
+class _GoneError(Exception):
+    """The directory was renamed or deleted while it was being opened."""
+
+
 def open_all(path: Path) -> tuple[Manifest, dict[str, OpenFile]]:
-    """The manifest and all files of a checkpoint, open, of the right type and size."""
+    """The manifest and all files of a checkpoint, open, of the right type and size; retention leaves them alone."""
+    for _ in range(_EXCHANGED_TRIES):
+        try:
+            return _open_all(path)
+        except _GoneError as error:
+            gone = error
+            # Exchanged for another of the same step, which takes two renames, or else gone for good.
+            if not (path.exists() or path.with_name(REPLACED + path.name).exists()):
+                break
+            time.sleep(_EXCHANGED_SECONDS)
+    raise StorageError(str(gone)) from gone
+
+
+def _open_all(path: Path) -> tuple[Manifest, dict[str, OpenFile]]:
     opened: dict[str, OpenFile] = {}
     try:
         folder = files.open_folder(str(path))
     except NotADirectoryError:
         raise CorruptCheckpointError(f"{path} is no directory of its own") from None
+    except FileNotFoundError as error:
+        raise _GoneError(f"cannot open the checkpoint {path}: {error.strerror}") from error
     except OSError as error:
         raise StorageError(f"cannot open the checkpoint {path}: {error.strerror}") from error
     try:
-        manifest = _read_manifest(folder, path)
+        manifest, opened[MANIFEST] = _open_manifest(folder, path)
         for name, entry in manifest.files.items():
             fd, size = _open_regular(folder, path / name)
             opened[name] = OpenFile(path / name, fd, entry)
@@ -158,9 +184,40 @@ def _open_regular(folder: int, path: Path) -> tuple[int, int]:
     return fd, size
 
 
-def _read_manifest(folder: int, path: Path) -> Manifest:
+def _open_manifest(folder: int, path: Path) -> tuple[Manifest, OpenFile]:
+    """The manifest, and its file: as long as that is open, nobody deletes the checkpoint."""
     name = path / MANIFEST
-    fd, size = _open_regular(folder, name)
+    try:
+        fd, size = _open_regular(folder, name)
+    except CorruptCheckpointError:
+        if not _is_at(folder, path):
+            raise _GoneError(f"cannot open the checkpoint {path}: it was deleted meanwhile") from None
+        raise
+    try:
+        try:
+            share(fd)
+        except BlockingIOError:
+            raise _GoneError(f"cannot open the checkpoint {path}: it is being deleted") from None
+        if not _is_at(folder, path):
+            raise _GoneError(f"cannot open the checkpoint {path}: it was deleted meanwhile")
+        return _read_manifest(fd, size, path), OpenFile(name, fd, FileEntry(size, ()))
+    except OSError as error:
+        _close(fd)
+        raise StorageError(f"cannot open {name}: {error.strerror}") from error
+    except BaseException:
+        _close(fd)
+        raise
+
+
+def _is_at(folder: int, path: Path) -> bool:
+    try:
+        return files.is_at(folder, str(path))
+    except OSError as error:
+        raise StorageError(f"cannot open the checkpoint {path}: {error.strerror}") from error
+
+
+def _read_manifest(fd: int, size: int, path: Path) -> Manifest:
+    name = path / MANIFEST
     try:
         if size > MAX_MANIFEST_BYTES:
             raise CorruptCheckpointError(f"{name} has {size} bytes, more than {MAX_MANIFEST_BYTES}")
@@ -168,8 +225,6 @@ def _read_manifest(folder: int, path: Path) -> Manifest:
         count = files.read_all(fd, memoryview(data), 0)
     except OSError as error:
         raise StorageError(f"cannot read {name}: {error.strerror}") from error
-    finally:
-        _close(fd)
     manifest = loads(bytes(data[:count]), str(name))
     if (step := parse_step(path.name)) is not None and step != manifest.step:
         raise CorruptCheckpointError(f"{name} belongs to step {manifest.step}")

@@ -54,8 +54,9 @@ class Writer:
         commit: writes one capture durably and returns its path; raises CheckflowError if it cannot.
         recycle: gives a capture's buffer back.
         supersede: whether a newer capture replaces one that still waits.
-        lasting: which captures give way only to one of their own kind.
+        gives_way: whether one that waits may be replaced by a newer one.
         newest: whether no capture was begun after this one.
+        errand: other work for this thread, between captures; see ``nudge``. Must raise nothing.
     """
 
     def __init__(
@@ -64,10 +65,12 @@ class Writer:
         recycle: Callable[[Capture], None],
         *,
         supersede: bool,
-        lasting: Callable[[Capture], bool] = lambda _: False,
+        gives_way: Callable[[Capture, Capture], bool] = lambda waiting, newer: True,
         newest: Callable[[Capture], bool] = lambda _: False,
+        errand: Callable[[], None] = lambda: None,
     ) -> None:
-        self._commit, self._recycle, self._supersede, self._lasting = commit, recycle, supersede, lasting
+        self._commit, self._recycle, self._supersede = commit, recycle, supersede
+        self._gives_way, self._errand = gives_way, errand
         self._waiting: deque[Capture] = deque()
         self._newest = newest
         self._held: Capture | None = None  # complete, and not to be written yet
@@ -75,7 +78,7 @@ class Writer:
         self._again: Capture | None = None  # which is tried once more
         self._mutex = threading.RLock()  # entered by itself, not by the condition: see interrupts.py
         self._changed = threading.Condition(self._mutex)
-        self._busy = self._closed = False
+        self._busy = self._closed = self._nudged = False
         self._error: CheckflowError | None = None
         self._lost_error: CheckflowError | None = None
         self._written: list[str] = []
@@ -108,7 +111,7 @@ class Writer:
             if self._supersede:
                 kept: deque[Capture] = deque()
                 for one in self._waiting:
-                    (kept if self._lasting(one) and not self._lasting(capture) else dropped).append(one)
+                    (dropped if self._gives_way(one, capture) else kept).append(one)
                 hold = hold and len(kept) == len(self._waiting)
                 self._waiting = kept
             self.superseded += len(dropped)
@@ -133,6 +136,12 @@ class Writer:
                 self._waiting.append(self._held)
                 self._held = None
                 self._changed.notify_all()
+
+    def nudge(self) -> None:
+        """There is an errand: it is done before the next commit, and before this closes."""
+        with self._mutex:
+            self._nudged = True
+            self._changed.notify_all()
 
     def wait_until_at_most(self, outstanding: int) -> float:
         """Wait until at most so many captures are neither committed nor failed; returns the seconds waited.
@@ -189,12 +198,16 @@ class Writer:
     def _run(self) -> None:
         while True:
             with self._mutex:
-                while not self._waiting and not self._closed:
+                while not (self._waiting or self._closed or self._nudged):
                     self._changed.wait()
-                if not self._waiting:
+                nudged, self._nudged = self._nudged, False
+                if not nudged and not self._waiting:
                     return
-                capture = self._waiting.popleft()
-                self._busy = True
+                capture = None if nudged else self._waiting.popleft()
+                self._busy = capture is not None
+            if capture is None:
+                self._errand()
+                continue
             outcome = self._persist(capture)
             with self._mutex:
                 self.last = outcome
@@ -202,7 +215,7 @@ class Writer:
                 self.committed += outcome.error is None
                 self.failed += outcome.error is not None
                 self._note(capture, outcome)
-                stays = self._lost is not None
+                stays = self._lost is capture
                 self._changed.notify_all()
             if not stays:
                 self._recycle(capture)

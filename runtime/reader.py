@@ -2,7 +2,8 @@
 
 Every byte is compared with the checksum of its block after it was read into memory and before anyone sees it; nothing
 is mapped, so a file that shrinks meanwhile is an error and not a signal. All files are opened at once, by name inside
-the checkpoint's directory, following no link: a checkpoint that retention deletes while it is read stays readable.
+the checkpoint's directory, following no link, and retention leaves a checkpoint alone that is open; if anything else
+deletes it, it stays readable.
 """
 
 from __future__ import annotations
@@ -246,6 +247,9 @@ class Checkpoint:
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint: its manifest, and its files' types, sizes and headers, are verified.
+
+    As long as it is open, in any process, the job that writes there does not delete it, and goes on; a process that
+    dies has closed it. Children that were forked meanwhile hold it open, too.
 
     Raises:
         CorruptCheckpointError: it is damaged; the message names the file.

@@ -142,6 +142,7 @@ class Reporter:
             ),
             lag=self._lag(),
             measured=self._measured(reading),
+            best_step=saving.metrics.best_step,
         )
 
     def write_in_time(self) -> None:

@@ -17,7 +17,9 @@ from checkflow.runtime.capture import Capture
 from checkflow.runtime.copy_engine import CopyEngine
 from checkflow.runtime.execution import Execution
 from checkflow.runtime.host_engine import HostCopyEngine
+from checkflow.runtime.metrics import Metrics
 from checkflow.runtime.persist import Writer
+from checkflow.runtime.retention import EPOCH_END
 from checkflow.runtime.staging import Locking, StagingBuffers
 from checkflow.runtime.store import Store
 
@@ -56,6 +58,7 @@ class Saving:
     def __init__(self, store: Store, device: torch.device, *, each: bool, host_buffers: int, audit: int) -> None:
         self._store, self._each, self._audit_every = store, each, audit
         self.host_buffers = host_buffers
+        self.metrics = Metrics(store)
         self.captures = 0
         self.newest: tuple[int, float] | None = None  # step of the newest capture, and time.monotonic at its begin
         self._held_back: set[int] = set()  # steps of captures that storage is not to take, until one is delivered
@@ -65,7 +68,12 @@ class Saving:
             self.buffers = StagingBuffers(host_buffers, locking, self._urge)
             undo.callback(self.buffers.close)
             self.writer = Writer(
-                self._commit, self._recycle, supersede=not each, lasting=self._lasts, newest=self._is_newest
+                self._commit,
+                self._recycle,
+                supersede=not each,
+                gives_way=self._gives_way,
+                newest=self._is_newest,
+                errand=self.metrics.write_late,
             )
             undo.pop_all()
 
@@ -94,7 +102,12 @@ class Saving:
         self.newest = (step, time.monotonic())
         self.writer.forget_lost()  # this one makes up for it
         (self._held_back.discard if durable else self._held_back.add)(step)
-        waited_seconds += execution.begin(step, extra, info, audit=bool(audit))
+        self.metrics.begun(step)
+        try:
+            waited_seconds += execution.begin(step, extra, info, audit=bool(audit))
+        except BaseException:
+            self.metrics.ended(step)
+            raise
         self.captures += 1
         return waited_seconds
 
@@ -102,7 +115,14 @@ class Saving:
         """Take a complete capture, on any thread."""
         hold = capture.step in self._held_back
         self._held_back.difference_update([step for step in list(self._held_back) if step <= capture.step])
+        self.metrics.submitted(capture.step)
         (self.writer.hold if hold else self.writer.submit)(capture)
+
+    def keep(self, step: int) -> None:
+        """Storage is to take this capture, whatever was said when it began; what it was told of it, too."""
+        self._held_back.discard(step)
+        self.writer.urge()
+        self.writer.nudge()
 
     def close(self) -> None:
         """Commit what is left, what failed last once more, then give threads and memory back."""
@@ -116,7 +136,7 @@ class Saving:
             capture.layout,
             capture.buffer.view,
             capture.extra if isinstance(capture.extra, bytes) else capture.extra(),
-            capture.info,
+            {**capture.info, **self.metrics.info(capture.step)},
             ties=capture.ties,
             absent=capture.absent,
             plan_digest=capture.plan_digest,
@@ -125,12 +145,14 @@ class Saving:
     def _urge(self) -> None:
         self.writer.urge()
 
-    def _lasts(self, capture: Capture) -> bool:
-        """Whether a capture is one that retention keeps: it gives way to none but its own kind."""
-        return self._store.keep_epochs and capture.info.get("epoch_end") is True
+    def _gives_way(self, waiting: Capture, newer: Capture) -> bool:
+        """Whether storage, which falls behind, may leave a capture out: not if retention would keep it."""
+        epoch_ends = waiting.info.get(EPOCH_END) is True, newer.info.get(EPOCH_END) is True
+        return self.metrics.gives_way(waiting.step, newer.step, epoch_ends=epoch_ends)
 
     def _is_newest(self, capture: Capture) -> bool:
         return self.newest is not None and self.newest[0] == capture.step
 
     def _recycle(self, capture: Capture) -> None:
+        self.metrics.ended(capture.step)
         self.buffers.give_back(capture.buffer)

@@ -9,7 +9,8 @@
       .broken-step-00001234/        proved damaged, set aside by a restore; left for people to look at
       .superseded-step-00001234/    later than the step from which a job was told to go on; left likewise
 
-Every name but ``step-…`` is hidden from readers. The steps of a commit are numbered in :meth:`Store.commit`.
+Every name but ``step-…`` is hidden from readers. The steps of a commit are numbered in :meth:`Store.commit`. Which
+checkpoints stay is decided in :mod:`.retention`; one that is open somewhere is not deleted, but later.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from typing import Any
 import xxhash
 
 from checkflow.errors import CheckflowError, StorageError, UnsupportedError
-from checkflow.runtime import files, manifest
+from checkflow.runtime import files, manifest, retention
 from checkflow.runtime.layout import OWNER, Layout, file_image
-from checkflow.runtime.lock import DirectoryLock
-from checkflow.runtime.opening import glance, parse_step, step_name
+from checkflow.runtime.lock import DirectoryLock, claimed
+from checkflow.runtime.opening import REPLACED, glance, parse_step, step_name
 from checkflow.runtime.reader import find
+from checkflow.runtime.retention import Known, Mode, Rules
 
 logger = logging.getLogger("checkflow")
 
-_TMP, _REPLACED, _TRASH = ".tmp-", ".replaced-", ".trash-"
+_TMP, _TRASH = ".tmp-", ".trash-"
 BROKEN, SUPERSEDED = ".broken-", ".superseded-"
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
-MIN_COMPLETE = 2
 
 
 def is_leftover(name: str) -> bool:
     """Whether it is being written, exchanged or deleted, now or by a run that did not live to end that."""
-    return name.startswith((_TMP, _REPLACED, _TRASH))
+    return name.startswith((_TMP, REPLACED, _TRASH))
 
 
 class Store:
@@ -54,13 +55,14 @@ class Store:
     Args:
         directory: made if it is missing.
         run_id: distinguishes the runs that wrote here; letters, digits, ``_``, ``.``, ``-``.
-        keep_latest: how many of the newest checkpoints stay; at least 2, so that one damaged file is no disaster.
-        keep_epochs: whether checkpoints with ``info["epoch_end"]`` true stay beyond that.
+        keep_latest, keep_epochs, keep_every, keep_best, monitor, mode: which checkpoints stay; see
+            :class:`.retention.Rules`.
         lock_wait_seconds: how long to wait for another writer to end.
 
     Raises:
         LockedError: another process writes here.
         StorageError: the directory cannot be made, read or written.
+        ValueError: a rule, or the run id, is out of its range.
     """
 
     def __init__(
@@ -70,16 +72,19 @@ class Store:
         run_id: str,
         keep_latest: int = 2,
         keep_epochs: bool = True,
+        keep_every: int | None = None,
+        keep_best: int = 0,
+        monitor: str | None = None,
+        mode: Mode = "min",
         lock_wait_seconds: float = 5.0,
     ) -> None:
         if not OWNER.fullmatch(run_id):
             raise ValueError(f"a run id is 1 to 100 letters, digits, '_', '.' and '-', not {run_id!r}")
-        if keep_latest < MIN_COMPLETE:
-            raise ValueError(f"keep_latest is {keep_latest}: at least {MIN_COMPLETE} checkpoints must stay")
-        self.run_id, self.keep_latest, self.keep_epochs = run_id, keep_latest, keep_epochs
+        self.run_id = run_id
+        self.rules = Rules(keep_latest, keep_epochs, keep_every, keep_best, monitor, mode)
         self.directory = Path(directory).absolute()
         self._mutex = threading.Lock()
-        self._epoch_ends: dict[int, bool] = {}  # of every checkpoint that is known to be complete
+        self._known: dict[int, Known] = {}  # every checkpoint that is known to be complete, by step
         self._left_alone: set[int] = set()  # steps whose checkpoint was told to be incomplete, or unreadable
         self._void: set[str] = set()  # published, but not durably, and not yet taken back
         self._went_on_from: int | None = None  # older ones have not been looked at since
@@ -146,7 +151,7 @@ class Store:
         Args:
             staging: at least ``layout.buffer_bytes`` bytes, filled as ``layout`` says; must not change meanwhile.
             extra: the content of ``state.msgpack``.
-            info: JSON values; ``"epoch_end": True`` marks a checkpoint that ``keep_epochs`` keeps.
+            info: JSON values; retention knows ``"epoch_end"`` (true or false) and ``"metrics"`` (numbers by name).
             ties: (further name, name in ``layout``) of state tensors that share memory.
             absent: names of state that did not exist at this boundary.
             plan_digest: of the plan that ran.
@@ -190,7 +195,7 @@ class Store:
                 except BaseException:
                     self._remove_quietly(root, temporary)
                     raise
-            self._epoch_ends[step] = plain.get("epoch_end") is True
+            self._known[step] = retention.known(step, plain)
             # (8) only now may older ones go
             self._retire(root, step)
             return self.directory / final
@@ -222,6 +227,51 @@ class Store:
             self._sync_folder(folder)
         finally:
             files.close(folder)
+
+    def annotate(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics to a checkpoint: it is exchanged for one of the same files, under a manifest that has them too.
+
+        Nothing is copied, and nothing that exists is written to: whatever happens, one of the two is there whole. A
+        checkpoint that is gone meanwhile, or has them already, is let be.
+
+        Raises:
+            StorageError: that is not possible (a file system without hard links); the checkpoint is what it was.
+        """
+        with self._mutex:
+            root = self._open_root()
+            final, temporary = step_name(step), f"{_TMP}{step:08d}-{self.run_id}"
+            with _reported(f"cannot add metrics to the checkpoint of step {step} in {self.directory}"):
+                if not files.exists(final, dir_fd=root):
+                    return
+                self._settle()
+                before = glance(self.directory / final)
+                told = {**retention.read_metrics(before.info), **metrics}
+                info: dict[str, Any] = {**before.info, retention.METRICS: retention.write_metrics(told)}
+                self._known[step] = retention.known(step, info)  # in this run, whatever becomes of it
+                if info == before.info:
+                    return
+                try:
+                    self._link_files(root, temporary, final, dataclasses.replace(before, info=info))
+                    self._publish(root, temporary, final)
+                except BaseException:
+                    self._remove_quietly(root, temporary)
+                    raise
+
+    def _link_files(self, root: int, temporary: str, final: str, described: manifest.Manifest) -> None:
+        """The files of a checkpoint under a temporary name, with another manifest, durable."""
+        files.mkdir(temporary, dir_fd=root)
+        old = files.open_folder(final, dir_fd=root)
+        try:
+            new = files.open_folder(temporary, dir_fd=root)
+            try:
+                for name in described.files:
+                    files.link(name, old_dir_fd=old, dir_fd=new)
+                _write(new, manifest.MANIFEST, iter([memoryview(manifest.dumps(described))]))
+                self._sync_folder(new)
+            finally:
+                files.close(new)
+        finally:
+            files.close(old)
 
     def went_on_from(self, step: int) -> None:
         """A job was restored from this checkpoint, verified whole: older ones may go before the next commit."""
@@ -259,7 +309,7 @@ class Store:
             name, count = f"{prefix}{path.name}.{count}", count + 1
         files.rename(path.name, name, dir_fd=root)
         self._sync_folder(root)
-        self._epoch_ends.pop(step, None)
+        self._known.pop(step, None)
         return self.directory / name
 
     def _make_directory(self) -> None:
@@ -293,7 +343,7 @@ class Store:
         empty. So the old one steps aside first. Whatever moment a crash picks, one of the two is whole under a name
         that :meth:`_settle` brings back.
         """
-        replaced = _REPLACED + final
+        replaced = REPLACED + final
         exchanged = False
         try:
             if files.exists(final, dir_fd=root):
@@ -315,8 +365,19 @@ class Store:
     def _remove_quietly(self, root: int, name: str) -> None:
         """Remove what no restore needs. A failure costs disk space until the next start, and is no reason to fail."""
         try:
-            if files.exists(name, dir_fd=root):
-                files.remove(name, dir_fd=root)
+            if not files.exists(name, dir_fd=root):
+                return
+            with claimed(f"{name}/{manifest.MANIFEST}", dir_fd=root) as unread:
+                if unread:
+                    self._remove(root, name)
+                elif not name.startswith(_TRASH):  # the next commit tries again, and may need this name
+                    self._to_trash(root, name)
+        except OSError as error:
+            logger.warning("cannot remove %s: %s", self.directory / name, error.strerror)
+
+    def _remove(self, root: int, name: str) -> None:
+        try:
+            files.remove(name, dir_fd=root)
         except OSError as error:
             logger.warning("cannot remove %s: %s", self.directory / name, error.strerror)
 
@@ -325,14 +386,13 @@ class Store:
         root = self._open_root()
         for name in sorted(self._void):
             if files.exists(name, dir_fd=root):
-                self._remove_quietly(root, _TRASH + name)
-                files.rename(name, _TRASH + name, dir_fd=root)
+                self._to_trash(root, name)
             self._void.discard(name)
         leftovers = []
         present = files.names(root)
         for name in present:
-            final = name.removeprefix(_REPLACED)
-            if name.startswith(_REPLACED) and parse_step(final) is not None and final not in present:
+            final = name.removeprefix(REPLACED)
+            if name.startswith(REPLACED) and parse_step(final) is not None and final not in present:
                 files.rename(name, final, dir_fd=root)
             elif is_leftover(name):
                 leftovers.append(name)
@@ -342,39 +402,58 @@ class Store:
         for name in leftovers:
             self._remove_quietly(root, name)
 
-    def _retire(self, root: int, newest: int) -> None:
-        """Delete old checkpoints. The one of step ``newest`` is proved whole and durable, and stays in any case.
+    def _to_trash(self, root: int, name: str) -> str:
+        """One rename makes it invisible whole; deleting file by file would leave a torn one at a crash."""
+        trash, count = _TRASH + name.lstrip("."), 1
+        while files.exists(trash, dir_fd=root):  # of a dead run, or still being read
+            trash, count = f"{_TRASH}{name.lstrip('.')}.{count}", count + 1
+        files.rename(name, trash, dir_fd=root)
+        return trash
 
-        Only complete ones count towards ``keep_latest``, or damaged ones could push out the last good one; damaged ones
-        are left for a restore to set aside.
+    def _retire(self, root: int, newest: int) -> None:
+        """Delete old checkpoints: :func:`.retention.kept` says which. That of step ``newest`` is whole and durable.
+
+        Only complete ones count, or damaged ones could push out the last good one; damaged ones are left for a restore
+        to set aside. What is being read stays for now.
         """
-        kept = 0
         try:
-            for path in self.checkpoints():
-                step = parse_step(path.name)
-                if step is None or (epoch_end := self._is_epoch_end(path, step)) is None:
-                    continue
-                if kept < self.keep_latest or step == newest:
-                    kept += 1
-                elif not (self.keep_epochs and epoch_end):
-                    # One rename makes it invisible whole; deleting file by file would leave a torn one at a crash.
-                    files.rename(path.name, _TRASH + path.name, dir_fd=root)
-                    del self._epoch_ends[step]
-                    self._remove_quietly(root, _TRASH + path.name)
+            complete = self.look()
+            stay = retention.kept(self.rules, complete, newest)
+            for step in sorted((one.step for one in complete if one.step not in stay), reverse=True):
+                name = step_name(step)
+                with claimed(f"{name}/{manifest.MANIFEST}", dir_fd=root) as unread:
+                    if not unread:
+                        logger.debug("%s is being read, and stays until it is not", name)
+                        continue
+                    trash = self._to_trash(root, name)
+                    del self._known[step]
+                    self._remove(root, trash)
         except (OSError, StorageError) as error:
             logger.warning("cannot delete old checkpoints in %s: %s", self.directory, error)
 
-    def _is_epoch_end(self, path: Path, step: int) -> bool | None:
-        """Whether a checkpoint ends an epoch; None if it is not complete, or not readable."""
-        if step not in self._epoch_ends:
+    def look(self) -> tuple[Known, ...]:
+        """All complete checkpoints, as far as manifests, names and sizes tell, newest first.
+
+        Raises:
+            StorageError: the directory cannot be read.
+        """
+        present = {step: path for path in self.checkpoints() if (step := parse_step(path.name)) is not None}
+        for gone in self._known.keys() - present.keys():
+            del self._known[gone]
+        for step, path in present.items():
+            if step in self._known:
+                continue
             try:
-                self._epoch_ends[step] = glance(path).info.get("epoch_end") is True
+                self._known[step] = retention.known(step, glance(path).info)
             except CheckflowError as error:
                 if step not in self._left_alone:
                     self._left_alone.add(step)
                     logger.warning("leaving %s alone: %s", path, error)
-                return None
-        return self._epoch_ends[step]
+        return tuple(self._known[step] for step in present if step in self._known)
+
+    def known(self) -> tuple[Known, ...]:
+        """What :meth:`look` and commits have found so far, from any thread."""
+        return tuple(self._known.copy().values())
 
     def _sync_folder(self, fd: int) -> None:
         try:

@@ -22,6 +22,7 @@ from checkflow.runtime import files
 CALLS = (
     "open_folder", "make_folders", "mkdir", "open_new", "open_read", "open_lock", "flock", "truncate", "pwrite",
     "preadv", "fsync", "close", "rename", "unlink", "rmdir", "names", "folder_names", "exists", "regular_size",
+    "link", "flock_shared", "open_claimed", "is_at",
 )  # fmt: skip
 
 
@@ -75,7 +76,7 @@ class Faults:
                 return real(*args, **named)
             if (self.after and self.count == self.at) or name == "close":  # a failed close closes all the same
                 result = real(*args, **named)
-                if self.after and name in ("open_folder", "open_new", "open_read", "open_lock"):
+                if self.after and name in ("open_folder", "open_new", "open_read", "open_lock", "open_claimed"):
                     os.close(result)
             if self.error is None:
                 raise Killed

@@ -288,8 +288,9 @@ def test_an_end_of_an_epoch_gives_way_to_a_newer_one_alone() -> None:
     gate, written = commit.gate, commit.written
     dropped: list[int] = []
     writer = Writer(
-        commit, lambda one: dropped.append(one.step), supersede=True, lasting=lambda one: one.step % 10 == 0
-    )
+        commit, lambda one: dropped.append(one.step), supersede=True,
+        gives_way=lambda waiting, newer: waiting.step % 10 != 0 or newer.step % 10 == 0,
+    )  # fmt: skip
     writer.submit(capture(1))
     with writer._changed:
         while not writer._busy:

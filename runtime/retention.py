@@ -1,0 +1,202 @@
+"""Which checkpoints stay: a function of what is known of each, and nothing else, so that every start finds the same.
+
+Only complete checkpoints are asked about; a damaged one neither counts nor goes. What is known of one is in its
+manifest's ``info``: ``epoch_end``, and ``metrics``, the values that the job told of this state. A checkpoint stays by
+any of these rules:
+
+- it is one of the ``keep_latest`` newest, or the one just committed;
+- ``keep_epochs``: it was made at the end of an epoch;
+- ``keep_every`` (n): it is the first in its n steps, [n, 2n), [2n, 3n) and so on: the one of a multiple of n where
+  there is one, or else the next one after it, since intervals are chosen as a job goes;
+- ``keep_best``: by ``monitor``, it is one of the so many best.
+
+Ranks: the lowest value is the best with ``mode="min"``, the highest with "max"; of equal values the older checkpoint is
+the better one, so that one which merely equals it pushes nothing out. NaN and infinite values have no rank, and neither
+has a checkpoint of which the metric was never told. Ranks are made anew from the values each time: a run that starts
+with another ``mode`` or ``monitor`` judges the checkpoints of earlier runs by its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+Mode = Literal["min", "max"]
+MIN_COMPLETE = 2  # checkpoints, so that one damaged file is no disaster
+MAX_NAME = 200  # characters of a metric's name
+EPOCH_END, METRICS, MONITOR = "epoch_end", "metrics", "monitor"  # in a manifest's ``info``
+_UNRANKED = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # JSON has no numbers for them
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The rules of one run.
+
+    Raises:
+        ValueError: one is out of its range; one line.
+    """
+
+    keep_latest: int = MIN_COMPLETE
+    keep_epochs: bool = True
+    keep_every: int | None = None  # steps
+    keep_best: int = 0
+    monitor: str | None = None
+    mode: Mode = "min"
+
+    def __post_init__(self) -> None:
+        if not _is_count(self.keep_latest, 0):
+            raise ValueError(f"keep_latest must be a whole number of at least {MIN_COMPLETE}, not {self.keep_latest!r}")
+        if self.keep_latest < MIN_COMPLETE:
+            raise ValueError(f"keep_latest is {self.keep_latest}: at least {MIN_COMPLETE} checkpoints must stay")
+        if not isinstance(self.keep_epochs, bool):
+            raise ValueError(f"keep_epochs must be True or False, not {self.keep_epochs!r}")
+        if self.keep_every is not None and not _is_count(self.keep_every, 1):
+            raise ValueError(
+                f"keep_every must be a whole number of steps, at least 1, or None, not {self.keep_every!r}"
+            )
+        if not _is_count(self.keep_best, 0):
+            raise ValueError(f"keep_best must be a whole number of at least 0, not {self.keep_best!r}")
+        if self.mode not in get_args(Mode):
+            raise ValueError(f'mode must be "min" or "max", not {self.mode!r}')
+        if self.monitor is not None:
+            check_name("monitor", self.monitor)
+        elif self.keep_best:
+            raise ValueError(f"keep_best={self.keep_best} needs monitor, the name of the metric that ranks checkpoints")
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What retention knows of a complete checkpoint."""
+
+    step: int
+    epoch_end: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def known(step: int, info: Mapping[str, Any]) -> Known:
+    """From a manifest's ``info``, whoever wrote it; what is no metric there is passed over."""
+    return Known(step, info.get(EPOCH_END) is True, read_metrics(info))
+
+
+def kept(rules: Rules, complete: Iterable[Known], newest: int) -> frozenset[int]:
+    """The steps of the checkpoints that stay.
+
+    Args:
+        complete: all complete checkpoints of the directory, in any order, one a step.
+        newest: the step of the one just committed, or gone on from; it stays, and counts as one of the newest though an
+            abandoned run may have left later ones.
+    """
+    found = sorted(complete, key=lambda one: one.step, reverse=True)
+    stay: set[int] = set()
+    for one in found:
+        if len(stay) < rules.keep_latest or one.step == newest:
+            stay.add(one.step)
+    stay.update(one.step for one in found if rules.keep_epochs and one.epoch_end)
+    stay.update(first for first in _firsts(rules, found).values())
+    stay.update(best(rules, found)[: rules.keep_best])
+    return frozenset(stay)
+
+
+def best(rules: Rules, complete: Iterable[Known]) -> tuple[int, ...]:
+    """The steps of all checkpoints that have a rank, the best first."""
+    if rules.monitor is None:
+        return ()
+    sign = 1 if rules.mode == "min" else -1
+    ranked = [
+        (sign * value, one.step)
+        for one in complete
+        if (value := one.metrics.get(rules.monitor)) is not None and math.isfinite(value)
+    ]
+    return tuple(step for _, step in sorted(ranked))
+
+
+def gives_way(rules: Rules, complete: Iterable[Known], waiting: Known, newer: Known) -> bool:
+    """Whether a capture that storage has not taken yet may be replaced by a newer one.
+
+    One that would stay for good gives way only to what takes its place by the same rule.
+    """
+    found = [one for one in complete if one.step not in (waiting.step, newer.step)]
+    if rules.keep_epochs and waiting.epoch_end and not newer.epoch_end:
+        return False
+    if waiting.step in best(rules, [*found, waiting, newer])[: rules.keep_best]:
+        return False
+    firsts = set(_firsts(rules, [*found, waiting]).values()), set(_firsts(rules, [*found, newer]).values())
+    return waiting.step not in firsts[0] or newer.step in firsts[1]
+
+
+def _firsts(rules: Rules, complete: Iterable[Known]) -> dict[int, int]:
+    """By number of its ``keep_every`` steps, 1 and on, the first checkpoint in them."""
+    firsts: dict[int, int] = {}
+    if rules.keep_every is not None:
+        for one in complete:
+            number = one.step // rules.keep_every
+            if number:
+                firsts[number] = min(one.step, firsts.get(number, one.step))
+    return firsts
+
+
+def rules_of(info: Mapping[str, Any]) -> Rules | None:
+    """By what the run that wrote this manifest ranked checkpoints; None: by nothing."""
+    found = info.get(MONITOR)
+    if not isinstance(found, dict):
+        return None
+    try:
+        return Rules(monitor=found.get("name"), mode=found.get("mode"))  # type: ignore[arg-type]
+    except ValueError:
+        return None
+
+
+def write_rules(rules: Rules) -> dict[str, Any]:
+    """For a manifest's ``info``, so that tools can tell the best checkpoint."""
+    return {} if rules.monitor is None else {MONITOR: {"name": rules.monitor, "mode": rules.mode}}
+
+
+def write_metrics(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    """As JSON values."""
+    return {name: value if math.isfinite(value) else str(value) for name, value in sorted(metrics.items())}
+
+
+def read_metrics(info: Mapping[str, Any]) -> dict[str, float]:
+    """What :func:`write_metrics` wrote into a manifest's ``info``."""
+    stored = info.get(METRICS)
+    found: dict[str, float] = {}
+    for name, value in stored.items() if isinstance(stored, dict) else ():
+        if isinstance(value, str) and value in _UNRANKED:
+            found[name] = _UNRANKED[value]
+        elif isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST:
+            found[name] = float(value)
+    return found
+
+
+def check_name(what: str, name: object) -> str:
+    """A metric's name.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
+        raise ValueError(f"{what} must be a metric's name, 1 to {MAX_NAME} printable characters, not {name!r:.80}")
+    return name
+
+
+def check_value(name: str, value: object) -> float:
+    """A metric's value: a number, or whatever makes one (a tensor of one element).
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(value, str | bytes | bytearray | bool):
+        try:
+            return float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            pass  # refused below, like the others
+    raise ValueError(f"the metric {name!r} must be one real number, not {' '.join(repr(value).split()):.80}")
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+_MOST = 1.7976931348623157e308  # an integer beyond is no float
