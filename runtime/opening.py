@@ -10,7 +10,7 @@ import contextlib
 import errno
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,8 +104,14 @@ def parse_header(path: Path, text: bytes, size_bytes: int) -> dict[str, StoredTe
     return found
 
 
-def open_all(path: Path) -> tuple[Manifest, dict[str, OpenFile]]:
-    """The manifest and all files of a checkpoint, open, of the right type and size."""
+def open_all(
+    path: Path, narrow: Callable[[Manifest], Manifest] = lambda manifest: manifest
+) -> tuple[Manifest, dict[str, OpenFile]]:
+    """The manifest and all files of a checkpoint, open, of the right type and size.
+
+    Args:
+        narrow: what of the manifest is of interest; files that it leaves out are not opened.
+    """
     opened: dict[str, OpenFile] = {}
     try:
         folder = files.open_folder(str(path))
@@ -114,7 +120,7 @@ def open_all(path: Path) -> tuple[Manifest, dict[str, OpenFile]]:
     except OSError as error:
         raise StorageError(f"cannot open the checkpoint {path}: {error.strerror}") from error
     try:
-        manifest = _read_manifest(folder, path)
+        manifest = narrow(_read_manifest(folder, path))
         for name, entry in manifest.files.items():
             fd, size = _open_regular(folder, path / name)
             opened[name] = OpenFile(path / name, fd, entry)

@@ -20,7 +20,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -41,6 +41,11 @@ BROKEN, SUPERSEDED = ".broken-", ".superseded-"
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
 MIN_COMPLETE = 2
+
+
+def temporary_name(step: int, run_id: str) -> str:
+    """The directory in which a run writes a checkpoint that is not complete yet."""
+    return f"{_TMP}{step:08d}-{run_id}"
 
 
 def is_leftover(name: str) -> bool:
@@ -85,13 +90,13 @@ class Store:
         self._went_on_from: int | None = None  # older ones have not been looked at since
         self._root: int | None = None
         self._told_no_sync = False
-        with _reported(f"cannot use the checkpoint directory {self.directory}"):
+        with reported(f"cannot use the checkpoint directory {self.directory}"):
             self._make_directory()
             self.directory = self.directory.resolve(strict=True)  # the root may be a link; nothing below it may
         # (1) one writer
         self._lock = DirectoryLock(self.directory, wait_seconds=lock_wait_seconds)
         try:
-            with _reported(f"cannot use the checkpoint directory {self.directory}"):
+            with reported(f"cannot use the checkpoint directory {self.directory}"):
                 self._root = files.open_folder(str(self.directory))
                 self._settle()
                 # What an earlier run renamed and did not live to sync is as good as acknowledged from here on.
@@ -156,41 +161,58 @@ class Store:
                 and the next commit may succeed.
             UnsupportedError: ``info`` holds something other than JSON values.
         """
-        if not 0 <= step <= manifest.MAX_STEP:
-            raise ValueError(f"a step is a number from 0 to {manifest.MAX_STEP}, not {step}")
         flat = staging.cast("B")
         if len(flat) < layout.buffer_bytes:
             raise ValueError(f"the staging buffer has {len(flat)} bytes, the layout needs {layout.buffer_bytes}")
         if len(extra) > manifest.MAX_EXTRA_BYTES:
             raise UnsupportedError(f"the extra state has {len(extra)} bytes, more than {manifest.MAX_EXTRA_BYTES}")
         plain = manifest.to_info(info)
+        described = manifest.Manifest(
+            step=step,
+            run_id=self.run_id,
+            plan_digest=plan_digest,
+            world_size=1,
+            files={},
+            tensors=manifest.describe_tensors(layout),
+            ties=tuple(ties),
+            absent=tuple(absent),
+            info=plain,
+        )
+        return self.commit_written(
+            step,
+            lambda root, temporary: self._write_files(root, temporary, layout, flat, extra, described),
+            epoch_end=plain.get("epoch_end") is True,
+        )
+
+    def commit_written(self, step: int, write: Callable[[int, str], None], *, epoch_end: bool = False) -> Path:
+        """As :meth:`commit`, of what ``write`` writes: this is how several processes make one checkpoint.
+
+        Args:
+            write: called with a descriptor of the store's directory, and with the name of the one that it makes there.
+                When it returns, a whole checkpoint lies in it, durable: files, manifest, and their names.
+            epoch_end: whether ``keep_epochs`` keeps it.
+
+        Raises:
+            StorageError, and what ``write`` raises: nothing of the checkpoint is left.
+        """
+        if not 0 <= step <= manifest.MAX_STEP:
+            raise ValueError(f"a step is a number from 0 to {manifest.MAX_STEP}, not {step}")
         with self._mutex:
             root = self._open_root()
-            temporary, final = f"{_TMP}{step:08d}-{self.run_id}", step_name(step)
-            with _reported(f"cannot write the checkpoint of step {step} to {self.directory}"):
+            temporary, final = temporary_name(step, self.run_id), step_name(step)
+            with reported(f"cannot write the checkpoint of step {step} to {self.directory}"):
                 try:
                     self._settle()
                     if self._went_on_from is not None:  # what a dead run did not live to delete takes this one's room
                         self._retire(root, self._went_on_from)
                         self._went_on_from = None
-                    described = manifest.Manifest(
-                        step=step,
-                        run_id=self.run_id,
-                        plan_digest=plan_digest,
-                        world_size=1,
-                        files={},
-                        tensors=manifest.describe_tensors(layout),
-                        ties=tuple(ties),
-                        absent=tuple(absent),
-                        info=plain,
-                    )
-                    self._write_files(root, temporary, layout, flat, extra, described)
+                    write(root, temporary)
                     # (6), (7) the checkpoint's own name: from here on it is acknowledged
                     self._publish(root, temporary, final)
                 except BaseException:
                     self._remove_quietly(root, temporary)
                     raise
-            self._epoch_ends[step] = plain.get("epoch_end") is True
+            self._epoch_ends[step] = epoch_end
             # (8) only now may older ones go
             self._retire(root, step)
             return self.directory / final
@@ -211,13 +233,13 @@ class Store:
         try:
             # (3) every shard, and the extra state: written, checksummed, fsynced
             entries = {
-                file.name: _write(folder, file.name, file_image(file, flat, manifest.BLOCK_BYTES))
+                file.name: write_file(folder, file.name, file_image(file, flat, manifest.BLOCK_BYTES))
                 for file in layout.files
             }
-            entries[manifest.EXTRA] = _write(folder, manifest.EXTRA, iter([memoryview(extra)]))
+            entries[manifest.EXTRA] = write_file(folder, manifest.EXTRA, iter([memoryview(extra)]))
             # (4) the manifest last: it names only what is on the disk by now
             content = manifest.dumps(dataclasses.replace(described, files=entries))
-            _write(folder, manifest.MANIFEST, iter([memoryview(content)]))
+            write_file(folder, manifest.MANIFEST, iter([memoryview(content)]))
             # (5) the names of these files
             self._sync_folder(folder)
         finally:
@@ -233,7 +255,7 @@ class Store:
         Raises:
             StorageError: it cannot be renamed.
         """
-        with self._mutex, _reported(f"cannot set the damaged checkpoint {path} aside"):
+        with self._mutex, reported(f"cannot set the damaged checkpoint {path} aside"):
             return self._hide(path, BROKEN)
 
     def rewind(self, step: int) -> tuple[Path, ...]:
@@ -245,7 +267,7 @@ class Store:
         Raises:
             StorageError: one cannot be renamed.
         """
-        with self._mutex, _reported(f"cannot rewind {self.directory} to step {step}"):
+        with self._mutex, reported(f"cannot rewind {self.directory} to step {step}"):
             later = [path for path in self.checkpoints() if (parse_step(path.name) or 0) > step]
             return tuple(self._hide(path, SUPERSEDED) for path in later)
 
@@ -377,17 +399,12 @@ class Store:
         return self._epoch_ends[step]
 
     def _sync_folder(self, fd: int) -> None:
-        try:
-            files.fsync(fd)
-        except OSError as error:
-            if error.errno not in _NO_FOLDER_SYNC:
-                raise
-            if not self._told_no_sync:
-                self._told_no_sync = True
-                logger.warning(
-                    "the file system of %s cannot sync directories: a power cut may lose the newest checkpoint",
-                    self.directory,
-                )
+        if not sync_folder(fd) and not self._told_no_sync:
+            self._told_no_sync = True
+            logger.warning(
+                "the file system of %s cannot sync directories: a power cut may lose the newest checkpoint",
+                self.directory,
+            )
 
     def _warn_if_volatile(self) -> None:
         kind, _ = files.file_system(self.directory)
@@ -397,7 +414,18 @@ class Store:
             )
 
 
-def _write(folder: int, name: str, pieces: Iterator[memoryview]) -> manifest.FileEntry:
+def sync_folder(fd: int) -> bool:
+    """Make the names in a directory durable; False: its file system cannot."""
+    try:
+        files.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+        return False
+    return True
+
+
+def write_file(folder: int, name: str, pieces: Iterator[memoryview]) -> manifest.FileEntry:
     """Write a new file, make it durable, and return its size and checksums.
 
     An error of fsync or close fails the checkpoint for good: the kernel may have dropped the pages that it could not
@@ -429,7 +457,8 @@ def _write(folder: int, name: str, pieces: Iterator[memoryview]) -> manifest.Fil
 
 
 @contextlib.contextmanager
-def _reported(what: str) -> Iterator[None]:
+def reported(what: str) -> Iterator[None]:
+    """An error of the operating system as a StorageError that says what could not be done."""
     try:
         yield
     except OSError as error:
