@@ -1,4 +1,4 @@
-"""One of several processes that train models/dlrm.py, each the owner of a part of its tables; see test_shard_training.py.
+"""One of several processes that train models/dlrm.py, each the owner of a part of its tables: test_shard_training.py.
 
 A process has the rows ``id % N == rank`` that training has touched, and nothing else of the tables: those that a batch
 needs are brought together, all processes compute the same step, and each takes back its own. So the rows after a step
@@ -66,7 +66,7 @@ class Worker:
             with torch.no_grad():
                 weight.fill_(float("nan"))  # nothing but what was brought together is there to be used
                 weight[ids] = rows
-        self.job.step(batch)
+        self.job.run(batch)
         for own, weight, ids in zip(self.own, self.weights, touched, strict=True):
             for row_id in ids:
                 if row_id in own:
