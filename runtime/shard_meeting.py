@@ -241,7 +241,7 @@ def _take_part(
         # The directory goes, or a process of this rank has written there: rank 0 called the attempt off, or it is of a
         # predecessor that died. The board will tell.
         return
-    except (CheckflowError, OSError) as error:
+    except BaseException as error:
         failure = Record(attempt.number, rank, world_size, {}, {}, (), failure=in_words(error))
         with contextlib.suppress(OSError):  # the first error is the one to report; rank 0 misses this rank instead
             folder = files.open_folder(folder_name(attempt.step, run_id, attempt.number), dir_fd=root)

@@ -186,7 +186,7 @@ def _write_part(
     tables: Mapping[str, Table],
     slices: Mapping[str, Slice],
 ) -> Record:
-    """Write a rank's files, durable, with their names."""
+    """Write a rank's files, durable; their names are so with its record, or with rank 0's manifest."""
     arrays: dict[str, Array] = {}
     boxes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     infos: list[TableInfo] = []
@@ -209,7 +209,6 @@ def _write_part(
     for name, (shape, offsets) in boxes.items():
         _refuse_outside(name, layout.tensors[name].record, shape, offsets)
     entries = {file.name: write_file(folder, file.name, _image(file, arrays)) for file in layout.files}
-    sync_folder(folder)
     tensors = {}
     for name, placed in layout.tensors.items():
         lengths = placed.record.shape

@@ -21,7 +21,7 @@ from checkflow.runtime import shard_meeting
 from checkflow.runtime.opening import glance
 from checkflow.runtime.reader import find
 from checkflow.runtime.store import Store
-from tests.faults import CALLS, Faults, Killed
+from tests.faults import CALLS, CUTS, Disk, Faults, Killed
 from tests.shard_tools import World, together
 from tests.waiting import wait_for
 
@@ -210,3 +210,28 @@ def test_a_call_of_a_rank_that_fails(
             break
         go_on(place, outcomes, before, after)
     assert at > 10
+
+
+def after_a_power_cut(directory: Path, lies: str, cut: str) -> int | None:
+    """The version that is left of two after the power went; it is whole."""
+    place, worlds = directory / "disk", (World(1, rows=4), World(2, rows=4))
+    place.mkdir(parents=True)
+    disk = Disk(place, lies=lies)
+    with disk():
+        for step, world in enumerate(worlds, 1):
+            world.save(place, step, 2)
+        left = disk.after_power_cut(directory / "left", cut)
+    if newest := shards.newest_step(left):
+        worlds[newest - 1].check(left, 3)
+    return newest
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_what_was_acknowledged_survives_a_power_cut(directory: Path, cut: str) -> None:
+    assert after_a_power_cut(directory, "", cut) == 2
+
+
+@pytest.mark.parametrize(("lies", "cut"), [("file", "now"), ("folder", "synced"), ("root", "synced")])
+def test_a_disk_that_does_not_sync_loses_it(directory: Path, lies: str, cut: str) -> None:
+    """Or the test above could not fail."""
+    assert after_a_power_cut(directory, lies, cut) != 2

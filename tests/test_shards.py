@@ -218,6 +218,18 @@ def test_a_shard_reads_only_what_may_be_its_own(directory: Path) -> None:
             shards.load_shard(directory, rank, ranks)
 
 
+def test_rows_in_another_shards_file_are_damage(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left out where only their own shard is asked, they would be lost without a word."""
+    monkeypatch.setattr("checkflow.runtime.shard_writer.checked_ids", lambda name, table, rank, world_size: table.ids)
+    wrong = shards.Table(np.array([1, 2]), np.zeros((2, 3)))
+    outcomes = together(
+        2, lambda rank: shards.save_shard(directory, 1, rank, 2, run_id="r", tables={"t": wrong} if rank else {})
+    )
+    assert outcomes == [directory / "step-00000001"] * 2
+    with pytest.raises(CorruptCheckpointError, match="holds rows of other shards"):
+        shards.load_shard(directory, 1, 2)
+
+
 # --------------------------------------------------------------------------------------------------------------- slices
 
 
