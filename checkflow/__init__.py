@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         InfeasibleError,
         LockedError,
         MismatchError,
+        MissingShardsError,
         ModelError,
         PlanError,
         Preempted,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     )
     from checkflow.handover import Planner
     from checkflow.plan import Plan
+    from checkflow.runtime import shards
     from checkflow.runtime.checkpointer import Checkpointer
     from checkflow.runtime.loader import DataLoader
     from checkflow.runtime.variables import Variables
@@ -51,6 +53,7 @@ __all__ = [
     "InfeasibleError",
     "LockedError",
     "MismatchError",
+    "MissingShardsError",
     "ModelError",
     "Plan",
     "PlanError",
@@ -63,6 +66,7 @@ __all__ = [
     "UnsupportedError",
     "Variables",
     "resumable",
+    "shards",
 ]
 
 _HOMES = {
@@ -91,6 +95,8 @@ def __getattr__(name: str) -> Any:
         from checkflow.runtime import checkpointer
 
         checkpointer.check_plan, checkpointer.make_planner = check_plan, _live_planner
+    if name == "shards":
+        return importlib.import_module("checkflow.runtime.shards")
     return getattr(importlib.import_module(_HOMES.get(name, "checkflow.errors")), name)
 
 

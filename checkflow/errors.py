@@ -51,6 +51,18 @@ class LockedError(StorageError):
     """Another process writes to this checkpoint directory; the message names it."""
 
 
+class MissingShardsError(StorageError):
+    """Processes that should have written their parts of a checkpoint did not; the checkpoint does not exist.
+
+    Attributes:
+        ranks: which.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
 class CorruptCheckpointError(StorageError):
     """A checkpoint is damaged; the message names the file."""
 

@@ -44,10 +44,15 @@ def state_dicts(checkpoint: Checkpoint) -> dict[str, Any]:
         ``"parameters"``: values of parameters that belong to no model, if there are such.
 
     Raises:
-        UnsupportedError: an optimizer's state is held in parts (a tensor subclass), which only its job joins.
+        UnsupportedError: an optimizer's state is held in parts (a tensor subclass), which only its job joins; or it is
+            the version of several shards, and not of a job.
         CorruptCheckpointError, StorageError: it is damaged, or cannot be read.
     """
     extra = extra_state.decode(checkpoint.extra_bytes)
+    if not isinstance(extra, dict) or "job" not in extra:
+        raise UnsupportedError(
+            f"{checkpoint.path} was saved by shards, which checkflow.shards reads (docs/sharding.md)"
+        )
     job = extra["job"]
     tensors = {name: _read(checkpoint, name) for name in checkpoint.tensors}
     tensors |= {name: tensors[of] for name, of in checkpoint.ties}

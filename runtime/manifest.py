@@ -163,7 +163,7 @@ def _contradiction(manifest: Manifest) -> str | None:
         if len(entry.blocks) != -(-entry.size_bytes // BLOCK_BYTES):
             return f"{name} has {len(entry.blocks)} checksums for {entry.size_bytes} bytes"
     for name, tensor in manifest.tensors.items():
-        if problem := _tensor_problem(tensor, manifest.files):
+        if problem := tensor_problem(tensor, manifest.files):
             return f"tensor {name!r} {problem}"
     for further, first in manifest.ties:
         if first not in manifest.tensors or further in manifest.tensors:
@@ -171,7 +171,8 @@ def _contradiction(manifest: Manifest) -> str | None:
     return None
 
 
-def _tensor_problem(tensor: TensorEntry, files: Mapping[str, FileEntry]) -> str | None:
+def tensor_problem(tensor: TensorEntry, files: Mapping[str, FileEntry]) -> str | None:
+    """What is wrong with an entry, as the end of a sentence that begins with the tensor."""
     stored = STORED_TYPES.get(tensor.dtype)
     if stored is None:
         return f"has the unknown dtype {tensor.dtype!r}"

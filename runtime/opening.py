@@ -14,7 +14,7 @@ import errno
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,11 +115,23 @@ class _GoneError(Exception):
     """The directory was renamed or deleted while it was being opened."""
 
 
-def open_all(path: Path) -> tuple[Manifest, dict[str, OpenFile]]:
-    """The manifest and all files of a checkpoint, open, of the right type and size; retention leaves them alone."""
+Narrow = Callable[[Manifest], Manifest]
+
+
+def whole(manifest: Manifest) -> Manifest:
+    """All of it is of interest."""
+    return manifest
+
+
+def open_all(path: Path, narrow: Narrow = whole) -> tuple[Manifest, dict[str, OpenFile]]:
+    """The manifest and all files of a checkpoint, open, of the right type and size; retention leaves them alone.
+
+    Args:
+        narrow: what of the manifest is of interest; files that it leaves out are not opened.
+    """
     for _ in range(_EXCHANGED_TRIES):
         try:
-            return _open_all(path)
+            return _open_all(path, narrow)
         except _GoneError as error:
             gone = error
             # Exchanged for another of the same step, which takes two renames, or else gone for good.
@@ -129,7 +141,7 @@ def open_all(path: Path) -> tuple[Manifest, dict[str, OpenFile]]:
     raise StorageError(str(gone)) from gone
 
 
-def _open_all(path: Path) -> tuple[Manifest, dict[str, OpenFile]]:
+def _open_all(path: Path, narrow: Narrow) -> tuple[Manifest, dict[str, OpenFile]]:
     opened: dict[str, OpenFile] = {}
     try:
         folder = files.open_folder(str(path))
@@ -141,6 +153,7 @@ def _open_all(path: Path) -> tuple[Manifest, dict[str, OpenFile]]:
         raise StorageError(f"cannot open the checkpoint {path}: {error.strerror}") from error
     try:
         manifest, opened[MANIFEST] = _open_manifest(folder, path)
+        manifest = narrow(manifest)
         for name, entry in manifest.files.items():
             fd, size = _open_regular(folder, path / name)
             opened[name] = OpenFile(path / name, fd, entry)

@@ -26,6 +26,7 @@ from checkflow.runtime import files
 from checkflow.runtime.layout import MAX_HEADER_BYTES, STORED_TYPES, element
 from checkflow.runtime.manifest import BLOCK_BYTES, EXTRA, MAX_EXTRA_BYTES, Manifest, Piece, TensorEntry
 from checkflow.runtime.opening import (
+    Narrow,
     OpenFile,
     StoredTensor,
     block_bytes,
@@ -34,6 +35,7 @@ from checkflow.runtime.opening import (
     parse_header,
     parse_step,
     read_block,
+    whole,
 )
 
 if TYPE_CHECKING:
@@ -156,6 +158,22 @@ class Checkpoint:
             box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.lengths, strict=True))
             whole[box] = np.frombuffer(data, element(tensor.dtype)).reshape(piece.lengths)
 
+    def read_rows_into(self, piece: Piece, first: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the row-major bytes of a piece, from row ``first`` of the piece on.
+
+        Args:
+            piece: of this checkpoint's manifest. Its rows are what its first dimension counts.
+            buffer: as :meth:`read_into`, of a whole number of rows.
+
+        Raises:
+            CorruptCheckpointError, StorageError: as :meth:`read_into`.
+        """
+        stored, out = self._stored[piece.file][piece.key], buffer.cast("B")
+        begin = stored.begin + (first * ((stored.end - stored.begin) // piece.lengths[0]) if first else 0)
+        if begin + len(out) > stored.end:
+            raise ValueError(f"{piece.key} in {piece.file} ends before {len(out)} bytes from row {first}")
+        self._read(self._file(piece.file), begin, out)
+
     def verify(self, progress: Callable[[int], None] = lambda size_bytes: None) -> None:
         """Compare every byte of every file with its checksum, with several threads.
 
@@ -245,11 +263,15 @@ class Checkpoint:
         return stored
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], narrow: Narrow = whole) -> Checkpoint:
     """Open a checkpoint: its manifest, and its files' types, sizes and headers, are verified.
 
     As long as it is open, in any process, the job that writes there does not delete it, and goes on; a process that
     dies has closed it. Children that were forked meanwhile hold it open, too.
+
+    Args:
+        narrow: what of the manifest is of interest, once it is verified: fewer tensors, pieces, files. Of what it
+            leaves out nothing is read.
 
     Raises:
         CorruptCheckpointError: it is damaged; the message names the file.
@@ -257,7 +279,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         StorageError: it cannot be read.
     """
     absolute = Path(path).absolute()
-    manifest, opened = open_all(absolute)
+    manifest, opened = open_all(absolute, narrow)
     try:
         return Checkpoint(absolute, manifest, opened)
     except BaseException:

@@ -21,7 +21,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -42,6 +42,11 @@ _TMP, _TRASH = ".tmp-", ".trash-"
 BROKEN, SUPERSEDED = ".broken-", ".superseded-"
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
+
+
+def temporary_name(step: int, run_id: str) -> str:
+    """The directory in which a run writes a checkpoint that is not complete yet."""
+    return f"{_TMP}{step:08d}-{run_id}"
 
 
 def is_leftover(name: str) -> bool:
@@ -90,13 +95,13 @@ class Store:
         self._went_on_from: int | None = None  # older ones have not been looked at since
         self._root: int | None = None
         self._told_no_sync = False
-        with _reported(f"cannot use the checkpoint directory {self.directory}"):
+        with reported(f"cannot use the checkpoint directory {self.directory}"):
             self._make_directory()
             self.directory = self.directory.resolve(strict=True)  # the root may be a link; nothing below it may
         # (1) one writer
         self._lock = DirectoryLock(self.directory, wait_seconds=lock_wait_seconds)
         try:
-            with _reported(f"cannot use the checkpoint directory {self.directory}"):
+            with reported(f"cannot use the checkpoint directory {self.directory}"):
                 self._root = files.open_folder(str(self.directory))
                 self._settle()
                 # What an earlier run renamed and did not live to sync is as good as acknowledged from here on.
@@ -161,41 +166,58 @@ class Store:
                 and the next commit may succeed.
             UnsupportedError: ``info`` holds something other than JSON values.
         """
-        if not 0 <= step <= manifest.MAX_STEP:
-            raise ValueError(f"a step is a number from 0 to {manifest.MAX_STEP}, not {step}")
         flat = staging.cast("B")
         if len(flat) < layout.buffer_bytes:
             raise ValueError(f"the staging buffer has {len(flat)} bytes, the layout needs {layout.buffer_bytes}")
         if len(extra) > manifest.MAX_EXTRA_BYTES:
             raise UnsupportedError(f"the extra state has {len(extra)} bytes, more than {manifest.MAX_EXTRA_BYTES}")
         plain = manifest.to_info(info)
+        described = manifest.Manifest(
+            step=step,
+            run_id=self.run_id,
+            plan_digest=plan_digest,
+            world_size=1,
+            files={},
+            tensors=manifest.describe_tensors(layout),
+            ties=tuple(ties),
+            absent=tuple(absent),
+            info=plain,
+        )
+        return self.commit_written(
+            step,
+            lambda root, temporary: self._write_files(root, temporary, layout, flat, extra, described),
+            info=plain,
+        )
+
+    def commit_written(self, step: int, write: Callable[[int, str], None], *, info: Mapping[str, Any]) -> Path:
+        """As :meth:`commit`, of what ``write`` writes: this is how several processes make one checkpoint.
+
+        Args:
+            write: called with a descriptor of the store's directory, and with the name of the one that it makes there.
+                When it returns, a whole checkpoint lies in it, durable: files, manifest, and their names.
+            info: what its manifest says of it, for retention.
+
+        Raises:
+            StorageError, and what ``write`` raises: nothing of the checkpoint is left.
+        """
+        if not 0 <= step <= manifest.MAX_STEP:
+            raise ValueError(f"a step is a number from 0 to {manifest.MAX_STEP}, not {step}")
         with self._mutex:
             root = self._open_root()
-            temporary, final = f"{_TMP}{step:08d}-{self.run_id}", step_name(step)
-            with _reported(f"cannot write the checkpoint of step {step} to {self.directory}"):
+            temporary, final = temporary_name(step, self.run_id), step_name(step)
+            with reported(f"cannot write the checkpoint of step {step} to {self.directory}"):
                 try:
                     self._settle()
                     if self._went_on_from is not None:  # what a dead run did not live to delete takes this one's room
                         self._retire(root, self._went_on_from)
                         self._went_on_from = None
-                    described = manifest.Manifest(
-                        step=step,
-                        run_id=self.run_id,
-                        plan_digest=plan_digest,
-                        world_size=1,
-                        files={},
-                        tensors=manifest.describe_tensors(layout),
-                        ties=tuple(ties),
-                        absent=tuple(absent),
-                        info=plain,
-                    )
-                    self._write_files(root, temporary, layout, flat, extra, described)
+                    write(root, temporary)
                     # (6), (7) the checkpoint's own name: from here on it is acknowledged
                     self._publish(root, temporary, final)
                 except BaseException:
                     self._remove_quietly(root, temporary)
                     raise
-            self._known[step] = retention.known(step, plain)
+            self._known[step] = retention.known(step, info)
             # (8) only now may older ones go
             self._retire(root, step)
             return self.directory / final
@@ -216,13 +238,13 @@ class Store:
         try:
             # (3) every shard, and the extra state: written, checksummed, fsynced
             entries = {
-                file.name: _write(folder, file.name, file_image(file, flat, manifest.BLOCK_BYTES))
+                file.name: write_file(folder, file.name, file_image(file, flat, manifest.BLOCK_BYTES))
                 for file in layout.files
             }
-            entries[manifest.EXTRA] = _write(folder, manifest.EXTRA, iter([memoryview(extra)]))
+            entries[manifest.EXTRA] = write_file(folder, manifest.EXTRA, iter([memoryview(extra)]))
             # (4) the manifest last: it names only what is on the disk by now
             content = manifest.dumps(dataclasses.replace(described, files=entries))
-            _write(folder, manifest.MANIFEST, iter([memoryview(content)]))
+            write_file(folder, manifest.MANIFEST, iter([memoryview(content)]))
             # (5) the names of these files
             self._sync_folder(folder)
         finally:
@@ -240,7 +262,7 @@ class Store:
         with self._mutex:
             root = self._open_root()
             final, temporary = step_name(step), f"{_TMP}{step:08d}-{self.run_id}"
-            with _reported(f"cannot add metrics to the checkpoint of step {step} in {self.directory}"):
+            with reported(f"cannot add metrics to the checkpoint of step {step} in {self.directory}"):
                 if not files.exists(final, dir_fd=root):
                     return
                 self._settle()
@@ -266,7 +288,7 @@ class Store:
             try:
                 for name in described.files:
                     files.link(name, old_dir_fd=old, dir_fd=new)
-                _write(new, manifest.MANIFEST, iter([memoryview(manifest.dumps(described))]))
+                write_file(new, manifest.MANIFEST, iter([memoryview(manifest.dumps(described))]))
                 self._sync_folder(new)
             finally:
                 files.close(new)
@@ -283,7 +305,7 @@ class Store:
         Raises:
             StorageError: it cannot be renamed.
         """
-        with self._mutex, _reported(f"cannot set the damaged checkpoint {path} aside"):
+        with self._mutex, reported(f"cannot set the damaged checkpoint {path} aside"):
             return self._hide(path, BROKEN)
 
     def rewind(self, step: int) -> tuple[Path, ...]:
@@ -295,7 +317,7 @@ class Store:
         Raises:
             StorageError: one cannot be renamed.
         """
-        with self._mutex, _reported(f"cannot rewind {self.directory} to step {step}"):
+        with self._mutex, reported(f"cannot rewind {self.directory} to step {step}"):
             later = [path for path in self.checkpoints() if (parse_step(path.name) or 0) > step]
             return tuple(self._hide(path, SUPERSEDED) for path in later)
 
@@ -456,17 +478,12 @@ class Store:
         return tuple(self._known.copy().values())
 
     def _sync_folder(self, fd: int) -> None:
-        try:
-            files.fsync(fd)
-        except OSError as error:
-            if error.errno not in _NO_FOLDER_SYNC:
-                raise
-            if not self._told_no_sync:
-                self._told_no_sync = True
-                logger.warning(
-                    "the file system of %s cannot sync directories: a power cut may lose the newest checkpoint",
-                    self.directory,
-                )
+        if not sync_folder(fd) and not self._told_no_sync:
+            self._told_no_sync = True
+            logger.warning(
+                "the file system of %s cannot sync directories: a power cut may lose the newest checkpoint",
+                self.directory,
+            )
 
     def _warn_if_volatile(self) -> None:
         kind, _ = files.file_system(self.directory)
@@ -476,7 +493,18 @@ class Store:
             )
 
 
-def _write(folder: int, name: str, pieces: Iterator[memoryview]) -> manifest.FileEntry:
+def sync_folder(fd: int) -> bool:
+    """Make the names in a directory durable; False: its file system cannot."""
+    try:
+        files.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+        return False
+    return True
+
+
+def write_file(folder: int, name: str, pieces: Iterator[memoryview]) -> manifest.FileEntry:
     """Write a new file, make it durable, and return its size and checksums.
 
     An error of fsync or close fails the checkpoint for good: the kernel may have dropped the pages that it could not
@@ -508,7 +536,8 @@ def _write(folder: int, name: str, pieces: Iterator[memoryview]) -> manifest.Fil
 
 
 @contextlib.contextmanager
-def _reported(what: str) -> Iterator[None]:
+def reported(what: str) -> Iterator[None]:
+    """An error of the operating system as a StorageError that says what could not be done."""
     try:
         yield
     except OSError as error:
