@@ -90,7 +90,8 @@ class Checkpointer:
         keep_latest: how many of the newest checkpoints stay on storage, at least 2.
         keep_epochs: whether the ones made at the ends of epochs stay too.
         resume: "auto" goes on from the newest valid checkpoint if there is one, "must" demands one, "never" demands an
-            empty directory; a number goes back to the checkpoint of that step and sets later ones aside.
+            empty directory; a number goes back to the checkpoint of that step and sets later ones aside. From imported
+            weights (``checkflow import``) the models are restored, and everything else begins anew: a warning says so.
         on_error: a checkpoint that fails is logged ("warn"), or raised at the next boundary ("raise").
         signals: by name, those that ask the job to end. Training goes on to its next boundary, is saved there whatever
             ``every`` says, and ends with :class:`checkflow.Preempted`, exit code 75; the same signal again ends it at
@@ -164,7 +165,7 @@ class Checkpointer:
             if given is None:
                 cache = PlanCache(self._store.directory, wishes)
                 planning = Planning(job, cache, make_planner(), check_plan, wishes, follow=plan == "auto")
-            self._resume(resume, given)
+            imported = self._resume(resume, given)
             self._saving = Saving(self._store, device, each=every is not None, host_buffers=host_buffers, audit=audit)
             undo.callback(self._saving.close)
             self._boundaries = Boundaries(
@@ -175,7 +176,7 @@ class Checkpointer:
             undo.callback(self._boundaries.close)
             self._reporter = Reporter(
                 job, self._boundaries, self._saving, self._store.directory,
-                run_id=self._store.run_id, resumed_from=self.resumed_from,
+                run_id=self._store.run_id, resumed_from=self.resumed_from, imported=imported,
             )  # fmt: skip
             undo.pop_all()
         self._held = holdings.Holdings(
@@ -329,7 +330,8 @@ class Checkpointer:
         finally:
             self._close(raising=kind is None)
 
-    def _resume(self, mode: str | int, plan: Plan | None) -> None:
+    def _resume(self, mode: str | int, plan: Plan | None) -> bool:
+        """Whether what it goes on from is imported weights alone."""
         job = self._job
         resumed = resume_from(
             self._store, mode, job.models, job.optimizers, job.objects,
@@ -337,6 +339,7 @@ class Checkpointer:
         )  # fmt: skip
         if resumed is None:
             self._progress.begin_anew()
-            return
+            return False
         self.resumed_from = resumed.extra["iteration"]
         self._progress.resume(resumed.extra)
+        return resumed.imported

@@ -20,7 +20,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,7 +29,7 @@ import xxhash
 
 from checkflow.errors import CheckflowError, StorageError, UnsupportedError
 from checkflow.runtime import files, manifest
-from checkflow.runtime.layout import OWNER, Layout, file_image
+from checkflow.runtime.layout import OWNER, FileLayout, Layout, file_image
 from checkflow.runtime.lock import DirectoryLock
 from checkflow.runtime.opening import glance, parse_step, step_name
 from checkflow.runtime.reader import find
@@ -41,6 +41,7 @@ BROKEN, SUPERSEDED = ".broken-", ".superseded-"
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
 MIN_COMPLETE = 2
+Image = Callable[[FileLayout], Iterator[memoryview]]  # the bytes of a file in order
 
 
 def is_leftover(name: str) -> bool:
@@ -130,7 +131,7 @@ class Store:
         self,
         step: int,
         layout: Layout,
-        staging: memoryview,
+        staging: memoryview | Image,
         extra: bytes,
         info: Mapping[str, Any],
         *,
@@ -144,7 +145,8 @@ class Store:
         disk, and comes back if the exchange does not succeed.
 
         Args:
-            staging: at least ``layout.buffer_bytes`` bytes, filled as ``layout`` says; must not change meanwhile.
+            staging: at least ``layout.buffer_bytes`` bytes, filled as ``layout`` says; must not change meanwhile. Or a
+                function that gives the bytes of each file in order, for state that is not held in memory as a whole.
             extra: the content of ``state.msgpack``.
             info: JSON values; ``"epoch_end": True`` marks a checkpoint that ``keep_epochs`` keeps.
             ties: (further name, name in ``layout``) of state tensors that share memory.
@@ -158,9 +160,7 @@ class Store:
         """
         if not 0 <= step <= manifest.MAX_STEP:
             raise ValueError(f"a step is a number from 0 to {manifest.MAX_STEP}, not {step}")
-        flat = staging.cast("B")
-        if len(flat) < layout.buffer_bytes:
-            raise ValueError(f"the staging buffer has {len(flat)} bytes, the layout needs {layout.buffer_bytes}")
+        image = staging if callable(staging) else _staged(staging, layout)
         if len(extra) > manifest.MAX_EXTRA_BYTES:
             raise UnsupportedError(f"the extra state has {len(extra)} bytes, more than {manifest.MAX_EXTRA_BYTES}")
         plain = manifest.to_info(info)
@@ -184,7 +184,7 @@ class Store:
                         absent=tuple(absent),
                         info=plain,
                     )
-                    self._write_files(root, temporary, layout, flat, extra, described)
+                    self._write_files(root, temporary, layout, image, extra, described)
                     # (6), (7) the checkpoint's own name: from here on it is acknowledged
                     self._publish(root, temporary, final)
                 except BaseException:
@@ -200,7 +200,7 @@ class Store:
         root: int,
         temporary: str,
         layout: Layout,
-        flat: memoryview,
+        image: Image,
         extra: bytes,
         described: manifest.Manifest,
     ) -> None:
@@ -210,10 +210,10 @@ class Store:
         folder = files.open_folder(temporary, dir_fd=root)
         try:
             # (3) every shard, and the extra state: written, checksummed, fsynced
-            entries = {
-                file.name: _write(folder, file.name, file_image(file, flat, manifest.BLOCK_BYTES))
-                for file in layout.files
-            }
+            entries = {file.name: _write(folder, file.name, image(file)) for file in layout.files}
+            for file in layout.files:
+                if entries[file.name].size_bytes != file.size_bytes:
+                    raise StorageError(f"{file.name} got {entries[file.name].size_bytes} of {file.size_bytes} bytes")
             entries[manifest.EXTRA] = _write(folder, manifest.EXTRA, iter([memoryview(extra)]))
             # (4) the manifest last: it names only what is on the disk by now
             content = manifest.dumps(dataclasses.replace(described, files=entries))
@@ -395,6 +395,13 @@ class Store:
             logger.warning(
                 "%s lies on %s: its checkpoints do not outlive this machine or container", self.directory, kind
             )
+
+
+def _staged(staging: memoryview, layout: Layout) -> Image:
+    flat = staging.cast("B")
+    if len(flat) < layout.buffer_bytes:
+        raise ValueError(f"the staging buffer has {len(flat)} bytes, the layout needs {layout.buffer_bytes}")
+    return lambda file: file_image(file, flat, manifest.BLOCK_BYTES)
 
 
 def _write(folder: int, name: str, pieces: Iterator[memoryview]) -> manifest.FileEntry:
