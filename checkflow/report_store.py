@@ -79,7 +79,7 @@ def imported_lines(done: Imported) -> Iterable[str]:
         yield f"left out, as no weights of this model: {names}"
     yield "weights alone: from it a job begins anew with its optimizer, schedulers, data and random numbers"
     if done.newest != done.step:
-        yield f'resume="auto" goes on from step {done.newest}, the newest: pass resume={done.step} to begin from this one'
+        yield f'resume="auto" goes on from step {done.newest}, the newest: pass resume={done.step} to begin from this'
 
 
 def _epoch(one: Listed) -> str:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkflow.errors import StorageError
+from checkflow.errors import MismatchError, StorageError
 from checkflow.runtime import extra_state
-from checkflow.runtime.layout import STORED_TYPES, FileLayout, TensorRecord, make_layout
+from checkflow.runtime.layout import OWNER, STORED_TYPES, FileLayout, TensorRecord, make_layout
 from checkflow.runtime.opening import parse_step, step_name
 from checkflow.runtime.store import Store
 from checkflow.runtime.weights import EXTRA_STATE, Weights
@@ -65,8 +65,11 @@ def import_weights(
         CorruptCheckpointError: the source is damaged; nothing was written.
         LockedError: a job writes to the directory.
         StorageError: it cannot be written, or has a checkpoint of that step.
+        MismatchError: that is no model's name.
         UnsupportedError: a name that cannot be stored, or extra state of a module that cannot.
     """
+    if not OWNER.fullmatch(model):
+        raise MismatchError(f"a model's name is 1 to 100 letters, digits, '_', '.' and '-', not {model!r}")
     layout = make_layout([_record(f"{model}/{name}", weights, name) for name in weights.tensors])
     imported = {"source": weights.where, "format": weights.form}
     extra = extra_state.encode({
