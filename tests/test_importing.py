@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
+from store_tools import small_layout
 from test_exporting import Tied, optimizer_of
 from test_inspecting import as_json, damage, run
 from torch import nn
@@ -333,6 +335,7 @@ def test_a_job_begins_from_imported_weights_and_goes_on(
             assert checkpointer.resumed_from == end - 3
             if end == 6:
                 assert same_bytes(dict(model.state_dict()), given)
+                assert len(optimizer.state) == 6  # of each parameter, as the job made it
                 assert "imported weights and nothing else: optimizer, scheduler, the place" in caplog.text
                 assert "resumed from step 3" in caplog.text
                 caplog.clear()
@@ -457,6 +460,15 @@ def test_a_source_that_shrinks_leaves_no_checkpoint(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "ckpt").iterdir()] == [".lock"]
 
 
+def test_a_file_that_gets_too_few_bytes_is_no_checkpoint(tmp_path: Path) -> None:
+    layout = small_layout()
+    with Store(tmp_path, run_id="a") as store:
+        with pytest.raises(StorageError, match=r"got \d+ of \d+ bytes"):
+            store.commit(1, layout, lambda file: iter([memoryview(file.header)]), b"", {})
+        assert store.checkpoints() == ()
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
 def test_damage_after_an_import_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_safetensors({"a": torch.ones(1000)}, tmp_path / "x.safetensors")
     assert run(capsys, "import", tmp_path / "x.safetensors", tmp_path / "ckpt")[0] == 0
@@ -478,4 +490,9 @@ def test_what_a_running_job_has_in_memory(tmp_path: Path, capsys: pytest.Capture
         assert step in (2, 4, 5)
         assert as_json(capsys, "ls", tmp_path)["running"]["memory_step"] == step
         assert f"a job runs here; memory: step {step}" in run(capsys, "ls", tmp_path)[1]
+        os.utime(tmp_path / ".lock", (time.time() + 100,) * 2)  # as if another job had taken it, and not reported yet
+        assert as_json(capsys, "ls", tmp_path)["running"] is None
+    with Store(tmp_path, run_id="a"):  # no job, and the report of one that has ended
+        os.utime(tmp_path / ".lock", (0, 0))
+        assert as_json(capsys, "ls", tmp_path)["running"] is None
     assert as_json(capsys, "ls", tmp_path)["running"] is None

@@ -89,7 +89,7 @@ def test_names_may_be_changed(source: Path) -> None:
     assert report.complete
     assert sorted(report.left_out) == ["head.bias", "head.weight"]
     # the longest beginning that fits
-    checkflow.load_weights(model, source, rename={"body.": "encoder.", "body.1.": "encoder.1."})
+    checkflow.load_weights(model, source, rename={"body.": "wrong.", "body.0.": "encoder.0.", "body.1.": "encoder.1."})
     with pytest.raises(MismatchError, match=r"no name in .* begins with 'bodi\.'"):
         checkflow.load_weights(model, source, rename={"bodi.": "encoder."}, strict=False)
     with pytest.raises(MismatchError, match="would both be named 'x'"):
@@ -182,6 +182,18 @@ def test_from_a_checkpoint_of_a_job(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match=re.escape(str(file))):
         checkflow.load_weights(other, tmp_path / "ckpt")
     assert same_bytes(state(other), before)
+
+
+def test_a_damaged_source_changes_nothing(tmp_path: Path) -> None:
+    given = state(net())
+    torch.save(given, tmp_path / "w.pt")
+    pattern = raw(given["head.weight"])
+    (tmp_path / "w.pt").write_bytes((tmp_path / "w.pt").read_bytes().replace(pattern, pattern[::-1]))
+    model = net()
+    before = state(model)
+    with pytest.raises(CorruptCheckpointError, match=r"does not match its checksum|Bad CRC"):
+        checkflow.load_weights(model, tmp_path / "w.pt")
+    assert same_bytes(state(model), before)
 
 
 def test_a_model_without_memory(source: Path) -> None:
