@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from checkflow.runtime import shards
     from checkflow.runtime.checkpointer import Checkpointer
     from checkflow.runtime.loader import DataLoader
+    from checkflow.runtime.partial import LoadReport, load_weights
     from checkflow.runtime.variables import Variables
     from checkflow.runtime.wrapping import resumable
     from checkflow.training_step import TrainingStep
@@ -51,6 +52,7 @@ __all__ = [
     "CorruptCheckpointError",
     "DataLoader",
     "InfeasibleError",
+    "LoadReport",
     "LockedError",
     "MismatchError",
     "MissingShardsError",
@@ -65,6 +67,7 @@ __all__ = [
     "TrainingStep",
     "UnsupportedError",
     "Variables",
+    "load_weights",
     "resumable",
     "shards",
 ]
@@ -72,9 +75,11 @@ __all__ = [
 _HOMES = {
     "Checkpointer": "checkflow.runtime.checkpointer",
     "DataLoader": "checkflow.runtime.loader",
+    "LoadReport": "checkflow.runtime.partial",
     "Plan": "checkflow.plan",
     "TrainingStep": "checkflow.training_step",
     "Variables": "checkflow.runtime.variables",
+    "load_weights": "checkflow.runtime.partial",
     "resumable": "checkflow.runtime.wrapping",
 }
 

@@ -1,4 +1,5 @@
-"""The command line: ``checkflow plan | check | show | compare | probe | demo | ls | verify | diff | export``.
+"""The command line: ``checkflow plan | check | show | compare | probe | demo | ls | verify | diff | export |
+import``.
 
 Commands read options, call the planner or the demo, and print what :mod:`checkflow.report` makes of the answer. Errors
 become one line and an exit code in :func:`main`, and nowhere else. What is heavy is imported when it is needed.
@@ -316,6 +317,7 @@ app.command()(cli_store.ls)
 app.command()(cli_store.verify)
 app.command()(cli_store.diff)
 app.command()(cli_store.export)
+app.command("import")(cli_store.import_)
 
 
 @app.command()

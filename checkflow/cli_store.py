@@ -1,4 +1,4 @@
-"""Commands that look at checkpoints, and change none: ``checkflow ls | verify | diff | export``."""
+"""Commands that look at checkpoints, and change none: ``checkflow ls | verify | diff | export``; and ``import``."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ def ls(directory: Where = ".", as_json: options.Json = False) -> None:
     """
     from checkflow import report_store
     from checkflow.runtime.inspecting import list_directory
+    from checkflow.runtime.running import running_job
 
-    listed = list_directory(directory)
+    listed, running = list_directory(directory), running_job(directory)
     if as_json:
-        print_json(report_store.listed_json(directory, listed))
+        print_json(report_store.listed_json(directory, listed, running))
     else:
-        print_parts(report_store.listed_tables(directory, listed))
+        print_parts(report_store.listed_tables(directory, listed, running))
 
 
 def verify(path: Where = ".", as_json: options.Json = False) -> int:
@@ -113,3 +114,43 @@ def export(
     with working(f"writing {output}"), open_checkpoint(choose(path)) as checkpoint:
         exporting.export(checkpoint, output, chosen, model=model, replace=force)
     typer.echo(f"{checkpoint.path} written to {output}")
+
+
+def import_(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE", help="a safetensors file or its index, a DCP folder, a torch.save file, or a checkpoint"
+        ),
+    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="of checkpoints; made if it is missing")],
+    step: Annotated[int, typer.Option("--step", metavar="N", min=0, max=10**18, help="whose checkpoint it is")] = 0,
+    form: Annotated[ExportFormat | None, typer.Option("--format", help="whatever the name says otherwise")] = None,
+    model: Annotated[str, typer.Option("--model", metavar="NAME", help="what the job calls the model")] = "model",
+    key: Annotated[
+        str | None, typer.Option("--key", metavar="NAME", help="which part of the source, where it has several models")
+    ] = None,
+    keep_names: Annotated[bool, typer.Option("--keep-names", help="keep a module. at the begin of every name")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Make a checkpoint of weights from elsewhere, for a job to begin from.
+
+    A job with resume="auto" takes the weights from it; its optimizer, schedulers, place in the data and random numbers
+    begin anew. No checkpoint that is there is replaced.
+    """
+    from checkflow import report_store
+    from checkflow.runtime import importing
+    from checkflow.runtime.weights import clean, open_weights
+
+    with (
+        working(f"importing {source}") as say,
+        open_weights(source, None if form is None else form.value, key=key) as weights,
+    ):
+        done = importing.import_weights(
+            clean(weights, strip=not keep_names), directory, step=step, model=model, progress=say
+        )
+    if as_json:
+        print_json(report_store.imported_json(done))
+    else:
+        for line in report_store.imported_lines(done):
+            typer.echo(line)

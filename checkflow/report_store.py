@@ -1,4 +1,4 @@
-"""What ``checkflow ls``, ``verify`` and ``diff`` print."""
+"""What ``checkflow ls``, ``verify``, ``diff`` and ``import`` print."""
 
 from __future__ import annotations
 
@@ -12,22 +12,30 @@ from rich.table import Table
 from checkflow.hardware import format_size
 
 if TYPE_CHECKING:
+    from checkflow.runtime.importing import Imported
     from checkflow.runtime.inspecting import Changed, Differences, Listed, Verified
+    from checkflow.runtime.running import Running
 
 MOST_ROWS = 30  # of what differs, in a table
-TIER = "storage"  # host memory ends with its process
+MOST_NAMES = 8  # in a line
+TIER = "storage"  # host memory ends with its process, which alone can tell what is in it
 
 
-def listed_json(directory: str, listed: Sequence[Listed]) -> dict[str, Any]:
+def listed_json(directory: str, listed: Sequence[Listed], running: Running | None = None) -> dict[str, Any]:
     """The object that ``checkflow ls --json`` prints."""
     return {
         "directory": str(directory),
+        "running": None if running is None else asdict(running),
         "entries": [{**asdict(one), "path": str(one.path), "tier": TIER, "valid": not one.fault} for one in listed],
     }
 
 
-def listed_tables(directory: str, listed: Sequence[Listed]) -> Iterable[Table | str]:
-    """Checkpoints, then what else lies beside them."""
+def listed_tables(directory: str, listed: Sequence[Listed], running: Running | None = None) -> Iterable[Table | str]:
+    """What a running job has in memory, checkpoints, then what else lies beside them."""
+    if running is not None:
+        age = _age(time.time() - running.written_unix_seconds)
+        memory = "nothing yet" if running.memory_step is None else f"step {running.memory_step}"
+        yield f"a job runs here; memory: {memory}, by its report of {age} ago"
     checkpoints = [one for one in listed if one.kind == "checkpoint"]
     others = [one for one in listed if one.kind != "checkpoint"]
     if not listed:
@@ -60,6 +68,22 @@ def listed_tables(directory: str, listed: Sequence[Listed]) -> Iterable[Table | 
     }
     for one in others:
         yield f"{one.path.name}: {format_size(one.size_bytes)}; {words[one.kind]}"
+
+
+def imported_json(done: Imported) -> dict[str, Any]:
+    """The object that ``checkflow import --json`` prints."""
+    return {**asdict(done), "path": str(done.path)}
+
+
+def imported_lines(done: Imported) -> Iterable[str]:
+    """What was made, what a job makes of it, and what was left."""
+    yield f"{done.source} ({done.form}) imported as {done.path}: {done.tensors} tensors, {format_size(done.size_bytes)}"
+    if done.left_out:
+        names = ", ".join(done.left_out[:MOST_NAMES]) + (", …" if len(done.left_out) > MOST_NAMES else "")
+        yield f"left out, as no weights of this model: {names}"
+    yield "weights alone: from it a job begins anew with its optimizer, schedulers, data and random numbers"
+    if done.newest != done.step:
+        yield f'resume="auto" goes on from step {done.newest}, the newest: pass resume={done.step} to begin from this'
 
 
 def _epoch(one: Listed) -> str:

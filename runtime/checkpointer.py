@@ -100,7 +100,8 @@ class Checkpointer:
         monitor, mode: see ``keep_best``. With ``monitor`` alone nothing more is kept, and ``checkflow ls`` shows which
             is the best.
         resume: "auto" goes on from the newest valid checkpoint if there is one, "must" demands one, "never" demands an
-            empty directory; a number goes back to the checkpoint of that step and sets later ones aside.
+            empty directory; a number goes back to the checkpoint of that step and sets later ones aside. From imported
+            weights (``checkflow import``) the models are restored, and everything else begins anew: a warning says so.
         on_error: a checkpoint that fails is logged ("warn"), or raised at the next boundary ("raise").
         signals: by name, those that ask the job to end. Training goes on to its next boundary, is saved there whatever
             ``every`` says, and ends with :class:`checkflow.Preempted`, exit code 75; the same signal again ends it at
@@ -177,7 +178,7 @@ class Checkpointer:
             if given is None:
                 cache = PlanCache(self._store.directory, wishes)
                 planning = Planning(job, cache, make_planner(), check_plan, wishes, follow=plan == "auto")
-            self._resume(resume, given)
+            imported = self._resume(resume, given)
             if rules.monitor is not None:
                 self._store.look()  # what earlier runs found to be the best is still to be beaten
             self._saving = Saving(self._store, device, each=every is not None, host_buffers=host_buffers, audit=audit)
@@ -190,7 +191,7 @@ class Checkpointer:
             undo.callback(self._boundaries.close)
             self._reporter = Reporter(
                 job, self._boundaries, self._saving, self._store.directory,
-                run_id=self._store.run_id, resumed_from=self.resumed_from,
+                run_id=self._store.run_id, resumed_from=self.resumed_from, imported=imported,
             )  # fmt: skip
             undo.pop_all()
         self._held = holdings.Holdings(
@@ -372,7 +373,8 @@ class Checkpointer:
         finally:
             self._close(raising=kind is None)
 
-    def _resume(self, mode: str | int, plan: Plan | None) -> None:
+    def _resume(self, mode: str | int, plan: Plan | None) -> bool:
+        """Whether what it goes on from is imported weights alone."""
         job = self._job
         resumed = resume_from(
             self._store, mode, job.models, job.optimizers, job.objects,
@@ -380,6 +382,7 @@ class Checkpointer:
         )  # fmt: skip
         if resumed is None:
             self._progress.begin_anew()
-            return
+            return False
         self.resumed_from = resumed.extra["iteration"]
         self._progress.resume(resumed.extra)
+        return resumed.imported

@@ -50,7 +50,7 @@ def check_arguments(*, loader: object, host_buffers: object, resume: object, on_
         )
     if not _is_count(host_buffers, 1):
         raise ValueError(f"host_buffers must be a whole number of at least 1, not {host_buffers!r}")
-    if resume not in ("auto", "never", "must") and not _is_count(resume, 1):
+    if resume not in ("auto", "never", "must") and not _is_count(resume, 0):
         raise ValueError(f'resume must be "auto", "never", "must" or a step, not {resume!r}')
     if on_error not in ("warn", "raise"):
         raise ValueError(f'on_error must be "warn" or "raise", not {on_error!r}')

@@ -109,7 +109,7 @@ class StateWalk:
             owner: {id(parameter): name for name, parameter in optimizer_parameters(self._models, optimizer)}
             for owner, optimizer in self._optimizers.items()
         }
-        self.modules_with_extra_state = dict(_modules_with_extra_state(self._models))
+        self.modules_with_extra_state = dict(modules_with_extra_state(self._models))
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -194,7 +194,7 @@ def refuse_extra_mismatch(
         MismatchError: a part of the job is not in the checkpoint, or a part of the checkpoint not in the job.
     """
     for what, have, saved in (
-        ("module with extra state", dict(_modules_with_extra_state(models)), extra["modules"]),
+        ("module with extra state", dict(modules_with_extra_state(models)), extra["modules"]),
         ("optimizer", optimizers, extra["optimizers"]),
         ("state object", objects, extra["objects"]),
     ):
@@ -212,7 +212,7 @@ def restore_extra(
     extra: Mapping[str, Any], models: Models, optimizers: Optimizers, objects: Mapping[str, Stateful]
 ) -> None:
     """Put back what :func:`capture_extra` gave and :func:`refuse_extra_mismatch` let pass."""
-    for name, module in _modules_with_extra_state(models):
+    for name, module in modules_with_extra_state(models):
         module.set_extra_state(extra["modules"][name])
     for name, optimizer in optimizers.items():
         _restore_optimizer(models, optimizer, extra["optimizers"][name])
@@ -220,7 +220,8 @@ def restore_extra(
         value.load_state_dict(extra["objects"][name])
 
 
-def _modules_with_extra_state(models: Models) -> Iterator[tuple[str, nn.Module]]:
+def modules_with_extra_state(models: Models) -> Iterator[tuple[str, nn.Module]]:
+    """("<model>/<module path>", module) of every module that has a state of its own beside its tensors."""
     for name, module in module_names(models):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield name, module

@@ -50,6 +50,7 @@ class Reporter:
     Args:
         directory: of the checkpoints; exists, and is locked by this process.
         resumed_from: the step that this run goes on from; None: it begins anew.
+        imported: whether that are imported weights: nothing is done again.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Reporter:
         *,
         run_id: str,
         resumed_from: int | None,
+        imported: bool = False,
     ) -> None:
         self._boundaries, self._saving = boundaries, saving
         self._directory, self._run_id, self._resumed_from = directory, run_id, resumed_from
@@ -77,9 +79,9 @@ class Reporter:
         self._earlier = [run_report.dump_run(run) for run in earlier[1 - KEPT_RUNS :]]
         # What an earlier run had finished beyond the step that this one goes on from is done again. A run that was
         # killed had come further than when it last wrote its report.
-        self._replayed: int | None = None
-        self._exactly = False
-        if resumed_from is not None and earlier:
+        self._replayed: int | None = 0 if imported else None
+        self._exactly = imported
+        if resumed_from is not None and earlier and not imported:
             self._replayed = max(0, earlier[-1].iteration - resumed_from)
             self._exactly = earlier[-1].closed and earlier[-1].iteration >= resumed_from
 

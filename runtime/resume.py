@@ -7,6 +7,7 @@ makes at its first step is made here; state that was absent at the checkpoint is
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from checkflow.runtime.live_state import (
     drop_state,
     make_lazy_state,
     make_state_by_stepping,
+    modules_with_extra_state,
     refuse_extra_mismatch,
     restore_extra,
 )
@@ -31,6 +33,8 @@ from checkflow.runtime.reader import Checkpoint, open_checkpoint, recover
 from checkflow.runtime.store import Store
 from checkflow.state import collect_state, dtype_name, optimizer_parameters
 
+logger = logging.getLogger("checkflow")
+
 
 @dataclass(frozen=True)
 class Resumed:
@@ -38,6 +42,11 @@ class Resumed:
 
     step: int
     extra: Mapping[str, Any]  # as the checkpointer saved it
+
+    @property
+    def imported(self) -> bool:
+        """Whether it was weights alone, and everything else begins anew."""
+        return "imported" in self.extra
 
 
 def resume_from(
@@ -103,8 +112,10 @@ def restore(
     state = collect_state(models, optimizers)
     live = {item.name: item.tensor for item in state.tensors}
     sources = {**{name: name for name in checkpoint.tensors}, **dict(checkpoint.ties)}
-    _refuse_mismatch(checkpoint, live, sources, models, optimizers)
     extra = extra_state.decode(checkpoint.extra_bytes)
+    if "imported" in extra:
+        return _restore_weights(checkpoint, extra, state.ties, live, sources, models, optimizers, objects)
+    _refuse_mismatch(checkpoint, live, sources, models, optimizers)
     refuse_extra_mismatch(extra["job"], models, optimizers, objects)
     if makers := _makers(checkpoint, live, models, optimizers):
         for owner in makers:
@@ -127,6 +138,48 @@ def restore(
         for name, tensor in live.items():
             fill(checkpoint, sources[name], tensor)
     restore_extra(extra["job"], models, optimizers, objects)
+    return Resumed(checkpoint.step, extra)
+
+
+def _restore_weights(
+    checkpoint: Checkpoint,
+    extra: Mapping[str, Any],
+    ties: Collection[tuple[str, str]],
+    live: Mapping[str, torch.Tensor],
+    sources: dict[str, str],
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    objects: Mapping[str, Stateful],
+) -> Resumed:
+    """Put imported weights into the models; what a checkpoint of a job would have besides is left as the job made it.
+
+    All tensors of the models must be there, under any of their names: other tools keep one name of tied weights, and
+    not always the first.
+    """
+    for further, name in ties:
+        if name not in sources and further in sources:
+            sources[name] = sources[further]
+    live = {name: tensor for name, tensor in live.items() if name.partition("/")[0] in models}
+    modules = dict(modules_with_extra_state(models))
+    try:
+        _refuse_mismatch(checkpoint, live, sources, models, optimizers)
+        if odd := sorted(extra["job"]["modules"].keys() - modules.keys()):
+            raise MismatchError(f"{checkpoint.path}: the checkpoint's extra state of {odd[0]} is not in the job")
+    except MismatchError as error:
+        raise MismatchError(
+            f"{error}; these are imported weights: import into another directory what the job has, or take what fits "
+            "with checkflow.load_weights(model, source, strict=False)"
+        ) from None
+    with torch.no_grad():
+        for name, tensor in live.items():
+            fill(checkpoint, sources[name], tensor)
+    for name, value in extra["job"]["modules"].items():
+        modules[name].set_extra_state(value)
+    anew = ", ".join([*optimizers, *objects, *modules.keys() - extra["job"]["modules"].keys()])
+    logger.warning(
+        "%s holds imported weights and nothing else: %s, the place in the data and random numbers begin anew",
+        checkpoint.path, anew,
+    )  # fmt: skip
     return Resumed(checkpoint.step, extra)
 
 

@@ -30,7 +30,7 @@ import xxhash
 
 from checkflow.errors import CheckflowError, StorageError, UnsupportedError
 from checkflow.runtime import files, manifest, retention
-from checkflow.runtime.layout import OWNER, Layout, file_image
+from checkflow.runtime.layout import OWNER, FileLayout, Layout, file_image
 from checkflow.runtime.lock import DirectoryLock, claimed
 from checkflow.runtime.opening import REPLACED, glance, parse_step, step_name
 from checkflow.runtime.reader import find
@@ -42,6 +42,7 @@ _TMP, _TRASH = ".tmp-", ".trash-"
 BROKEN, SUPERSEDED = ".broken-", ".superseded-"
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
+Image = Callable[[FileLayout], Iterator[memoryview]]  # the bytes of a file in order
 
 
 def temporary_name(step: int, run_id: str) -> str:
@@ -140,7 +141,7 @@ class Store:
         self,
         step: int,
         layout: Layout,
-        staging: memoryview,
+        staging: memoryview | Image,
         extra: bytes,
         info: Mapping[str, Any],
         *,
@@ -154,7 +155,8 @@ class Store:
         disk, and comes back if the exchange does not succeed.
 
         Args:
-            staging: at least ``layout.buffer_bytes`` bytes, filled as ``layout`` says; must not change meanwhile.
+            staging: at least ``layout.buffer_bytes`` bytes, filled as ``layout`` says; must not change meanwhile. Or a
+                function that gives the bytes of each file in order, for state that is not held in memory as a whole.
             extra: the content of ``state.msgpack``.
             info: JSON values; retention knows ``"epoch_end"`` (true or false) and ``"metrics"`` (numbers by name).
             ties: (further name, name in ``layout``) of state tensors that share memory.
@@ -166,9 +168,7 @@ class Store:
                 and the next commit may succeed.
             UnsupportedError: ``info`` holds something other than JSON values.
         """
-        flat = staging.cast("B")
-        if len(flat) < layout.buffer_bytes:
-            raise ValueError(f"the staging buffer has {len(flat)} bytes, the layout needs {layout.buffer_bytes}")
+        image = staging if callable(staging) else _staged(staging, layout)
         if len(extra) > manifest.MAX_EXTRA_BYTES:
             raise UnsupportedError(f"the extra state has {len(extra)} bytes, more than {manifest.MAX_EXTRA_BYTES}")
         plain = manifest.to_info(info)
@@ -185,7 +185,7 @@ class Store:
         )
         return self.commit_written(
             step,
-            lambda root, temporary: self._write_files(root, temporary, layout, flat, extra, described),
+            lambda root, temporary: self._write_files(root, temporary, layout, image, extra, described),
             info=plain,
         )
 
@@ -227,7 +227,7 @@ class Store:
         root: int,
         temporary: str,
         layout: Layout,
-        flat: memoryview,
+        image: Image,
         extra: bytes,
         described: manifest.Manifest,
     ) -> None:
@@ -237,10 +237,10 @@ class Store:
         folder = files.open_folder(temporary, dir_fd=root)
         try:
             # (3) every shard, and the extra state: written, checksummed, fsynced
-            entries = {
-                file.name: write_file(folder, file.name, file_image(file, flat, manifest.BLOCK_BYTES))
-                for file in layout.files
-            }
+            entries = {file.name: write_file(folder, file.name, image(file)) for file in layout.files}
+            for file in layout.files:
+                if entries[file.name].size_bytes != file.size_bytes:
+                    raise StorageError(f"{file.name} got {entries[file.name].size_bytes} of {file.size_bytes} bytes")
             entries[manifest.EXTRA] = write_file(folder, manifest.EXTRA, iter([memoryview(extra)]))
             # (4) the manifest last: it names only what is on the disk by now
             content = manifest.dumps(dataclasses.replace(described, files=entries))
@@ -502,6 +502,13 @@ def sync_folder(fd: int) -> bool:
             raise
         return False
     return True
+
+
+def _staged(staging: memoryview, layout: Layout) -> Image:
+    flat = staging.cast("B")
+    if len(flat) < layout.buffer_bytes:
+        raise ValueError(f"the staging buffer has {len(flat)} bytes, the layout needs {layout.buffer_bytes}")
+    return lambda file: file_image(file, flat, manifest.BLOCK_BYTES)
 
 
 def write_file(folder: int, name: str, pieces: Iterator[memoryview]) -> manifest.FileEntry:
