@@ -376,6 +376,9 @@ class Store:
             self._void.add(final)
             files.rename(temporary, final, dir_fd=root)  # (6)
             self._sync_folder(root)  # (7)
+            # xfs that shut down since the rename (an error of the disk) has dropped it, and syncs folders without a word
+            # then. It opens nothing any more.
+            files.close(files.open_folder(final, dir_fd=root))
             self._void.discard(final)
         except BaseException:
             with contextlib.suppress(OSError):

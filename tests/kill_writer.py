@@ -50,11 +50,11 @@ def check(directory: Path, noted: set[tuple[int, int]], acknowledged: tuple[int,
     with Store(directory, run_id="check", keep_epochs=False) as store:
         checkpoint = recover(store)
         broken = [name for name in os.listdir(directory) if name.startswith(".") and name != ".lock"]
-        if broken:
-            return f"left behind: {broken}"
         if checkpoint is None:
-            return "everything is lost" if acknowledged else None
+            return f"left behind: {broken}" if broken else "everything is lost" if acknowledged else None
         with checkpoint:
+            if broken:
+                return f"left behind: {broken}"
             state = (checkpoint.info["run"], checkpoint.step)
             if acknowledged and state[1] < acknowledged[1]:
                 return f"step {acknowledged[1]} was acknowledged, step {state[1]} is the newest"
