@@ -584,6 +584,17 @@ def test_without_any_one_sync_the_power_cut_is_noticed(directory: Path, lies: st
         power_cut(directory, 3, 10_000, lies=lies)
 
 
+def test_a_power_cut_after_a_rewind_brings_nothing_back(directory: Path) -> None:
+    disk = Disk(directory)
+    with disk(), new_store(directory, keep_latest=5) as store:
+        for step in (1, 2, 3):
+            commit(store, step, step)
+        store.rewind(1)
+        for names in CUTS:
+            copy = disk.after_power_cut(directory.with_name(f"cut-{names}"), names)
+            assert steps(copy) == [1], names
+
+
 def test_a_power_cut_while_a_killed_exchange_is_settled(directory: Path) -> None:
     for renames in (1, 2):
         at = 0
