@@ -376,8 +376,8 @@ class Store:
             self._void.add(final)
             files.rename(temporary, final, dir_fd=root)  # (6)
             self._sync_folder(root)  # (7)
-            # xfs that shut down since the rename (an error of the disk) has dropped it, and syncs folders without a word
-            # then. It opens nothing any more.
+            # An xfs that an error of the disk shut down since the rename has dropped it, and then syncs folders without
+            # a word. But it opens nothing any more.
             files.close(files.open_folder(final, dir_fd=root))
             self._void.discard(final)
         except BaseException:

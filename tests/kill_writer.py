@@ -114,7 +114,9 @@ def main() -> None:
         acknowledged = last or acknowledged
         if problem := check(directory, noted, acknowledged):
             problems.append(f"after run {run}: {problem}")
-    sys.stdout.write(json.dumps({"commits": commits, "problems": problems, "last": acknowledged}) + "\n")
+    sys.stdout.write(
+        json.dumps({"kills": rounds, "commits": commits, "problems": problems, "last": acknowledged}) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -75,14 +75,15 @@ def _never(node: ast.stmt) -> ast.stmt:
 
 
 def _drop_flags(*flags: str) -> Callable[[ast.stmt], bool]:
-    return lambda node: any(isinstance(part, ast.Attribute) and part.attr in flags for part in ast.walk(node)) and (
-        isinstance(node, ast.Assign | ast.Return)
+    return lambda node: (
+        any(isinstance(part, ast.Attribute) and part.attr in flags for part in ast.walk(node))
+        and (isinstance(node, ast.Assign | ast.Return))
     )
 
 
 def _without_flags(*flags: str) -> Callable[[ast.stmt], ast.stmt]:
     class Dropping(ast.NodeTransformer):
-        def visit_Attribute(self, node: ast.Attribute) -> ast.AST:  # noqa: N802: the name that ast calls
+        def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
             return ast.copy_location(ast.Constant(0), node) if node.attr in flags else node
 
     return lambda node: Dropping().visit(node)

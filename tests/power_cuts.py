@@ -3,8 +3,8 @@
 ``unshare -m python tests/power_cuts.py ext4 [--first 1] [--every 1] [--most N] [--fresh] [--survives] [--lie
 file|folder|root]`` prints one line of JSON. Needs root; :mod:`mounting` says what else. Free of torch and of threads.
 
-With ``--survives`` the process lives on when the disk goes, as after an error of the disk: then every call may fail, and
-none may be taken for a success. Otherwise it ends with the power.
+With ``--survives`` the process lives on when the disk goes, as after an error of the disk: every call may fail then,
+and none is a success. Otherwise it ends with the power.
 
 A child process opens the store in a loop-mounted image, goes on from what is there and commits; what it attempts and
 what was acknowledged it notes outside of the image. After one of its calls the file system is shut down
@@ -175,7 +175,7 @@ class Machine:
         except (CheckflowError, OSError) as error:
             note(f"failed {type(error).__name__}: {error}")
             os._exit(0 if isinstance(error, CheckflowError) else 3)
-        except BaseException as error:  # noqa: BLE001: a child must end here, whatever it is
+        except BaseException as error:  # noqa: BLE001 - a child must end here, whatever it is
             note(f"failed {type(error).__name__}: {error}")
             os._exit(4)
         os._exit(0)
