@@ -185,7 +185,19 @@ def is_noticed(mutation: Mutation | None, suite: tuple[str, str]) -> bool:
     where, which = suite
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     env.pop("PYTEST_XDIST_WORKER", None)
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", which]
+    # Without torch, which nothing but the configuration needs here.
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--noconftest",
+        "-xqp",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        which,
+    ]
     if mutation is not None:
         env[ENVIRONMENT] = json.dumps([mutation.kind, mutation.index])
         command += ["-p", "tests.mutations_plugin"]
