@@ -159,11 +159,8 @@ def try_every_short_write(scenario: Scenario, directory: Path) -> int:
 
 def _check(scenario: Scenario, directory: Path, acknowledged: bool, where: str) -> None:
     """L1 to L3 and L5."""
-    with new_store(directory, "look") as store:
-        for name in os.listdir(store.directory):
-            assert not name.startswith(".broken"), f"{where}: {name}"
+    new_store(directory, "look").close()  # which settles what was half done
     assert len(steps(directory)) >= scenario.least_complete, f"{where}: {steps(directory)} are left"
-    shutil.rmtree(directory / "gone", ignore_errors=True)
     for path in directory.glob(".superseded-*"):  # of a rewind: left for people
         shutil.rmtree(path)
     found = newest(directory)

@@ -32,8 +32,7 @@ def directory(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("error", "after", "sticky"),
     [
-        pytest.param(None, False, False, id="a kill before it"),
-        pytest.param(None, True, False, id="a kill after it"),
+        pytest.param(None, True, False, id="a kill"),
         pytest.param(errno.EIO, False, False, id="EIO"),
         pytest.param(errno.ENOSPC, False, True, id="ENOSPC from then on"),
     ],
