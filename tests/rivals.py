@@ -41,7 +41,7 @@ def write(directory: Path, notes: int, writer: int, source: random.Random) -> No
                 directory, run_id=f"w{writer}", keep_epochs=False, lock_wait_seconds=HANG_SECONDS if patient else 0
             )
         except LockedError as error:
-            if "is being written by process" not in str(error):
+            if "is being written by " not in str(error):  # it may not have put its name there yet
                 raise
             told += 1
             continue
