@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Made last by a successful installation; older than what it was installed from, it is made anew.
 STAMP := .venv/.installed
 
-.PHONY: demo mnist nanogpt test check kills test-gpu
+.PHONY: demo mnist nanogpt test check kills faults test-gpu
 
 demo: $(STAMP)
 	@$(BIN)/checkflow demo
@@ -23,6 +23,11 @@ test: $(STAMP)
 KILLS ?= 200
 kills: $(STAMP)
 	@$(BIN)/python tests/kills.py --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(if $(BREAK),--break $(BREAK),--output benchmarks/results/kills.json)
+
+# Every fault that must lose nothing, thousands of each: hours. Goes on where it was interrupted; as root, or power cuts
+# are skipped. ONLY='F3 F5': these alone. SECONDS=600: begin nothing after ten minutes. FRESH=1: all anew.
+faults: $(STAMP)
+	@$(BIN)/python tests/fault_run.py $(if $(ONLY),--only $(ONLY)) $(if $(FRESH),--fresh) $(if $(filter command line,$(origin SECONDS)),--seconds $(SECONDS)) --output benchmarks/results/faults.json --page docs/faults.md
 
 check: $(STAMP)
 	$(BIN)/ruff check .

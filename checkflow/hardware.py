@@ -5,6 +5,7 @@ Numbers are the makers' own; efficiency factors turn them into what training see
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -379,7 +380,8 @@ def write_device(device: Device, path: str | os.PathLike[str]) -> None:
         temporary.write_bytes(TypeAdapter(Device).dump_json(device, indent=2) + b"\n")
         os.replace(temporary, target)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the first error is the one to report
+            temporary.unlink(missing_ok=True)
         raise CheckflowError(f"cannot write the device to {target}: {error.strerror or error}") from error
 
 

@@ -5,6 +5,7 @@ The file is canonical JSON: one serialisation for one plan. A file that differs 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -13,12 +14,15 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from checkflow.errors import PlanError, first_fault
 from checkflow.graph import BOUNDARY, STRICT, AnchorKey, AnchorKind
 from checkflow.hardware import DeviceKind
 from checkflow.timeline import MOST_SECONDS, Granularity, Timeline, check_timeline
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 Policy = Literal["direct", "snapshot"]
 
@@ -176,10 +180,15 @@ class Plan:
         return replace(self, digest=_digest(self))
 
 
-def _canonical(plan: Plan) -> bytes:
+@functools.cache
+def _adapter() -> TypeAdapter[Plan]:
     from pydantic import TypeAdapter
 
-    data = TypeAdapter(Plan).dump_python(plan, mode="json")
+    return TypeAdapter(Plan)
+
+
+def _canonical(plan: Plan) -> bytes:
+    data = _adapter().dump_python(plan, mode="json")
     return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=True).encode() + b"\n"
 
 
@@ -361,10 +370,10 @@ def loads(data: bytes, name: str = "plan") -> Plan:
     Raises:
         PlanError: the reason, on one line.
     """
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     try:
-        plan: Plan = TypeAdapter(Plan).validate_json(data)
+        plan: Plan = _adapter().validate_json(data)
     except ValidationError as error:
         raise PlanError(
             f"{name}: not a valid plan: {first_fault(error)}; make it anew (checkflow plan MODEL -o FILE)"
@@ -388,7 +397,8 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the first error is the one to report
+            temporary.unlink(missing_ok=True)
         raise PlanError(f"cannot write the plan to {target}: {error.strerror or error}") from error
 
 

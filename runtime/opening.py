@@ -1,7 +1,7 @@
 """Opening a checkpoint's files and reading blocks of them, with every check that needs no knowledge of tensors.
 
-Each file is opened by name inside the checkpoint's directory, follows no link, must be a regular file of the size that
-the manifest names, and is read block by block, each compared with its checksum.
+(10) Each file is opened by name inside the checkpoint's directory, follows no link, must be a regular file of the size
+that the manifest names, and is read block by block, each compared with its checksum.
 
 The manifest stays open with the files, under a lock that says so (:func:`.lock.share`): retention leaves what is being
 read alone. One that went before the lock was taken is gone, which is no damage.

@@ -316,8 +316,8 @@ def find_valid(directory: str | os.PathLike[str]) -> Checkpoint | None:
 def recover(store: Store) -> Checkpoint | None:
     """The newest checkpoint that is whole, byte for byte, for a training job to go on from; None if there is none.
 
-    One that is proved damaged is set aside (``.broken-…``) and the next older one taken. One that merely cannot be read
-    at the moment is passed over, but stays where it is.
+    (10) One that is proved damaged is set aside (``.broken-…``) and the next older one taken. One that merely cannot be
+    read at the moment is passed over, but stays where it is.
 
     Raises:
         MismatchError: the newest has a format that this version does not know.

@@ -9,8 +9,9 @@
       .broken-step-00001234/        proved damaged, set aside by a restore; left for people to look at
       .superseded-step-00001234/    later than the step from which a job was told to go on; left likewise
 
-Every name but ``step-…`` is hidden from readers. The steps of a commit are numbered in :meth:`Store.commit`. Which
-checkpoints stay is decided in :mod:`.retention`; one that is open somewhere is not deleted, but later.
+Every name but ``step-…`` is hidden from readers. The steps of a commit are numbered in :meth:`Store.commit`, (10), that
+of a restore, in :mod:`.opening` and :mod:`.reader`. Which checkpoints stay is decided in :mod:`.retention`; one that is
+open somewhere is not deleted, but later.
 """
 
 from __future__ import annotations
@@ -372,10 +373,14 @@ class Store:
                 files.rename(final, replaced, dir_fd=root)
                 exchanged = True
             # Everything in the directory is on the disk, and the name is free. What gets it from here on is void until
-            # step 7 has succeeded: an fsync that failed may have dropped the name, and will not say so twice.
+            # (7) has succeeded. (9) No second try: an fsync that failed may have dropped the name, and will not say so
+            # twice.
             self._void.add(final)
             files.rename(temporary, final, dir_fd=root)  # (6)
             self._sync_folder(root)  # (7)
+            # An xfs that an error of the disk shut down since the rename has dropped it, and then syncs folders without
+            # a word. But it opens nothing any more.
+            files.close(files.open_folder(final, dir_fd=root))
             self._void.discard(final)
         except BaseException:
             with contextlib.suppress(OSError):

@@ -50,11 +50,11 @@ def check(directory: Path, noted: set[tuple[int, int]], acknowledged: tuple[int,
     with Store(directory, run_id="check", keep_epochs=False) as store:
         checkpoint = recover(store)
         broken = [name for name in os.listdir(directory) if name.startswith(".") and name != ".lock"]
-        if broken:
-            return f"left behind: {broken}"
         if checkpoint is None:
-            return "everything is lost" if acknowledged else None
+            return f"left behind: {broken}" if broken else "everything is lost" if acknowledged else None
         with checkpoint:
+            if broken:
+                return f"left behind: {broken}"
             state = (checkpoint.info["run"], checkpoint.step)
             if acknowledged and state[1] < acknowledged[1]:
                 return f"step {acknowledged[1]} was acknowledged, step {state[1]} is the newest"
@@ -67,8 +67,10 @@ def check(directory: Path, noted: set[tuple[int, int]], acknowledged: tuple[int,
     return None
 
 
-def kill_one(directory: Path, run: int, wait_seconds: float) -> tuple[set[tuple[int, int]], tuple[int, int] | None]:
-    """One writer's life: what it attempted, and the last that it acknowledged."""
+def kill_one(
+    directory: Path, run: int, attempts: int, wait_seconds: float
+) -> tuple[set[tuple[int, int]], tuple[int, int] | None]:
+    """One writer's life: what it attempted, and the last that it acknowledged. It is killed after so many attempts."""
     ours, theirs = os.pipe()
     writer = os.fork()
     if writer == 0:
@@ -76,13 +78,17 @@ def kill_one(directory: Path, run: int, wait_seconds: float) -> tuple[set[tuple[
             write_until_killed(directory, run, theirs)
         os._exit(1)
     os.close(theirs)
+    text = b""
+    while text.count(b"attempt") < attempts:
+        if not (data := os.read(ours, 1 << 16)):
+            raise RuntimeError("the writer ended by itself")
+        text += data
     time.sleep(wait_seconds)
     os.kill(writer, signal.SIGKILL)
     _, status = os.waitpid(writer, 0)
     if not os.WIFSIGNALED(status):
         raise RuntimeError("the writer ended by itself")
     os.set_blocking(ours, False)
-    text = b""
     with contextlib.suppress(BlockingIOError):
         while data := os.read(ours, 1 << 16):
             text += data
@@ -108,13 +114,15 @@ def main() -> None:
     acknowledged: tuple[int, int] | None = None
     problems, commits = [], 0
     for run in range(rounds):
-        attempted, last = kill_one(directory, run, source.uniform(0.005, 0.1))
+        attempted, last = kill_one(directory, run, source.randint(0, 5), source.uniform(0, 0.03))
         noted |= attempted
         commits += len(attempted)
         acknowledged = last or acknowledged
         if problem := check(directory, noted, acknowledged):
             problems.append(f"after run {run}: {problem}")
-    sys.stdout.write(json.dumps({"commits": commits, "problems": problems, "last": acknowledged}) + "\n")
+    sys.stdout.write(
+        json.dumps({"kills": rounds, "commits": commits, "problems": problems, "last": acknowledged}) + "\n"
+    )
 
 
 if __name__ == "__main__":
