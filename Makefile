@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Made last by a successful installation; older than what it was installed from, it is made anew.
 STAMP := .venv/.installed
 
-.PHONY: demo mnist nanogpt test check kills faults test-gpu
+.PHONY: demo mnist nanogpt test check kills faults fuzz test-gpu
 
 demo: $(STAMP)
 	@$(BIN)/checkflow demo
@@ -28,6 +28,11 @@ kills: $(STAMP)
 # are skipped. ONLY='F3 F5': these alone. SECONDS=600: begin nothing after ten minutes. FRESH=1: all anew.
 faults: $(STAMP)
 	@$(BIN)/python tests/fault_run.py $(if $(ONLY),--only $(ONLY)) $(if $(FRESH),--fresh) $(if $(filter command line,$(origin SECONDS)),--seconds $(SECONDS)) --output benchmarks/results/faults.json --page docs/faults.md
+
+# Everything that reads files gets INPUTS damaged and hostile ones: tests/fuzz.py says what must hold.
+INPUTS ?= 100000
+fuzz: $(STAMP)
+	@$(BIN)/python tests/fuzz.py --inputs $(INPUTS) $(if $(SEED),--seed $(SEED)) --output benchmarks/results/fuzz.json
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 
+_MOST_PLACE = 200  # characters of a message that say where
+
+
 class CheckflowError(Exception):
     """The root: ``except CheckflowError`` catches everything that checkflow reports on purpose."""
 
@@ -95,6 +98,6 @@ class Preempted(SystemExit):
 def first_fault(error: ValidationError) -> str:
     """The first thing that is wrong with a file: "place: reason", without the prefixes that pydantic puts there."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    place = ".".join(str(part) for part in first["loc"]) or "file"
+    place = " ".join(".".join(str(part) for part in first["loc"]).split()) or "file"  # keys are the file's own words
     reason = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    return f"{place}: {' '.join(reason.split())}"
+    return f"{place[:_MOST_PLACE]}: {' '.join(reason.split())}"

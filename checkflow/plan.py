@@ -380,7 +380,10 @@ def loads(data: bytes, name: str = "plan") -> Plan:
         ) from None
     if plan.digest != _digest(plan) or _canonical(plan) != data:
         raise PlanError(f"{name}: the plan was changed after it was made (its digest does not fit); make it anew")
-    validate(plan)
+    try:
+        validate(plan)
+    except PlanError as error:  # names are the file's own words, of any number of lines
+        raise PlanError(" ".join(str(error).split())) from None
     return plan
 
 

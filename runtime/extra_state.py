@@ -341,7 +341,7 @@ def _to_array(content: list[Any]) -> Any:
     if dtype.itemsize * math.prod(_ints(shape)) != len(data):
         raise ValueError("the size does not fit the shape")
     if not dtype.itemsize:
-        return np.empty(shape, dtype)
+        return np.ndarray(shape, dtype)  # np.empty would make room for a character in each element
     return np.frombuffer(bytearray(data), dtype).reshape(shape)
 
 
@@ -381,6 +381,12 @@ def _to_torch_dtype(name: str) -> Any:
     return found
 
 
+def _to_bytearray(content: Any) -> bytearray:
+    if type(content) is not bytes:  # of a number, Python would make as many zeros
+        raise TypeError("not bytes")
+    return bytearray(content)
+
+
 def _to_size(content: list[Any]) -> Any:
     import torch
 
@@ -407,7 +413,7 @@ _DECODERS: Mapping[int, Callable[[Any], Any]] = {
     DEFAULT: _to_default,
     INTEGER: int,
     COMPLEX: lambda content: complex(*content),
-    BYTEARRAY: bytearray,
+    BYTEARRAY: _to_bytearray,
     RANGE: lambda content: range(*content),
     SLICE: lambda content: slice(*content),
     PATH: pathlib.Path,

@@ -17,7 +17,7 @@ import xxhash
 from pydantic import Field, JsonValue, StringConstraints, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
-from checkflow.errors import CorruptCheckpointError, MismatchError, UnsupportedError
+from checkflow.errors import CorruptCheckpointError, MismatchError, UnsupportedError, first_fault
 from checkflow.graph import STRICT
 from checkflow.runtime.layout import STORED_TYPES, Layout
 
@@ -144,14 +144,29 @@ def loads(data: bytes, name: str) -> Manifest:
     if version and int(version[1]) != VERSION:
         raise MismatchError(f"{name} has format version {int(version[1])}; this checkflow reads version {VERSION}")
     try:
+        # Another reader of JSON must find the same in it: no key twice, no number that JSON has not.
+        json.loads(text, object_pairs_hook=no_duplicates, parse_constant=_refuse_constant)
         manifest = _ADAPTER.validate_json(text)
+        json.dumps(manifest.info, allow_nan=False)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "file"
-        raise CorruptCheckpointError(f"{name} is no valid manifest: {place!r}: {first['msg']}") from None
+        raise CorruptCheckpointError(f"{name} is no valid manifest: {first_fault(error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{name} is no valid manifest: {' '.join(str(error).split())}") from None
     if problem := _contradiction(manifest):
         raise CorruptCheckpointError(f"{name} contradicts itself: {problem}")
     return manifest
+
+
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; ValueError where it has a key twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is no number")
 
 
 def _contradiction(manifest: Manifest) -> str | None:

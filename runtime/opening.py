@@ -24,7 +24,15 @@ import xxhash
 from checkflow.errors import CorruptCheckpointError, StorageError
 from checkflow.runtime import files
 from checkflow.runtime.lock import share
-from checkflow.runtime.manifest import BLOCK_BYTES, MANIFEST, MAX_MANIFEST_BYTES, FileEntry, Manifest, loads
+from checkflow.runtime.manifest import (
+    BLOCK_BYTES,
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    FileEntry,
+    Manifest,
+    loads,
+    no_duplicates,
+)
 
 REPLACED = ".replaced-"  # before the name of a checkpoint that is just being exchanged for a new one
 _EXCHANGED_TRIES, _EXCHANGED_SECONDS = 5, 0.02
@@ -77,30 +85,36 @@ def read_block(file: OpenFile, block: int, out: memoryview) -> None:
         )
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return found
+def _natural(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{str(value)[:60]!r} is no length")
+    return value
+
+
+def _two(values: Any) -> list[Any]:
+    if type(values) is not list or len(values) != 2:
+        raise ValueError("a range has two ends")
+    return values
 
 
 def parse_header(path: Path, text: bytes, size_bytes: int) -> dict[str, StoredTensor]:
     """All tensors of a safetensors file by key; their ranges follow each other without holes up to the file's end."""
     try:
-        header = json.loads(text, object_pairs_hook=_no_duplicates)
+        header = json.loads(text.decode(), object_pairs_hook=no_duplicates)  # str: json would guess UTF-16 of bytes
         header.pop("__metadata__", None)
         data = 8 + len(text)
         found = {
             str(key): StoredTensor(
                 str(entry["dtype"]),
-                tuple(int(length) for length in entry["shape"]),
-                data + int(entry["data_offsets"][0]),
-                data + int(entry["data_offsets"][1]),
+                tuple(_natural(length) for length in entry["shape"]),
+                *(data + _natural(offset) for offset in _two(entry["data_offsets"])),
             )
             for key, entry in header.items()
         }
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
-        raise CorruptCheckpointError(f"{path} has no valid safetensors header: {error}") from None
+        raise CorruptCheckpointError(
+            f"{path} has no valid safetensors header: {' '.join(str(error).split())[:200]}"
+        ) from None
     reached = data
     for key, stored in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
         if stored.begin != reached or stored.end < stored.begin:

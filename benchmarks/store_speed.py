@@ -1,0 +1,375 @@
+"""How fast checkpoints become durable and come back, beside what the same disk gives raw, in one run.
+
+``python -m benchmarks.store_speed [--directory DIR] [--mib 256] [--rounds 9] [--output FILE]``
+
+Write: ``Store.commit`` from a filled staging buffer to its return (checksums, fsyncs, renames and the removal of an old
+checkpoint included), beside raw ways to make as many bytes durable in one new file: buffered writes and fsync, the
+same around the page cache (O_DIRECT), and both with four threads. A training loop of torch's runs on a thread of this
+process all the while, for all of them; its iterations in that time are told, too. Once with one large tensor, and once
+with 1,000 small ones of the same bytes.
+
+Read: a checkpoint that the page cache was told to drop (``posix_fadvise``; a virtual machine's host may still have it),
+into memory that is there. "read": open it and read all tensors, each byte verified as it is read. "restore": what a
+job does, that verifies all of it before it touches the first tensor (``recover``), and reads it again from the page
+cache, verified again. Beside raw reads: buffered, O_DIRECT, and both with four threads.
+
+Ways take turns, so that a disk whose speed drifts drifts for all; medians, and the raw way with the best one counts.
+Memory: how far the process's resident memory rises in a commit and in a restore, at the highest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkflow.hardware import format_size
+from checkflow.runtime.layout import Layout, TensorRecord, make_layout, write_headers
+from checkflow.runtime.reader import Checkpoint, open_checkpoint, recover
+from checkflow.runtime.store import Store
+
+BLOCK_BYTES = 8 * 2**20  # of one raw write or read
+THREADS = 4
+SMALL_TENSORS = 1000
+Way = Callable[[], float]  # seconds
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--directory", type=Path, help="on the disk to measure (default: for temporary files)")
+    parser.add_argument("--mib", type=int, default=256, help="of state, in MiB (default: 256)")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--output", type=Path, help="file for the figures, as JSON")
+    arguments = parser.parse_args()
+    if arguments.mib < 16 or arguments.mib % 8 or arguments.rounds < 1:
+        parser.error("--mib must be a multiple of 8 from 16 on, and --rounds 1 or more")
+    return arguments
+
+
+# Raw
+
+
+def in_threads(count: int, blocks: range, work: Callable[[int], object]) -> None:
+    def run(first: int) -> None:
+        for offset in blocks[first::count]:
+            work(offset)
+
+    threads = [threading.Thread(target=run, args=(first,)) for first in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def write_raw(path: Path, source: mmap.mmap, *, flags: int, threads: int) -> float:
+    """Seconds until a new file of these bytes is durable."""
+    view = memoryview(source)
+    begun = time.perf_counter()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags, 0o666)
+
+    def write(offset: int) -> None:
+        if os.pwrite(fd, view[offset : offset + BLOCK_BYTES], offset) != BLOCK_BYTES:
+            raise OSError(f"{path}: a short write")
+
+    in_threads(threads, range(0, len(view), BLOCK_BYTES), write)
+    os.fsync(fd)
+    os.close(fd)
+    seconds = time.perf_counter() - begun
+    path.unlink()
+    return seconds
+
+
+def read_raw(path: Path, target: mmap.mmap, *, flags: int, threads: int) -> float:
+    view = memoryview(target)
+    drop(path)
+    begun = time.perf_counter()
+    fd = os.open(path, os.O_RDONLY | flags)
+
+    def read(offset: int) -> None:
+        if os.preadv(fd, [view[offset : offset + BLOCK_BYTES]], offset) != BLOCK_BYTES:
+            raise OSError(f"{path}: a short read")
+
+    in_threads(threads, range(0, len(view), BLOCK_BYTES), read)
+    os.close(fd)
+    return time.perf_counter() - begun
+
+
+def drop(path: Path) -> None:
+    """Tell the page cache to forget a file."""
+    fd = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def raw_ways(function: Callable[..., float], path: Path, memory: mmap.mmap) -> dict[str, Way]:
+    kinds = {"buffered": 0, "direct": os.O_DIRECT}
+    return {
+        f"raw {kind}" + (f", {count} threads" if count > 1 else ""): partial(
+            function, path, memory, flags=flags, threads=count
+        )
+        for kind, flags in kinds.items()
+        for count in (1, THREADS)
+    }
+
+
+# Ours
+
+
+def layout_of(size_bytes: int, tensors: int) -> Layout:
+    """So many float32 tensors of a model, of so many bytes together."""
+    each, over = divmod(size_bytes // 4, tensors)
+    lengths = [each + (index < over) for index in range(tensors)]
+    return make_layout(
+        [TensorRecord(f"model/t{i:05d}", "float32", (length,), 4 * length, 4) for i, length in enumerate(lengths)]
+    )
+
+
+def filled(layout: Layout, source: mmap.mmap) -> mmap.mmap:
+    """A staging buffer as the runtime has it: anonymous memory, every page touched."""
+    staging = mmap.mmap(-1, layout.buffer_bytes)
+    staging[: len(source)] = source[:]
+    staging[len(source) :] = bytes(layout.buffer_bytes - len(source))
+    write_headers(layout, memoryview(staging))
+    return staging
+
+
+class Commits:
+    """A store that is written again and again; two checkpoints stay."""
+
+    def __init__(self, directory: Path, layout: Layout, source: mmap.mmap) -> None:
+        self.store = Store(directory, run_id="benchmark")
+        self._layout, self._staging = layout, filled(layout, source)
+        self._step = 0
+
+    def commit(self) -> float:
+        self._step += 1
+        begun = time.perf_counter()
+        self.store.commit(self._step, self._layout, memoryview(self._staging), b"\x80", {})
+        return time.perf_counter() - begun
+
+
+def targets_of(checkpoint: Checkpoint) -> dict[str, memoryview]:
+    """Touched memory for every tensor."""
+    found = {}
+    for name in checkpoint.tensors:
+        memory = bytearray(checkpoint.size_bytes(name))
+        memory[::4096] = b"\1" * len(memory[::4096])
+        found[name] = memoryview(memory)
+    return found
+
+
+def drop_all(store: Store) -> None:
+    for path in store.checkpoints():
+        for file in path.iterdir():
+            drop(file)
+
+
+def read_checkpoint(store: Store, targets: dict[str, memoryview]) -> float:
+    """Open the newest and read all of it: each byte verified, once."""
+    drop_all(store)
+    begun = time.perf_counter()
+    with open_checkpoint(store.checkpoints()[0]) as checkpoint:
+        for name, target in targets.items():
+            checkpoint.read_into(name, target)
+        _ = checkpoint.extra_bytes
+    return time.perf_counter() - begun
+
+
+def restore(store: Store, targets: dict[str, memoryview]) -> float:
+    """What a job does: all of it verified first, then read and verified again."""
+    drop_all(store)
+    begun = time.perf_counter()
+    checkpoint = recover(store)
+    if checkpoint is None:
+        raise SystemExit("the checkpoint is gone")
+    with checkpoint:
+        for name, target in targets.items():
+            checkpoint.read_into(name, target)
+        _ = checkpoint.extra_bytes
+    return time.perf_counter() - begun
+
+
+# Training, and memory
+
+
+class Training:
+    """A loop of small matrices on a thread of its own, with one core's worth of work."""
+
+    def __init__(self) -> None:
+        self.iterations = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Training:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        batch = torch.randn(64, 256)
+        while not self._ended.is_set():
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            self.iterations += 1
+
+
+def status_bytes(key: str) -> int:
+    text = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{key}:"))
+
+
+@contextmanager
+def risen(found: list[int]) -> Iterator[None]:
+    """How far resident memory rose at the highest."""
+    before = status_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the highest so far is now's
+    yield
+    found.append(status_bytes("VmHWM") - before)
+
+
+# The measurement
+
+
+def take_turns(ways: dict[str, Way], rounds: int, training: Training | None) -> dict[str, dict[str, Any]]:
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    iterations: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds + 1):
+        for name, way in ways.items():
+            before = 0 if training is None else training.iterations
+            taken = way()
+            if turn:  # the first one warms up
+                seconds[name].append(taken)
+                if training is not None:
+                    iterations[name].append((training.iterations - before) / taken)
+    return {
+        name: {
+            "median_seconds": statistics.median(times),
+            "seconds": [round(one, 4) for one in times],
+            **({"training_iterations_per_second": statistics.median(iterations[name])} if training else {}),
+        }
+        for name, times in seconds.items()
+    }
+
+
+def best_raw(rows: dict[str, dict[str, Any]]) -> str:
+    return min((name for name in rows if name.startswith("raw")), key=lambda name: rows[name]["median_seconds"])
+
+
+def rate_of_raw(rows: dict[str, dict[str, Any]], name: str) -> float:
+    """Our rate, of the best raw way's."""
+    ratio: float = rows[best_raw(rows)]["median_seconds"] / rows[name]["median_seconds"]
+    return ratio
+
+
+def show(title: str, rows: dict[str, dict[str, Any]], size_bytes: int) -> None:
+    print(title)
+    for name, row in rows.items():
+        rate = size_bytes / row["median_seconds"]
+        spread = f"{min(row['seconds']):.3f} to {max(row['seconds']):.3f} s"
+        beside = row.get("training_iterations_per_second")
+        trained = "" if beside is None else f", training {beside:.0f} iterations/s"
+        print(
+            f"  {name:24s}{format_size(int(rate))}/s, {100 * rate_of_raw(rows, name):4.0f} % of raw, {spread}{trained}"
+        )
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    size_bytes = arguments.mib * 2**20
+    with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="checkflow-benchmark-") as folder:
+        source, target = mmap.mmap(-1, size_bytes), mmap.mmap(-1, size_bytes)
+        source[:] = os.urandom(size_bytes)
+        target[:] = source[:]
+        one = Commits(Path(folder) / "one", layout_of(size_bytes, 1), source)
+        many = Commits(Path(folder) / "many", layout_of(size_bytes, SMALL_TENSORS), source)
+        ours = {"one tensor": one.commit, f"{SMALL_TENSORS} tensors": many.commit}
+        raw = raw_ways(write_raw, Path(folder) / "raw", source)
+        with Training() as training:
+            writes = take_turns({**raw, **ours}, arguments.rounds, training)
+        memory: dict[str, list[int]] = {"commit": [], "restore": []}
+        with risen(memory["commit"]):
+            one.commit()
+            many.commit()
+        reads, restored = measure_reads(Path(folder), one.store, many.store, target, arguments.rounds)
+        memory["restore"] = restored
+        one.store.close()
+        many.store.close()
+    show("durable write, beside a training loop", writes, size_bytes)
+    show("read from the disk", reads, size_bytes)
+    figures = {
+        "size_bytes": size_bytes,
+        "rounds": arguments.rounds,
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+        "write": writes,
+        "read": reads,
+        "write_of_raw": rate_of_raw(writes, "one tensor"),
+        "read_of_raw": rate_of_raw(reads, "read one"),
+        "restore_of_raw": rate_of_raw(reads, "restore one"),
+        "many_commit_of_one": ratio(writes, f"{SMALL_TENSORS} tensors", "one tensor"),
+        "many_read_of_one": ratio(reads, "read many", "read one"),
+        "many_restore_of_one": ratio(reads, "restore many", "restore one"),
+        "memory_risen_bytes": {name: max(found) for name, found in memory.items()},
+    }
+    print(
+        f"write {figures['write_of_raw']:.2f} of raw, read {figures['read_of_raw']:.2f}, restore "
+        f"{figures['restore_of_raw']:.2f}; {SMALL_TENSORS} tensors take {figures['many_commit_of_one']:.2f} of one's "
+        f"time to write, {figures['many_read_of_one']:.2f} to read, {figures['many_restore_of_one']:.2f} to restore; "
+        + ", ".join(f"{name}: {max(found) / 2**20:.0f} MiB more memory" for name, found in memory.items())
+    )
+    if arguments.output:
+        arguments.output.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def measure_reads(
+    folder: Path, one: Store, many: Store, target: mmap.mmap, rounds: int
+) -> tuple[dict[str, dict[str, Any]], list[int]]:
+    path = folder / "raw"
+    with open(path, "xb") as file:
+        file.write(target)
+        os.fsync(file.fileno())
+    with open_checkpoint(one.checkpoints()[0]) as checkpoint:
+        into_one = targets_of(checkpoint)
+    with open_checkpoint(many.checkpoints()[0]) as checkpoint:
+        into_many = targets_of(checkpoint)
+    ways: dict[str, Way] = {
+        **raw_ways(read_raw, path, target),
+        "read one": partial(read_checkpoint, one, into_one),
+        "read many": partial(read_checkpoint, many, into_many),
+        "restore one": partial(restore, one, into_one),
+        "restore many": partial(restore, many, into_many),
+    }
+    rows = take_turns(ways, rounds, None)
+    found: list[int] = []
+    with risen(found):
+        restore(one, into_one)
+        restore(many, into_many)
+    return rows, found
+
+
+def ratio(rows: dict[str, dict[str, Any]], name: str, other: str) -> float:
+    found: float = rows[name]["median_seconds"] / rows[other]["median_seconds"]
+    return found
+
+
+if __name__ == "__main__":
+    main()
