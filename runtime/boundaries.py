@@ -40,6 +40,7 @@ from checkflow.runtime.preemption import Preemption
 from checkflow.runtime.progress import Progress
 from checkflow.runtime.retention import EPOCH_END
 from checkflow.runtime.saving import Saving
+from checkflow.runtime.unsaved import Unsaved
 from checkflow.state import TrainingState
 
 logger = logging.getLogger("checkflow")
@@ -93,6 +94,7 @@ class Boundaries:
         self._no_end_said = False
         self._fed = False  # the loader has handed out a batch
         self._too_many_said = False
+        self._unsaved = Unsaved()
         self.clock = PhaseClock()
         self._makes_plans = planning is not None
         self.place = PlanInPlace(given, planning, self._execute, asked.every)
@@ -125,6 +127,7 @@ class Boundaries:
                 "pass their number to step()",
                 self._progress.waiting, self._progress.number,
             )  # fmt: skip
+        self._tell_unsaved_epoch()
         self._progress.end_epoch()
         if not self.explicit:
             self._boundary(epoch_end=True, last=last)
@@ -134,7 +137,30 @@ class Boundaries:
         if not self.explicit:
             self._began = self._began or not self._job.optimizers
             self._count_batches()
+            if self._never_stepped:
+                self._unsaved.turn_without_step()
+            elif self._job.loader is not None and self._iterated:
+                self._unsaved.batches_from_elsewhere()
             self._boundary(last=last)
+
+    def _tell_unsaved_epoch(self) -> None:
+        progress = self._progress
+        self.execution.note_unseen_steps()
+        used = progress.position > 0  # of this epoch, by a step
+        if self._never_stepped and not used:
+            self._unsaved.no_step()
+        elif self.explicit or self._closed:
+            return
+        elif self._iterated and not (used or progress.waiting):
+            self._unsaved.epoch_from_elsewhere(progress.number)
+        elif progress.waiting and not self._iterated:
+            self._unsaved.left_over(progress.waiting, progress.number)
+
+    @property
+    def _never_stepped(self) -> bool:
+        """Whether there are optimizers, and none has stepped in this run."""
+        begins = self.iteration == self._first_iteration and not self.execution.stepped
+        return begins and not self._closed and bool(self._job.optimizers)
 
     def step(self, batches: int | None) -> None:
         """The user says that this is a boundary; see :meth:`.checkpointer.Checkpointer.step`."""
@@ -203,6 +229,7 @@ class Boundaries:
     def end_loop(self) -> None:
         """The loop came to its end by itself: what follows it is no part of training, and may write what it likes."""
         self.leave_loop()
+        self._tell_no_step()
         self._capture_last_boundary()
         if self._preemption.begin_ending():
             self._end()
@@ -218,6 +245,8 @@ class Boundaries:
                     "counts as one: iterate checkpointer.steps(), or call checkpointer.step() after each"
                 )
             self._count_batches()
+            if self._job.loader is not None and self._iterated:
+                self._unsaved.batches_from_elsewhere()
             self._boundary()
         elif self._progress.waiting and self.iteration == self._first_iteration and self.execution.stepped:
             logger.warning(
@@ -226,7 +255,18 @@ class Boundaries:
             )
         if self.iteration > self._first_iteration:
             self._saving.metrics.tell_missing()
+        self._tell_no_step()
         self._capture_last_boundary()
+
+    def _tell_no_step(self) -> None:
+        self.execution.note_unseen_steps()
+        if self._never_stepped:
+            self._unsaved.no_step()
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is followed any more; a close that was interrupted may have more to give back."""
+        return self._closed
 
     def close(self) -> None:
         """Take the hooks away and bring the capture in flight to its end; once more, if that was interrupted."""
@@ -293,6 +333,7 @@ class Boundaries:
         """The loader is about to hand out a batch."""
         self.clock.enter(FORWARD_BACKWARD)
         self._fed = True
+        self._unsaved.batches += 1
         self._progress.batch_handed()
         self._progress.restore_generators()
         self.pace.saw(batch)
@@ -458,8 +499,11 @@ class Boundaries:
         It is not where a further iteration has begun, nor where what followed the loop wrote (the best weights, put
         back), as far as version counters tell, and whose memory it is.
         """
-        if self._captured_iteration != self.iteration:
-            self._capture_passed_boundary()
+        if self._captured_iteration == self.iteration or self._closed:
+            return
+        if self.execution.stepped or self._began:
+            self._unsaved.end(self.iteration)
+        self._capture_passed_boundary()
 
     def _capture_passed_boundary(self) -> None:
         if self.execution.stepped or self._began:
