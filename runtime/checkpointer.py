@@ -297,8 +297,8 @@ class Checkpointer:
             )
 
     def _tell_nothing_left(self, done: int, numbers: range, what: str) -> None:
-        """The loop would do nothing, since what is done is counted over the whole job: a second one of this run, or that
-        of a job that was finished before, which may be as it should."""
+        """The loop would do nothing, since what is done is counted over the whole job: it is a second one of this run,
+        or the job was finished before, which may be as it should."""
         if done < len(numbers):
             return
         if self.iteration == self.resumed_from:

@@ -71,8 +71,8 @@ class Unsaved:
         """Training has ended inside of an iteration, and its last boundary was not captured."""
         self._say(
             "end",
-            "training went on after step %d and ended without an optimizer step and a boundary after it: its end is "
-            "not saved; call optimizer.step() after the last batch, too, and checkpointer.step() where it is used",
+            "training went on after step %d and ended inside of the next iteration: its end is not saved; call "
+            "optimizer.step() after the last batch, too, and checkpointer.step() if the loop calls it elsewhere",
             iteration,
         )  # fmt: skip
 

@@ -66,7 +66,7 @@ def test_batches_left_over_at_the_end_of_an_epoch_are_told(tmp_path: Path, caplo
     assert len(said) == 2
     assert said[0].startswith("2 batches of epoch 0 were handed out after the last optimizer step")
     assert "call optimizer.step() after an epoch's last batch" in said[0]
-    assert said[1].startswith("training went on after step 6 and ended without an optimizer step")
+    assert said[1].startswith("training went on after step 6 and ended inside of the next iteration")
     assert steps(tmp_path) == []
 
 
