@@ -1,6 +1,6 @@
 """Says why what a loop does is not saved, where nothing would fail and no checkpoint, or one of another place, be made.
 
-Each is said once in a run.
+Each is said once in a run, but for what concerns one epoch alone.
 """
 
 from __future__ import annotations
@@ -66,6 +66,48 @@ class Unsaved:
                 "an optimizer stepped before the loader handed out any batch: training takes its batches from "
                 "elsewhere, and a resume begins its epoch anew; iterate checkpointer.loader",
             )
+
+    def step_from_elsewhere(self) -> None:
+        """``step()`` is called, and counts batches."""
+        if not self.batches:
+            self._say(
+                "elsewhere",
+                "step() was called before the loader handed out any batch: training takes its batches from elsewhere, "
+                "and a resume begins its epoch anew; iterate checkpointer.loader, or give libraries loader.as_torch()",
+            )
+
+    def too_many(self, batches: int, waiting: int) -> None:
+        """``step(batches)`` was called, and fewer are waiting."""
+        if self.batches:
+            self._say(
+                "too many",
+                "step(%d): only %d batches were handed out since those that were counted before; so many are counted",
+                batches, waiting,
+            )  # fmt: skip
+
+    def not_counted(self, batches: int, epoch: int) -> None:
+        """An epoch has ended in a loop that calls ``step()``; told of each."""
+        logger.warning(
+            "%d batches of epoch %d were handed out and not counted by step(): after a resume they are used again; "
+            "pass their number to step()",
+            batches, epoch,
+        )  # fmt: skip
+
+    def all_in_one(self) -> None:
+        """Training has ended without an optimizer, a loader and a loop that tells of iterations."""
+        self._say(
+            "all in one",
+            "without an optimizer and a loader nothing tells where an iteration ends, and all that ran counts as one: "
+            "iterate checkpointer.steps(), or call checkpointer.step() after each",
+        )
+
+    def never_told(self) -> None:
+        """Training has ended, and batches that were fetched ahead were never counted."""
+        self._say(
+            "never told",
+            "no checkpoint was made: batches were handed to a loop that may fetch ahead, where nothing but "
+            "checkpointer.step(), after each optimizer step, tells what was used",
+        )
 
     def end(self, iteration: int) -> None:
         """Training has ended inside of an iteration, and its last boundary was not captured."""

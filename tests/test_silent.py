@@ -89,6 +89,23 @@ def test_a_boundary_that_is_saved_before_the_remainder_is_the_end(
     assert [message[:27] for message in warnings(caplog)] == ["2 batches of epoch 1 were h"]
 
 
+@pytest.mark.parametrize("batches", [14, 15])
+def test_an_end_inside_of_an_iteration_is_told(batches: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without ``epochs()``, where batches of two epochs may belong to one iteration."""
+    model, optimizer, loader = make()
+    with checkflow.Checkpointer(model, optimizer, loader, directory=tmp_path) as checkpointer:
+        both = (batch for _ in range(2) for batch in checkpointer.loader)
+        for used, batch in enumerate(itertools.islice(both, batches), 1):
+            backward(model, batch)
+            if used % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert ["training went on after step 4 and ended inside" in message for message in warnings(caplog)] == (
+        [True] if batches == 14 else []
+    )
+    assert steps(tmp_path) == ([] if batches == 14 else [5])
+
+
 def test_an_optimizer_that_does_not_step_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer, loader = make()
     other = copy.deepcopy(model)
