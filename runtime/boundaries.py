@@ -40,6 +40,7 @@ from checkflow.runtime.preemption import Preemption
 from checkflow.runtime.progress import Progress
 from checkflow.runtime.retention import EPOCH_END
 from checkflow.runtime.saving import Saving
+from checkflow.runtime.unsaved import Unsaved
 from checkflow.state import TrainingState
 
 logger = logging.getLogger("checkflow")
@@ -91,8 +92,7 @@ class Boundaries:
         self._left_epochs = False  # with ``break``, after the epoch's last batch
         self._sightings = Sightings()
         self._no_end_said = False
-        self._fed = False  # the loader has handed out a batch
-        self._too_many_said = False
+        self._unsaved = Unsaved()
         self.clock = PhaseClock()
         self._makes_plans = planning is not None
         self.place = PlanInPlace(given, planning, self._execute, asked.every)
@@ -120,11 +120,8 @@ class Boundaries:
             last: whether training ends with this epoch.
         """
         if self.explicit and self._progress.waiting:
-            logger.warning(
-                "%d batches of epoch %d were handed out and not counted by step(): after a resume they are used again; "
-                "pass their number to step()",
-                self._progress.waiting, self._progress.number,
-            )  # fmt: skip
+            self._unsaved.not_counted(self._progress.waiting, self._progress.number)
+        self._tell_unsaved_epoch()
         self._progress.end_epoch()
         if not self.explicit:
             self._boundary(epoch_end=True, last=last)
@@ -134,7 +131,30 @@ class Boundaries:
         if not self.explicit:
             self._began = self._began or not self._job.optimizers
             self._count_batches()
+            if self._never_stepped:
+                self._unsaved.turn_without_step()
+            elif self._job.loader is not None and self._iterated:
+                self._unsaved.batches_from_elsewhere()
             self._boundary(last=last)
+
+    def _tell_unsaved_epoch(self) -> None:
+        progress = self._progress
+        self.execution.note_unseen_steps()
+        used = progress.position > 0  # of this epoch, by a step
+        if self._never_stepped and not used:
+            self._unsaved.no_step()
+        elif self.explicit or self._closed:
+            return
+        elif self._iterated and not (used or progress.waiting):
+            self._unsaved.epoch_from_elsewhere(progress.number)
+        elif progress.waiting and not self._iterated:
+            self._unsaved.left_over(progress.waiting, progress.number)
+
+    @property
+    def _never_stepped(self) -> bool:
+        """Whether there are optimizers, and none has stepped in this run."""
+        begins = self.iteration == self._first_iteration and not self.execution.stepped
+        return begins and not self._closed and bool(self._job.optimizers)
 
     def step(self, batches: int | None) -> None:
         """The user says that this is a boundary; see :meth:`.checkpointer.Checkpointer.step`."""
@@ -144,12 +164,8 @@ class Boundaries:
         # and is the one which is meant here. How many batches had reached it was not known there.
         passed = first and not self._iterated and self._progress.take_back()
         self._began = self._began or not (self._job.optimizers or passed or batches == 0)
-        if self._job.loader is not None and not self._fed and batches != 0:
-            self._fed = True
-            logger.warning(
-                "step() was called before the loader handed out any batch: training takes its batches from elsewhere, "
-                "and a resume begins its epoch anew; iterate checkpointer.loader, or give libraries loader.as_torch()"
-            )
+        if self._job.loader is not None and batches != 0:
+            self._unsaved.step_from_elsewhere()
         count = self.execution.plan.fingerprint.micro_batches if batches is None else batches
         if batches is not None:
             self._tell_too_many(batches)
@@ -159,13 +175,8 @@ class Boundaries:
     def _tell_too_many(self, batches: int) -> None:
         """An epoch's last iteration may have fewer batches than others; anywhere else the loop has counted wrongly."""
         loader, waiting = self._job.loader, self._progress.waiting
-        if loader is None or self._too_many_said or not self._fed or batches <= waiting or loader.exhausted:
-            return
-        self._too_many_said = True
-        logger.warning(
-            "step(%d): only %d batches were handed out since those that were counted before; so many are counted",
-            batches, waiting,
-        )  # fmt: skip
+        if loader is not None and batches > waiting and not loader.exhausted:
+            self._unsaved.too_many(batches, waiting)
 
     def metric(self, name: str, value: float) -> None:
         """The user says what the state is worth; see :meth:`.checkpointer.Checkpointer.metric`."""
@@ -203,6 +214,7 @@ class Boundaries:
     def end_loop(self) -> None:
         """The loop came to its end by itself: what follows it is no part of training, and may write what it likes."""
         self.leave_loop()
+        self._tell_no_step()
         self._capture_last_boundary()
         if self._preemption.begin_ending():
             self._end()
@@ -213,20 +225,27 @@ class Boundaries:
             self.end_epoch()
         elif not self.explicit:
             if not self._job.optimizers and self._job.loader is None and self._began:
-                logger.warning(
-                    "without an optimizer and a loader nothing tells where an iteration ends, and all that ran "
-                    "counts as one: iterate checkpointer.steps(), or call checkpointer.step() after each"
-                )
+                self._unsaved.all_in_one()
             self._count_batches()
+            if self._job.loader is not None and self._iterated:
+                self._unsaved.batches_from_elsewhere()
             self._boundary()
         elif self._progress.waiting and self.iteration == self._first_iteration and self.execution.stepped:
-            logger.warning(
-                "no checkpoint was made: batches were handed to a loop that may fetch ahead, where nothing but "
-                "checkpointer.step(), after each optimizer step, tells what was used"
-            )
+            self._unsaved.never_told()
         if self.iteration > self._first_iteration:
             self._saving.metrics.tell_missing()
+        self._tell_no_step()
         self._capture_last_boundary()
+
+    def _tell_no_step(self) -> None:
+        self.execution.note_unseen_steps()
+        if self._never_stepped:
+            self._unsaved.no_step()
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is followed any more; a close that was interrupted may have more to give back."""
+        return self._closed
 
     def close(self) -> None:
         """Take the hooks away and bring the capture in flight to its end; once more, if that was interrupted."""
@@ -292,7 +311,7 @@ class Boundaries:
     def on_batch_handed(self, batch: Any) -> None:
         """The loader is about to hand out a batch."""
         self.clock.enter(FORWARD_BACKWARD)
-        self._fed = True
+        self._unsaved.batches += 1
         self._progress.batch_handed()
         self._progress.restore_generators()
         self.pace.saw(batch)
@@ -458,8 +477,11 @@ class Boundaries:
         It is not where a further iteration has begun, nor where what followed the loop wrote (the best weights, put
         back), as far as version counters tell, and whose memory it is.
         """
-        if self._captured_iteration != self.iteration:
-            self._capture_passed_boundary()
+        if self._captured_iteration == self.iteration or self._closed:
+            return
+        if self.execution.stepped or self._began:
+            self._unsaved.end(self.iteration)
+        self._capture_passed_boundary()
 
     def _capture_passed_boundary(self) -> None:
         if self.execution.stepped or self._began:

@@ -168,6 +168,7 @@ class Checkpointer:
             compile_plan(given)
 
         self.resumed_from: int | None = None
+        self._loops = 0  # epochs() and steps() that go on
         self._progress = Progress(loader)
         self._preemption = Preemption(heeded, grace_seconds, None if loader is None else loader.shield)
         holdings.take_over(directory)
@@ -202,6 +203,7 @@ class Checkpointer:
         self._reporter.write()
         logger.info("%s", start_line(self._reporter.make(), self._store.directory))
         if loader is not None:
+            holdings.tell_displaced(loader)
             loader.follow(self._boundaries)
         self._preemption.listen(self._boundaries)
 
@@ -229,8 +231,10 @@ class Checkpointer:
         once in each. They are counted over the whole job: one loop for all of them.
 
         Raises:
-            UnsupportedError: without a loader nobody knows the place in an epoch; use ``steps``.
+            UnsupportedError: without a loader nobody knows the place in an epoch; use ``steps``. Or this Checkpointer
+                was closed before the loop begins.
         """
+        self._refuse_closed()
         loader = self.loader
         loader.epochs_counted_elsewhere = True
         progress = self._progress
@@ -242,11 +246,14 @@ class Checkpointer:
             # No first batch will come, or code before it may draw numbers.
             if progress.position == 0 or loader.exhausted:
                 progress.restore_generators()
+            self._loops += 1
             try:
                 yield numbers[progress.epoch]
             except GeneratorExit:  # the loop was left with ``break``
                 self._boundaries.leave_loop(in_epoch=True)
                 raise
+            finally:
+                self._loops -= 1
             self._boundaries.end_epoch(last=progress.epoch + 1 >= len(numbers))
         self._boundaries.end_loop()
         # A run that was finished already: what follows the loop sees them as it did then.
@@ -254,26 +261,53 @@ class Checkpointer:
 
     def steps(self, start: int, stop: int | None = None, /) -> Iterator[int]:
         """The iterations of ``range(stop)`` or ``range(start, stop)`` from where the last run stopped, for loops
-        without epochs. They are counted over the whole job: one loop for all of them."""
+        without epochs. They are counted over the whole job: one loop for all of them.
+
+        Raises:
+            UnsupportedError: this Checkpointer was closed before the loop begins.
+        """
+        self._refuse_closed()
         boundaries = self._boundaries
         boundaries.in_steps = boundaries.looping = True
         numbers = range(start) if stop is None else range(start, stop)
-        self._tell_nothing_left(self.iteration, numbers, "steps")
-        while self.iteration < len(numbers):
+        done = self.iteration
+        self._tell_nothing_left(done, numbers, "steps")
+        while done < len(numbers):
             self._progress.restore_generators()
+            self._loops += 1
             try:
-                yield numbers[self.iteration]
+                yield numbers[done]
             except GeneratorExit:  # the loop was left with ``break``
                 boundaries.leave_loop()
                 raise
+            finally:
+                self._loops -= 1
             boundaries.end_step(last=self.iteration + 1 >= len(numbers))
+            # Closed inside of the loop, it finds no iterations any more: the loop ends after as many turns.
+            done = done + 1 if boundaries.closed else self.iteration
         boundaries.in_steps = False
         boundaries.end_loop()
         self._progress.restore_generators()
 
+    def _refuse_closed(self) -> None:
+        if self._boundaries.closed:
+            raise UnsupportedError(
+                f"this Checkpointer of {self._store.directory} is closed, and would save nothing: make another one, "
+                "which goes on from the newest checkpoint"
+            )
+
     def _tell_nothing_left(self, done: int, numbers: range, what: str) -> None:
-        """A second loop of this run would do nothing, since what is done is counted over the whole job."""
-        if done >= len(numbers) and self.iteration > (self.resumed_from or 0):
+        """The loop would do nothing, since what is done is counted over the whole job: it is a second one of this run,
+        or the job was finished before, which may be as it should."""
+        if done < len(numbers):
+            return
+        if self.iteration == self.resumed_from:
+            logger.info(
+                "all of %s(%d, %d) is done already: the run that this one goes on from ended it, and %d are done, "
+                "counted over the whole job; ask for more to go on, or begin anew in another directory",
+                what, numbers.start, numbers.stop, done,
+            )  # fmt: skip
+        elif self.iteration > (self.resumed_from or 0):
             logger.warning(
                 "%s(%d, %d) has nothing left to do: %d are done, counted over the whole job, and the loop has %d",
                 what, numbers.start, numbers.stop, done, len(numbers),
@@ -289,7 +323,11 @@ class Checkpointer:
 
         Raises:
             ValueError: it is not a whole number of at least 0.
+            UnsupportedError: this Checkpointer was closed, and not inside of its loop, which goes on without it.
         """
+        if self._boundaries.closed and self._loops:
+            return
+        self._refuse_closed()
         self._boundaries.step(None if batches is None else fit.read_batches(batches))
 
     def metric(self, name: str, value: SupportsFloat) -> None:
@@ -362,6 +400,7 @@ class Checkpointer:
         self._preemption.end_late()
 
     def __enter__(self) -> Self:
+        self._refuse_closed()
         return self
 
     def __exit__(

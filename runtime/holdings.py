@@ -86,6 +86,17 @@ def take_over(directory: str | os.PathLike[str]) -> None:
     tell(held.close())
 
 
+def tell_displaced(loader: ResumableLoader) -> None:
+    """Another Checkpointer is about to follow this loader: one that follows it now finds no boundary any more."""
+    for held in _held.values():
+        if held.loader is loader and loader.listener is held.boundaries:
+            logger.warning(
+                "the loader was followed by the Checkpointer of %s, which is not closed, and finds no boundary in it "
+                "from here on; close() that one first, or give each a loader of its own",
+                held.store.directory,
+            )  # fmt: skip
+
+
 def dropped(held: Holdings) -> None:
     """Nobody refers to the Checkpointer any more."""
     # The garbage of one thread may be found by another: its hooks may be running there.

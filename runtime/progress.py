@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from checkflow.runtime.live_state import capture_generators, restore_generators
 from checkflow.runtime.resumable import ResumableLoader
+
+logger = logging.getLogger("checkflow")
 
 
 class Progress:
@@ -92,8 +95,20 @@ class Progress:
         self._loader_epoch = extra["loader"]["epoch"] if extra["loader"] is not None else 0
         if self._loader is not None and extra["loader"] is not None:
             self._loader.load_state_dict(extra["loader"])
-        else:
-            self.begin_anew()
+            return
+        self.begin_anew()
+        if extra["loader"] is not None:
+            logger.warning(
+                "the checkpoint was made with a loader, at position %d of epoch %d, and this Checkpointer has none: "
+                "that place is dropped; pass the loader, too, to go on from it",
+                self.position, self._loader_epoch,
+            )  # fmt: skip
+        elif self._loader is not None:
+            logger.warning(
+                "the checkpoint was made without a loader, and this Checkpointer has one: nothing says what of it was "
+                "used, and it begins an epoch anew"
+            )
+        self.position = 0  # not to be taken for one in another loader, in this run or a later one
 
     def begin_anew(self) -> None:
         """There is nothing to go on from."""
