@@ -116,6 +116,7 @@ class Checkpointer:
         PlanError, MismatchError: the plan is damaged, cannot be executed, or was made for another job.
         StorageError, LockedError: the directory cannot be written, or another process writes there.
         UnsupportedError: something on the list of refusals.
+        TypeError: an argument is of another type.
         ValueError: an argument is out of its range, or ``every`` does not fit the plan; it says what does.
     """
 
@@ -145,7 +146,10 @@ class Checkpointer:
         grace_seconds: float = 25,
         audit: int = 100,
     ) -> None:
-        fit.check_arguments(loader=loader, host_buffers=host_buffers, resume=resume, on_error=on_error, audit=audit)
+        fit.check_arguments(
+            model=model, optimizer=optimizer, loader=loader, directory=directory, plan=plan, state=state,
+            host_buffers=host_buffers, resume=resume, on_error=on_error, audit=audit,
+        )  # fmt: skip
         rules = Rules(keep_latest, keep_epochs, keep_every, keep_best, monitor, mode)
         fit.refuse_ranks()
         asked = fit.read_asked(overhead, every, mtbf)
