@@ -30,13 +30,14 @@ from checkflow.runtime.capture import CaptureReport
 from checkflow.runtime.job import Job
 from checkflow.runtime.last_resort import show_lines
 from checkflow.runtime.live_state import Stateful, StateWalk
+from checkflow.runtime.opening import step_name
 from checkflow.runtime.plan_cache import PlanCache
 from checkflow.runtime.planning import Planning
 from checkflow.runtime.preemption import Preemption
 from checkflow.runtime.progress import Progress
 from checkflow.runtime.reporting import Reporter, start_line
 from checkflow.runtime.resumable import ResumableLoader
-from checkflow.runtime.resume import resume_from
+from checkflow.runtime.resume import naming, resume_from
 from checkflow.runtime.retention import Rules
 from checkflow.runtime.saving import Saving
 from checkflow.runtime.store import Store
@@ -388,5 +389,6 @@ class Checkpointer:
             self._progress.begin_anew()
             return False
         self.resumed_from = resumed.extra["iteration"]
-        self._progress.resume(resumed.extra)
+        with naming(self._store.directory / step_name(resumed.step)):
+            self._progress.resume(resumed.extra)
         return resumed.imported

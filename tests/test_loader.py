@@ -207,7 +207,7 @@ def test_two_passes_in_one_epoch_of_a_checkpointer_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "other"),
     [
-        ("size", DataLoader(Augmented(5), 2)),
+        ("4 samples, .* 5 samples", DataLoader(Augmented(5), 2)),
         ("shuffle", DataLoader(Augmented(4), 2, True)),
         ("seed", DataLoader(Augmented(4), 2, seed=9)),
     ],
