@@ -7,6 +7,7 @@ import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from checkflow.errors import MismatchError, UnsupportedError
@@ -109,7 +110,14 @@ class ResumableLoader(abc.ABC):
         Without one, as samplers' ``set_epoch`` is called at the begin of each epoch: from its begin, or, if it is the
         one in which the job was resumed, from there. ``Checkpointer.epochs`` counts epochs itself, and lets such calls
         change nothing.
+
+        Raises:
+            ValueError: there is no such epoch, or no such position.
         """
+        for what, number in (("epoch", epoch), ("position", 0 if position is None else position)):
+            if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 0:
+                raise ValueError(f"set_epoch: {what} must be a whole number of at least 0, not {number!r}")
+        epoch = int(epoch)  # of NumPy's no checkpoint is made
         if position is None:
             if self.epochs_counted_elsewhere or (self._fresh and epoch == self._epoch):
                 return
