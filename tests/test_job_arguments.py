@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import checkflow
-from checkflow.errors import ModelError, UnsupportedError
+from checkflow.errors import ModelError, StorageError, UnsupportedError
 from checkflow.training_step import TrainingStep
 
 
@@ -116,6 +116,23 @@ def test_a_training_step_says_it_in_the_same_words(arguments: tuple[Any, Any], s
 def test_state_that_is_or_may_become_ready_is_taken(value: Any, tmp_path: Path) -> None:
     model, optimizer = make()
     checkflow.Checkpointer(model, optimizer, directory=tmp_path, state={"s": value}).close()
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("file", "{0}/file is a file, not a directory"),
+        ("file/checkpoints", "{0}/file is a file, not a directory"),
+        ("dangling", "{0}/dangling is a symbolic link to nowhere, which is not there"),
+        ("dangling/checkpoints", "{0}/dangling is a symbolic link to nowhere, which is not there"),
+    ],
+)
+def test_what_stands_where_the_directory_is_to_be_is_told(place: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    with pytest.raises(StorageError) as caught:
+        checkflow.Checkpointer(*make(), directory=tmp_path / place)
+    assert str(caught.value) == f"cannot use the checkpoint directory {tmp_path / place}: {says.format(tmp_path)}"
 
 
 def test_edges_are_taken(tmp_path: Path) -> None:
