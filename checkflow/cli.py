@@ -256,7 +256,11 @@ def show(
 def compare(
     context: typer.Context,
     subjects: Annotated[
-        list[str], typer.Argument(metavar="MODEL|PLAN|REPORT...", help="models, plan files, or reports of runs (.json)")
+        list[str],
+        typer.Argument(
+            metavar="MODEL|PLAN|REPORT...",
+            help="models, plan files, or reports of runs (.json, or their checkpoints' directory)",
+        ),
     ],
     batch_size: options.BatchSize = None,
     settings: options.Settings = None,
@@ -281,6 +285,7 @@ def compare(
     from checkflow.planner.compare import compare_plan
     from checkflow.planner.replay import check_plan
 
+    subjects = cli_report.reports_of_directories(subjects)
     if all(subject.endswith(".json") for subject in subjects):
         options.refuse_given(context, besides=("subjects", "as_json"), why="plan files bring their own")
     if cli_report.any_report(subjects):
@@ -373,6 +378,7 @@ def _device(text: str) -> Device:
 def _subject(model: str, batch_size: int | None, settings: list[str] | None, optimizer: Optimizer | None) -> Subject:
     from checkflow.planner.pipeline import Subject
 
+    options.refuse_plan_file(model)
     return Subject(
         model, batch_size, options.read_settings(settings or []), None if optimizer is None else optimizer.value
     )

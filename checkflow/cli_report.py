@@ -10,6 +10,13 @@ import typer
 from checkflow.console import print_json, print_parts
 
 
+def reports_of_directories(subjects: Sequence[str]) -> list[str]:
+    """A directory of checkpoints stands for the report in it; all else for itself."""
+    from checkflow.run_report import FILE
+
+    return [str(inside) if (inside := Path(subject) / FILE).is_file() else subject for subject in subjects]
+
+
 def any_report(subjects: Sequence[str]) -> bool:
     """Whether one of what is to be compared is a run's report, or is called one."""
     from checkflow.run_report import FILE, is_report

@@ -28,10 +28,10 @@ def ls(directory: Where = ".", as_json: options.Json = False) -> None:
     By names, sizes and manifests, without reading the data: ``verify`` does that.
     """
     from checkflow import report_store
-    from checkflow.runtime.inspecting import list_directory
+    from checkflow.runtime.inspecting import home_of, list_directory
     from checkflow.runtime.running import running_job
 
-    listed, running = list_directory(directory), running_job(directory)
+    listed, running = list_directory(directory), running_job(home_of(directory))
     if as_json:
         print_json(report_store.listed_json(directory, listed, running))
     else:

@@ -54,6 +54,15 @@ class SolverName(enum.StrEnum):
     CBC = "cbc"
 
 
+def refuse_plan_file(model: str) -> None:
+    """A plan where a model is wanted."""
+    if model.endswith(".json"):
+        raise typer.BadParameter(
+            f"{model} is no model: of a plan file, checkflow show {model} shows what is in it, and checkflow check "
+            f"{model} replays it"
+        )
+
+
 def _size(text: str) -> int:
     from checkflow.hardware import parse_size
 

@@ -54,24 +54,25 @@ class TrainingState:
 
 
 def as_models(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The models by name; a single one is called "model"."""
-    return {DEFAULT_MODEL: model} if isinstance(model, nn.Module) else dict(model)
+    """The models by name; a single one is called "model", whatever it is."""
+    return dict(model) if isinstance(model, Mapping) else {DEFAULT_MODEL: model}
 
 
 def as_optimizers(
     optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None,
 ) -> dict[str, torch.optim.Optimizer]:
-    """The optimizers by name; a single one is called "optimizer". Of one in a wrapper, what is inside."""
+    """The optimizers by name; a single one is called "optimizer", whatever it is. Of a wrapped one, what is inside."""
     if optimizer is None:
         return {}
-    named = {DEFAULT_OPTIMIZER: optimizer} if isinstance(optimizer, torch.optim.Optimizer) else dict(optimizer)
+    named = dict(optimizer) if isinstance(optimizer, Mapping) else {DEFAULT_OPTIMIZER: optimizer}
     return {name: unwrap_optimizer(one) for name, one in named.items()}
 
 
 def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer inside wrappers that have no state of their own, as Accelerate's: torch's hooks know only that."""
     while (
-        isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer)
+        isinstance(optimizer, torch.optim.Optimizer)  # a scheduler has an ``optimizer`` as well
+        and isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer)
         and inner.state is optimizer.state
         and inner.param_groups is optimizer.param_groups
     ):

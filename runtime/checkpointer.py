@@ -30,13 +30,14 @@ from checkflow.runtime.capture import CaptureReport
 from checkflow.runtime.job import Job
 from checkflow.runtime.last_resort import show_lines
 from checkflow.runtime.live_state import Stateful, StateWalk
+from checkflow.runtime.opening import step_name
 from checkflow.runtime.plan_cache import PlanCache
 from checkflow.runtime.planning import Planning
 from checkflow.runtime.preemption import Preemption
 from checkflow.runtime.progress import Progress
 from checkflow.runtime.reporting import Reporter, start_line
 from checkflow.runtime.resumable import ResumableLoader
-from checkflow.runtime.resume import resume_from
+from checkflow.runtime.resume import naming, resume_from
 from checkflow.runtime.retention import Rules
 from checkflow.runtime.saving import Saving
 from checkflow.runtime.store import Store
@@ -116,6 +117,7 @@ class Checkpointer:
         PlanError, MismatchError: the plan is damaged, cannot be executed, or was made for another job.
         StorageError, LockedError: the directory cannot be written, or another process writes there.
         UnsupportedError: something on the list of refusals.
+        TypeError: an argument is of another type.
         ValueError: an argument is out of its range, or ``every`` does not fit the plan; it says what does.
     """
 
@@ -145,7 +147,10 @@ class Checkpointer:
         grace_seconds: float = 25,
         audit: int = 100,
     ) -> None:
-        fit.check_arguments(loader=loader, host_buffers=host_buffers, resume=resume, on_error=on_error, audit=audit)
+        fit.check_arguments(
+            model=model, optimizer=optimizer, loader=loader, directory=directory, plan=plan, state=state,
+            host_buffers=host_buffers, resume=resume, on_error=on_error, audit=audit,
+        )  # fmt: skip
         rules = Rules(keep_latest, keep_epochs, keep_every, keep_best, monitor, mode)
         fit.refuse_ranks()
         asked = fit.read_asked(overhead, every, mtbf)
@@ -423,5 +428,6 @@ class Checkpointer:
             self._progress.begin_anew()
             return False
         self.resumed_from = resumed.extra["iteration"]
-        self._progress.resume(resumed.extra)
+        with naming(self._store.directory / step_name(resumed.step)):
+            self._progress.resume(resumed.extra)
         return resumed.imported

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import pathlib
 import stat
 from collections.abc import Sequence
 
@@ -24,7 +25,22 @@ def open_folder(path: str, *, dir_fd: int | None = None) -> int:
 
 
 def make_folders(path: str) -> None:
-    os.makedirs(path, exist_ok=True)
+    """A directory, and those that it is to lie in. Where something else stands there, the error says what."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
+        raise type(error)(error.errno, _obstacle(path) or error.strerror, path) from None
+
+
+def _obstacle(path: str) -> str | None:
+    """The first part of a path that is no directory, in words."""
+    parts = pathlib.Path(path)
+    for part in (*reversed(parts.parents), parts):
+        if os.path.islink(part) and not os.path.exists(part):
+            return f"{part} is a symbolic link to {os.readlink(part)}, which is not there"
+        if os.path.exists(part) and not os.path.isdir(part):
+            return f"{part} is a file, not a directory"
+    return None
 
 
 def mkdir(name: str, *, dir_fd: int) -> None:

@@ -19,6 +19,7 @@ from checkflow.graph import BOUNDARY, AnchorKey, AnchorKind
 from checkflow.hardware import parse_seconds, parse_size
 from checkflow.plan import Plan, describe_mismatch
 from checkflow.regions import compiled_regions
+from checkflow.runtime import job_arguments
 from checkflow.runtime.policy import Asked
 from checkflow.runtime.preemption import HEEDED
 from checkflow.runtime.resumable import ResumableLoader
@@ -34,22 +35,30 @@ logger = logging.getLogger("checkflow")
 
 Models = Mapping[str, nn.Module]
 Optimizers = Mapping[str, torch.optim.Optimizer]
+MOST_HOST_BUFFERS = 1000  # each of the size of the state: more is a slip, and would take hours to make
 
 
-def check_arguments(*, loader: object, host_buffers: object, resume: object, on_error: object, audit: object) -> None:
+def check_arguments(
+    *, model: object, optimizer: object, loader: object, directory: object, plan: object, state: object,
+    host_buffers: object, resume: object, on_error: object, audit: object,
+) -> None:  # fmt: skip
     """Refuse what ``Checkpointer`` cannot work with.
 
     Raises:
         UnsupportedError: the loader is not one of checkflow's.
-        ValueError: any other argument is out of its range.
+        TypeError, ValueError: any other argument is of another type; is out of its range.
     """
+    job_arguments.refuse_no_job(model, optimizer)
     if loader is not None and not isinstance(loader, ResumableLoader):
         raise UnsupportedError(
             f"loader is a {type(loader).__name__}: pass checkflow.resumable(loader), or a checkflow.DataLoader, "
             "or none and iterate checkpointer.steps()"
         )
-    if not _is_count(host_buffers, 1):
-        raise ValueError(f"host_buffers must be a whole number of at least 1, not {host_buffers!r}")
+    job_arguments.refuse_no_directory(directory)
+    job_arguments.refuse_no_plan(plan)
+    job_arguments.refuse_no_objects(state)
+    if not _is_count(host_buffers, 1) or host_buffers > MOST_HOST_BUFFERS:
+        raise ValueError(f"host_buffers must be a whole number from 1 to {MOST_HOST_BUFFERS}, not {host_buffers!r}")
     if resume not in ("auto", "never", "must") and not _is_count(resume, 0):
         raise ValueError(f'resume must be "auto", "never", "must" or a step, not {resume!r}')
     if on_error not in ("warn", "raise"):
@@ -243,7 +252,7 @@ def refuse_other_memory(state: TrainingState, device: torch.device) -> None:
 
 
 def refuse_objects(objects: Mapping[str, object]) -> None:
-    """Refuse what cannot be saved and put back as ``state=``.
+    """Refuse what cannot be saved and put back as ``state=``: by its methods, and by what it would save now.
 
     Raises:
         UnsupportedError: there is such; it is named.
@@ -254,6 +263,7 @@ def refuse_objects(objects: Mapping[str, object]) -> None:
                 f"state[{name!r}] is a {type(value).__name__}, without state_dict and load_state_dict: pass an object "
                 "that has both, such as a scheduler"
             )
+        job_arguments.refuse_unsaved(name, value)
 
 
 def implementations(models: Models, optimizers: Optimizers) -> dict[str, str]:

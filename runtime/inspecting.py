@@ -93,12 +93,15 @@ class Differences:
 
 
 def list_directory(directory: str | os.PathLike[str]) -> tuple[Listed, ...]:
-    """All that a checkpoint directory holds, checkpoints first, the newest of them before older ones.
+    """All that a checkpoint directory holds, checkpoints first, the newest of them before older ones. Of one
+    checkpoint, by its own path or as :func:`choose` takes it, that alone.
 
     Raises:
-        StorageError: it cannot be read.
+        StorageError: it cannot be read, or there is none.
     """
     root = Path(directory)
+    if (one := _one_meant(root)) is not None:
+        return (_look_at(one, "checkpoint", is_best=one == _best_of(one.parent)),)
     first = _best_of(root)
     checkpoints = [_look_at(path, "checkpoint", is_best=path == first) for path in find(root)]
     checkpoints = [one for one in checkpoints if not one.fault or one.path.exists()]  # retention was there first
@@ -108,6 +111,17 @@ def list_directory(directory: str | os.PathLike[str]) -> tuple[Listed, ...]:
         if kind is not None:
             others.append(_look_at(root / name, kind))
     return (*checkpoints, *others)
+
+
+def home_of(reference: str | os.PathLike[str]) -> Path:
+    """The directory of checkpoints that is meant, or that holds the one that is meant."""
+    one = _one_meant(Path(reference))
+    return Path(reference) if one is None else one.parent
+
+
+def _one_meant(path: Path) -> Path | None:
+    """The one checkpoint that is meant; None: a directory of checkpoints is."""
+    return choose(path) if _is_checkpoint(path) or ("@" in path.name and not path.exists()) else None
 
 
 def _kind_of(name: str) -> Kind | None:

@@ -194,18 +194,52 @@ def refuse_extra_mismatch(
         MismatchError: a part of the job is not in the checkpoint, or a part of the checkpoint not in the job.
     """
     for what, have, saved in (
-        ("module with extra state", dict(modules_with_extra_state(models)), extra["modules"]),
-        ("optimizer", optimizers, extra["optimizers"]),
-        ("state object", objects, extra["objects"]),
+        ("the extra state of module {!r}", dict(modules_with_extra_state(models)), extra["modules"]),
+        ("optimizer {!r}", optimizers, extra["optimizers"]),
+        ("state[{!r}]", objects, extra["objects"]),
     ):
         if odd := sorted(set(have) ^ set(saved)):
             where = "the checkpoint" if odd[0] in saved else "the job"
-            raise MismatchError(f"{what} {odd[0]!r} is only in {where}")
+            raise MismatchError(f"{what.format(odd[0])} is only in {where}")
     for name, optimizer in optimizers.items():
         names = {id(parameter): path for path, parameter in optimizer_parameters(models, optimizer)}
         groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-        if groups != [group["params"] for group in extra["optimizers"][name]["groups"]]:
-            raise MismatchError(f"optimizer {name}: its parameter groups are not those of the checkpoint")
+        _refuse_other_class(name, optimizer, extra["optimizers"][name])
+        _refuse_other_groups(name, groups, [group["params"] for group in extra["optimizers"][name]["groups"]])
+
+
+# In an optimizer's groups, what its class does not tell apart: how it computes, and what schedulers put there.
+_ANY_CLASS_S = {"foreach", "fused", "capturable", "differentiable", "maximize", "params", "param_names", "initial_lr"}
+_SCHEDULERS_OWN = {"max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
+
+
+def _refuse_other_class(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Its options and its state would be taken for this one's. Checkpoints that name no class tell it by options that
+    this one does not have where they lack others that it has: those of another release of torch do one of the two."""
+    have, want = type(optimizer).__name__, saved.get("class")
+    if want is None:
+        options = {option for group in saved["groups"] for option in group} - _ANY_CLASS_S - _SCHEDULERS_OWN
+        known = {option for group in optimizer.param_groups for option in group}
+        odd = sorted(options - known)
+        if odd and set(optimizer.defaults) - options - _ANY_CLASS_S:
+            want = f"one with the options {', '.join(odd)}"
+    if want not in (None, have):
+        raise MismatchError(f"optimizer {name!r} is {want} in the checkpoint, {have} in the job")
+
+
+def _refuse_other_groups(name: str, job: list[list[str]], saved: list[list[str]]) -> None:
+    if len(job) != len(saved):
+        raise MismatchError(
+            f"optimizer {name!r} has other parameter groups: {len(saved)} in the checkpoint, {len(job)} in the job"
+        )
+    for number, (here, there) in enumerate(zip(job, saved, strict=True)):
+        what = f"group {number} of optimizer {name!r} has"
+        if odd := sorted(set(here) ^ set(there)):
+            raise MismatchError(
+                f"{what} the parameter {odd[0]} only in {'the checkpoint' if odd[0] in there else 'the job'}"
+            )
+        if here != there:
+            raise MismatchError(f"{what} its parameters in another order in the checkpoint than in the job")
 
 
 def restore_extra(
@@ -228,7 +262,7 @@ def modules_with_extra_state(models: Models) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """Groups with their parameters by name, and what the optimizer holds for a parameter that is no tensor."""
+    """Its class, groups with their parameters by name, and what it holds for a parameter that is no tensor."""
     groups = [
         {**group, "params": [names[id(parameter)] for parameter in group["params"]]} for group in optimizer.param_groups
     ]
@@ -239,7 +273,7 @@ def _capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str
             others[parameter] = table  # some optimizers also keep values of their own beside those of parameters
         elif isinstance(table, dict) and (name := names.get(id(parameter))) is not None:
             values[name] = {key: value for key, value in table.items() if not isinstance(value, torch.Tensor)}
-    return {"groups": groups, "values": values, "others": others}
+    return {"class": type(optimizer).__name__, "groups": groups, "values": values, "others": others}
 
 
 def _restore_optimizer(models: Models, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

@@ -32,7 +32,14 @@ from torch.utils.data.distributed import DistributedSampler
 from checkflow.errors import MismatchError, UnsupportedError
 from checkflow.runtime.feed import Caught, Failure, Feed, made_here
 from checkflow.runtime.generators import Reseed
-from checkflow.runtime.loader_arguments import given_share, read_seed, refuse_contradictions, refuse_dealing
+from checkflow.runtime.loader_arguments import (
+    given_share,
+    read_seed,
+    read_workers,
+    refuse_contradictions,
+    refuse_dealing,
+    refuse_other_types,
+)
 from checkflow.runtime.order import BatchSteps, SampleSteps, Share, Steps, Tail, count_steps
 from checkflow.runtime.resumable import ResumableLoader, cannot_go_on, refuse_another
 from checkflow.runtime.sample_randomness import SeededDataset, derived_seed
@@ -106,6 +113,13 @@ class DataLoader(ResumableLoader):
         world_size: int | None = None,
         tail: Tail | None = None,
     ) -> None:
+        num_workers = read_workers(num_workers)
+        refuse_other_types(
+            sampler=sampler, batch_sampler=batch_sampler, generator=generator, collate_fn=collate_fn,
+            worker_init_fn=worker_init_fn, reseed=reseed,
+            flags={"shuffle": shuffle, "drop_last": drop_last, "pin_memory": pin_memory,
+                   "persistent_workers": persistent_workers, "in_order": in_order},
+        )  # fmt: skip
         super().__init__(WorkerShield(worker_init_fn) if num_workers else None)
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise UnsupportedError(

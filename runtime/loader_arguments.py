@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import operator
+import reprlib
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
+import torch
 
 from checkflow.runtime.order import TAILS, Share
 from checkflow.runtime.sampling import with_inner
@@ -12,13 +17,59 @@ from checkflow.runtime.sampling import with_inner
 def read_seed(seed: Any) -> int | None:
     if seed is None:
         return None
-    try:
-        number = operator.index(seed)
-    except TypeError:
-        number = None
+    number = _whole(seed)
     if number is None or not -(2**63) <= number < 2**63:
         raise ValueError(f"seed must be a whole number of 64 bits, or None, not {seed!r}")
     return number
+
+
+def _whole(value: Any) -> int | None:
+    """A whole number, NumPy's too; None: it is none, or a bool."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def read_workers(num_workers: Any) -> int:
+    number = _whole(num_workers)
+    if number is None or number < 0:
+        raise ValueError(f"num_workers must be a whole number of at least 0, not {num_workers!r}")
+    return number
+
+
+def refuse_other_types(
+    *, sampler: Any, batch_sampler: Any, generator: Any, flags: Mapping[str, Any], **calls: Any
+) -> None:
+    """What torch takes, and fails at in the middle of an epoch.
+
+    Args:
+        flags: those that say yes or no; None: what the default is.
+        calls: functions, or None.
+    """
+    for name, order in (("sampler", sampler), ("batch_sampler", batch_sampler)):
+        if order is not None and (isinstance(order, str | bytes) or not _can_be_iterated(order)):
+            raise ValueError(
+                f"{name} must give an epoch's indices when it is iterated, or be None, not {_short(order)}"
+            )
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator must be a torch.Generator, or None, not {_short(generator)}")
+    for name, function in calls.items():
+        if function is not None and not callable(function):
+            raise ValueError(f"{name} must be a function, or None, not {_short(function)}")
+    for name, flag in flags.items():
+        if flag is not None and not isinstance(flag, bool | np.bool_) and _whole(flag) not in (0, 1):
+            raise ValueError(f"{name} must be True or False, not {_short(flag)}")
+
+
+def _can_be_iterated(order: Any) -> bool:
+    return hasattr(order, "__iter__") or hasattr(order, "__getitem__")
+
+
+def _short(value: object) -> str:
+    return reprlib.repr(value)
 
 
 def refuse_dealing(order: Any) -> None:
@@ -34,6 +85,9 @@ def refuse_dealing(order: Any) -> None:
 def given_share(rank: int | None, world_size: int | None) -> Share:
     if rank is None or world_size is None:
         raise ValueError("rank and world_size belong together")
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if _whole(value) is None:
+            raise ValueError(f"{name} must be a whole number, not {value!r}")
     return Share(rank, world_size)
 
 

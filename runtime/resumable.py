@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import abc
+import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from checkflow.errors import MismatchError, UnsupportedError
@@ -108,7 +110,14 @@ class ResumableLoader(abc.ABC):
         Without one, as samplers' ``set_epoch`` is called at the begin of each epoch: from its begin, or, if it is the
         one in which the job was resumed, from there. ``Checkpointer.epochs`` counts epochs itself, and lets such calls
         change nothing.
+
+        Raises:
+            ValueError: there is no such epoch, or no such position.
         """
+        for what, number in (("epoch", epoch), ("position", 0 if position is None else position)):
+            if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 0:
+                raise ValueError(f"set_epoch: {what} must be a whole number of at least 0, not {number!r}")
+        epoch = int(epoch)  # of NumPy's no checkpoint is made
         if position is None:
             if self.epochs_counted_elsewhere or (self._fresh and epoch == self._epoch):
                 return
@@ -214,15 +223,47 @@ class ResumableLoader(abc.ABC):
         """
 
 
+# What a loader's identity has, in words for a user. "…" is its value.
+_WORDS = {
+    "size": "a data set of … samples",
+    "shuffle": "shuffle=…",
+    "sampler": "the sampler …",
+    "seed": "seed=…",
+    "loader": "the type …",
+    "workers": "num_workers=…",
+}
+# By "way"; None: a loader that is no loader of another make.
+_KINDS = {
+    None: "a checkflow.DataLoader of map-style data",
+    "state": "a loader with a state of its own",
+    "skip": "a loader whose batches are fetched again",
+}
+
+
 def refuse_another(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     """Refuse the state of a loader of another identity: what its position is counted in.
 
     Raises:
         MismatchError: it is another one.
+        TypeError: it is no state of a loader.
     """
-    for name, have in identity.items():
-        if (want := state.get(name)) != have:
-            raise MismatchError(f"the checkpoint's loader has {name}={want!r}, this one {name}={have!r}")
+    if not isinstance(state, Mapping) or not isinstance(state.get("epoch"), int):
+        raise TypeError(f"load_state_dict takes what a loader's state_dict() gave, not {reprlib.repr(state)}")
+    if (want := state.get("way")) != (have := identity.get("way")):
+        raise MismatchError(f"the checkpoint's loader is {_KINDS.get(want, want)}, this one is {_KINDS[have]}")
+    for name, here in identity.items():
+        if (there := state.get(name)) != here:
+            raise MismatchError(
+                f"the checkpoint's loader has {_in_words(name, there)}, this one {_in_words(name, here)}"
+            )
+
+
+def _in_words(name: str, value: Any) -> str:
+    if name == "sampler" and value is None:
+        return "no sampler"
+    if name == "size" and value is None:
+        return "a data set of no known size"
+    return _WORDS[name].replace("…", str(value))
 
 
 def cannot_go_on() -> RuntimeError:

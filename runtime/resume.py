@@ -6,11 +6,13 @@ makes at its first step is made here; state that was absent at the checkpoint is
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,12 +75,22 @@ def resume_from(
         if mode == "must":
             raise StorageError(f'resume="must", but {store.directory} holds no valid checkpoint')
         return None
-    with checkpoint:
+    with checkpoint, naming(checkpoint.path):
         resumed = restore(checkpoint, models, optimizers, objects, host_tensors=host_tensors)
     if isinstance(mode, int):
         store.rewind(mode)  # only now: what was refused must not have hidden anything
     store.went_on_from(resumed.step)
     return resumed
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have a mismatch say which checkpoint does not fit the job, and what can be done."""
+    try:
+        yield
+    except MismatchError as error:
+        found = str(error).removeprefix(f"{path}: ")
+        raise MismatchError(f"{path}: {found}; run the job as it was, or pass another directory") from error
 
 
 def _open(store: Store, step: int) -> Checkpoint:

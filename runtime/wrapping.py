@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe
 from torch.utils.data import DataLoader as TorchDataLoader
 
@@ -149,7 +150,7 @@ def _of_another(loader: Any) -> ResumableLoader:
                 "'checkpoints' that makes it, and it goes on by its own checkpoints", _name(loader),
             )  # fmt: skip
         return SkippingLoader(loader)
-    if isinstance(loader, Iterable) and not isinstance(loader, Mapping | str | bytes):
+    if isinstance(loader, Iterable) and not isinstance(loader, Mapping | str | bytes | torch.Tensor):
         return SkippingLoader(loader)
     if callable(loader) and not isinstance(loader, type):
         parameters = list(inspect.signature(loader).parameters.values())
@@ -187,7 +188,14 @@ class _Made:
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._make(self._epoch) if self._counted else self._make())
+        made = self._make(self._epoch) if self._counted else self._make()
+        if not isinstance(made, Iterable) and not hasattr(made, "__getitem__"):
+            name = getattr(self._make, "__qualname__", type(self._make).__name__)
+            raise TypeError(
+                f"{name}, which checkflow.resumable was given to make a loader for each epoch, returned "
+                f"{_name(made)}, which cannot be iterated"
+            )
+        return iter(made)
 
 
 class CheckpointedIterator:

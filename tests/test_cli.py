@@ -343,6 +343,7 @@ BAD = [
     pytest.param({"p.json": "{"}, ["check", "p.json"], FAILED, "p.json: not a valid plan", id="plan damaged"),
     pytest.param({"p.json": "[]"}, ["show", "p.json"], FAILED, "p.json: not a valid plan", id="plan of another kind"),
     pytest.param({"p.json": ""}, ["compare", "p.json"], FAILED, "p.json: not a valid plan", id="plan empty"),
+    pytest.param({}, ["plan", "p.json"], USAGE, "checkflow show p.json", id="a plan to be planned"),
     pytest.param({}, ["demo", "--epochs", "1"], USAGE, "epochs", id="too short a demo"),
 ]
 

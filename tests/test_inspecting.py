@@ -80,6 +80,21 @@ def test_what_a_directory_holds(directory: Path, capsys: pytest.CaptureFixture[s
     assert tree(directory) == before
 
 
+def test_one_checkpoint_is_listed_alone(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = as_json(capsys, "ls", directory)["entries"]
+    assert len(entries) > 1
+    for entry in (one for one in entries if one["kind"] == "checkpoint"):
+        for reference in (entry["path"], f"{directory}@{entry['step']}"):
+            assert as_json(capsys, "ls", reference)["entries"] == [entry]
+    code, text = run(capsys, "ls", f"{directory}@99")
+    assert (code, text) == (1, f"checkflow: {directory} holds no checkpoint of step 99\n")
+
+
+def test_a_directory_of_checkpoints_stands_for_its_report(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    by_directory, by_file = (as_json(capsys, "compare", one) for one in (directory, directory / "report.json"))
+    assert by_directory == by_file
+
+
 def test_an_empty_directory_and_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "ls", tmp_path) == (0, f"{tmp_path} holds no checkpoint\n")
     code, text = run(capsys, "ls", tmp_path / "missing")

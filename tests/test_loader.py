@@ -17,12 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from checkflow.errors import MismatchError, UnsupportedError
 from checkflow.runtime import extra_state
 from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.sample_randomness import derived_seed
 from checkflow.runtime.worker_signals import WorkerShield, has_ended
+from checkflow.runtime.wrapping import resumable
 
 
 class Augmented:
@@ -207,7 +209,7 @@ def test_two_passes_in_one_epoch_of_a_checkpointer_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "other"),
     [
-        ("size", DataLoader(Augmented(5), 2)),
+        ("4 samples, .* 5 samples", DataLoader(Augmented(5), 2)),
         ("shuffle", DataLoader(Augmented(4), 2, True)),
         ("seed", DataLoader(Augmented(4), 2, seed=9)),
     ],
@@ -238,6 +240,78 @@ def test_bad_arguments_are_refused() -> None:
             DataLoader(TensorDataset(torch.zeros(3)), bad)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="num_workers is 0"):
         DataLoader(TensorDataset(torch.zeros(3)), timeout=1)
+
+
+BAD: list[tuple[str, Any]] = [
+    *(("sampler", value) for value in (5, "abc", len)),
+    *(("batch_sampler", value) for value in (5, "abc")),
+    *(("generator", value) for value in (5, "x", torch)),
+    *((name, value) for name in ("collate_fn", "worker_init_fn", "reseed") for value in (5, "x")),
+    *(("num_workers", value) for value in (1.5, "2", None, -1, True)),
+    *((name, "yes") for name in ("shuffle", "drop_last", "pin_memory", "persistent_workers", "in_order")),
+    *(("shuffle", value) for value in (2, 0.5, [])),
+    *(("seed", value) for value in (True, "3", 1.0, 2**63)),
+    *(("tail", value) for value in ("some", 5)),
+]
+
+
+@pytest.mark.parametrize(("name", "bad"), BAD)
+def test_what_means_nothing_is_refused_when_the_loader_is_made(name: str, bad: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} must be .*not|^{name} must give .*not") as caught:
+        DataLoader(TensorDataset(torch.zeros(3)), **{name: bad})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("share", [{"rank": "0", "world_size": 1}, {"rank": 0, "world_size": 1.0}])
+def test_ranks_are_whole_numbers(share: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be a whole number"):
+        DataLoader(TensorDataset(torch.zeros(3)), **share)
+
+
+def test_what_means_something_is_taken() -> None:
+    data = [0, 1, 2]
+    for options in (
+        {"sampler": [2, 1]},
+        {"sampler": range(2)},
+        {"batch_sampler": [[0], [1, 2]]},
+        {"generator": torch.Generator()},
+        {"num_workers": np.int64(0)},
+        {"shuffle": 1},
+        {"shuffle": np.True_},
+        {"seed": np.int64(3)},
+    ):
+        assert len(list(DataLoader(data, **options))) >= 2, options  # type: ignore[arg-type]
+
+
+LOADERS: dict[str, Any] = {
+    "map-style": lambda: DataLoader([0, 1, 2, 3], 2),
+    "fetched again": lambda: resumable([0, 1]),
+    "its own state": lambda: resumable(StatefulDataLoader([0, 1, 2, 3], 2)),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_no_epoch_and_no_state(kind: str) -> None:
+    loader = LOADERS[kind]()
+    whole = list(LOADERS[kind]())
+    for bad in ("abc", 1.5, -1, None, True):
+        with pytest.raises(ValueError, match="set_epoch: epoch must be"):
+            loader.set_epoch(bad)
+        if bad is not None:
+            with pytest.raises(ValueError, match="set_epoch: position must be"):
+                loader.set_epoch(0, bad)
+    for bad in (None, 5, "x", {}, {"epoch": "0"}, []):
+        with pytest.raises(TypeError, match=r"load_state_dict takes what a loader's state_dict\(\) gave"):
+            loader.load_state_dict(bad)
+    assert [str(batch) for batch in loader] == [str(batch) for batch in whole]
+
+
+def test_what_makes_no_loader_is_told() -> None:
+    with pytest.raises(UnsupportedError, match="a Tensor is no loader"):
+        resumable(torch.zeros(3, 2))
+    loader = resumable(lambda: None)
+    with pytest.raises(TypeError, match=r"<lambda>, which checkflow\.resumable was given .* returned a NoneType"):
+        next(iter(loader))
 
 
 def test_derived_seeds_differ() -> None:

@@ -385,9 +385,9 @@ def test_states_are_taken_where_they_are_needed_only() -> None:
 @pytest.mark.parametrize(
     ("saved", "other", "name"),
     [
-        (foreign.sequence, lambda: tuple(foreign.sequence()), "loader"),
-        (foreign.sequence, foreign.OwnLoader, "way"),
-        (foreign.KINDS["torchdata, map-style"], foreign.WORKERS["torchdata, map-style"], "workers"),
+        (foreign.sequence, lambda: tuple(foreign.sequence()), "the type list, .* the type tuple"),
+        (foreign.sequence, foreign.OwnLoader, "fetched again, .* a state of its own"),
+        (foreign.KINDS["torchdata, map-style"], foreign.WORKERS["torchdata, map-style"], "num_workers="),
     ],
 )
 def test_another_loader_is_refused(saved: Any, other: Any, name: str) -> None:

@@ -714,7 +714,7 @@ def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StorageError, match="file"):
         new_store(tmp_path / "file")
-    with pytest.raises(StorageError, match="Not a directory"):
+    with pytest.raises(StorageError, match="file is a file, not a directory"):
         new_store(tmp_path / "file" / "below")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     with pytest.raises(StorageError, match="dangling"):

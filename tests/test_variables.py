@@ -31,7 +31,9 @@ def iterate(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.dictionaries(st.text(), st.none() | st.integers() | st.text() | st.lists(st.floats(allow_nan=False))))
+@given(
+    st.dictionaries(st.text(), st.none() | st.integers() | st.text() | st.lists(st.floats(allow_nan=False)), min_size=1)
+)
 def test_values_come_back(values: dict[str, Any]) -> None:
     saved = Variables(dict(values), *values).state_dict()
     other: dict[str, Any] = {**dict.fromkeys(values), "\x00other": 1}
@@ -68,6 +70,40 @@ def test_missing_and_other_variables_are_told() -> None:
         with pytest.raises(MismatchError, match=says):
             Variables(namespace, "a", "b").load_state_dict(state)
     assert namespace == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "says"),
+    [
+        (("best",), TypeError, r"globals\(\), vars\(trainer\) or a dictionary, .* not 'best', of type str"),
+        ((5, "best"), TypeError, "not 5, of type int"),
+        ((SimpleNamespace(best=1), "best"), TypeError, "of type SimpleNamespace"),
+        ((), TypeError, "namespace"),
+        (({"best": 1},), ValueError, "no name was given"),
+        (({"best": 1}, ["best"]), TypeError, r"names, such as \"best\", not \['best'\], of type list"),
+    ],
+)
+def test_what_names_no_variables_is_refused(arguments: Any, kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind, match=says):
+        Variables(*arguments)
+
+
+def test_a_function_s_locals_are_refused_and_other_namespaces_taken() -> None:
+    def save_mine(best: int) -> Variables:
+        return Variables(locals(), "best")
+
+    def save_given(given: dict[str, Any]) -> Variables:
+        return Variables(given, "best")
+
+    with pytest.raises(ValueError, match=r"cannot use locals\(\)"):
+        save_mine(3)
+    assert save_given({"best": 3}).state_dict() == {"best": 3}
+
+    class Body:
+        best = 4
+        saved = Variables(locals(), "best").state_dict()
+
+    assert Body.saved == {"best": 4}
 
 
 def test_a_batch_fetched_ahead_is_there_again(tmp_path: Path) -> None:
