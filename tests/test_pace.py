@@ -311,7 +311,10 @@ def test_each_capture_is_held_back_for_itself(tmp_path: Path) -> None:
         saving, writer = checkpointer._saving, checkpointer._saving.writer
         execution: Any = types.SimpleNamespace(captures=9, begin=lambda *_, **__: 0.0)
         saving.writer = types.SimpleNamespace(
-            hold=lambda one: took.append(("held", one.step)), submit=lambda one: took.append(("written", one.step))
+            hold=lambda one: took.append(("held", one.step)),
+            submit=lambda one: took.append(("written", one.step)),
+            forget_lost=lambda: None,
+            close=writer.close,
         )  # type: ignore[assignment]
         for step, durable in ((1, False), (2, False), (3, True)):
             saving.begin(execution, step, b"", {}, durable=durable)
