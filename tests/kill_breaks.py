@@ -24,7 +24,7 @@ from checkflow.runtime.store import Store
 
 def manifest_late() -> None:
     """The checkpoint gets its name before its manifest is there. L1, L3."""
-    write, publish = store._write, Store._publish
+    write, publish = store.write_file, Store._publish
     kept: list[bytes] = []
 
     def write_later(folder: int, name: str, pieces: Any) -> Any:
@@ -40,7 +40,7 @@ def manifest_late() -> None:
         write(folder, manifest.MANIFEST, iter([memoryview(kept[0])]))
         files.close(folder)
 
-    store._write, Store._publish = write_later, publish_first  # type: ignore[method-assign]
+    store.write_file, Store._publish = write_later, publish_first  # type: ignore[method-assign]
 
 
 def acknowledged_early() -> None:

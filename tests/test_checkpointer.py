@@ -94,6 +94,8 @@ def test_a_full_disk_stops_checkpoints_and_not_training(small_disk: Path, caplog
         for n in checkpointer.steps(9):
             iterate()
             if n == 3:
+                # Until old ones have gone: what they leave would be room for the next one.
+                wait_for(lambda: steps(small_disk / "checkpoints") == [2, 3])
                 fill(ballast)
             if n == 6:
                 ballast.unlink()

@@ -638,6 +638,6 @@ def test_ready_batches_of_another_order_are_another_order() -> None:
     data = Images()
     state = DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 2, False)).state_dict()
     with pytest.raises(
-        MismatchError, match="'BatchSampler of RandomSampler', this one sampler='BatchSampler of range'"
+        MismatchError, match="sampler BatchSampler of RandomSampler, this one the sampler BatchSampler of range"
     ):
         DataLoader(data, batch_sampler=BatchSampler(range(SIZE), 2, False)).load_state_dict(state)

@@ -16,9 +16,12 @@ ROOT = Path(__file__).parent.parent
 WINGS = ("checkflow", "planner", "runtime", "models")
 PICKLING = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "copyreg"}
 # Copies of a loader's state in memory, between a process and its own workers: no file, and nobody else's bytes.
+# ``torch.distributed.checkpoint`` describes what it wrote in a pickle: an unpickler that knows its few classes and no
+# other reads that, when weights are imported from there.
 IN_MEMORY = {
     "runtime/frozen_state.py": {"Pickler", "HIGHEST_PROTOCOL", "loads"},
     "runtime/state_loader.py": {"PicklingError"},  # what the other one raises
+    "runtime/torch_weights.py": {"Unpickler", "UnpicklingError"},
 }
 IN_MEMORY_USERS = {"runtime/state_loader.py", "runtime/worker_streams.py"}
 
