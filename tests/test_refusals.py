@@ -34,10 +34,12 @@ from checkflow.planner.trace import trace
 from checkflow.runtime import extra_state, layout, manifest
 from checkflow.runtime.arrangement import planned_records
 from checkflow.runtime.checkpointer import Checkpointer
-from checkflow.runtime.exporting import optimizer_state
+from checkflow.runtime.exporting import optimizer_state, state_dicts
 from checkflow.runtime.layout import TensorRecord, make_layout
 from checkflow.runtime.loader import DataLoader
+from checkflow.runtime.reader import open_checkpoint
 from checkflow.runtime.resumable import ResumableLoader
+from checkflow.runtime.shards import save_shard
 from checkflow.runtime.store import Store
 from checkflow.runtime.wrapping import resumable
 from checkflow.training_step import TrainingStep
@@ -91,7 +93,9 @@ def messages_of(path: Path) -> Iterator[str]:
 
 def in_the_code() -> set[str]:
     files = [path for folder in ("checkflow", "planner", "runtime") for path in sorted((ROOT / folder).glob("*.py"))]
-    return {message for path in files if not path.name.startswith("__") for message in messages_of(path)}
+    # What shards refuse, which no training job meets, is listed in docs/sharding.md.
+    files = [path for path in files if not path.name.startswith(("__", "shard"))]
+    return {message for path in files for message in messages_of(path)}
 
 
 def in_the_document() -> list[str]:
@@ -103,6 +107,12 @@ def test_the_document_lists_what_the_code_refuses_and_nothing_else() -> None:
     assert len(listed) == len(set(listed))
     assert set(listed) - in_the_code() == set()
     assert in_the_code() - set(listed) == set()
+
+
+def test_what_shards_refuse_is_listed_with_them() -> None:
+    listed = re.findall(r"^- `(.+)`$", (ROOT / "docs" / "sharding.md").read_text(), re.MULTILINE)
+    files = sorted((ROOT / "runtime").glob("shard*.py"))
+    assert set(listed) == {message for path in files for message in messages_of(path)}
 
 
 # State that is refused, by the planner and by the runtime
@@ -425,9 +435,21 @@ def steps_with_closure(directory: Path, plan: Plan) -> None:
         optimizer.step(lambda: model(torch.zeros(1, 2)).sum())
 
 
+def goes_on_closed(directory: Path, plan: Plan) -> None:
+    _, _, checkpointer = fitting(plan, directory)
+    checkpointer.close()
+    checkpointer.step()
+
+
 def export_parts() -> None:
     saved = {"groups": [{"params": ["w"]}], "values": {}, "others": {}}
     optimizer_state("optimizer", saved, {"w.exp_avg.codes": torch.zeros(1)}, {})
+
+
+def export_shards(directory: Path) -> None:
+    path = save_shard(directory / "shards", 1, 0, 1, run_id="r", dense={"w": np.zeros(2)})
+    with open_checkpoint(path) as checkpoint:
+        state_dicts(checkpoint)
 
 
 class Nothing(NoPosition):
@@ -525,6 +547,7 @@ RUNTIME: dict[str, tuple[Callable[[Path, Plan], Any], str]] = {
     "loader": (open_with(loader=NoPosition()), "loader is a NoPosition"),
     "ranks that draw": (lambda _, __: next(iter(DataLoader([0, 1], rank=0, world_size=2))), "pass seed="),
     "parts": (lambda _, __: export_parts(), "only its job can put together"),
+    "shards": (lambda directory, _: export_shards(directory), "was saved by shards"),
     "used once": (lambda _, __: resumable(iter([0])), "a list_iterator can be iterated once only"),
     "data": (lambda _, __: resumable({"x": 0}), "a dict is no loader"),
     "not in order": (not_in_order, "in_order=False"),
@@ -533,6 +556,7 @@ RUNTIME: dict[str, tuple[Callable[[Path, Plan], Any], str]] = {
     "not kept": (not_kept, "was not kept"),
     "used before": (used_before, "StartsOver was iterated before"),
     "no loader": (asks_for_the_loader, "without a loader"),
+    "closed": (goes_on_closed, "is closed, and would save nothing"),
     "twice": (iterates_twice, "iterated twice"),
     "at once": (nested_iterations, "cannot go on"),
     "ranks": (several_ranks, "torch.distributed has 4 ranks"),
