@@ -32,6 +32,7 @@ from checkflow.runtime.weights import (
     Weights,
     open_regular,
     plain_name,
+    read_bounded,
     read_exactly,
 )
 from checkflow.state import Region, dtype_name, region
@@ -266,14 +267,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _read_metadata(path: Path) -> Any:
     file = path / DCP_METADATA
-    fd, size = open_regular(file)
-    try:
-        if size > _MAX_METADATA_BYTES:
-            raise CorruptCheckpointError(f"{file} has {size} bytes, more than {_MAX_METADATA_BYTES}")
-        data = bytearray(size)
-        read_exactly(file, fd, 0, memoryview(data))
-    finally:
-        files.close(fd)
+    data = read_bounded(file, _MAX_METADATA_BYTES)
     try:
         return _Unpickler(io.BytesIO(data)).load()
     except _BROKEN as error:

@@ -259,16 +259,22 @@ def _open_safetensors(path: Path, closing: contextlib.ExitStack) -> Weights:
     return dataclasses.replace(weights, extras=values)
 
 
-def _shards(index: Path) -> dict[Path, set[str] | None]:
-    """The files that an index names, each with the tensors that are in it."""
-    fd, size = open_regular(index)
+def read_bounded(path: Path, most_bytes: int) -> bytearray:
+    """A whole regular file, of a size that is looked at before memory is taken."""
+    fd, size = open_regular(path)
     try:
-        if size > MAX_HEADER_BYTES:
-            raise CorruptCheckpointError(f"{index} has {size} bytes, more than {MAX_HEADER_BYTES}")
+        if size > most_bytes:
+            raise CorruptCheckpointError(f"{path} has {size} bytes, more than {most_bytes}")
         data = bytearray(size)
-        read_exactly(index, fd, 0, memoryview(data))
+        read_exactly(path, fd, 0, memoryview(data))
     finally:
         files.close(fd)
+    return data
+
+
+def _shards(index: Path) -> dict[Path, set[str] | None]:
+    """The files that an index names, each with the tensors that are in it."""
+    data = read_bounded(index, MAX_HEADER_BYTES)
     try:
         places = json.loads(data)["weight_map"]
         found: dict[Path, set[str] | None] = {}
