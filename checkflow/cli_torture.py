@@ -77,7 +77,11 @@ def torture(
     terms: Annotated[
         float,
         typer.Option(
-            "--terms", metavar="SHARE", parser=_share, show_default="0", help="of the kills, that are SIGTERM: preemption"
+            "--terms",
+            metavar="SHARE",
+            parser=_share,
+            show_default="0",
+            help="of the kills, that are SIGTERM: preemption",
         ),
     ] = 0.0,
     log: Annotated[

@@ -144,10 +144,10 @@ def examine(directory: Path, before: Found) -> Found:
     restorable, damaged, whole = None, [], {}
     for step, name in sorted(_candidates(names).items(), reverse=True):
         signature = _signature(directory / name)
-        if restorable is None or before.whole.get(name) != signature:
-            if fault := _fault(directory / name):
-                damaged.append((name, fault))
-                continue
+        known = restorable is not None and before.whole.get(name) == signature
+        if not known and (fault := _fault(directory / name)):
+            damaged.append((name, fault))
+            continue
         whole[name] = signature
         restorable = step if restorable is None else restorable
     aside = frozenset(name for name in names if name.startswith((BROKEN, SUPERSEDED)))

@@ -112,7 +112,8 @@ class Watch:
         self.job, self.directory = job, directory
         self.begun = self.news = time.monotonic()  # ``news``: when the last checkpoint came
         self.before = self.seen = Seen() if directory is None else look(directory)
-        self.newest, self.gone = max(self.seen.published, default=None), None
+        self.newest = max(self.seen.published, default=None)
+        self.gone: int | None = None
         self.saved: set[tuple[int, int]] = set()
         self.startup_seconds: float | None = None
         self.gaps_seconds: list[float] = []

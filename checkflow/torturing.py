@@ -155,7 +155,9 @@ class Torture:
         self.found = examine(self.directory, self.found)
         self.acknowledged = self.found.restorable
         if self.found.restorable is not None:
-            self.remarks.append(f"there was a checkpoint of step {self.found.restorable} before: the job went on from it")
+            self.remarks.append(
+                f"there was a checkpoint of step {self.found.restorable} before: the job went on from it"
+            )
         for name, fault in self.found.damaged:
             self.remarks.append(f"{name} was damaged before the job was started: {fault}")
 
@@ -177,12 +179,9 @@ class Torture:
         runs = self._judge(life)
         self.lives += 1
         if aim is not None and life.end in ("killed", "went on"):
-            self.kills.append(
-                Kill(
-                    aim.signal.name, life.victim, life.moment, life.seconds, life.newest, self.found.restorable,
-                    life.code,
-                )  # fmt: skip
-            )
+            newest, whole = life.newest, self.found.restorable
+            kill = Kill(aim.signal.name, life.victim, life.moment, life.seconds, newest, whole, life.code)
+            self.kills.append(kill)
             self._note_term(aim, life, runs)
         self.untried = self._why_untried(life, first, before)
         return last or bool(self.problems) or self.untried is not None or life.end == "ended"
@@ -255,8 +254,7 @@ class Torture:
         number, newest = len(self.kills), self.found.restorable
         if life.code != Preempted.EXIT_CODE:
             self.remarks.append(
-                f"asked to end (kill {number}), the job ended with {life.code}, not {Preempted.EXIT_CODE}: "
-                f"{life.said}"
+                f"asked to end (kill {number}), the job ended with {life.code}, not {Preempted.EXIT_CODE}: {life.said}"
             )
         elif runs and runs[-1].closed and (newest is None or newest < runs[-1].iteration):
             self.remarks.append(
