@@ -199,9 +199,13 @@ def read_runs(directory: Path) -> tuple[RunReport, ...]:
     return ()
 
 
-def check_found(acknowledged: int | None, found: Found) -> list[Problem]:
-    """L1 and L3, after a kill."""
-    wrong = [Problem("L3", f"{name} is damaged: {fault}") for name, fault in found.damaged]
+def check_found(acknowledged: int | None, found: Found, excused: frozenset[str] = frozenset()) -> list[Problem]:
+    """L1 and L3, after a kill.
+
+    Args:
+        excused: names of checkpoints that were damaged before, or nobody knows since when.
+    """
+    wrong = [Problem("L3", f"{name} is damaged: {fault}") for name, fault in found.damaged if name not in excused]
     if acknowledged is not None and (found.restorable is None or found.restorable < acknowledged):
         newest = "none can be restored" if found.restorable is None else f"step {found.restorable} is the newest whole"
         wrong.append(Problem("L1", f"the checkpoint of step {acknowledged} was there before the kill, and {newest}"))

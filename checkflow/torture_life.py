@@ -81,8 +81,9 @@ class Life:
             checkpoint for too long; "proved": saved after the last kill, and was ended; "elsewhere": writes to other
             directories, ``others``.
         code: of the command, negative for a signal.
-        newest: the newest checkpoint that was there when it was last looked at; None: there was none.
-        gone: a step that vanished as the newest, while the job ran.
+        there: steps in the directory when it was first looked at.
+        newest: the newest checkpoint that is known to have been there; None: there was none.
+        gone: the newest step, if it vanished while the job ran.
         saved: how many checkpoints it was seen to make.
     """
 
@@ -93,6 +94,7 @@ class Life:
     seconds: float
     directory: Path | None
     others: tuple[Path, ...]
+    there: frozenset[int]
     newest: int | None
     gone: int | None
     saved: int
@@ -106,13 +108,14 @@ class Watch:
 
     Args:
         directory: of its checkpoints; None: to be found by the lock that the job holds.
+        newest: the newest checkpoint that was found whole before; None: there was none.
     """
 
-    def __init__(self, job: Job, directory: Path | None) -> None:
+    def __init__(self, job: Job, directory: Path | None, newest: int | None) -> None:
         self.job, self.directory = job, directory
         self.begun = self.news = time.monotonic()  # ``news``: when the last checkpoint came
         self.before = self.seen = Seen() if directory is None else look(directory)
-        self.newest = max(self.seen.published, default=None)
+        self.newest = newest
         self.gone: int | None = None
         self.saved: set[tuple[int, int]] = set()
         self.startup_seconds: float | None = None
@@ -139,11 +142,11 @@ class Watch:
             else:
                 self.gaps_seconds.append(now - self.news)
             self.news = now
-        newest = max(self.seen.published, default=None)
-        if newest is not None and (self.newest is None or newest > self.newest):
-            self.newest = newest
-        elif newest != self.newest and self.newest is not None and vanished(self.directory, self.newest):
-            self.gone = self.newest
+        for step, _ in made:
+            self.newest = step if self.newest is None else max(self.newest, step)
+        newest = self.newest
+        if newest is not None and newest not in self.seen.published and vanished(self.directory, newest):
+            self.gone = newest
 
     def _search(self) -> None:
         """Who of the job writes checkpoints, and where."""
@@ -153,7 +156,6 @@ class Watch:
         if self.directory is None and len(writing) == 1:
             self.directory = next(iter(writing))
             self.before = self.seen = look(self.directory)
-            self.newest = max(self.seen.published, default=None)
         if self.directory is not None:
             home = self.directory.resolve()
             self.trainer = next((one for path, one in writing.items() if path.resolve() == home), None)
@@ -181,6 +183,7 @@ def live(
     log: Path,
     strangers: frozenset[int],
     directory: Path | None,
+    newest: int | None,
     aim: Aim | None,
     pace: Pace,
     *,
@@ -190,6 +193,7 @@ def live(
     """One life of the job.
 
     Args:
+        newest: the newest checkpoint that was found whole before.
         aim: None: it is left alone until it has made a checkpoint, and asked to end then.
         pace: of the lives before.
         over: whether the time for all of it is over: then the moment comes as soon as the job has made a checkpoint.
@@ -199,7 +203,7 @@ def live(
     """
     job = start(command, log, strangers)
     try:
-        watch = Watch(job, directory)
+        watch = Watch(job, directory, newest)
         while True:
             watch.look()
             end = _end_of(watch, patience_seconds)
@@ -287,6 +291,7 @@ def _life(watch: Watch, end: End, pace: Pace, victim: str = "", moment: Moment |
         time.monotonic() - watch.begun,
         watch.directory,
         tuple(sorted(watch.others)),
+        frozenset(watch.before.published),
         watch.newest,
         watch.gone,
         len(watch.saved),

@@ -19,6 +19,7 @@ from typing import Literal
 from checkflow.errors import Preempted
 from checkflow.hardware import format_size
 from checkflow.run_report import RunReport
+from checkflow.runtime.opening import step_name
 from checkflow.torture_checks import (
     Found,
     Problem,
@@ -169,21 +170,21 @@ class Torture:
         what = "the start after the last kill" if aim is None else f"kill {len(self.kills) + 1} of {request.kills}"
         self.say(what if self.acknowledged is None else f"{what}, step {self.acknowledged}")
         life = live(
-            request.command, request.log, strangers, self.directory, aim, self._pace,
+            request.command, request.log, strangers, self.directory, self.acknowledged, aim, self._pace,
             patience_seconds=request.patience_seconds, over=self._late,
         )  # fmt: skip
-        self._pace, self.directory = life.pace, life.directory
+        known, self.directory, self._pace = self.directory is not None, life.directory, life.pace
         self._pids |= life.pids
         self.checkpoints += life.saved
-        before, first = self.found, not self.kills
-        runs = self._judge(life)
+        first = not self.kills
+        runs = self._judge(life, known=known)
         self.lives += 1
         if aim is not None and life.end in ("killed", "went on"):
             newest, whole = life.newest, self.found.restorable
             kill = Kill(aim.signal.name, life.victim, life.moment, life.seconds, newest, whole, life.code)
             self.kills.append(kill)
             self._note_term(aim, life, runs)
-        self.untried = self._why_untried(life, first, before)
+        self.untried = self._why_untried(life, first)
         return last or bool(self.problems) or self.untried is not None or life.end == "ended"
 
     def _late(self) -> bool:
@@ -203,8 +204,12 @@ class Torture:
 
     # What a life has left
 
-    def _judge(self, life: Life) -> tuple[RunReport, ...]:
-        """Hold the directory against what is promised; returns the runs that this life has reported."""
+    def _judge(self, life: Life, *, known: bool) -> tuple[RunReport, ...]:
+        """Hold the directory against what is promised; returns the runs that this life has reported.
+
+        Args:
+            known: whether what was in the directory before this life had been looked at.
+        """
         if self.directory is None:
             return ()
         refuse_locked(self.directory, "a process that is none of the command's")
@@ -225,7 +230,8 @@ class Torture:
             wrong += check_resumed(before, after, run) + check_replayed(begun, run)
             wrong += [problem for number in mine for problem in check_audits(runs[number])]
             self._note_failures([runs[number] for number in mine])
-        wrong += [one for one in check_found(self.acknowledged, after) if one.promise != "L1" or not wrong]
+        excused = frozenset(name for name, _ in before.damaged) if known else frozenset(map(step_name, life.there))
+        wrong += [one for one in check_found(self.acknowledged, after, excused) if one.promise != "L1" or not wrong]
         if life.gone is not None and not wrong:
             wrong.append(Problem("L1", f"the checkpoint of step {life.gone} was the newest, and the job took it away"))
         wrong += check_leftovers(before, after, saved=life.saved > 0)
@@ -262,7 +268,7 @@ class Torture:
                 "no boundary came in time, or saving it failed"
             )
 
-    def _why_untried(self, life: Life, first: bool, before: Found) -> str | None:
+    def _why_untried(self, life: Life, first: bool) -> str | None:
         """Why there are no kills, or no more of them; None: there are, or all is done."""
         after = "" if first else f" after kill {len(self.kills)}"
         if life.end == "elsewhere":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -35,6 +36,8 @@ from checkflow.torture_checks import (
     examine,
     look,
 )
+from checkflow.torture_life import Aim
+from checkflow.torturing import Request, Torture
 from tests.store_tools import fill, small_layout, tree
 
 ROOT = Path(__file__).parent.parent
@@ -66,12 +69,12 @@ def torture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_a_training_job_loses_nothing(torture: Call, tmp_path: Path) -> None:
-    said = torture("trains", "--kills", "3", "--children", "0", "--json")
+    said = torture("trains", "--kills", "2", "--children", "0", "--json")
     assert (said.code, said.err) == (NOTHING_LOST, "")
     data = said.json
     assert (data["verdict"], data["problems"], data["untried"]) == ("nothing lost", [], None)
     assert Path(data["directory"]) == tmp_path / "checkpoints"  # found by its lock
-    assert (len(data["kills"]), data["lives"], data["seed"]) == (3, 4, 3)
+    assert (len(data["kills"]), data["lives"], data["seed"]) == (2, 3, 3)
     steps = [kill["acknowledged"] for kill in data["kills"]]
     assert steps == sorted(steps)
     assert steps[0] >= 1
@@ -92,12 +95,17 @@ def test_a_table_by_default(torture: Call) -> None:
     assert said.out.rstrip().endswith("seed 3")
 
 
-def test_the_same_seed_draws_the_same_kills(torture: Call) -> None:
-    kinds = []
-    for number in range(2):
-        data = torture("good", "--kills", "3", "--children", "0.5", "--json", directory=f"c{number}").json
-        kinds.append([kill["signal"] for kill in data["kills"]])
-    assert kinds[0] == kinds[1]
+def test_the_same_seed_draws_the_same_kills(tmp_path: Path) -> None:
+    def draws(seed: int) -> list[Aim]:
+        request = Request(("true",), None, 9, None, seed, 1.0, terms=0.2, children=0.3, log=tmp_path / "log")
+        tried, source = Torture(request), random.Random(seed)
+        return [tried._draw(source) for _ in range(200)]
+
+    assert draws(1) == draws(1) != draws(2)
+    assert {aim.moment for aim in draws(1)} == {"training", "writing"}  # nothing was killed yet: not in start-up
+    assert {(aim.signal.name, aim.child) for aim in draws(1)} == {
+        ("SIGKILL", False), ("SIGKILL", True), ("SIGTERM", False),
+    }  # fmt: skip
 
 
 def test_a_job_that_is_asked_to_end_is_saved(torture: Call) -> None:
@@ -140,6 +148,14 @@ def test_what_was_there_before_is_nobodys_fault(torture: Call, tmp_path: Path) -
     assert said.code == NOTHING_LOST
     assert "step 1 was there before" in said.json["remarks"][0]
     assert "step-00000002 was damaged before" in said.json["remarks"][1]
+
+
+def test_nor_is_it_where_the_directory_was_found(torture: Call, tmp_path: Path) -> None:
+    """An older one, that no restore reads."""
+    with make_store(tmp_path / "checkpoints") as store:
+        commit(store, 1, 2)
+    flip_a_byte(find(tmp_path / "checkpoints")[1])
+    assert torture("good", "--kills", "1").code == NOTHING_LOST
 
 
 def test_time_that_is_over_ends_it(torture: Call) -> None:
