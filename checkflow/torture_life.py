@@ -84,6 +84,7 @@ class Life:
         there: steps in the directory when it was first looked at.
         newest: the newest checkpoint that is known to have been there; None: there was none.
         gone: the newest step, if it vanished while the job ran.
+        back: a step that it made, though a later one was whole before it was started.
         saved: how many checkpoints it was seen to make.
     """
 
@@ -97,6 +98,7 @@ class Life:
     there: frozenset[int]
     newest: int | None
     gone: int | None
+    back: int | None
     saved: int
     pace: Pace
     pids: frozenset[int]
@@ -115,8 +117,10 @@ class Watch:
         self.job, self.directory = job, directory
         self.begun = self.news = time.monotonic()  # ``news``: when the last checkpoint came
         self.before = self.seen = Seen() if directory is None else look(directory)
-        self.newest = newest
+        self.newest = self.whole = newest
         self.gone: int | None = None
+        self.back: int | None = None
+        self._given = directory is not None
         self.saved: set[tuple[int, int]] = set()
         self.startup_seconds: float | None = None
         self.gaps_seconds: list[float] = []
@@ -139,18 +143,22 @@ class Watch:
             self.saved |= made
             if self.startup_seconds is None:
                 self.startup_seconds = now - self.begun
+                self._search()  # for other directories
             else:
                 self.gaps_seconds.append(now - self.news)
             self.news = now
         for step, _ in made:
             self.newest = step if self.newest is None else max(self.newest, step)
+            # An older one under the same name may have got a metric.
+            if self.whole is not None and step < self.whole and step not in self.before.published:
+                self.back = step
         newest = self.newest
         if newest is not None and newest not in self.seen.published and vanished(self.directory, newest):
             self.gone = newest
 
     def _search(self) -> None:
         """Who of the job writes checkpoints, and where."""
-        found = members(self.job)
+        found = members(self.job.strangers)
         self.pids.update(one.pid for one in found)
         writing = writers(found)
         if self.directory is None and len(writing) == 1:
@@ -166,9 +174,13 @@ class Watch:
     @property
     def elsewhere(self) -> bool:
         """Whether it is clear that the directory is not the one: another one gets checkpoints, or one of several."""
-        if self.directory is None:
-            return len(self.others) > 1
-        return self.trainer is None and any(look(path).newer_than(before) for path, before in self.others.items())
+        if not self._given:
+            return len(self.others) > (self.directory is None)
+        return (
+            not self.saved
+            and self.trainer is None
+            and any(look(path).newer_than(before) for path, before in self.others.items())
+        )
 
     @property
     def moment(self) -> Moment:
@@ -213,7 +225,7 @@ def live(
                 return _life(watch, end, pace)
             time.sleep(LOOK_SECONDS)
     finally:
-        end_all(job)
+        end_all(job.strangers, job.process)
 
 
 def _end_of(watch: Watch, patience_seconds: float) -> End | None:
@@ -222,7 +234,7 @@ def _end_of(watch: Watch, patience_seconds: float) -> End | None:
     if code is not None:
         watch.look()  # what came before its end
         return "failed" if code else "ended"
-    if not watch.saved and watch.elsewhere:
+    if watch.elsewhere:
         return "elsewhere"
     return "hung" if time.monotonic() - watch.news > patience_seconds else None
 
@@ -250,13 +262,13 @@ def _strike(watch: Watch, aim: Aim | None, pace: Pace, patience_seconds: float) 
     if aim is not None and aim.signal == signal.SIGKILL and not aim.child:
         victim = name_of(target)
         send(target, signal.SIGKILL)
-        watch.pids.update(one.pid for one in members(job))
-        end_all(job)
+        watch.pids.update(one.pid for one in members(job.strangers))
+        end_all(job.strangers, job.process)
         return _life(watch, _end_of_killed(target, job), pace, victim, moment)
     if aim is not None and aim.child and (children := children_of(target)):
         target = children[int(aim.pick * len(children))]
     victim = name_of(target)
-    watch.pids.update(one.pid for one in members(job))
+    watch.pids.update(one.pid for one in members(job.strangers))
     send(target, signal.SIGTERM if aim is None else aim.signal)
     told = watch.news = time.monotonic()
     while job.process.poll() is None:
@@ -281,7 +293,7 @@ def _end_of_killed(target: Process, job: Job) -> End:
 def _life(watch: Watch, end: End, pace: Pace, victim: str = "", moment: Moment | None = None) -> Life:
     """The record of a life; everything of it is ended first."""
     code = watch.job.process.poll()
-    end_all(watch.job)
+    end_all(watch.job.strangers, watch.job.process)
     startup = pace.startup_seconds if watch.startup_seconds is None else watch.startup_seconds
     return Life(
         end,
@@ -294,6 +306,7 @@ def _life(watch: Watch, end: End, pace: Pace, victim: str = "", moment: Moment |
         frozenset(watch.before.published),
         watch.newest,
         watch.gone,
+        watch.back,
         len(watch.saved),
         Pace(startup, (*pace.gaps_seconds, *watch.gaps_seconds)[-100:]),
         frozenset(watch.pids),

@@ -48,7 +48,26 @@ class Job:
 
 
 @contextlib.contextmanager
-def adopting() -> Iterator[None]:
+def nothing_left(strangers: frozenset[int]) -> Iterator[None]:
+    """Nothing that was started within this runs afterwards, however it is left: by a Ctrl-C while a job was just being
+    started, too.
+
+    Raises:
+        CheckflowError: a process does not end.
+    """
+    with _adopting():
+        try:
+            yield
+        finally:
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+            try:
+                end_all(strangers)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
     """Within this, orphans below this process become its children, where the system can do that (Linux)."""
     try:
         control = ctypes.CDLL(None).prctl
@@ -87,11 +106,11 @@ def start(command: Sequence[str], log: Path, strangers: frozenset[int]) -> Job:
     return Job(process, log, begin, strangers)
 
 
-def members(job: Job) -> list[Process]:
-    """All its processes that live."""
+def members(strangers: frozenset[int]) -> list[Process]:
+    """All processes of the job that live: those below this one, but for these."""
     found = []
     for one in psutil.Process().children(recursive=True):
-        if one.pid not in job.strangers and _lives(one):
+        if one.pid not in strangers and _lives(one):
             found.append(one)
     return found
 
@@ -158,28 +177,35 @@ def send(process: Process, number: signal.Signals) -> None:
         process.send_signal(number)
 
 
-def end_all(job: Job) -> None:
+def end_all(strangers: frozenset[int], process: subprocess.Popen[bytes] | None = None) -> None:
     """Kill all that is left of a job, and wait until it is gone.
+
+    Args:
+        strangers: processes that are none of it.
+        process: the one that was started, if it is known.
 
     Raises:
         CheckflowError: a process does not end.
     """
     patience = time.monotonic() + DEATH_SECONDS
-    while left := members(job):
+    while left := members(strangers):
         for one in left:
             send(one, signal.SIGKILL)
-        _bury(job)
+        if process is not None:
+            process.poll()
+        _bury(strangers, process)
         if time.monotonic() > patience:
             raise CheckflowError(f"a process of the job was killed and does not end: {name_of(left[0])}")
         time.sleep(_POLL_SECONDS)
-    job.process.wait()
-    _bury(job)
+    if process is not None:
+        process.wait()
+    _bury(strangers, process)
 
 
-def _bury(job: Job) -> None:
+def _bury(strangers: frozenset[int], process: subprocess.Popen[bytes] | None) -> None:
     """Orphans have come to this process, which alone can take their remains away."""
     for one in psutil.Process().children():
-        if one.pid != job.process.pid and one.pid not in job.strangers:
+        if one.pid not in strangers and (process is None or one.pid != process.pid):
             with contextlib.suppress(ChildProcessError, psutil.NoSuchProcess):
                 if one.status() == psutil.STATUS_ZOMBIE:
                     os.waitpid(one.pid, os.WNOHANG)

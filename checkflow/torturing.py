@@ -33,7 +33,7 @@ from checkflow.torture_checks import (
     refuse_locked,
 )
 from checkflow.torture_life import Aim, Life, Moment, Pace, live
-from checkflow.torture_processes import adopting, below, shared_memory
+from checkflow.torture_processes import below, nothing_left, shared_memory
 
 Verdict = Literal["nothing lost", "lost", "not tried", "interrupted"]
 MOMENTS: tuple[tuple[Moment, int], ...] = (("start-up", 2), ("writing", 3), ("training", 5))  # how often, of ten
@@ -138,7 +138,7 @@ class Torture:
         source, strangers = random.Random(self.request.seed), below()
         try:
             self._look_before()
-            with adopting():
+            with nothing_left(strangers):
                 while not self._live_once(source, strangers):
                     pass
             self._look_at_memory()
@@ -157,7 +157,7 @@ class Torture:
         self.acknowledged = self.found.restorable
         if self.found.restorable is not None:
             self.remarks.append(
-                f"there was a checkpoint of step {self.found.restorable} before: the job went on from it"
+                f"a checkpoint of step {self.found.restorable} was there before: the job went on from it"
             )
         for name, fault in self.found.damaged:
             self.remarks.append(f"{name} was damaged before the job was started: {fault}")
@@ -234,6 +234,9 @@ class Torture:
         wrong += [one for one in check_found(self.acknowledged, after, excused) if one.promise != "L1" or not wrong]
         if life.gone is not None and not wrong:
             wrong.append(Problem("L1", f"the checkpoint of step {life.gone} was the newest, and the job took it away"))
+        if life.back is not None and not wrong:
+            text = f"the job made a checkpoint of step {life.back}, though step {before.restorable} was there, whole"
+            wrong.append(Problem("L1", text))
         wrong += check_leftovers(before, after, saved=life.saved > 0)
         self.problems += wrong
         return tuple(runs[number] for number in mine)
@@ -273,9 +276,10 @@ class Torture:
         after = "" if first else f" after kill {len(self.kills)}"
         if life.end == "elsewhere":
             names = " and ".join(str(path) for path in life.others)
-            if self.request.directory is None:
-                return f"the job writes checkpoints to {names}: say which by --directory"
-            return f"the job writes its checkpoints to {names}, not to {self.directory}"
+            if first and self.request.directory is None:
+                here = "" if self.directory is None else f"{self.directory} and "
+                return f"the job writes checkpoints to {here}{names}: say which by --directory"
+            return f"the job writes its checkpoints to {names}{after}, not to {self.directory}"
         if life.end == "failed":
             return f"the job failed by itself{after}, with exit code {life.code}: {life.said}"
         if life.end == "hung" and (life.saved or not first or life.victim):

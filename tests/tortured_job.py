@@ -1,7 +1,7 @@
 """Jobs for ``checkflow torture``: good ones, and ones that break what is promised, each in its own way.
 
 ``python tests/tortured_job.py KIND DIRECTORY``. They make real checkpoints with the real store, as fast as it goes, and
-know nothing of torch; KINDS tells them apart. "trains" and "begins anew" are training jobs with a Checkpointer.
+know nothing of torch. "trains" and "goes back" are training jobs with a Checkpointer.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from tests.store_tools import fill, small_layout
 
 PAUSE_SECONDS = 0.005
 FAILURE = 7
-KINDS = (
-    "good", "leaves a child", "loses the newest", "damages a byte", "damages at start", "hangs", "fails", "fails later",
-    "makes none", "ends", "writes elsewhere", "writes to two",
-)  # fmt: skip
+TRAINING = ("trains", "goes back")
 
 
 def flip_a_byte(checkpoint: Path) -> None:
@@ -34,9 +31,14 @@ def flip_a_byte(checkpoint: Path) -> None:
         opened.write(bytes([last ^ 1]))
 
 
+def find_in(directory: Path) -> tuple[Path, ...]:
+    """The checkpoints of a directory that may not be there yet, newest first."""
+    return find(directory) if directory.exists() else ()
+
+
 def before(kind: str, directory: Path) -> None:
     """What such a job does before it opens its directory."""
-    there = find(directory) if directory.exists() else ()
+    there = find_in(directory)
     if kind == "fails" or (kind == "fails later" and there):
         print("the data set is missing", file=sys.stderr)  # noqa: T201
         sys.exit(FAILURE)
@@ -56,12 +58,13 @@ def before(kind: str, directory: Path) -> None:
 def save(kind: str, directory: Path) -> None:
     """Checkpoint after checkpoint."""
     before(kind, directory)
-    went_on = bool(find(directory)) if directory.exists() else False
+    went_on = bool(find_in(directory))
     layout = small_layout()
     others = [Store(directory.with_name("second"), run_id="second")] if kind == "writes to two" else []
-    home = directory.with_name("elsewhere") if kind == "writes elsewhere" else directory
+    away = kind == "writes elsewhere" or (kind == "writes elsewhere later" and went_on)
+    home = directory.with_name("elsewhere") if away else directory
     with Store(home, run_id=f"run{os.getpid()}", keep_epochs=False) as store:
-        checkpoint = recover(store)
+        checkpoint = None if kind == "begins anew" else recover(store)
         step = 0 if checkpoint is None else checkpoint.step
         if checkpoint is not None:
             checkpoint.close()
@@ -89,6 +92,7 @@ def train(kind: str, directory: Path) -> None:
     from checkflow.runtime.checkpointer import Checkpointer
     from checkflow.runtime.loader import DataLoader
 
+    there = find_in(directory)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     checkpointers.check_plan = plans.validate  # a random plan obeys deadlines, and no link
@@ -100,7 +104,7 @@ def train(kind: str, directory: Path) -> None:
     loader = DataLoader(data(1), 4, shuffle=True, seed=3, num_workers=1, multiprocessing_context="fork")
     with Checkpointer(
         model, optimizer, loader, directory=directory, plan=plan, every=1, keep_epochs=False,
-        resume="never" if kind == "begins anew" else "auto",
+        resume=int(there[1].name[5:]) if kind == "goes back" and len(there) > 1 else "auto",
     ) as checkpointer:  # fmt: skip
         for _ in checkpointer.epochs(10**6):
             for _, x, y in checkpointer.loader:
@@ -111,4 +115,4 @@ def train(kind: str, directory: Path) -> None:
 
 if __name__ == "__main__":
     chosen = sys.argv[1]
-    (save if chosen in KINDS else train)(chosen, Path(sys.argv[2]).absolute())
+    (train if chosen in TRAINING else save)(chosen, Path(sys.argv[2]).absolute())
