@@ -25,6 +25,7 @@ from checkflow.runtime.lock import LOCK
 
 DEATH_SECONDS = 60.0  # that a killed process may take: what waits for a disk ends late
 _POLL_SECONDS = 0.005
+_EMPTY_LOOKS = 2  # one alone may miss a process whose parent dies in the middle of it
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _MOST_HOLDER_BYTES = 4096
 _TAIL_LINES, _TAIL_BYTES = 8, 16384
@@ -188,18 +189,20 @@ def end_all(strangers: frozenset[int], process: subprocess.Popen[bytes] | None =
         CheckflowError: a process does not end.
     """
     patience = time.monotonic() + DEATH_SECONDS
-    while left := members(strangers):
+    empty = 0
+    while empty < _EMPTY_LOOKS:
+        # Zombies count: one whose other threads are still ending holds its files and locks as long as they do.
+        left = [one for one in psutil.Process().children(recursive=True) if one.pid not in strangers]
+        empty = 0 if left else empty + 1
         for one in left:
             send(one, signal.SIGKILL)
         if process is not None:
             process.poll()
         _bury(strangers, process)
-        if time.monotonic() > patience:
+        if left and time.monotonic() > patience:
             raise CheckflowError(f"a process of the job was killed and does not end: {name_of(left[0])}")
-        time.sleep(_POLL_SECONDS)
-    if process is not None:
-        process.wait()
-    _bury(strangers, process)
+        if left:
+            time.sleep(_POLL_SECONDS)
 
 
 def _bury(strangers: frozenset[int], process: subprocess.Popen[bytes] | None) -> None:
