@@ -42,6 +42,7 @@ from tests.store_tools import fill, small_layout, tree
 
 ROOT = Path(__file__).parent.parent
 NOTHING_LOST, WRONG_USAGE, LOST, UNTRIED = 0, 2, 3, 4
+KILLED_THEN_ASKED = 0  # the seed of such a pair, half of the kills being SIGTERM
 Call = Callable[..., Said]
 
 
@@ -68,23 +69,35 @@ def torture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 # What loses nothing
 
 
-def test_a_training_job_loses_nothing(torture: Call, tmp_path: Path) -> None:
-    said = torture("trains", "--kills", "2", "--children", "0", "--json")
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Said, Path]:
+    """A training job, killed once and asked to end once: what was said, and where it trained."""
+    folder = tmp_path_factory.mktemp("trained")
+    options = ["--kills", "2", "--children", "0", "--terms", "0.5", "--seed", str(KILLED_THEN_ASKED), "--json"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "checkflow", "torture", *options, *job("trains", "checkpoints")],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    return Said(done.returncode, done.stdout, done.stderr), folder
+
+
+def test_a_training_job_loses_nothing(trained: tuple[Said, Path]) -> None:
+    said, folder = trained
     assert (said.code, said.err) == (NOTHING_LOST, "")
     data = said.json
-    assert (data["verdict"], data["problems"], data["untried"]) == ("nothing lost", [], None)
-    assert Path(data["directory"]) == tmp_path / "checkpoints"  # found by its lock
-    assert (len(data["kills"]), data["lives"], data["seed"]) == (2, 3, 3)
-    steps = [kill["acknowledged"] for kill in data["kills"]]
-    assert steps == sorted(steps)
-    assert steps[0] >= 1
+    assert (data["verdict"], data["problems"], data["untried"], data["remarks"]) == ("nothing lost", [], None, [])
+    assert Path(data["directory"]) == folder / "checkpoints"  # found by its lock
+    killed, asked = data["kills"]
+    assert (killed["signal"], killed["code"]) == ("SIGKILL", -signal.SIGKILL)
+    assert (asked["signal"], asked["code"]) == ("SIGTERM", 75)
+    assert 1 <= killed["acknowledged"] < asked["acknowledged"]
     for kill in data["kills"]:
-        assert (kill["signal"], kill["code"]) == ("SIGKILL", -signal.SIGKILL)
         assert kill["restorable"] >= kill["acknowledged"]
-        assert not kill["told"] or kill["resumed_from"] == kill["restorable"]
-    assert data["kills"][-1]["told"]  # the start after the last kill goes on until it has saved
-    assert data["restorable_step"] > steps[-1]
-    assert all(not verify(path).fault for path in find(tmp_path / "checkpoints"))
+        assert (kill["told"], kill["resumed_from"]) == (True, kill["restorable"])
+    assert asked["replayed"] == 0  # it was saved at its last boundary
+    assert data["lives"] == 3  # the last one goes on until it has saved
+    assert data["restorable_step"] > asked["acknowledged"]
+    assert all(not verify(path).fault for path in find(folder / "checkpoints"))
 
 
 def test_a_table_by_default(torture: Call) -> None:
@@ -106,15 +119,6 @@ def test_the_same_seed_draws_the_same_kills(tmp_path: Path) -> None:
     assert {(aim.signal.name, aim.child) for aim in draws(1)} == {
         ("SIGKILL", False), ("SIGKILL", True), ("SIGTERM", False),
     }  # fmt: skip
-
-
-def test_a_job_that_is_asked_to_end_is_saved(torture: Call) -> None:
-    said = torture("trains", "--kills", "1", "--terms", "1", "--directory", "checkpoints", "--json")
-    assert (said.code, said.err) == (NOTHING_LOST, "")
-    (kill,) = said.json["kills"]
-    assert (kill["signal"], kill["code"]) == ("SIGTERM", 75)
-    assert kill["replayed"] == 0
-    assert said.json["remarks"] == []
 
 
 def test_a_job_that_ends_otherwise_when_asked_is_told_of(torture: Call) -> None:
@@ -372,13 +376,9 @@ def test_a_lock_that_is_held_is_seen(directory: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunReport:
+def run(trained: tuple[Said, Path]) -> RunReport:
     """A real one."""
-    from test_run_report import train
-
-    directory = tmp_path_factory.mktemp("told") / "ckpt"
-    train(directory, 3, every=1)
-    return run_report.load(directory / run_report.FILE)[-1]
+    return run_report.load(trained[1] / "checkpoints" / run_report.FILE)[-1]
 
 
 def test_a_run_must_go_on_from_the_newest(run: RunReport) -> None:
