@@ -122,9 +122,9 @@ def test_the_same_seed_draws_the_same_kills(tmp_path: Path) -> None:
 
 
 def test_a_job_that_ends_otherwise_when_asked_is_told_of(torture: Call) -> None:
-    said = torture("good", "--kills", "1", "--terms", "1", "--json")
+    said = torture("good", "--kills", "1", "--terms", "1")
     assert said.code == NOTHING_LOST
-    assert "the job ended with -15, not 75" in said.json["remarks"][0]
+    assert "the job ended with -15, not 75: [/b] is no markup" in " ".join(said.out.split())
 
 
 def test_children_are_killed_and_those_that_hide_are_found(torture: Call) -> None:
