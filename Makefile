@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Made last by a successful installation; older than what it was installed from, it is made anew.
 STAMP := .venv/.installed
 
-.PHONY: demo mnist nanogpt test check kills faults fuzz test-gpu
+.PHONY: demo mnist nanogpt test test-again check kills faults fuzz test-gpu
 
 demo: $(STAMP)
 	@$(BIN)/checkflow demo
@@ -17,6 +17,10 @@ nanogpt: $(STAMP)
 
 test: $(STAMP)
 	@$(BIN)/pytest --numprocesses auto --dist loadfile
+
+# What failed in the last run, one after the other; it is an error if that was nothing.
+test-again: $(STAMP)
+	@$(BIN)/pytest --numprocesses 0 --last-failed --last-failed-no-failures none -rA
 
 # A training job killed KILLS times at random moments: what must hold is in tests/kill_checks.py. BREAK=name takes
 # something away of the runtime first (tests/kill_breaks.py), and the run must fail.
