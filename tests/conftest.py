@@ -15,9 +15,7 @@ import torch
 torch.set_num_threads(1)
 
 # No deadline, and no complaint of slow examples: how fast the machine is, is no property of the code.
-_PATIENT = hypothesis.settings(
-    deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
-)
+_PATIENT = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True)
 hypothesis.settings.register_profile("fixed", _PATIENT, derandomize=True, database=None)
 hypothesis.settings.register_profile("random", _PATIENT, derandomize=False)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))

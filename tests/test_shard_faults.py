@@ -72,21 +72,26 @@ def test_what_a_dead_run_left_never_completes_a_version(
     class Died(BaseException):
         pass
 
+    died, jumps = threading.Event(), itertools.count()
+
     def die(*arguments: Any) -> Any:
         folder = arguments[0]
         wait_for(lambda: any(name.startswith(".done") for name in shard_meeting.files.names(folder)))
+        died.set()
         raise Died
 
     with monkeypatch.context() as patch:
+        # The time of rank 1 is over when rank 0 has died, and no sooner.
+        patch.setattr(
+            shard_meeting, "_monotonic", lambda: time.monotonic() + (1e6 * next(jumps) if died.is_set() else 0)
+        )
         patch.setattr("checkflow.runtime.shard_writer.collect", die)
         patch.setattr("checkflow.runtime.shard_writer._tell", lambda *_, **__: None)
         patch.setattr(Store, "_remove_quietly", lambda *_: None)
         assert isinstance(
             together(
                 2,
-                lambda rank: shards.save_shard(
-                    directory, 2, rank, 2, run_id=run_id, wait_seconds=0.1, **dead.part(rank, 2)
-                ),
+                lambda rank: shards.save_shard(directory, 2, rank, 2, run_id=run_id, **dead.part(rank, 2)),
             )[0],
             Died,
         )

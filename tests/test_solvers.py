@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -9,12 +10,12 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import psutil
 import pulp
 import pytest
+from waiting import PATIENCE_SECONDS, wait_for
 
 from checkflow.errors import SolverError
 from checkflow.planner import solvers
@@ -264,7 +265,6 @@ def test_a_licence_that_fails_is_told_once(
         env={**os.environ, "GRB_LICENSE_FILE": str(file)},
         capture_output=True,
         text=True,
-        timeout=100,
     )
     assert (done.returncode, done.stdout) == (0, "highs\n"), done.stderr
     (told,) = done.stderr.splitlines()
@@ -366,18 +366,18 @@ def test_killed_cbc_leaves_no_process_and_one_line() -> None:
     """The real program, killed from outside in the middle of its search."""
     before = set(psutil.Process().children(recursive=True))
 
-    def kill() -> None:
-        for _ in range(200):
-            for child in set(psutil.Process().children(recursive=True)) - before:
+    def kill() -> bool:
+        for child in set(psutil.Process().children(recursive=True)) - before:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 if "cbc" in child.name():
                     child.kill()
-                    return
-            time.sleep(0.02)
+                    return True
+        return False
 
-    killer = threading.Thread(target=kill)
+    killer = threading.Thread(target=wait_for, args=(kill,))
     killer.start()
     with pytest.raises(SolverError) as caught:
-        solve(hard(), "cbc", time_limit_seconds=30.0)
+        solve(hard(), "cbc", time_limit_seconds=PATIENCE_SECONDS)
     killer.join()
     assert str(caught.value) == "CBC failed: it was killed by signal 9"
     assert set(psutil.Process().children(recursive=True)) <= before
