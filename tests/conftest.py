@@ -1,7 +1,7 @@
 """What holds in every test: one thread for torch, the same examples of hypothesis in every run.
 
-The machines that run them have two cores, and spinning threads are no test. Other examples every time, and as long as one
-likes: ``HYPOTHESIS_PROFILE=random``, with ``--hypothesis-seed`` for the same ones again.
+The machines that run them have two cores, and spinning threads are no test. Other examples every time:
+``HYPOTHESIS_PROFILE=random``, with ``--hypothesis-seed`` for the same ones again.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from checkflow.runtime.reader import find
 
 @pytest.fixture(autouse=True)
 def _no_plan_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under one there would be checkpoints within epochs: from which step on would be a matter of the machine's speed."""
+    """Under one there would be checkpoints within epochs, from a step on that follows from the machine's speed."""
     monkeypatch.setattr(LivePlanner, "start", lambda self, recorded, **asked: Never())
 
 
