@@ -137,15 +137,16 @@ def whole(manifest: Manifest) -> Manifest:
     return manifest
 
 
-def open_all(path: Path, narrow: Narrow = whole) -> tuple[Manifest, dict[str, OpenFile]]:
+def open_all(path: Path, narrow: Narrow = whole, *, shared: bool = True) -> tuple[Manifest, dict[str, OpenFile]]:
     """The manifest and all files of a checkpoint, open, of the right type and size; retention leaves them alone.
 
     Args:
         narrow: what of the manifest is of interest; files that it leaves out are not opened.
+        shared: False: retention is not told.
     """
     for _ in range(_EXCHANGED_TRIES):
         try:
-            return _open_all(path, narrow)
+            return _open_all(path, narrow, shared=shared)
         except _GoneError as error:
             gone = error
             # Exchanged for another of the same step, which takes two renames, or else gone for good.
@@ -155,7 +156,7 @@ def open_all(path: Path, narrow: Narrow = whole) -> tuple[Manifest, dict[str, Op
     raise StorageError(str(gone)) from gone
 
 
-def _open_all(path: Path, narrow: Narrow) -> tuple[Manifest, dict[str, OpenFile]]:
+def _open_all(path: Path, narrow: Narrow, *, shared: bool) -> tuple[Manifest, dict[str, OpenFile]]:
     opened: dict[str, OpenFile] = {}
     try:
         folder = files.open_folder(str(path))
@@ -166,7 +167,7 @@ def _open_all(path: Path, narrow: Narrow) -> tuple[Manifest, dict[str, OpenFile]
     except OSError as error:
         raise StorageError(f"cannot open the checkpoint {path}: {error.strerror}") from error
     try:
-        manifest, opened[MANIFEST] = _open_manifest(folder, path)
+        manifest, opened[MANIFEST] = _open_manifest(folder, path, shared=shared)
         manifest = narrow(manifest)
         for name, entry in manifest.files.items():
             fd, size = _open_regular(folder, path / name)
@@ -211,8 +212,8 @@ def _open_regular(folder: int, path: Path) -> tuple[int, int]:
     return fd, size
 
 
-def _open_manifest(folder: int, path: Path) -> tuple[Manifest, OpenFile]:
-    """The manifest, and its file: as long as that is open, nobody deletes the checkpoint."""
+def _open_manifest(folder: int, path: Path, *, shared: bool) -> tuple[Manifest, OpenFile]:
+    """The manifest, and its file: as long as that is open, and shared, nobody deletes the checkpoint."""
     name = path / MANIFEST
     try:
         fd, size = _open_regular(folder, name)
@@ -222,7 +223,8 @@ def _open_manifest(folder: int, path: Path) -> tuple[Manifest, OpenFile]:
         raise
     try:
         try:
-            share(fd)
+            if shared:
+                share(fd)
         except BlockingIOError:
             raise _GoneError(f"cannot open the checkpoint {path}: it is being deleted") from None
         if not _is_at(folder, path):
@@ -258,12 +260,16 @@ def _read_manifest(fd: int, size: int, path: Path) -> Manifest:
     return manifest
 
 
-def glance(path: Path) -> Manifest:
+def glance(path: Path, *, shared: bool = True) -> Manifest:
     """The manifest of a checkpoint whose files are all there, with the right sizes; their bytes are not read.
+
+    Args:
+        shared: False: take no lock meanwhile, for the one writer, who alone deletes. A lock would outlive the look in a
+            process that is forked during it (a loader worker), and keep the checkpoint for as long as that lives.
 
     Raises:
         CorruptCheckpointError, MismatchError, StorageError: as :func:`open_checkpoint`.
     """
-    manifest, opened = open_all(path)
+    manifest, opened = open_all(path, shared=shared)
     close_all(opened)
     return manifest

@@ -267,7 +267,7 @@ class Store:
                 if not files.exists(final, dir_fd=root):
                     return
                 self._settle()
-                before = glance(self.directory / final)
+                before = glance(self.directory / final, shared=False)
                 told = {**retention.read_metrics(before.info), **metrics}
                 info: dict[str, Any] = {**before.info, retention.METRICS: retention.write_metrics(told)}
                 self._known[step] = retention.known(step, info)  # in this run, whatever becomes of it
@@ -471,7 +471,7 @@ class Store:
             if step in self._known:
                 continue
             try:
-                self._known[step] = retention.known(step, glance(path).info)
+                self._known[step] = retention.known(step, glance(path, shared=False).info)
             except CheckflowError as error:
                 if step not in self._left_alone:
                     self._left_alone.add(step)

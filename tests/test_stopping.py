@@ -106,7 +106,7 @@ def build() -> checkflow.TrainingStep:
         model, optimizer, loss=lambda model, x: model(x).square().mean(), batch=(torch.randn(4, 8),)
     )
 """
-PATIENCE_SECONDS = 60.0  # for what must come; a solve lasts longer
+PATIENCE_SECONDS = 300.0  # for what must come; a solve lasts longer
 
 
 @contextlib.contextmanager
