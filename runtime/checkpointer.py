@@ -1,6 +1,6 @@
 """Checkpointer: what a training script holds: its arguments, its loops, its beginning and its end.
 
-When boundaries are, and what is done at each, is :mod:`.boundaries`'.
+When boundaries are is :mod:`.boundaries`', and what is done at each :mod:`.boundary_work`'s.
 """
 
 from __future__ import annotations
