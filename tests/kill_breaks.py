@@ -16,8 +16,8 @@ from checkflow.runtime import files, manifest, opening, sample_randomness, store
 from checkflow.runtime.barriers import AnchorWork
 from checkflow.runtime.capture import Capturer
 from checkflow.runtime.host_engine import HostCopyEngine
+from checkflow.runtime.pace import Pace
 from checkflow.runtime.persist import Writer
-from checkflow.runtime.plan_in_place import PlanInPlace
 from checkflow.runtime.progress import Progress
 from checkflow.runtime.store import Store
 
@@ -112,12 +112,13 @@ def no_barrier() -> None:
 
 def rarely_captured() -> None:
     """One boundary of four is captured, whatever was asked for. L6."""
-    due = PlanInPlace.is_due
+    due = Pace.is_due
 
-    def rarely(self: PlanInPlace, iteration: int, *, extra: bool) -> bool:
-        return due(self, iteration, extra=extra) and (iteration % 4 == 0 or extra)
+    def rarely(self: Pace, number: int, *, epoch_end: bool = False, demanded: bool = False) -> bool:
+        found = due(self, number, epoch_end=epoch_end, demanded=demanded)
+        return found and (number % 4 == 0 or epoch_end or demanded)
 
-    PlanInPlace.is_due = rarely  # type: ignore[method-assign]
+    Pace.is_due = rarely  # type: ignore[method-assign]
 
 
 def samples_draw_as_they_come() -> None:
