@@ -6,12 +6,13 @@ any single call fail. Errors are OSError; the callers give them a meaning.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import pathlib
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Not blocking, or the open of a planted FIFO would wait for ever; regular files do not care.
@@ -30,6 +31,30 @@ def make_folders(path: str) -> None:
         os.makedirs(path, exist_ok=True)
     except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
         raise type(error)(error.errno, _obstacle(path) or error.strerror, path) from None
+
+
+def make_durably(path: str, sync: Callable[[int], None]) -> None:
+    """As :func:`make_folders`, and their names are durable: without that, a power cut takes them with all they hold.
+
+    Args:
+        sync: makes the names in an open directory durable.
+    """
+    folder = pathlib.Path(path)
+    parents = {folder.parent}
+    for above in folder.parents:
+        if os.path.lexists(above):
+            break
+        parents.add(above.parent)
+    make_folders(path)
+    for parent in parents:
+        try:
+            fd = open_folder(str(parent.resolve()))
+        except PermissionError:  # a directory that was made for us, in one that is not ours to read
+            continue
+        try:
+            sync(fd)
+        finally:
+            close_quietly(fd)
 
 
 def _obstacle(path: str) -> str | None:
@@ -102,6 +127,12 @@ def close(fd: int) -> None:
     os.close(fd)
 
 
+def close_quietly(fd: int) -> None:
+    """Close what nothing was written through, or what an error ends that is the one to report."""
+    with contextlib.suppress(OSError):
+        close(fd)
+
+
 def rename(old: str, new: str, *, dir_fd: int) -> None:
     """Rename within one directory."""
     os.rename(old, new, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
@@ -169,24 +200,6 @@ def read_all(fd: int, buffer: memoryview, offset: int) -> int:
     while done < len(buffer) and (count := preadv(fd, [buffer[done:]], offset + done)):
         done += count
     return done
-
-
-def remove(name: str, *, dir_fd: int) -> None:
-    """Remove a checkpoint's directory and the files in it, or a plain file or link of this name.
-
-    Nothing is followed: a directory inside it, which no checkpoint has, is an error.
-    """
-    try:
-        fd = open_folder(name, dir_fd=dir_fd)
-    except NotADirectoryError:  # a symbolic link too
-        unlink(name, dir_fd=dir_fd)
-        return
-    try:
-        for entry in names(fd):
-            unlink(entry, dir_fd=fd)
-    finally:
-        close(fd)
-    rmdir(name, dir_fd=dir_fd)
 
 
 def file_system(path: str | os.PathLike[str]) -> tuple[str | None, int]:

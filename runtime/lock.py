@@ -90,20 +90,27 @@ def share(fd: int) -> None:
 
 
 @contextlib.contextmanager
-def claimed(manifest: str, *, dir_fd: int) -> Iterator[bool]:
-    """Whether nobody reads the checkpoint of this manifest; nobody begins to before the block ends."""
+def claimed(name: str, manifest: str, *, dir_fd: int) -> Iterator[bool]:
+    """Whether nobody reads the checkpoint of this name; nobody begins to before the block ends.
+
+    Args:
+        manifest: its file's name. Neither of the two is followed if it is a link.
+    """
+    fd: int | None = None
     try:
-        fd = files.open_claimed(manifest, dir_fd=dir_fd)
+        folder = files.open_folder(name, dir_fd=dir_fd)
+        try:
+            fd = files.open_claimed(manifest, dir_fd=folder)
+        finally:
+            files.close_quietly(folder)
     except OSError as error:
         if error.errno not in _NO_MANIFEST:
             raise
-        yield True  # what has none cannot be opened
-        return
     try:
-        yield _is_free(fd)
+        yield fd is None or _is_free(fd)  # what has none cannot be opened
     finally:
-        with contextlib.suppress(OSError):  # nothing was written through it
-            files.close(fd)
+        if fd is not None:
+            files.close_quietly(fd)
 
 
 def _is_free(fd: int) -> bool:

@@ -33,12 +33,12 @@ from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 from checkflow.errors import CheckflowError, MismatchError, MissingShardsError, StorageError
 from checkflow.graph import STRICT
 from checkflow.runtime import files
+from checkflow.runtime.leftovers import DRAFT, temporary_name
 from checkflow.runtime.manifest import MAX_MANIFEST_BYTES, MAX_STEP, FileEntry, FileName
 from checkflow.runtime.sharding import Length, TableInfo
-from checkflow.runtime.store import reported, sync_folder, temporary_name, write_file
+from checkflow.runtime.store import reported, sync_folder, write_file
 
 BOARD = ".shards.json"
-_DRAFT = ".tmp-shards"  # the board's next text: a leftover by its name
 _KEPT = 16  # attempts on the board: a rank is at most one behind
 _POLL_SECONDS = (0.005, 0.25)  # the first wait, and the longest
 _SEALED = re.compile(rb"([0-9a-f]{32})\n(.*)", re.DOTALL)
@@ -115,7 +115,7 @@ def post(root: int, run_id: str, world_size: int, attempt: Attempt) -> None:
     others = [one for one in board.attempts if one.number != attempt.number]
     # What was left open is a dead process's: nobody will end it.
     others = [one for one in others if one.ended][1 - _KEPT :]
-    _put(root, _BOARD, replace(board, attempts=(*others, attempt)), _DRAFT, BOARD)
+    _put(root, _BOARD, replace(board, attempts=(*others, attempt)), DRAFT, BOARD)
 
 
 def collect(folder: int, attempt: str, world_size: int, wait_seconds: float, own: Record) -> tuple[Record, ...]:
