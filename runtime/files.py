@@ -12,17 +12,28 @@ import fcntl
 import os
 import pathlib
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Not blocking, or the open of a planted FIFO would wait for ever; regular files do not care.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_passing: set[int] = set()  # open descriptors that a forked child must not keep
 
 
 def open_folder(path: str, *, dir_fd: int | None = None) -> int:
     """A directory, itself no symbolic link."""
     return os.open(path, _FOLDER | os.O_NOFOLLOW, dir_fd=dir_fd)
+
+
+@contextlib.contextmanager
+def folder(path: str, *, dir_fd: int | None = None) -> Iterator[int]:
+    """As :func:`open_folder`, for a block. Nothing is written through it: how its closing ends says nothing."""
+    fd = open_folder(path, dir_fd=dir_fd)
+    try:
+        yield fd
+    finally:
+        close_quietly(fd)
 
 
 def make_folders(path: str) -> None:
@@ -39,9 +50,9 @@ def make_durably(path: str, sync: Callable[[int], None]) -> None:
     Args:
         sync: makes the names in an open directory durable.
     """
-    folder = pathlib.Path(path)
-    parents = {folder.parent}
-    for above in folder.parents:
+    made = pathlib.Path(path)
+    parents = {made.parent}
+    for above in made.parents:
         if os.path.lexists(above):
             break
         parents.add(above.parent)
@@ -74,7 +85,7 @@ def mkdir(name: str, *, dir_fd: int) -> None:
 
 def open_new(name: str, *, dir_fd: int) -> int:
     """A new file for writing: fails if anything of this name exists, a dangling symbolic link too."""
-    return os.open(name, _NEW, 0o666, dir_fd=dir_fd)
+    return pass_by(os.open(name, _NEW, 0o666, dir_fd=dir_fd))
 
 
 def open_read(name: str, *, dir_fd: int) -> int:
@@ -85,9 +96,10 @@ def open_read(name: str, *, dir_fd: int) -> int:
 def open_claimed(name: str, *, dir_fd: int) -> int:
     """An existing file to lock for oneself: over a network that takes the right to write."""
     try:
-        return os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=dir_fd)
+        fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=dir_fd)
     except PermissionError:
-        return open_read(name, dir_fd=dir_fd)
+        fd = open_read(name, dir_fd=dir_fd)
+    return pass_by(fd)
 
 
 def open_lock(path: str) -> int:
@@ -123,7 +135,18 @@ def fsync(fd: int) -> None:
     os.fsync(fd)
 
 
+def pass_by(fd: int) -> int:
+    """Have a descriptor closed in children that are forked while it is open.
+
+    Loader workers are forked at any time, while the writer's thread is at work. They would keep what it has open for as
+    long as they live: the locks, so that the checkpoint stays, and the files, so that it takes room when it is deleted.
+    """
+    _passing.add(fd)
+    return fd
+
+
 def close(fd: int) -> None:
+    _passing.discard(fd)
     os.close(fd)
 
 
@@ -171,7 +194,7 @@ def exists(name: str, *, dir_fd: int) -> bool:
 
 
 def is_at(fd: int, path: str) -> bool:
-    """Whether an open directory is the one that has this path now."""
+    """Whether an open file or directory is the one that has this path now."""
     try:
         there = os.stat(path, follow_symlinks=False)
     except (FileNotFoundError, NotADirectoryError):
@@ -219,3 +242,11 @@ def file_system(path: str | os.PathLike[str]) -> tuple[str | None, int]:
     except OSError:
         return None, 0
     return None, size_bytes
+
+
+def _close_in_child() -> None:
+    while _passing:
+        close_quietly(_passing.pop())
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,4 +1,4 @@
-"""One writer per checkpoint directory: an advisory lock (flock) on a file in it, which names its holder.
+"""(1) One writer per checkpoint directory: an advisory lock (flock) on a file in it, which names its holder.
 
 And readers of one checkpoint: they share a lock on its manifest for as long as they have it open, and what deletes
 checkpoints takes the same lock for itself first, or leaves it for a later time. Neither ever waits for the other.
@@ -43,20 +43,8 @@ class DirectoryLock:
     """
 
     def __init__(self, directory: Path, *, wait_seconds: float = 5.0) -> None:
-        self._fd: int | None = None
-        path = directory / LOCK
-        try:
-            fd = files.open_lock(str(path))
-        except OSError as error:
-            raise StorageError(f"cannot lock the checkpoint directory: {path}: {error.strerror}") from error
-        try:
-            _acquire(fd, path, wait_seconds)
-            _sign(fd, path)
-        except BaseException:
-            with contextlib.suppress(OSError):  # the first error is the one to report
-                files.close(fd)
-            raise
-        self._fd = fd
+        self._path = directory / LOCK
+        self._fd: int | None = _open_locked(self._path, wait_seconds)
         _held.add(self)
 
     @property
@@ -68,8 +56,33 @@ class DirectoryLock:
         fd, self._fd = self._fd, None
         _held.discard(self)
         if fd is not None:
-            with contextlib.suppress(OSError):  # nothing that matters was written through it
-                files.close(fd)
+            files.close_quietly(fd)  # nothing that matters was written through it
+
+    def renew(self) -> None:
+        """Make sure of the lock that is held: somebody may have deleted its file, which looks like a dead job's.
+
+        Raises:
+            LockedError: another process has locked the directory since then.
+            StorageError: as at the start.
+        """
+        if self._fd is None or files.is_at(self._fd, str(self._path)):
+            return
+        old, self._fd = self._fd, _open_locked(self._path, 0.0)
+        files.close_quietly(old)
+
+
+def _open_locked(path: Path, wait_seconds: float) -> int:
+    try:
+        fd = files.open_lock(str(path))
+    except OSError as error:
+        raise StorageError(f"cannot lock the checkpoint directory: {path}: {error.strerror}") from error
+    try:
+        _acquire(fd, path, wait_seconds)
+        _sign(fd, path)
+    except BaseException:
+        files.close_quietly(fd)  # the first error is the one to report
+        raise
+    return fd
 
 
 def share(fd: int) -> None:

@@ -200,8 +200,7 @@ def follow(
             tried.add(current.number)
             _take_part(root, current, run_id, rank, world_size, write)
     finally:
-        with contextlib.suppress(OSError):  # nothing was written through it
-            files.close(root)
+        files.close_quietly(root)
 
 
 def _news(
@@ -248,7 +247,7 @@ def _take_part(
             try:
                 leave(folder, failure)
             finally:
-                files.close(folder)
+                files.close_quietly(folder)
         raise
 
 
@@ -291,7 +290,7 @@ def _get(folder: int, adapter: TypeAdapter[_T], name: str) -> _T | None:
         data = bytearray(size)
         found = _SEALED.fullmatch(bytes(data[: files.read_all(fd, memoryview(data), 0)]))
     finally:
-        files.close(fd)
+        files.close_quietly(fd)
     if not found or xxhash.xxh3_128_hexdigest(found[2]).encode() != found[1]:
         return None
     try:

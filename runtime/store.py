@@ -91,7 +91,7 @@ class Store:
         self.run_id = run_id
         self.rules = Rules(keep_latest, keep_epochs, keep_every, keep_best, monitor, mode)
         self.directory = Path(directory).absolute()
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()  # the collector may find a dropped job, and close it, anywhere
         self._known: dict[int, Known] = {}  # every checkpoint that is known to be complete, by step
         self._left_alone: set[int] = set()  # steps whose checkpoint was told to be incomplete, or unreadable
         self._void: set[str] = set()  # published, but not durably, and not yet taken back
@@ -132,12 +132,13 @@ class Store:
         return self._root is not None
 
     def close(self) -> None:
-        """Give up the lock; once more is harmless."""
-        root, self._root = self._root, None
-        if root is not None:
-            with contextlib.suppress(OSError):  # nothing is written through a directory
-                files.close(root)
-        self._lock.release()
+        """Give up the lock, when what is being written is done; once more is harmless."""
+        # Not in a forked child, where nobody gives the mutex back.
+        with self._mutex if self._lock.held else contextlib.nullcontext():
+            root, self._root = self._root, None
+            if root is not None:
+                files.close_quietly(root)  # nothing is written through a directory
+            self._lock.release()
 
     def checkpoints(self) -> tuple[Path, ...]:
         """Paths of all checkpoints, newest first."""
@@ -208,21 +209,19 @@ class Store:
         """
         if not 0 <= step <= manifest.MAX_STEP:
             raise ValueError(f"a step is a number from 0 to {manifest.MAX_STEP}, not {step}")
-        with self._mutex:
-            root = self._open_root()
+        with self._writing(f"cannot write the checkpoint of step {step} to {self.directory}") as root:
             temporary, final = temporary_name(step, self.run_id), step_name(step)
-            with reported(f"cannot write the checkpoint of step {step} to {self.directory}"):
-                try:
-                    self._settle()
-                    if self._went_on_from is not None:  # what a dead run did not live to delete takes this one's room
-                        self._retire(root, self._went_on_from)
-                        self._went_on_from = None
-                    write(root, temporary)
-                    # (6), (7) the checkpoint's own name: from here on it is acknowledged
-                    self._publish(root, temporary, final)
-                except BaseException:
-                    self._remove_quietly(root, temporary)
-                    raise
+            try:
+                self._settle()
+                if self._went_on_from is not None:  # what a dead run did not live to delete takes this one's room
+                    self._retire(root, self._went_on_from)
+                    self._went_on_from = None
+                write(root, temporary)
+                # (6), (7) the checkpoint's own name: from here on it is acknowledged
+                self._publish(root, temporary, final)
+            except BaseException:
+                self._remove_quietly(root, temporary)
+                raise
             self._known[step] = retention.known(step, info)
             # (8) only now may older ones go
             self._retire(root, step)
@@ -254,7 +253,7 @@ class Store:
             # (5) the names of these files
             self._sync_folder(folder)
         finally:
-            files.close(folder)
+            files.close_quietly(folder)
 
     def annotate(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics to a checkpoint: it is exchanged for one of the same files, under a manifest that has them too.
@@ -265,41 +264,33 @@ class Store:
         Raises:
             StorageError: that is not possible (a file system without hard links); the checkpoint is what it was.
         """
-        with self._mutex:
-            root = self._open_root()
+        with self._writing(f"cannot add metrics to the checkpoint of step {step} in {self.directory}") as root:
             final, temporary = step_name(step), temporary_name(step, self.run_id)
-            with reported(f"cannot add metrics to the checkpoint of step {step} in {self.directory}"):
-                if not files.exists(final, dir_fd=root):
-                    return
-                self._settle()
-                before = glance(self.directory / final)
-                told = {**retention.read_metrics(before.info), **metrics}
-                info: dict[str, Any] = {**before.info, retention.METRICS: retention.write_metrics(told)}
-                self._known[step] = retention.known(step, info)  # in this run, whatever becomes of it
-                if info == before.info:
-                    return
-                try:
-                    self._link_files(root, temporary, final, dataclasses.replace(before, info=info))
-                    self._publish(root, temporary, final)
-                except BaseException:
-                    self._remove_quietly(root, temporary)
-                    raise
+            self._settle()
+            if not files.exists(final, dir_fd=root):
+                return
+            before = glance(self.directory / final)
+            told = {**retention.read_metrics(before.info), **metrics}
+            info: dict[str, Any] = {**before.info, retention.METRICS: retention.write_metrics(told)}
+            self._known[step] = retention.known(step, info)  # in this run, whatever becomes of it
+            if info == before.info:
+                return
+            try:
+                self._link_files(root, temporary, final, dataclasses.replace(before, info=info))
+                self._publish(root, temporary, final)
+            except BaseException:
+                self._remove_quietly(root, temporary)
+                raise
 
     def _link_files(self, root: int, temporary: str, final: str, described: manifest.Manifest) -> None:
         """The files of a checkpoint under a temporary name, with another manifest, durable."""
-        files.mkdir(temporary, dir_fd=root)
-        old = files.open_folder(final, dir_fd=root)
-        try:
-            new = files.open_folder(temporary, dir_fd=root)
-            try:
-                for name in described.files:
-                    files.link(name, old_dir_fd=old, dir_fd=new)
-                write_file(new, manifest.MANIFEST, iter([memoryview(manifest.dumps(described))]))
-                self._sync_folder(new)
-            finally:
-                files.close(new)
-        finally:
-            files.close(old)
+        files.mkdir(temporary, dir_fd=root)  # (2)
+        with contextlib.ExitStack() as opened:
+            old, new = (opened.enter_context(files.folder(name, dir_fd=root)) for name in (final, temporary))
+            for name in described.files:  # (3) but for their bytes, which are on the disk
+                files.link(name, old_dir_fd=old, dir_fd=new)
+            write_file(new, manifest.MANIFEST, iter([memoryview(manifest.dumps(described))]))  # (4)
+            self._sync_folder(new)  # (5)
 
     def went_on_from(self, step: int) -> None:
         """A job was restored from this checkpoint, verified whole: older ones may go before the next commit."""
@@ -311,8 +302,8 @@ class Store:
         Raises:
             StorageError: it cannot be renamed.
         """
-        with self._mutex, reported(f"cannot set the damaged checkpoint {path} aside"):
-            return self._hide(path, BROKEN)
+        with self._writing(f"cannot set the damaged checkpoint {path} aside") as root:
+            return self._hide(root, path, BROKEN)
 
     def rewind(self, step: int) -> tuple[Path, ...]:
         """Rename all checkpoints after ``step`` to ``.superseded-…``; returns their new paths.
@@ -323,19 +314,33 @@ class Store:
         Raises:
             StorageError: one cannot be renamed.
         """
-        with self._mutex, reported(f"cannot rewind {self.directory} to step {step}"):
+        with self._writing(f"cannot rewind {self.directory} to step {step}") as root:
             later = [path for path in self.checkpoints() if (parse_step(path.name) or 0) > step]
-            return tuple(self._hide(path, SUPERSEDED) for path in later)
+            return tuple(self._hide(root, path, SUPERSEDED) for path in later)
 
-    def _hide(self, path: Path, prefix: str) -> Path:
+    def _hide(self, root: int, path: Path, prefix: str) -> Path:
         step = parse_step(path.name)
         if step is None or path.parent != self.directory:
             raise ValueError(f"{path} is no checkpoint of {self.directory}")
-        root = self._open_root()
         hidden = leftovers.hide(root, path.name, prefix)
         self._sync_folder(root)
         self._known.pop(step, None)
         return self.directory / hidden
+
+    @contextlib.contextmanager
+    def _writing(self, what: str) -> Iterator[int]:
+        """One thing at a time, in a directory that is still this one's; gives a descriptor of it.
+
+        Args:
+            what: cannot be done, where it fails.
+        """
+        self._open_root()  # first: in a forked child the mutex may be held for ever, by a thread that is not there
+        with self._mutex, reported(what):
+            root = self._open_root()
+            if not files.is_at(root, str(self.directory)):
+                raise StorageError(f"{what}: the directory was moved or replaced since this job began")
+            self._lock.renew()
+            yield root
 
     def _open_root(self) -> int:
         # A forked child has lost the lock, and its parent is still writing.
