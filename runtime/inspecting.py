@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from checkflow.errors import CheckflowError, StorageError
 from checkflow.runtime import extra_state, files
+from checkflow.runtime.leftovers import BROKEN, SUPERSEDED, is_leftover
 from checkflow.runtime.manifest import MANIFEST
 from checkflow.runtime.opening import glance, parse_step, step_name
 from checkflow.runtime.reader import Checkpoint, find, open_checkpoint
 from checkflow.runtime.retention import Known, Rules, best, known, read_metrics, rules_of, write_metrics
-from checkflow.runtime.store import BROKEN, SUPERSEDED, is_leftover
 
 if TYPE_CHECKING:
     import torch

@@ -77,6 +77,7 @@ class Faults:
             if (self.after and self.count == self.at) or name == "close":  # a failed close closes all the same
                 result = real(*args, **named)
                 if self.after and name in ("open_folder", "open_new", "open_read", "open_lock", "open_claimed"):
+                    files._passing.discard(result)
                     os.close(result)
             if self.error is None:
                 raise Killed

@@ -12,7 +12,7 @@ from typing import Any
 
 from killed_job import BATCH
 
-from checkflow.runtime import files, manifest, opening, sample_randomness, store
+from checkflow.runtime import files, leftovers, manifest, opening, sample_randomness, store
 from checkflow.runtime.barriers import AnchorWork
 from checkflow.runtime.capture import Capturer
 from checkflow.runtime.host_engine import HostCopyEngine
@@ -62,7 +62,7 @@ def retention_takes_the_newest() -> None:
 
     def retire(self: Store, root: int, newest: int | None = None) -> None:
         for path in self.checkpoints()[:-1]:
-            files.remove(path.name, dir_fd=root)
+            leftovers.remove(path.name, dir_fd=root)
 
     Store._retire = retire  # type: ignore[method-assign]
 
@@ -151,13 +151,13 @@ def closing_hangs() -> None:
 
 def leftovers_stay() -> None:
     """What dead runs left half written is never removed. L5."""
-    remove = files.remove
+    remove = leftovers.remove
 
     def keep(name: str, *, dir_fd: int) -> None:
-        if not name.startswith(".tmp-"):
+        if not name.startswith((".tmp-", ".trash-tmp-")):
             remove(name, dir_fd=dir_fd)
 
-    files.remove = keep
+    leftovers.remove = keep
 
 
 BREAKS: dict[str, Callable[[], None]] = {

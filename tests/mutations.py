@@ -28,9 +28,14 @@ STORE, FILES, OPENING, MANIFEST, PLAN = (
     "checkflow.runtime.store", "checkflow.runtime.files", "checkflow.runtime.opening", "checkflow.runtime.manifest",
     "checkflow.plan",
 )  # fmt: skip
+LEFTOVERS = "checkflow.runtime.leftovers"
 # The part of the suite that has to notice: seconds each.
 SUITE = {
     STORE: ("tests/test_store.py", "power_cut or durable or links or kill_at or rewind or planted or comes_back"),
+    LEFTOVERS: (
+        "tests/test_store.py tests/test_retention.py",
+        "settled or leftovers or linked or kill_at or late_metric",
+    ),
     FILES: ("tests/test_store.py tests/test_reader.py", "planted or linked or files_that_are_none or cannot_be_used"),
     OPENING: ("tests/test_reader.py", "flipped or length or none or attacker or later_block or another_step or linked"),
     MANIFEST: ("tests/test_reader.py", "flipped or attacker or length"),
@@ -93,6 +98,7 @@ def _without_flags(*flags: str) -> Callable[[ast.stmt], ast.stmt]:
 NO_FOLLOW = ("O_NOFOLLOW", "O_EXCL")  # of new files: either of them refuses a link
 KINDS: dict[str, tuple[str, Callable[[ast.stmt], bool], Callable[[ast.stmt], ast.stmt]]] = {
     "fsync": (STORE, _deletes_call("fsync", "_sync_folder"), _never),
+    "fsync of an exchange": (LEFTOVERS, _deletes_call("sync"), _never),
     "write": (STORE, _deletes_call("write_all", "pwrite"), _never),
     "no-follow": (FILES, _drop_flags(*NO_FOLLOW), _without_flags(*NO_FOLLOW)),
     "checksum": (OPENING, _deletes_refusal("CorruptCheckpointError"), _never),

@@ -37,7 +37,7 @@ def test_what_protects_data_is_found() -> None:
     """The places that this has to know of; more are found as they are written."""
     places = {(one.kind, one.place.partition(":")[0]) for one in find_all()}
     assert {
-        ("fsync", "write_file"), ("fsync", "_write_files"), ("fsync", "_publish"), ("fsync", "_settle"),
+        ("fsync", "write_file"), ("fsync", "_write_files"), ("fsync", "_publish"), ("fsync of an exchange", "settle"),
         ("write", "write_file"), ("checksum", "read_block"), ("digest", "loads"), ("no-follow", "open_folder"),
         ("no-follow", "open_lock"), ("plan: flush, fsync", "save"),
     } <= places  # fmt: skip

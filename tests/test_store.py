@@ -767,7 +767,7 @@ def test_a_leftover_that_cannot_go_does_not_stop_the_next_commit(
         commit(store, 1, 1)
         commit(store, 2, 2)
     assert "cannot remove" in caplog.text
-    shutil.rmtree(directory / ".tmp-00000001-dead")
+    shutil.rmtree(directory / ".trash-tmp-00000001-dead")
     assert newest(directory) == (2, 2)
 
 
