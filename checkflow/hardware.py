@@ -16,11 +16,13 @@ from typing import Literal
 
 from checkflow.errors import CheckflowError, first_fault
 from checkflow.graph import STRICT
+from checkflow.small_files import read_regular
 
 DeviceKind = Literal["cuda", "cpu"]
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*([kKMGTP]?)(i?)B?\s*$")
 _TIME = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*(ms|s|min|h|d)\s*$", re.ASCII)
 _SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_MOST_FILE_BYTES = 1 << 20
 MOST_BYTES = 2**63  # sizes stay below: files and memory count no further
 _MOST = 1e18  # of bytes, bytes per second, or operations per second: an exabyte; no device comes near
 RESERVED_SHARE = 0.05  # of a device's memory: what its driver and its allocator's gaps take
@@ -354,7 +356,7 @@ def read_device(path: str | os.PathLike[str]) -> Device:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        data = Path(path).read_bytes()
+        data = read_regular(path, _MOST_FILE_BYTES)
     except OSError as error:
         raise CheckflowError(f"cannot read the device {path}: {error.strerror or error}") from error
     try:

@@ -18,7 +18,7 @@ from pydantic import Field, JsonValue, StringConstraints, TypeAdapter, Validatio
 from pydantic_core import PydanticSerializationError
 
 from checkflow.errors import CorruptCheckpointError, MismatchError, UnsupportedError, first_fault
-from checkflow.graph import STRICT
+from checkflow.graph import STRICT, Many, Named
 from checkflow.runtime.layout import STORED_TYPES, Layout
 
 VERSION = 1
@@ -43,7 +43,7 @@ class FileEntry:
 
     __pydantic_config__ = STRICT
     size_bytes: Size
-    blocks: tuple[Checksum, ...]
+    blocks: Many[Checksum]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class Piece:
     __pydantic_config__ = STRICT
     file: FileName
     key: str
-    offsets: tuple[Size, ...]
-    lengths: tuple[Size, ...]
+    offsets: Many[Size]
+    lengths: Many[Size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,11 @@ class TensorEntry:
     """
 
     __pydantic_config__ = STRICT
-    shape: tuple[Size, ...]
+    shape: Many[Size]
     dtype: str
-    pieces: tuple[Piece, ...]
-    permutation: tuple[int, ...] | None = None
-    tags: tuple[str, ...] = ()
+    pieces: Many[Piece]
+    permutation: Many[int] | None = None
+    tags: Many[str] = ()
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ class Manifest:
     run_id: str
     plan_digest: str  # of the plan that ran, "" without a plan
     world_size: Annotated[int, Field(ge=1)]
-    files: dict[FileName, FileEntry]
-    tensors: dict[str, TensorEntry]
-    ties: tuple[tuple[str, str], ...] = ()  # (further name, name in ``tensors``)
-    absent: tuple[str, ...] = ()  # state that the job may have, and did not have at this boundary
+    files: Named[FileName, FileEntry]
+    tensors: Named[str, TensorEntry]
+    ties: Many[tuple[str, str]] = ()  # (further name, name in ``tensors``)
+    absent: Many[str] = ()  # state that the job may have, and did not have at this boundary
     info: dict[str, JsonValue] = field(default_factory=dict)
     block_bytes: Literal[8388608] = 8388608
     format: Literal["checkflow-checkpoint"] = "checkflow-checkpoint"

@@ -13,6 +13,7 @@ import fuzz_mutation as mutation
 import msgpack
 import numpy as np
 import pytest
+from fuzz_process import Reader, reading
 from fuzz_targets import Target, make_corpus, make_targets
 
 from checkflow.errors import CorruptCheckpointError, PlanError, ReportError
@@ -23,8 +24,7 @@ INPUTS = 400  # by each of the two seeds
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, ...]:
-    directory = tmp_path_factory.mktemp("fuzz")
-    return make_targets(make_corpus(directory / "corpus"), directory / "inputs")
+    return make_targets(make_corpus(tmp_path_factory.mktemp("fuzz")))
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +32,19 @@ def by_name(targets: tuple[Target, ...]) -> dict[str, Target]:
     return {target.name: target for target in targets}
 
 
+@pytest.fixture(scope="module")
+def reader() -> Iterator[Reader]:
+    with reading() as found:
+        yield found
+
+
 @pytest.mark.parametrize("seed", [0, secrets.randbelow(2**32)], ids=["fixed", "drawn"])
 def test_any_file_gives_a_valid_result_or_an_error_of_ours(
-    targets: tuple[Target, ...], tmp_path: Path, seed: int
+    targets: tuple[Target, ...], reader: Reader, tmp_path: Path, seed: int
 ) -> None:
     print(f"seed {seed}")  # noqa: T201 - what a failure is tried again with
-    run = fuzz.Fuzz(seed, tmp_path / "found")
-    with fuzz.bounded_address_space():
-        fuzz.run_all(run, targets, INPUTS)
+    run = fuzz.Fuzz(seed, tmp_path / "found", reader)
+    fuzz.run_all(run, targets, INPUTS)
     assert [(one.where, one.what) for one in run.findings] == [], (
         f"python tests/fuzz.py --seed {seed} --only TARGET:NUMBER"
     )
@@ -64,27 +69,67 @@ def test_an_input_follows_from_seed_and_number(by_name: dict[str, Target]) -> No
         assert fuzz.draw(target, 5, 3) == fuzz.draw(target, 5, 3)
 
 
-def test_a_reader_that_lets_another_error_pass_is_found(by_name: dict[str, Target], tmp_path: Path) -> None:
-    def feed(data: bytes) -> str:
-        raise KeyError("of the reader's own")
-
-    run = fuzz.Fuzz(0, tmp_path)
-    fuzz.run_own(run, Target("manifest", by_name["manifest"].make, feed), 0, 3)
-    assert [one.what for one in run.findings] == ["KeyError in feed"]
-    assert Path(run.findings[0].file).read_bytes() == fuzz.draw(by_name["manifest"], 0, 0)
+# A reader at fault
 
 
-def test_a_reader_that_gives_damaged_data_is_found(
-    by_name: dict[str, Target], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def run_broken(fault: str, target: Target, inputs: int, tmp_path: Path, *, warm: bool = False) -> fuzz.Fuzz:
+    """A run with a reader that has this fault. ``warm``: after three inputs memory counts."""
+    with reading(fault, hang_seconds=2.0) as reader:
+        run = fuzz.Fuzz(0, tmp_path, reader)
+        if warm:
+            fuzz.run_own(run, target, 0, 3)
+            run.warm()
+        fuzz.run_own(run, target, 3, inputs)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("fault", "what", "details"),
+    [
+        ("another_error", "KeyError in another_error", "of the reader's own"),
+        ("two_lines", "an error of more than one line", "one\ntwo"),
+        ("address_space", "MemoryError in address_space", "bytearray"),
+        ("abort", "manifest: the reader died of SIGABRT", "in abort"),
+        ("leave", "manifest: the reader ended with status 0", ""),
+        ("hang", "manifest: the reader hangs", "in hang"),
+    ],
+)
+def test_a_reader_at_fault_is_found_with_the_input_that_shows_it(
+    by_name: dict[str, Target], tmp_path: Path, fault: str, what: str, details: str
 ) -> None:
-    from checkflow.runtime import files, reader
+    run = run_broken(fault, by_name["manifest"], 1, tmp_path)
+    assert [(one.where, one.what) for one in run.findings] == [("manifest:3", what)]
+    kept = Path(run.findings[0].file)
+    assert kept.read_bytes() == fuzz.draw(by_name["manifest"], 0, 3)
+    assert details in kept.with_suffix(".txt").read_text()
 
-    def read_block(file: opening.OpenFile, block: int, out: memoryview) -> None:
-        files.read_all(file.fd, out, block * manifest.BLOCK_BYTES)
 
-    monkeypatch.setattr(reader, "read_block", read_block)
-    run = fuzz.Fuzz(0, tmp_path)
-    fuzz.run_own(run, by_name["checkpoint"], 0, 200)
+@pytest.mark.parametrize("fault", ["memory", "leak"])
+def test_memory_that_a_reader_takes_is_found(by_name: dict[str, Target], tmp_path: Path, fault: str) -> None:
+    """Whether it keeps a little of each input, or takes much for a moment."""
+    run = run_broken(fault, by_name["manifest"], 10, tmp_path, warm=True)
+    assert [one.what for one in run.findings] == ["too much memory"]
+    assert run.growth_bytes is not None
+    assert 90 * 2**20 < run.growth_bytes < 200 * 2**20
+    assert (run.findings[0].where == "manifest:3") == (fault == "memory")
+
+
+def test_a_death_ends_no_run(by_name: dict[str, Target], tmp_path: Path) -> None:
+    """Others than the manifest's reader do as they should; the memory of one that died is not known."""
+    with reading("abort") as reader:
+        run = fuzz.Fuzz(0, tmp_path, reader)
+        fuzz.run_own(run, by_name["extra state"], 0, 5)
+        run.warm()
+        fuzz.run_own(run, by_name["manifest"], 0, 1)
+        fuzz.run_own(run, by_name["extra state"], 5, 5)
+        figures = fuzz.figures_of(run, 0.0)
+    assert figures["targets"]["extra state"]["inputs"] == 10
+    assert figures["targets"]["manifest"]["outcomes"] == {"!died of SIGABRT": 1}
+    assert (figures["memory_growth_bytes"], len(figures["findings"])) == (None, 1)
+
+
+def test_a_reader_that_gives_damaged_data_is_found(by_name: dict[str, Target], tmp_path: Path) -> None:
+    run = run_broken("unverified", by_name["checkpoint"], 200, tmp_path)
     assert any(one.what.startswith("AssertionError") for one in run.findings)
 
 
