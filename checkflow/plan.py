@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from checkflow.errors import PlanError, first_fault
 from checkflow.graph import BOUNDARY, STRICT, AnchorKey, AnchorKind, Many
 from checkflow.hardware import DeviceKind
-from checkflow.small_files import read_regular
+from checkflow.small_files import check_members, read_regular
 from checkflow.timeline import MOST_SECONDS, Granularity, Timeline, check_timeline
 
 if TYPE_CHECKING:
@@ -384,11 +384,15 @@ def loads(data: bytes, name: str = "plan") -> Plan:
     if len(data) > MAX_BYTES:
         raise PlanError(f"{name}: not a valid plan: it has more than {MAX_BYTES} bytes")
     try:
+        json.loads(data, object_pairs_hook=check_members, parse_int=str, parse_float=str)  # all else is for pydantic
         plan: Plan = _adapter().validate_json(data)
     except ValidationError as error:
         raise PlanError(
             f"{name}: not a valid plan: {first_fault(error)}; make it anew (checkflow plan MODEL -o FILE)"
         ) from None
+    except (ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise PlanError(f"{name}: not a valid plan: {reason}; make it anew (checkflow plan MODEL -o FILE)") from None
     if plan.digest != _digest(plan) or _canonical(plan) != data:
         raise PlanError(f"{name}: the plan was changed after it was made (its digest does not fit); make it anew")
     try:
@@ -405,7 +409,8 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
         raise PlanError(f"cannot write the plan to {str(path)!r}: that names no file")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)  # of a process that died; or a link that someone planted
+        with open(temporary, "xb") as file:
             file.write(dumps(plan))
             file.flush()
             os.fsync(file.fileno())

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from checkflow.errors import ReportError, first_fault
 from checkflow.graph import STRICT, Many
 from checkflow.plan import Plan
-from checkflow.small_files import read_regular
+from checkflow.small_files import check_members, read_regular
 
 FILE = "report.json"
 KEPT_RUNS = 32
@@ -301,7 +301,7 @@ def loads(data: bytes, name: str) -> tuple[RunReport, ...]:
     if len(data) > MAX_BYTES:
         raise ReportError(f"{name} is no run report: it has more than {MAX_BYTES} bytes")
     try:
-        plain = json.loads(data, object_pairs_hook=_no_duplicates)
+        plain = json.loads(data, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise ReportError(f"{name} is no run report: {_one_line(error)}") from None
     version = plain.get("version") if isinstance(plain, dict) else None
@@ -363,7 +363,8 @@ def _numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
         yield place, value
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    check_members(pairs)
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key occurs twice")

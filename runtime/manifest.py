@@ -20,6 +20,7 @@ from pydantic_core import PydanticSerializationError
 from checkflow.errors import CorruptCheckpointError, MismatchError, UnsupportedError, first_fault
 from checkflow.graph import STRICT, Many, Named
 from checkflow.runtime.layout import STORED_TYPES, Layout
+from checkflow.small_files import check_members
 
 VERSION = 1
 BLOCK_BYTES = 8388608  # 8 MiB
@@ -145,7 +146,7 @@ def loads(data: bytes, name: str) -> Manifest:
         raise MismatchError(f"{name} has format version {int(version[1])}; this checkflow reads version {VERSION}")
     try:
         # Another reader of JSON must find the same in it: no key twice, no number that JSON has not.
-        json.loads(text, object_pairs_hook=no_duplicates, parse_constant=_refuse_constant)
+        _check_objects(json.loads(text, object_pairs_hook=no_duplicates, parse_constant=_refuse_constant))
         manifest = _ADAPTER.validate_json(text)
         json.dumps(manifest.info, allow_nan=False)
     except ValidationError as error:
@@ -163,6 +164,18 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("a key occurs twice")
     return found
+
+
+def _check_objects(plain: Any) -> None:
+    """Those that have fields of their own, wherever a manifest has them; what else is there is for pydantic."""
+    waiting = [plain]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            check_members(one)
+            for name in ("files", "tensors"):
+                waiting += one[name].values() if isinstance(one.get(name), dict) else ()
+            waiting += one["pieces"] if isinstance(one.get("pieces"), list) else ()
 
 
 def _refuse_constant(text: str) -> None:

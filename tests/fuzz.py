@@ -308,9 +308,7 @@ def show(figures: dict[str, Any]) -> None:
         print(f"{name:19s}{row['inputs']:8d}  slowest {row['slowest_seconds']:6.3f} s  {outcomes}")
     growth = figures["memory_growth_bytes"]
     memory = "unknown: its reader died" if growth is None else f"at most {growth / 2**20:+.1f} MiB after the warm-up"
-    print(
-        f"{figures['inputs']} inputs in {figures['seconds']} s, {len(figures['findings'])} findings, memory {memory}"
-    )
+    print(f"{figures['inputs']} inputs in {figures['seconds']} s, {len(figures['findings'])} findings, memory {memory}")
 
 
 if __name__ == "__main__":

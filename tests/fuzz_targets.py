@@ -1,4 +1,4 @@
-"""What reads files, each with inputs made from real files. What reads them, and what it must give: :mod:`fuzz_feeds`."""
+"""Inputs for everything that reads files, made from real files. What reads them: :mod:`fuzz_feeds`."""
 
 from __future__ import annotations
 
@@ -271,6 +271,7 @@ def _report_target(corpus: Corpus) -> Target:
 def _profile_target(corpus: Corpus) -> Target:
     texts = (corpus.profile,)
     trees = (mutation.parse(corpus.profile),)
+
     def graft(rng: random.Random, value: Any) -> bytes:
         return mutation.dump(mutation.graft_json(rng, trees[0], value))
 

@@ -7,6 +7,7 @@ import random
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fuzz
 import fuzz_mutation as mutation
@@ -15,11 +16,21 @@ import numpy as np
 import pytest
 from fuzz_process import Reader, reading
 from fuzz_targets import Target, make_corpus, make_targets
+from pydantic import TypeAdapter
+from test_plan import good_plan
 
+from checkflow import plan as plans
 from checkflow.errors import CorruptCheckpointError, PlanError, ReportError
+from checkflow.handover import Handover
+from checkflow.hardware import Device
+from checkflow.plan import Plan
+from checkflow.run_report import ReportFile
 from checkflow.runtime import extra_state, manifest, opening
+from checkflow.runtime.profile_cache import KeptProfile
+from checkflow.runtime.shard_meeting import Board, Record
 
 INPUTS = 400  # by each of the two seeds
+MOST_TIMES = 40  # its own size, that reading a hostile file takes of memory
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +85,7 @@ def test_an_input_follows_from_seed_and_number(by_name: dict[str, Target]) -> No
 
 def run_broken(fault: str, target: Target, inputs: int, tmp_path: Path, *, warm: bool = False) -> fuzz.Fuzz:
     """A run with a reader that has this fault. ``warm``: after three inputs memory counts."""
-    with reading(fault, hang_seconds=2.0) as reader:
+    with reading(fault, **({"hang_seconds": 2.0} if fault == "hang" else {})) as reader:
         run = fuzz.Fuzz(0, tmp_path, reader)
         if warm:
             fuzz.run_own(run, target, 0, 3)
@@ -129,8 +140,13 @@ def test_a_death_ends_no_run(by_name: dict[str, Target], tmp_path: Path) -> None
 
 
 def test_a_reader_that_gives_damaged_data_is_found(by_name: dict[str, Target], tmp_path: Path) -> None:
-    run = run_broken("unverified", by_name["checkpoint"], 200, tmp_path)
-    assert any(one.what.startswith("AssertionError") for one in run.findings)
+    with reading("unverified") as reader:
+        run = fuzz.Fuzz(0, tmp_path, reader)
+        for number in range(200):
+            fuzz.run_own(run, by_name["checkpoint"], number, 1)
+            if run.findings:
+                break
+    assert [one.what.partition(" ")[0] for one in run.findings] == ["AssertionError"]
 
 
 # What fuzzing found, one row each
@@ -213,6 +229,55 @@ def test_keys_with_line_breaks_make_messages_of_one_line(by_name: dict[str, Targ
             read(mutation.dump(tree))  # type: ignore[operator]
         assert "\n" not in str(caught.value)
         assert len(str(caught.value)) < 1000
+
+
+# Hostile files of many faults
+
+
+def collections_in(schema: Any, place: str) -> Iterator[tuple[str, bool]]:
+    """Each collection of any number of items in what pydantic made of a class, and whether its first fault ends it."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "tagged-union":  # what JSON has, in ``info``: there is nothing that it is not
+            return
+        if schema.get("type") in ("list", "set", "frozenset", "dict") or "variadic_item_index" in schema:
+            yield place, schema.get("fail_fast", False)
+        for key, inner in schema.items():
+            if key not in ("metadata", "serialization") and schema.get("name") != "info":
+                yield from collections_in(inner, f"{place}.{schema.get('name', key)}")
+    elif isinstance(schema, list | tuple):
+        for inner in schema:
+            yield from collections_in(inner, place)
+
+
+@pytest.mark.parametrize("kind", [Plan, ReportFile, manifest.Manifest, Board, Record, Handover, Device, KeptProfile])
+def test_a_collection_that_is_read_ends_at_its_first_fault(kind: type[Any]) -> None:
+    schema = TypeAdapter(kind).core_schema
+    found = list(collections_in(schema, kind.__name__))
+    assert found or kind in (Device, KeptProfile)
+    assert [place for place, ends in found if not ends] == []
+
+
+def test_of_a_million_faults_one_is_told(reader: Reader) -> None:
+    """And the others take no memory: what is read takes so many times its own size, and no more."""
+    plan = json.loads(plans.dumps(good_plan()))
+    faults = b"[" + b"{}," * 1_000_000 + b"{}]"
+    members = b",".join(b'"%d":0' % n for n in range(300_000)) + b"}"
+    head = b'{"step":1,"run_id":"r","plan_digest":"","world_size":1,"files":{},'
+    inputs = [
+        ("plan", json.dumps({**plan, "chunks": "x"}).encode().replace(b'"x"', faults)),
+        ("plan", json.dumps({**plan, "wait": "x"}).encode().replace(b'"x"', b"{" + members)),
+        ("manifest", sealed(head + b'"tensors":{' + members + b"}")),
+        ("manifest", sealed(head + b'"tensors":{"a":{"pieces":[{' + members + b"]}}}")),
+        ("manifest", sealed(b"{" + members)),
+        ("report", b'{"format": "checkflow-report", "version": 1, "runs": ' + faults + b"}"),
+        ("report", b'{"format": "checkflow-report", "version": 1, "runs": [{' + members + b"]}"),
+    ]
+    for name, data in inputs:
+        before = reader.resident_bytes()
+        reader.forget_highest()
+        answer = reader.give(name, data)
+        assert (answer.outcome.endswith("Error"), answer.found) == (True, "")
+        assert reader.highest_bytes() - before < MOST_TIMES * len(data), (name, data[:100])
 
 
 # Who may read what is written
