@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from checkflow.errors import CheckflowError, first_fault
-from checkflow.graph import STRICT
+from checkflow.graph import STRICT, Named
 from checkflow.small_files import read_regular
 
 DeviceKind = Literal["cuda", "cpu"]
@@ -139,8 +139,8 @@ class Device:
     link_bandwidth_bytes_per_second: (
         float  # device to host, one way, as measured on such links (not the headline number)
     )
-    plain_flops_per_second: Mapping[str, float]  # by dtype, general units
-    matrix_flops_per_second: Mapping[str, float]  # by dtype, matrix units ("tensor cores"), dense
+    plain_flops_per_second: Named[str, float]  # by dtype, general units
+    matrix_flops_per_second: Named[str, float]  # by dtype, matrix units ("tensor cores"), dense
     compute_efficiency: float  # share of the peak that large matrix products and convolutions reach
     memory_efficiency: float  # share of the peak that element-wise operators reach
     launch_seconds: float  # the least time between two operators

@@ -253,7 +253,7 @@ def collections_in(schema: Any, place: str) -> Iterator[tuple[str, bool]]:
 def test_a_collection_that_is_read_ends_at_its_first_fault(kind: type[Any]) -> None:
     schema = TypeAdapter(kind).core_schema
     found = list(collections_in(schema, kind.__name__))
-    assert found or kind in (Device, KeptProfile)
+    assert found or kind is KeptProfile
     assert [place for place, ends in found if not ends] == []
 
 
