@@ -280,46 +280,6 @@ def test_of_a_million_faults_one_is_told(reader: Reader) -> None:
         assert reader.highest_bytes() - before < MOST_TIMES * len(data), (name, data[:100])
 
 
-# Who may read what is written
-
-
-@pytest.fixture
-def umask(request: pytest.FixtureRequest) -> Iterator[int]:
-    import os
-
-    before = os.umask(request.param)
-    yield request.param
-    os.umask(before)
-
-
-@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002, 0], indirect=True, ids=oct)
-def test_files_and_directories_have_the_modes_that_the_umask_leaves(tmp_path: Path, umask: int) -> None:
-    make_corpus(tmp_path / "corpus")
-    seen = set()
-    for path in (tmp_path / "corpus").rglob("*"):
-        mode = path.stat().st_mode & 0o7777
-        assert mode == (0o777 if path.is_dir() else 0o666) & ~umask, path.name
-        seen.add(path.name)
-    assert {"manifest.json", "state.msgpack", ".lock", "report.json", "profile.json", "step-00000002"} <= seen
-
-
-def test_staging_memory_has_no_name_that_another_user_could_open() -> None:
-    from checkflow.runtime.staging import StagingBuffers
-
-    pool = StagingBuffers(1)
-    pool.grow(1 << 20)
-    buffer = pool.take()
-    line = next(
-        line
-        for line in Path("/proc/self/maps").read_text().splitlines()
-        if int(line.split("-")[0], 16) <= buffer.address < int(line.split()[0].split("-")[1], 16)
-    )
-    assert line.split()[1] == "rw-p"  # private to this process, and of no file
-    assert line.split()[4] == "0"
-    pool.give_back(buffer)
-    pool.close()
-
-
 def test_own_random_numbers_alone_decide() -> None:
     tree = mutation.parse(b'{"a":[1,2,{"b":null}],"c":"text"}')
     one, other = (mutation.dump(mutation.change_json(random.Random(3), tree, tree)) for _ in range(2))
