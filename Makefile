@@ -33,10 +33,11 @@ kills: $(STAMP)
 faults: $(STAMP)
 	@$(BIN)/python tests/fault_run.py $(if $(ONLY),--only $(ONLY)) $(if $(FRESH),--fresh) $(if $(filter command line,$(origin SECONDS)),--seconds $(SECONDS)) --output benchmarks/results/faults.json --page docs/faults.md
 
-# Everything that reads files gets INPUTS damaged and hostile ones: tests/fuzz.py says what must hold.
+# Everything that reads files gets INPUTS damaged and hostile ones: tests/fuzz.py says what must hold. BREAK=name gives
+# what reads them a fault first (tests/fuzz_breaks.py), and the run must fail.
 INPUTS ?= 100000
 fuzz: $(STAMP)
-	@$(BIN)/python tests/fuzz.py --inputs $(INPUTS) $(if $(SEED),--seed $(SEED)) --output benchmarks/results/fuzz.json
+	@$(BIN)/python tests/fuzz.py --inputs $(INPUTS) $(if $(SEED),--seed $(SEED)) $(if $(BREAK),--break $(BREAK),--output benchmarks/results/fuzz.json)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import stat
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -174,7 +175,10 @@ def _save_model(checkpoint: Checkpoint, found: Mapping[str, Any], model: str | N
         if id(value) in seen:
             tensors[key] = value.clone()  # the format has no shared memory
         seen.add(id(value))
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)  # as the umask leaves it: what safetensors makes is for its owner alone
     safetensors.torch.save_file(tensors, path, {"format": "pt"})
+    path.chmod(mode)
 
 
 def _save_distributed(found: Mapping[str, Any], path: Path) -> None:

@@ -31,7 +31,7 @@ import xxhash
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 from checkflow.errors import CheckflowError, MismatchError, MissingShardsError, StorageError
-from checkflow.graph import STRICT
+from checkflow.graph import STRICT, Many, Named
 from checkflow.runtime import files
 from checkflow.runtime.leftovers import DRAFT, temporary_name
 from checkflow.runtime.manifest import MAX_MANIFEST_BYTES, MAX_STEP, FileEntry, FileName
@@ -55,7 +55,7 @@ class Attempt:
     step: Annotated[int, Field(ge=0, le=MAX_STEP)]
     ended: Literal["", "committed", "failed"] = ""
     reason: str = ""
-    missing: tuple[int, ...] = ()
+    missing: Many[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Board:
     __pydantic_config__ = STRICT
     run_id: str
     world_size: int
-    attempts: tuple[Attempt, ...] = ()
+    attempts: Many[Attempt] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,9 @@ class Part:
     file: FileName
     key: str
     dtype: str
-    lengths: tuple[Length, ...]
-    shape: tuple[Length, ...]
-    offsets: tuple[Length, ...]
+    lengths: Many[Length]
+    shape: Many[Length]
+    offsets: Many[Length]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +89,9 @@ class Record:
     attempt: str
     rank: int
     world_size: int
-    files: dict[FileName, FileEntry]
-    tensors: dict[str, Part]
-    tables: tuple[TableInfo, ...]
+    files: Named[FileName, FileEntry]
+    tensors: Named[str, Part]
+    tables: Many[TableInfo]
     failure: str = ""
 
 
