@@ -124,7 +124,8 @@ def planning(folder: Path, command: str, solver: str) -> Iterator[subprocess.Pop
         process_group=0,
     )
     try:
-        wait_for((folder / "asked").exists)
+        wait_for(lambda: (folder / "asked").exists() or process.poll() is not None)
+        assert process.poll() is None, process.communicate()
         if solver == "cbc":
             wait_for(lambda: bool(children_of(process)))
         if "hard()" in command:  # into the search, however slowly that goes
