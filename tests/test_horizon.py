@@ -19,7 +19,7 @@ from horizons import MEMORY_BANDWIDTH, make_step, spread_plan, trace_job
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Truth, assert_checkpoint_is, clone_state, random_plan, run_oracle
-from simulated import rule_pace
+from simulated import rest, rule_pace
 from torch import nn
 from torch.utils.data import TensorDataset
 from waiting import wait_for
@@ -555,7 +555,7 @@ def test_a_tensor_that_is_written_at_last_costs_at_most_one_checkpoint(
         kept = step.models["side"].kept
 
         def after(n: int) -> None:
-            checkpointer._saving.writer.wait_until_at_most(0)
+            rest(checkpointer._saving.engine, checkpointer._saving.writer)
             if n == when or n > 20:
                 (kept.data if hidden else kept).add_(1)
 

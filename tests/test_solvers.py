@@ -15,11 +15,11 @@ from pathlib import Path
 import psutil
 import pulp
 import pytest
-from waiting import PATIENCE_SECONDS, wait_for
 
 from checkflow.errors import SolverError
 from checkflow.planner import solvers
 from checkflow.planner.solvers import NothingFoundError, Solve, SolverChoice, SolverName, solve
+from tests.waiting import PATIENCE_SECONDS, wait_for
 
 ROOT = Path(__file__).parent.parent
 
