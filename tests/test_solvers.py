@@ -17,7 +17,7 @@ import pulp
 import pytest
 
 from checkflow.errors import SolverError
-from checkflow.planner import solvers
+from checkflow.planner import cbc, gurobi, solvers
 from checkflow.planner.solvers import NothingFoundError, Solve, SolverChoice, SolverName, solve
 from tests.waiting import PATIENCE_SECONDS, wait_for
 
@@ -240,7 +240,7 @@ def test_auto_takes_gurobi_with_a_licence_of_ones_own(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The licence here is the restricted one, taken for a full one: so it is too small as well."""
-    monkeypatch.setattr(solvers, "_is_restricted", lambda log: False)
+    monkeypatch.setattr(gurobi, "_is_restricted", lambda log: False)
     with caplog.at_level(logging.WARNING, "checkflow"):
         assert solve(small()).name == "gurobi"
         assert caplog.messages == []
@@ -365,7 +365,7 @@ def test_cbc_that_ignores_its_time_limit_is_ended(monkeypatch: pytest.MonkeyPatc
     program.write_text("#!/bin/sh\nexec sleep 600\n")
     program.chmod(0o755)
     monkeypatch.setattr(pulp.PULP_CBC_CMD, "pulp_cbc_path", str(program))
-    monkeypatch.setattr(solvers, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(cbc, "_GRACE_SECONDS", 0.1)
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(SolverError, match="did not stop"):
         solve(small(), "cbc", time_limit_seconds=0.1)
