@@ -1,5 +1,5 @@
-"""The command line: ``checkflow plan | check | show | compare | probe | demo | ls | verify | diff | export |
-import``.
+"""The command line: ``checkflow plan | check | show | compare | probe | demo | torture | ls | verify | diff |
+export | import``.
 
 Commands read options, call the planner or the demo, and print what :mod:`checkflow.report` makes of the answer. Errors
 become one line and an exit code in :func:`main`, and nowhere else. What is heavy is imported when it is needed.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from checkflow import cli_probe, cli_report, cli_store, options
+from checkflow import cli_probe, cli_report, cli_store, cli_torture, options
 from checkflow.console import StoppedError, complain, print_json, print_parts, stoppable, warnings_shown, working
 from checkflow.errors import CheckflowError, InfeasibleError
 from checkflow.options import (
@@ -67,12 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done, or a plan that satisfies everything asked. 1: an error, one line on standard error. 2: wrong usage.
     3: no plan satisfies what was asked; the explanation is on standard error, and in the JSON. 130: interrupted by
-    Ctrl-C; 143 and 129: ended by SIGTERM and SIGHUP.
+    Ctrl-C; 143 and 129: ended by SIGTERM and SIGHUP. ``torture`` has 3 and 4 of its own.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in arguments
+    ours = arguments.index("--") if "--" in arguments else len(arguments)  # what follows is another command's
+    debug = "--debug" in arguments[:ours]
     if debug:
-        arguments = [argument for argument in arguments if argument != "--debug"]
+        arguments = [argument for argument in arguments[:ours] if argument != "--debug"] + arguments[ours:]
     try:
         with stoppable(), warnings_shown():
             code = typer.main.get_command(app).main(args=arguments, prog_name="checkflow", standalone_mode=False)
@@ -323,6 +324,7 @@ app.command()(cli_store.verify)
 app.command()(cli_store.diff)
 app.command()(cli_store.export)
 app.command("import")(cli_store.import_)
+app.command(context_settings={"allow_interspersed_args": False})(cli_torture.torture)
 
 
 @app.command()

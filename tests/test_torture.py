@@ -1,0 +1,412 @@
+"""``checkflow torture``: what loses nothing passes, and what breaks a promise, or cannot be tried, is told as that."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from test_cli import Said
+from tortured_job import FAILURE, flip_a_byte
+from waiting import wait_for
+
+from checkflow import run_report
+from checkflow.cli import main
+from checkflow.errors import LockedError
+from checkflow.run_report import RunReport
+from checkflow.runtime.inspecting import verify
+from checkflow.runtime.reader import find
+from checkflow.runtime.store import Store
+from checkflow.torture_checks import (
+    Found,
+    check_audits,
+    check_found,
+    check_leftovers,
+    check_replayed,
+    check_resumed,
+    examine,
+    look,
+)
+from checkflow.torture_life import Aim
+from checkflow.torturing import Request, Torture
+from tests.store_tools import fill, small_layout, tree
+
+ROOT = Path(__file__).parent.parent
+NOTHING_LOST, WRONG_USAGE, LOST, UNTRIED = 0, 2, 3, 4
+Call = Callable[..., Said]
+
+
+def job(kind: str, directory: object) -> list[str]:
+    return ["--", sys.executable, str(ROOT / "tests" / "tortured_job.py"), kind, str(directory)]
+
+
+@pytest.fixture
+def torture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Tortures a job in a folder of its own; what runs below this process is the same afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def run(kind: str, *options: str, directory: str = "checkpoints") -> Said:
+        before = {one.pid for one in psutil.Process().children(recursive=True)}
+        code = main(["torture", "--seed", "3", *options, *job(kind, directory)])
+        assert {one.pid for one in psutil.Process().children(recursive=True)} == before
+        captured = capsys.readouterr()
+        return Said(code, captured.out, captured.err)
+
+    return run
+
+
+# What loses nothing
+
+
+def test_a_training_job_loses_nothing(torture: Call, tmp_path: Path) -> None:
+    said = torture("trains", "--kills", "2", "--children", "0", "--json")
+    assert (said.code, said.err) == (NOTHING_LOST, "")
+    data = said.json
+    assert (data["verdict"], data["problems"], data["untried"]) == ("nothing lost", [], None)
+    assert Path(data["directory"]) == tmp_path / "checkpoints"  # found by its lock
+    assert (len(data["kills"]), data["lives"], data["seed"]) == (2, 3, 3)
+    steps = [kill["acknowledged"] for kill in data["kills"]]
+    assert steps == sorted(steps)
+    assert steps[0] >= 1
+    for kill in data["kills"]:
+        assert (kill["signal"], kill["code"]) == ("SIGKILL", -signal.SIGKILL)
+        assert kill["restorable"] >= kill["acknowledged"]
+        assert not kill["told"] or kill["resumed_from"] == kill["restorable"]
+    assert data["kills"][-1]["told"]  # the start after the last kill goes on until it has saved
+    assert data["restorable_step"] > steps[-1]
+    assert all(not verify(path).fault for path in find(tmp_path / "checkpoints"))
+
+
+def test_a_table_by_default(torture: Call) -> None:
+    said = torture("good", "--kills", "2", "--children", "0")
+    assert (said.code, said.err) == (NOTHING_LOST, "")
+    assert "│ 2 │ SIGKILL │ python" in said.out
+    assert "nothing lost: 2 kills in " in said.out
+    assert said.out.rstrip().endswith("seed 3")
+
+
+def test_the_same_seed_draws_the_same_kills(tmp_path: Path) -> None:
+    def draws(seed: int) -> list[Aim]:
+        request = Request(("true",), None, 9, None, seed, 1.0, terms=0.2, children=0.3, log=tmp_path / "log")
+        tried, source = Torture(request), random.Random(seed)
+        return [tried._draw(source) for _ in range(200)]
+
+    assert draws(1) == draws(1) != draws(2)
+    assert {aim.moment for aim in draws(1)} == {"training", "writing"}  # nothing was killed yet: not in start-up
+    assert {(aim.signal.name, aim.child) for aim in draws(1)} == {
+        ("SIGKILL", False), ("SIGKILL", True), ("SIGTERM", False),
+    }  # fmt: skip
+
+
+def test_a_job_that_is_asked_to_end_is_saved(torture: Call) -> None:
+    said = torture("trains", "--kills", "1", "--terms", "1", "--directory", "checkpoints", "--json")
+    assert (said.code, said.err) == (NOTHING_LOST, "")
+    (kill,) = said.json["kills"]
+    assert (kill["signal"], kill["code"]) == ("SIGTERM", 75)
+    assert kill["replayed"] == 0
+    assert said.json["remarks"] == []
+
+
+def test_a_job_that_ends_otherwise_when_asked_is_told_of(torture: Call) -> None:
+    said = torture("good", "--kills", "1", "--terms", "1", "--json")
+    assert said.code == NOTHING_LOST
+    assert "the job ended with -15, not 75" in said.json["remarks"][0]
+
+
+def test_children_are_killed_and_those_that_hide_are_found(torture: Call) -> None:
+    """It leaves the session: nobody but who takes in orphans would find it."""
+    said = torture("leaves a child", "--kills", "2", "--children", "0.9", "--json")
+    assert (said.code, said.err) == (NOTHING_LOST, "")
+    assert {kill["code"] for kill in said.json["kills"]} == {None}  # its trainer went on
+
+
+def test_a_launcher_is_not_taken_for_the_trainer(torture: Call, capsys: pytest.CaptureFixture[str]) -> None:
+    command = " ".join(job("good", "checkpoints")[1:])
+    code = main(
+        ["torture", "--kills", "1", "--seed", "1", "--children", "0", "--json", "--", "sh", "-c", f"{command}; exit 3"]
+    )
+    data = json.loads(capsys.readouterr().out)
+    assert code == NOTHING_LOST
+    assert data["kills"][0]["victim"].startswith("python")
+
+
+def test_what_was_there_before_is_nobodys_fault(torture: Call, tmp_path: Path) -> None:
+    with make_store(tmp_path / "checkpoints") as store:
+        commit(store, 1, 2)
+    flip_a_byte(find(tmp_path / "checkpoints")[0])
+    said = torture("good", "--kills", "1", "--directory", "checkpoints", "--json")
+    assert said.code == NOTHING_LOST
+    assert "step 1 was there before" in said.json["remarks"][0]
+    assert "step-00000002 was damaged before" in said.json["remarks"][1]
+
+
+def test_nor_is_it_where_the_directory_was_found(torture: Call, tmp_path: Path) -> None:
+    """An older one, that no restore reads."""
+    with make_store(tmp_path / "checkpoints") as store:
+        commit(store, 1, 2)
+    flip_a_byte(find(tmp_path / "checkpoints")[1])
+    assert torture("good", "--kills", "1").code == NOTHING_LOST
+
+
+def test_time_that_is_over_ends_it(torture: Call) -> None:
+    said = torture("good", "--seconds", "0.001", "--json")
+    assert said.code == NOTHING_LOST
+    assert (len(said.json["kills"]), said.json["lives"]) == (1, 2)
+
+
+# What breaks a promise
+
+BROKEN: dict[str, tuple[str, str]] = {
+    "goes back": ("L1", "the job went on from step "),
+    "begins anew": ("L1", "the job made a checkpoint of step "),
+    "loses the newest": ("L1", "the job took it away"),
+    "damages a byte": ("L3", "is damaged: model-00000-of-00001.safetensors"),
+    "damages at start": ("L1", "the job took it away"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_promise_is_told(torture: Call, kind: str) -> None:
+    promise, text = BROKEN[kind]
+    said = torture(kind, "--kills", "3", "--children", "0", "--directory", "checkpoints", "--json")
+    assert said.code == LOST
+    assert said.json["verdict"] == "lost"
+    problem = said.json["problems"][0]
+    assert problem["promise"] == promise
+    assert text in problem["text"]
+    assert f"checkflow: {promise}: {problem['text']}\n" in said.err
+    assert len(said.json["kills"]) < 3  # what was found stays as it was
+
+
+# What cannot be tried
+
+UNTRIABLE: dict[str, tuple[list[str], str]] = {
+    "fails": ([], f"the job failed by itself, with exit code {FAILURE}: the data set is missing"),
+    "fails later": ([], f"the job failed by itself after kill 1, with exit code {FAILURE}: the data set is missing"),
+    "makes none": (["--directory", "checkpoints"], "made no checkpoint in "),
+    "ends": (["--directory", "checkpoints"], "came to its end before it was killed"),
+    "writes elsewhere": (["--directory", "checkpoints"], "elsewhere, not to "),
+    "writes elsewhere later": ([], "elsewhere after kill 1, not to "),
+    "writes to two": ([], "say which by --directory"),
+    "hangs": (["--patience", "8"], "the job hangs after kill 1: no checkpoint and no end within 8 s"),
+}
+
+
+@pytest.mark.parametrize("kind", UNTRIABLE)
+def test_a_job_that_cannot_be_tried_is_told_why(torture: Call, kind: str) -> None:
+    options, text = UNTRIABLE[kind]
+    said = torture(kind, "--kills", "2", "--children", "0", *options)
+    assert said.code == UNTRIED
+    assert text in said.err
+    assert said.err.count("\n") == 1
+    assert "not tried as asked" in said.out
+
+
+def test_a_job_that_is_not_seen_to_write_is_asked_for_its_directory(torture: Call) -> None:
+    said = torture("makes none")
+    assert said.code == UNTRIED
+    assert "say where by --directory; it said: nothing to train" in said.err
+
+
+def test_a_directory_that_another_job_writes_to_is_left_alone(torture: Call, tmp_path: Path) -> None:
+    with make_store(tmp_path / "checkpoints") as store:
+        commit(store, 1)
+        said = torture("good", "--directory", "checkpoints")
+    assert said.code == 1
+    assert said.err == f"checkflow: {tmp_path}/checkpoints is being written by another job; stop it first\n"
+
+
+USAGE: dict[str, tuple[list[str], str]] = {
+    "no command": ([], "Missing argument"),
+    "an unknown command": (["--", "no-such-command"], "no command no-such-command"),
+    "no kills": (["--kills", "0", "--", "true"], "--kills"),
+    "no time": (["--seconds", "0", "--", "true"], "a number of seconds above 0, not 0"),
+    "no number": (["--patience", "long", "--", "true"], "not a number of seconds: 'long'"),
+    "no share": (["--terms", "2", "--", "true"], "from 0 to 1, not 2"),
+    "a share in words": (["--children", "half", "--", "true"], "not a share: 'half'"),
+    "no directory": (["--directory", "file", "--", "true"], "file is no directory"),
+}
+
+
+@pytest.mark.parametrize("name", USAGE)
+def test_wrong_usage(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    arguments, text = USAGE[name]
+    assert main(["torture", *arguments]) == WRONG_USAGE
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert text in captured.err
+    assert captured.err.endswith("see: checkflow torture --help\n")
+
+
+def test_options_of_the_command_are_its_own(torture: Call, tmp_path: Path, capsys: Any) -> None:
+    seen = tmp_path / "seen"
+    assert main(["torture", "--", "sh", "-c", f'echo "$@" > {seen}', "sh", "--debug", "--kills", "x"]) == UNTRIED
+    assert seen.read_text() == "--debug --kills x\n"
+    capsys.readouterr()
+
+
+def test_what_was_tried_is_told_when_it_is_interrupted(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "checkflow", "torture", "--kills", "100000", "--log", "log", "--json"]
+    running = subprocess.Popen(
+        [*command, *job("good", tmp_path / "checkpoints")], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    below = psutil.Process(running.pid)
+    first = wait_for(lambda: find_all(tmp_path) and below.children())[0]
+    wait_for(lambda: not first.is_running())  # the first kill has been
+    wait_for(below.children)
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=120)
+    assert running.returncode == 130
+    assert err == "checkflow: interrupted\n"
+    data = json.loads(out)
+    assert data["verdict"] == "interrupted"
+    assert len(data["kills"]) >= 1
+    assert not [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(one.info["cmdline"] or [])]
+
+
+def find_all(folder: Path) -> tuple[Path, ...]:
+    directory = folder / "checkpoints"
+    return find(directory) if directory.exists() else ()
+
+
+# The checks, of what lies in a directory
+
+
+def make_store(directory: Path) -> Store:
+    return Store(directory, run_id="run", keep_latest=9)
+
+
+def commit(store: Store, *steps: int) -> None:
+    layout = small_layout()
+    for step in steps:
+        store.commit(step, layout, fill(layout, step)[0], b"", {})
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Checkpoints of steps 1 to 3."""
+    with make_store(tmp_path / "ckpt") as store:
+        commit(store, 1, 2, 3)
+    return tmp_path / "ckpt"
+
+
+def test_nothing_is_changed_by_looking(directory: Path) -> None:
+    flip_a_byte(directory / "step-00000003")
+    before = tree(directory)
+    found = examine(directory, Found())
+    assert tree(directory) == before
+    assert (found.restorable, [name for name, _ in found.damaged]) == (2, ["step-00000003"])
+
+
+def test_one_killed_in_the_middle_of_its_exchange_counts(directory: Path) -> None:
+    (directory / "step-00000003").rename(directory / ".replaced-step-00000003")
+    found = examine(directory, Found())
+    assert (found.restorable, found.damaged) == (3, ())
+    assert max(look(directory).published) == 3
+    assert check_found(3, found) == []
+
+
+def test_older_ones_are_read_again_when_they_were_written_to(directory: Path) -> None:
+    found = examine(directory, Found())
+    assert (found.restorable, found.damaged, len(found.whole)) == (3, (), 3)
+    flip_a_byte(directory / "step-00000001")
+    again = examine(directory, found)
+    assert (again.restorable, [name for name, _ in again.damaged]) == (3, ["step-00000001"])
+
+
+def test_the_newest_is_read_each_time(directory: Path) -> None:
+    """A disk changes bytes without a new time of change."""
+    found = examine(directory, Found())
+    flip_a_byte(directory / "step-00000003")
+    whole = {**found.whole, "step-00000003": examine(directory, Found()).whole.get("step-00000003", ())}
+    assert [name for name, _ in examine(directory, dataclasses.replace(found, whole=whole)).damaged]
+
+
+def test_what_was_there_and_is_gone_is_lost(directory: Path) -> None:
+    found = examine(directory, Found())
+    assert check_found(3, found) == []
+    assert check_found(None, Found()) == []
+    (problem,) = check_found(4, found)
+    assert problem.promise == "L1"
+    (problem,) = check_found(0, Found())
+    assert (problem.promise, "none can be restored" in problem.text) == ("L1", True)
+
+
+def test_half_done_work_must_not_pile_up(directory: Path) -> None:
+    (directory / ".tmp-00000004-one").mkdir()
+    first = examine(directory, Found())
+    assert check_leftovers(Found(), first, saved=True) == []
+    assert check_leftovers(first, examine(directory, first), saved=False) == []
+    (problem,) = check_leftovers(first, examine(directory, first), saved=True)
+    assert (problem.promise, ".tmp-00000004-one" in problem.text) == ("L5", True)
+    (directory / ".tmp-00000005-two").mkdir()
+    (problem,) = check_leftovers(first, examine(directory, first), saved=False)
+    assert "pile up" in problem.text
+    with make_store(directory) as store:
+        commit(store, 4)
+    assert check_leftovers(first, examine(directory, first), saved=True) == []
+
+
+def test_a_lock_that_is_held_is_seen(directory: Path) -> None:
+    from checkflow.torture_checks import refuse_locked
+
+    refuse_locked(directory, "nobody")
+    with make_store(directory), pytest.raises(LockedError, match="is being written by somebody"):
+        refuse_locked(directory, "somebody")
+
+
+# The checks, of what a run says of itself
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunReport:
+    """A real one."""
+    from test_run_report import train
+
+    directory = tmp_path_factory.mktemp("told") / "ckpt"
+    train(directory, 3, every=1)
+    return run_report.load(directory / run_report.FILE)[-1]
+
+
+def test_a_run_must_go_on_from_the_newest(run: RunReport) -> None:
+    there = Found(restorable=7)
+    for resumed in (7, 8):
+        assert check_resumed(there, there, dataclasses.replace(run, resumed_from=resumed)) == []
+    assert check_resumed(Found(), there, dataclasses.replace(run, resumed_from=None)) == []
+    aside = dataclasses.replace(there, aside=frozenset({".broken-step-00000007"}))
+    (problem,) = check_resumed(there, aside, dataclasses.replace(run, resumed_from=6))
+    assert "went on from step 6, though step 7 was there, whole; it is called .broken-step-00000007 now" in problem.text
+
+
+def test_iterations_done_again_are_bounded_where_intervals_are_exact(run: RunReport) -> None:
+    assert (run.frequency.reason, run.frequency.disk_interval, run.device) == ("every", 1, "cpu")
+    for replayed, wrong in ((None, 0), (0, 0), (3, 0), (4, 1)):
+        again = dataclasses.replace(run, replayed_iterations=replayed)
+        assert len(check_replayed(run, again)) == wrong
+    again = dataclasses.replace(run, replayed_iterations=100)
+    for other in (
+        None,
+        dataclasses.replace(run, failed=1),
+        dataclasses.replace(run, device="NVIDIA H100"),
+        dataclasses.replace(run, frequency=dataclasses.replace(run.frequency, reason="overhead")),
+    ):
+        assert check_replayed(other, again) == []
+
+
+def test_breaches_are_no_checkpoints(run: RunReport) -> None:
+    assert check_audits(run) == []
+    (problem,) = check_audits(dataclasses.replace(run, breaches=1, audited=1, audits_passed=0))
+    assert problem.promise == "L2"
