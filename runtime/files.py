@@ -17,6 +17,10 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Not blocking, or the open of a planted FIFO would wait for ever; regular files do not care.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+# What a file system says that has no reads and writes around the page cache, or none of this alignment.
+NOT_DIRECT = (errno.EINVAL, errno.ENOTSUP)
+# Less goes through the page cache: for a small file a disk takes longer to answer twice than the cache to copy.
+LEAST_DIRECT_BYTES = 1 << 20
 
 
 def open_folder(path: str, *, dir_fd: int | None = None) -> int:
@@ -78,6 +82,18 @@ def flock(fd: int) -> None:
 def flock_shared(fd: int) -> None:
     """Take a lock that any number may share, or raise BlockingIOError at once."""
     fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def set_direct(fd: int, direct: bool) -> None:
+    """Have reads and writes of an open file go around the page cache from now on, or through it again.
+
+    Not by a flag of the open itself: some file systems make the new file, and refuse after that.
+    """
+    flag = getattr(os, "O_DIRECT", 0)  # Linux
+    if direct and not flag:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags | flag if direct else flags & ~flag)
 
 
 def truncate(fd: int) -> None:

@@ -35,7 +35,8 @@ from checkflow.graph import STRICT
 from checkflow.runtime import files
 from checkflow.runtime.manifest import MAX_MANIFEST_BYTES, MAX_STEP, FileEntry, FileName
 from checkflow.runtime.sharding import Length, TableInfo
-from checkflow.runtime.store import reported, sync_folder, temporary_name, write_file
+from checkflow.runtime.store import reported, sync_folder, temporary_name
+from checkflow.runtime.writing import write_file
 
 BOARD = ".shards.json"
 _DRAFT = ".tmp-shards"  # the board's next text: a leftover by its name

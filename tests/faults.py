@@ -18,11 +18,13 @@ from typing import Any
 import pytest
 
 from checkflow.runtime import files
+from checkflow.runtime.layout import PAGE_BYTES
+from checkflow.runtime.memory import address_of
 
 CALLS = (
     "open_folder", "make_folders", "mkdir", "open_new", "open_read", "open_lock", "flock", "truncate", "pwrite",
     "preadv", "fsync", "close", "rename", "unlink", "rmdir", "names", "folder_names", "exists", "regular_size",
-    "link", "flock_shared", "open_claimed", "is_at",
+    "link", "flock_shared", "open_claimed", "is_at", "set_direct",
 )  # fmt: skip
 
 
@@ -83,6 +85,38 @@ class Faults:
             raise OSError(self.error, os.strerror(self.error))
 
         return call
+
+
+@contextlib.contextmanager
+def all_direct() -> Iterator[list[int]]:
+    """Files of every size go around the page cache, on a disk that takes whole pages for that, and nothing else.
+
+    Yields the sizes of these writes; the file system below may be any.
+    """
+    direct: set[int] = set()
+    sizes: list[int] = []
+    real_new, real_write = files.open_new, files.pwrite
+
+    def open_new(name: str, *, dir_fd: int) -> int:
+        fd = real_new(name, dir_fd=dir_fd)
+        direct.discard(fd)  # of a file that was closed
+        return fd
+
+    def set_direct(fd: int, on: bool) -> None:
+        (direct.add if on else direct.discard)(fd)
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        if fd in direct:
+            if offset % PAGE_BYTES or len(data) % PAGE_BYTES or address_of(data) % PAGE_BYTES:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            sizes.append(len(data))
+        return real_write(fd, data, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "LEAST_DIRECT_BYTES", 1)
+        for function in (open_new, set_direct, pwrite):
+            patch.setattr(files, function.__name__, function)
+        yield sizes
 
 
 CUTS = ("synced", "now", "torn")
