@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import pathlib
 import stat
@@ -59,6 +60,14 @@ def open_new(name: str, *, dir_fd: int) -> int:
 def open_read(name: str, *, dir_fd: int) -> int:
     """An existing file for reading; a symbolic link is not followed (ELOOP)."""
     return os.open(name, _READ, dir_fd=dir_fd)
+
+
+def open_direct(fd: int) -> int:
+    """The same open file once more, for reads of whole pages around the page cache."""
+    flag = getattr(os, "O_DIRECT", 0)  # Linux
+    if not flag:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | flag)
 
 
 def open_claimed(name: str, *, dir_fd: int) -> int:
@@ -183,6 +192,26 @@ def read_all(fd: int, buffer: memoryview, offset: int) -> int:
     """Fill ``buffer``; returns how many bytes the file gave (fewer only at its end)."""
     done = 0
     while done < len(buffer) and (count := preadv(fd, [buffer[done:]], offset + done)):
+        done += count
+    return done
+
+
+def read_pages(fd: int, buffer: memoryview, offset: int) -> int:
+    """Fill ``buffer`` with whole pages, around the page cache; returns how many bytes there are of them.
+
+    Fewer at the file's end, or where the file system refuses or stops within a page: the rest is to be read through
+    the cache.
+    """
+    done = 0
+    while done < len(buffer) and not done % mmap.PAGESIZE:
+        try:
+            count = preadv(fd, [buffer[done:]], offset + done)
+        except OSError as error:
+            if error.errno not in NOT_DIRECT:
+                raise
+            break
+        if not count:
+            break
         done += count
     return done
 
