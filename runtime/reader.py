@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ from checkflow.runtime.opening import (
     parse_step,
     whole,
 )
-from checkflow.runtime.reading import read_blocks, read_one
+from checkflow.runtime.reading import Block, read_blocks, read_one
 
 if TYPE_CHECKING:
     from checkflow.runtime.store import Store
@@ -72,6 +72,7 @@ class Checkpoint:
         self._files = opened
         self._cache: collections.OrderedDict[Key, memoryview] = collections.OrderedDict()
         self._mutex = threading.Lock()
+        self._verified: set[Key] = set()
         self._names = dict(manifest.ties)
         self._stored = {
             name: parse_header(file.path, self._header(file), file.entry.size_bytes)
@@ -156,13 +157,16 @@ class Checkpoint:
             box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.lengths, strict=True))
             whole[box] = np.frombuffer(data, element(tensor.dtype)).reshape(piece.lengths)
 
-    def read_many_into(self, targets: Iterable[tuple[str, memoryview]]) -> None:
+    def read_many_into(self, targets: Collection[tuple[str, memoryview]]) -> None:
         """:meth:`read_into` for many tensors, each block being read once for all of them.
 
         Args:
             targets: name and buffer. After an error the content of all is void.
         """
         parts: dict[Key, list[tuple[int, memoryview]]] = {}
+        if len(targets) == 1:  # its neighbours may come next, each in a call of its own
+            self.read_into(*next(iter(targets)))
+            return
         for name, buffer in targets:
             tensor, out = self._tensor(name), buffer.cast("B")
             if len(tensor.pieces) != 1 or len(out) != self.size_bytes(name):
@@ -177,6 +181,7 @@ class Checkpoint:
                 parts.setdefault((file.path.name, block), []).append(part)
 
         def use(key: Key, data: memoryview) -> None:
+            self._verified.add(key)
             for first, target in parts[key]:
                 copy_bytes(target, data[first : first + len(target)])
 
@@ -214,8 +219,18 @@ class Checkpoint:
             CorruptCheckpointError: a file is damaged.
             StorageError: a file cannot be read.
         """
-        blocks = [(file, block) for file in self._files.values() for block in range(len(file.entry.blocks))]
+        self._verify(self._blocks(), progress)
+
+    def verify_rest(self) -> None:
+        """:meth:`verify`, of what has not been read, and so verified, since this was opened."""
+        self._verify([one for one in self._blocks() if (one[0].path.name, one[1]) not in self._verified])
+
+    def _blocks(self) -> list[Block]:
+        return [(file, block) for file in self._files.values() for block in range(len(file.entry.blocks))]
+
+    def _verify(self, blocks: list[Block], progress: Callable[[int], None] = lambda size_bytes: None) -> None:
         read_blocks(blocks, lambda _, data: progress(len(data)))
+        self._verified.update((file.path.name, block) for file, block in blocks)
 
     def _tensor(self, name: str) -> TensorEntry:
         return self.manifest.tensors[self._names.get(name, name)]
@@ -237,6 +252,7 @@ class Checkpoint:
             whole.append(end // BLOCK_BYTES)
 
         def use(number: int, data: memoryview) -> None:
+            self._verified.add((file.path.name, whole[number]))
             at = whole[number] * BLOCK_BYTES - begin
             copy_bytes(out[at : at + len(data)], data)
 
@@ -253,6 +269,7 @@ class Checkpoint:
             return held
         data = read_one(file, block)
         with self._mutex:
+            self._verified.add(key)
             self._cache[key] = data
             while len(self._cache) > _CACHED_BLOCKS:
                 self._cache.popitem(last=False)
@@ -357,18 +374,20 @@ def recover(store: Store) -> Checkpoint | None:
         StorageError: checkpoints exist, and none could be read: to start from scratch would be wrong.
     """
 
-    def set_aside(path: Path, error: StorageError) -> None:
-        if not isinstance(error, CorruptCheckpointError):
-            logger.error("cannot read the checkpoint %s, trying an older one: %s", path, error)
-            return
-        try:
-            moved = store.set_aside(path)
-        except StorageError as failed:
-            logger.error("the checkpoint %s is damaged (%s) and stays: %s", path, error, failed)
-        else:
-            logger.error("the checkpoint %s is damaged (%s); set aside as %s", path, error, moved.name)
+    return _newest_valid(store.checkpoints(), lambda path, error: refuse(store, path, error))
 
-    return _newest_valid(store.checkpoints(), set_aside)
+
+def refuse(store: Store, path: Path, error: StorageError) -> None:
+    """Set a checkpoint of which this error speaks aside, if it is proved damaged; say what is done."""
+    if not isinstance(error, CorruptCheckpointError):
+        logger.error("cannot read the checkpoint %s, trying an older one: %s", path, error)
+        return
+    try:
+        moved = store.set_aside(path)
+    except StorageError as failed:
+        logger.error("the checkpoint %s is damaged (%s) and stays: %s", path, error, failed)
+    else:
+        logger.error("the checkpoint %s is damaged (%s); set aside as %s", path, error, moved.name)
 
 
 def _newest_valid(paths: tuple[Path, ...], refused: Callable[[Path, StorageError], None]) -> Checkpoint | None:
