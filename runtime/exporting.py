@@ -19,8 +19,8 @@ import torch
 
 from checkflow.errors import CheckflowError, CorruptCheckpointError, MismatchError, StorageError, UnsupportedError
 from checkflow.runtime import extra_state
+from checkflow.runtime.filling import fill_all
 from checkflow.runtime.reader import Checkpoint
-from checkflow.runtime.resume import fill
 
 Format = Literal["torch", "safetensors", "dcp"]
 _SUFFIXES: Mapping[str, Format] = {
@@ -113,7 +113,7 @@ def _parameter_of(name: str, numbers: Mapping[str, int]) -> str:
 def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     entry = checkpoint.tensors[name]
     tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-    fill(checkpoint, name, tensor)
+    fill_all(checkpoint, [(name, tensor)])
     return tensor
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import pathlib
 import stat
@@ -19,6 +20,10 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _passing: set[int] = set()  # open descriptors that a forked child must not keep
+# What a file system says that has no reads and writes around the page cache, or none of this alignment.
+NOT_DIRECT = (errno.EINVAL, errno.ENOTSUP)
+# Less goes through the page cache: for a small file a disk takes longer to answer twice than the cache to copy.
+LEAST_DIRECT_BYTES = 1 << 20
 
 
 def open_folder(path: str, *, dir_fd: int | None = None) -> int:
@@ -93,6 +98,14 @@ def open_read(name: str, *, dir_fd: int) -> int:
     return os.open(name, _READ, dir_fd=dir_fd)
 
 
+def open_direct(fd: int) -> int:
+    """The same open file once more, for reads of whole pages around the page cache."""
+    flag = getattr(os, "O_DIRECT", 0)  # Linux
+    if not flag:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | flag)
+
+
 def open_claimed(name: str, *, dir_fd: int) -> int:
     """An existing file to lock for oneself: over a network that takes the right to write."""
     try:
@@ -115,6 +128,18 @@ def flock(fd: int) -> None:
 def flock_shared(fd: int) -> None:
     """Take a lock that any number may share, or raise BlockingIOError at once."""
     fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def set_direct(fd: int, direct: bool) -> None:
+    """Have reads and writes of an open file go around the page cache from now on, or through it again.
+
+    Not by a flag of the open itself: some file systems make the new file, and refuse after that.
+    """
+    flag = getattr(os, "O_DIRECT", 0)  # Linux
+    if direct and not flag:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags | flag if direct else flags & ~flag)
 
 
 def truncate(fd: int) -> None:
@@ -221,6 +246,26 @@ def read_all(fd: int, buffer: memoryview, offset: int) -> int:
     """Fill ``buffer``; returns how many bytes the file gave (fewer only at its end)."""
     done = 0
     while done < len(buffer) and (count := preadv(fd, [buffer[done:]], offset + done)):
+        done += count
+    return done
+
+
+def read_pages(fd: int, buffer: memoryview, offset: int) -> int:
+    """Fill ``buffer`` with whole pages, around the page cache; returns how many bytes there are of them.
+
+    Fewer at the file's end, or where the file system refuses or stops within a page: the rest is to be read through
+    the cache.
+    """
+    done = 0
+    while done < len(buffer) and not done % mmap.PAGESIZE:
+        try:
+            count = preadv(fd, [buffer[done:]], offset + done)
+        except OSError as error:
+            if error.errno not in NOT_DIRECT:
+                raise
+            break
+        if not count:
+            break
         done += count
     return done
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import json
+import mmap
 import os
 import re
 import time
@@ -71,18 +72,35 @@ def block_bytes(file: OpenFile, block: int) -> int:
     return min(BLOCK_BYTES, file.entry.size_bytes - block * BLOCK_BYTES)
 
 
-def read_block(file: OpenFile, block: int, out: memoryview) -> None:
+def memory_bytes(file: OpenFile, block: int) -> int:
+    """The whole pages that a block fills, the last one in part."""
+    return -(-block_bytes(file, block) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def read_block(file: OpenFile, block: int, memory: memoryview, direct: int | None = None) -> memoryview:
+    """Read a block into memory, and return what of that it fills, once it fits its checksum.
+
+    Args:
+        memory: of :func:`memory_bytes` at least, and from the begin of a page on for ``direct``.
+        direct: a descriptor of the file for reads around the page cache.
+    """
+    begin, out = block * BLOCK_BYTES, memory[: block_bytes(file, block)]
     try:
-        count = files.read_all(file.fd, out, block * BLOCK_BYTES)
+        count = (
+            0 if direct is None else min(len(out), files.read_pages(direct, memory[: memory_bytes(file, block)], begin))
+        )
+        count += files.read_all(file.fd, out[count:], begin + count)
     except OSError as error:
         raise StorageError(f"cannot read {file.path}: {error.strerror}") from error
     if count != len(out):
-        raise CorruptCheckpointError(f"{file.path} is truncated at byte {block * BLOCK_BYTES + count}")
-    if xxhash.xxh3_64_hexdigest(out) != file.entry.blocks[block]:
+        raise CorruptCheckpointError(f"{file.path} is truncated at byte {begin + count}")
+    digest = xxhash.xxh3_64()
+    digest.update(out)  # other threads run meanwhile
+    if digest.hexdigest() != file.entry.blocks[block]:
         raise CorruptCheckpointError(
-            f"{file.path} is damaged: bytes {block * BLOCK_BYTES} to {block * BLOCK_BYTES + len(out)} do not match "
-            "their checksum"
+            f"{file.path} is damaged: bytes {begin} to {begin + len(out)} do not match their checksum"
         )
+    return out
 
 
 def _natural(value: Any) -> int:

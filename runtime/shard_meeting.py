@@ -36,7 +36,8 @@ from checkflow.runtime import files
 from checkflow.runtime.leftovers import DRAFT, temporary_name
 from checkflow.runtime.manifest import MAX_MANIFEST_BYTES, MAX_STEP, FileEntry, FileName
 from checkflow.runtime.sharding import Length, TableInfo
-from checkflow.runtime.store import reported, sync_folder, write_file
+from checkflow.runtime.store import reported, sync_folder
+from checkflow.runtime.writing import write_file
 
 BOARD = ".shards.json"
 _KEPT = 16  # attempts on the board: a rank is at most one behind

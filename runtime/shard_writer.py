@@ -38,7 +38,8 @@ from checkflow.runtime.sharding import (
     checked_ids,
     shard_of_name,
 )
-from checkflow.runtime.store import Store, reported, sync_folder, write_file
+from checkflow.runtime.store import Store, reported, sync_folder
+from checkflow.runtime.writing import write_file
 
 DENSE, TABLES, SLICES = "dense", "tables", "slices"  # owners: each a file of every rank that has some
 IDS, ROWS = ".ids", ".rows"

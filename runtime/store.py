@@ -39,8 +39,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import xxhash
-
 from checkflow.errors import CheckflowError, StorageError, UnsupportedError
 from checkflow.runtime import files, leftovers, manifest, retention
 from checkflow.runtime.layout import OWNER, FileLayout, Layout, file_image
@@ -49,6 +47,7 @@ from checkflow.runtime.lock import DirectoryLock
 from checkflow.runtime.opening import REPLACED, glance, parse_step, step_name
 from checkflow.runtime.reader import find
 from checkflow.runtime.retention import Known, Mode, Rules
+from checkflow.runtime.writing import write_file
 
 logger = logging.getLogger("checkflow")
 
@@ -455,37 +454,6 @@ def _staged(staging: memoryview, layout: Layout) -> Image:
     if len(flat) < layout.buffer_bytes:
         raise ValueError(f"the staging buffer has {len(flat)} bytes, the layout needs {layout.buffer_bytes}")
     return lambda file: file_image(file, flat, manifest.BLOCK_BYTES)
-
-
-def write_file(folder: int, name: str, pieces: Iterator[memoryview]) -> manifest.FileEntry:
-    """Write a new file, make it durable, and return its size and checksums.
-
-    An error of fsync or close fails the checkpoint for good: the kernel may have dropped the pages that it could not
-    write, and a second fsync would succeed without them.
-    """
-    fd = files.open_new(name, dir_fd=folder)
-    try:
-        size, filled, blocks, digest = 0, 0, [], xxhash.xxh3_64()
-        for piece in pieces:
-            rest = piece
-            while rest:
-                part = rest[: manifest.BLOCK_BYTES - filled]
-                digest.update(part)
-                files.write_all(fd, part, size)
-                size, filled, rest = size + len(part), filled + len(part), rest[len(part) :]
-                if filled == manifest.BLOCK_BYTES:
-                    blocks.append(digest.hexdigest())
-                    filled = 0
-                    digest.reset()
-        if filled:
-            blocks.append(digest.hexdigest())
-        files.fsync(fd)
-    except BaseException:
-        with contextlib.suppress(OSError):  # the first error is the one to report
-            files.close(fd)
-        raise
-    files.close(fd)
-    return manifest.FileEntry(size, tuple(blocks))
 
 
 @contextlib.contextmanager

@@ -24,9 +24,9 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parent.parent
-STORE, FILES, OPENING, MANIFEST, PLAN = (
-    "checkflow.runtime.store", "checkflow.runtime.files", "checkflow.runtime.opening", "checkflow.runtime.manifest",
-    "checkflow.plan",
+STORE, WRITING, FILES, OPENING, MANIFEST, PLAN = (
+    "checkflow.runtime.store", "checkflow.runtime.writing", "checkflow.runtime.files", "checkflow.runtime.opening",
+    "checkflow.runtime.manifest", "checkflow.plan",
 )  # fmt: skip
 LEFTOVERS = "checkflow.runtime.leftovers"
 # The part of the suite that has to notice: seconds each.
@@ -36,6 +36,7 @@ SUITE = {
         "tests/test_store.py tests/test_retention.py",
         "settled or leftovers or linked or kill_at or late_metric",
     ),
+    WRITING: ("tests/test_store.py", "power_cut_at_any or comes_back"),
     FILES: ("tests/test_store.py tests/test_reader.py", "planted or linked or files_that_are_none or cannot_be_used"),
     OPENING: ("tests/test_reader.py", "flipped or length or none or attacker or later_block or another_step or linked"),
     MANIFEST: ("tests/test_reader.py", "flipped or attacker or length"),
@@ -99,7 +100,8 @@ NO_FOLLOW = ("O_NOFOLLOW", "O_EXCL")  # of new files: either of them refuses a l
 KINDS: dict[str, tuple[str, Callable[[ast.stmt], bool], Callable[[ast.stmt], ast.stmt]]] = {
     "fsync": (STORE, _deletes_call("fsync", "_sync_folder"), _never),
     "fsync of an exchange": (LEFTOVERS, _deletes_call("sync"), _never),
-    "write": (STORE, _deletes_call("write_all", "pwrite"), _never),
+    "fsync of a file": (WRITING, _deletes_call("fsync"), _never),
+    "write": (WRITING, _deletes_call("write_all", "pwrite"), _never),
     "no-follow": (FILES, _drop_flags(*NO_FOLLOW), _without_flags(*NO_FOLLOW)),
     "checksum": (OPENING, _deletes_refusal("CorruptCheckpointError"), _never),
     "digest": (MANIFEST, _deletes_refusal("CorruptCheckpointError"), _never),
