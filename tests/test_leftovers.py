@@ -24,7 +24,7 @@ from checkflow.runtime.leftovers import is_leftover, temporary_name
 from checkflow.runtime.opening import step_name
 from checkflow.runtime.reader import open_checkpoint, recover
 from checkflow.runtime.store import Image
-from tests.faults import Faults
+from tests.faults import CUTS, Disk, Faults, Killed
 from tests.store_tools import tree
 from tests.test_store import CONTENT, LAYOUT, commit, new_store, newest, steps
 from tests.waiting import wait_for
@@ -64,6 +64,22 @@ def test_what_was_exchanged_never_comes_back(directory: Path, failing: tuple[str
                 commit(store, 4, 4)
     new_store(directory).close()
     assert steps(directory) == ([4, 3] if way == "retired" else [1])
+
+
+def test_a_power_cut_after_a_start_takes_nothing_that_it_found(directory: Path) -> None:
+    """The run before was killed between rename and fsync: a job that goes on from there tells its user so."""
+    disk = Disk(directory)
+    with disk():
+        store = new_store(directory)
+        for step in (1, 2):
+            commit(store, step, step)
+        with pytest.raises(Killed), Faults(1, after=True, only=("rename",))():
+            commit(store, 3, 3)
+        store.close()
+        with new_store(directory):
+            assert steps(directory) == [3, 2, 1]
+            for names in CUTS:
+                assert newest(disk.after_power_cut(directory.with_name(f"cut-{names}"), names)) == (3, 3), names
 
 
 # ------------------------------------------------------------------------------------------------ nothing is in the way
