@@ -56,12 +56,14 @@ def hang(data: Any) -> str:
 
 def unverified(feeds: Feeds) -> None:
     """A checkpoint's blocks are handed out as they are on the disk."""
-    from checkflow.runtime import files, manifest, opening, reader
+    from checkflow.runtime import files, manifest, opening, reading
 
-    def read_block(file: opening.OpenFile, block: int, out: memoryview) -> None:
+    def read_block(file: opening.OpenFile, block: int, memory: memoryview, direct: int | None = None) -> memoryview:
+        out = memory[: opening.block_bytes(file, block)]
         files.read_all(file.fd, out, block * manifest.BLOCK_BYTES)
+        return out
 
-    reader.read_block = read_block
+    reading.read_block = read_block
 
 
 def _manifest(feed: Feed) -> Callable[[Feeds], None]:

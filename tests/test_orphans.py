@@ -58,6 +58,11 @@ with Checkpointer(
 """
 
 
+def held_by(process: psutil.Process) -> list[str]:
+    """What it has open of the checkpoints."""
+    return [file.path for file in process.open_files() if "/checkpoints/" in file.path]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_orphaned_workers_hold_no_lock_and_no_file(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
@@ -72,9 +77,10 @@ def test_orphaned_workers_hold_no_lock_and_no_file(tmp_path: Path) -> None:
         workers = psutil.Process(trainer.pid).children(recursive=True)
         assert len(workers) == 2
         for worker in workers:
+            wait_for(lambda worker=worker: held_by(worker) == [])  # its first act, which it may not have come to yet
             worker.suspend()  # they are to outlive it, as workers do that are in the middle of a long sample
             wait_for(lambda worker=worker: worker.status() == psutil.STATUS_STOPPED)
-        assert [file.path for worker in workers for file in worker.open_files() if "/checkpoints/" in file.path] == []
+        assert [path for worker in workers for path in held_by(worker)] == []
         trainer.send_signal(signal.SIGKILL)
         trainer.wait()
         with Store(directory, run_id="next", lock_wait_seconds=0) as store:
