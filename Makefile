@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Made last by a successful installation; older than what it was installed from, it is made anew.
 STAMP := .venv/.installed
 
-.PHONY: demo mnist nanogpt test check kills faults fuzz test-gpu
+.PHONY: demo mnist nanogpt test test-again check kills faults fuzz test-gpu
 
 demo: $(STAMP)
 	@$(BIN)/checkflow demo
@@ -18,6 +18,10 @@ nanogpt: $(STAMP)
 test: $(STAMP)
 	@$(BIN)/pytest --numprocesses auto --dist loadfile
 
+# What failed in the last run, one after the other; it is an error if that was nothing.
+test-again: $(STAMP)
+	@$(BIN)/pytest --numprocesses 0 --last-failed --last-failed-no-failures none -rA
+
 # A training job killed KILLS times at random moments: what must hold is in tests/kill_checks.py. BREAK=name takes
 # something away of the runtime first (tests/kill_breaks.py), and the run must fail.
 KILLS ?= 200
@@ -29,10 +33,11 @@ kills: $(STAMP)
 faults: $(STAMP)
 	@$(BIN)/python tests/fault_run.py $(if $(ONLY),--only $(ONLY)) $(if $(FRESH),--fresh) $(if $(filter command line,$(origin SECONDS)),--seconds $(SECONDS)) --output benchmarks/results/faults.json --page docs/faults.md
 
-# Everything that reads files gets INPUTS damaged and hostile ones: tests/fuzz.py says what must hold.
+# Everything that reads files gets INPUTS damaged and hostile ones: tests/fuzz.py says what must hold. BREAK=name gives
+# what reads them a fault first (tests/fuzz_breaks.py), and the run must fail.
 INPUTS ?= 100000
 fuzz: $(STAMP)
-	@$(BIN)/python tests/fuzz.py --inputs $(INPUTS) $(if $(SEED),--seed $(SEED)) --output benchmarks/results/fuzz.json
+	@$(BIN)/python tests/fuzz.py --inputs $(INPUTS) $(if $(SEED),--seed $(SEED)) $(if $(BREAK),--break $(BREAK),--output benchmarks/results/fuzz.json)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

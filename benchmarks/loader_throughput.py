@@ -18,12 +18,15 @@ counted, and then, round by round, epochs of ``--seconds`` (with workers four ti
 ``--rounds`` says or take half a minute. The machine may be one that others share, and change its speed from second to
 second. So the two epochs of a round go side by side: without workers a batch of the one and a batch of the other, in
 turns the first; with workers in two processes at the same time, all the time, which share the cores evenly, so that a
-sample takes about twice as long as alone.
+sample takes about twice as long as alone: four times, each with processes of its own, since some processes are faster
+than others for good. Items that only wait need no cores to themselves, and eight workers that wake up at once would
+wait for each other: of these, with workers, an epoch of the one follows an epoch of the other in one process.
 
-A figure is the median of the rounds; "of torch's" is the ratio of all rounds' times, "added" the median of their
-differences; "CPU" the same of the CPU's time, workers included. Two targets: at least 97 % of torch's throughput where
-an item costs 1 ms or more, and at most 10 µs a sample beyond torch's where items are only tensors. Which rows meet
-theirs is told.
+A figure is the median of the rounds; "of torch's" is the ratio of all rounds' times, "added" the mean of their
+differences; "CPU" the same of the CPU's time, workers included. Beside both stands how far they may be off (95 %, by
+Student's t, over the races, or over eight stretches of rounds where there are no races). Two targets: at least 97 % of
+torch's throughput where an item costs 1 ms or more, and at most 10 µs a sample beyond torch's where items are only
+tensors. A row has met its target, or MISSED it, if all within its error does; else the two are not told apart.
 
 "skip" is a shuffled data set of 1,280,000 samples of which nothing is loaded before the position: the seconds from
 ``iter`` to the first batch at the begin, in the middle and before the end, torch's at the begin beside it, and the
@@ -35,8 +38,10 @@ Let nothing else run meanwhile.
 from __future__ import annotations
 
 import argparse
+import collections
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -47,6 +52,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +68,9 @@ LEAST_SHARE = 0.97  # of torch's throughput, where an item costs LONG_SECONDS or
 LONG_SECONDS = 1e-3
 MOST_ADDED_SECONDS = 10e-6  # a sample, where items are only tensors
 SIDE, VIEW, FEATURES = 96, 64, 16
-LEAST_ROUNDS, CASE_SECONDS = 9, 25.0  # a case takes as many rounds as that allows
+LEAST_ROUNDS, CASE_SECONDS = 16, 25.0  # a case takes as many rounds as that allows
+RACES, STRETCHES = 4, 8
+STUDENTS_T = {RACES: 3.182, STRETCHES: 2.365}  # 95 %, both sides, by the number of means
 TRIALS = 5  # of how long an item takes: the machine's speed changes
 POSITIONS = (0, 640_000, 1_279_872)
 ORDER = 1_280_000
@@ -125,6 +133,14 @@ class OwnTensors:
         return self._inputs[index], self._targets[index]
 
 
+@dataclass(frozen=True)
+class Asked:
+    """How long a case is measured: rounds at most, and seconds of one epoch, about."""
+
+    rounds: int
+    seconds: float
+
+
 def item_seconds(dataset: Any, items: int = 50) -> float:
     """The median time of one item, as the main process makes it."""
     times = []
@@ -180,7 +196,7 @@ def epoch_seconds(loader: Any, samples: int) -> tuple[float, float]:
     return seconds / samples, (cpu_seconds() - cpu) / samples
 
 
-def side_by_side(loaders: Sequence[Any], samples: int, first: int) -> list[float]:
+def side_by_side(loaders: Sequence[Any], samples: int, first: int) -> tuple[float, float]:
     """Seconds of one epoch of each, a sample, batch by batch in turns."""
     batches = [iter(loader) for loader in loaders]
     seconds, seen = [0.0, 0.0], [0, 0]
@@ -193,7 +209,7 @@ def side_by_side(loaders: Sequence[Any], samples: int, first: int) -> list[float
         first = 1 - first
     if any(next(each, None) is not None for each in batches):
         raise SystemExit(f"an epoch has more than {samples} samples")
-    return [each / samples for each in seconds]
+    return seconds[0] / samples, seconds[1] / samples
 
 
 def make_loaders(dataset: Any, batch_size: int, workers: int) -> tuple[Any, Any]:
@@ -218,8 +234,11 @@ def race(which: int, dataset: Any, batch_size: int, workers: int, rounds: int, g
                 break
 
 
-def race_both(dataset: Any, batch_size: int, workers: int, rounds: int) -> tuple[list[list[float]], list[list[float]]]:
-    """Seconds a sample, torch's and ours, of each round: passed, and of CPU time."""
+Times = list[tuple[float, float]]  # of each round: seconds a sample, torch's and ours
+
+
+def race_both(dataset: Any, batch_size: int, workers: int, rounds: int) -> tuple[Times, Times]:
+    """One race: seconds passed, and of CPU time."""
     context = multiprocessing.get_context("spawn")
     gate, told, over = context.Barrier(2), context.Queue(), context.Event()
     both = [
@@ -233,58 +252,88 @@ def race_both(dataset: Any, batch_size: int, workers: int, rounds: int) -> tuple
     for process in both:
         process.join()
     pairs = list(zip(found[0], found[1], strict=True))
-    passed, cpu = ([[theirs[kind], ours[kind]] for theirs, ours in pairs] for kind in (0, 1))
+    passed, cpu = ([(theirs[kind], ours[kind]) for theirs, ours in pairs] for kind in (0, 1))
     return passed, cpu
 
 
-def measure(make: Callable[[int], Any], batch_size: int, workers: int, rounds: int, seconds: float) -> dict[str, Any]:
+def in_turns(loaders: Sequence[Any], samples: int, first: int) -> tuple[float, float]:
+    """Seconds of one epoch of each, a sample, one after the other."""
+    seconds = [0.0, 0.0]
+    for which in (first, 1 - first):
+        seconds[which] = epoch_seconds(loaders[which], samples)[0]
+    return seconds[0], seconds[1]
+
+
+def measure(kind: str, make: Callable[[int], Any], batch_size: int, workers: int, asked: Asked) -> dict[str, Any]:
     """One case: both loaders, round by round."""
     trial = make(max(2, 2 * workers) * batch_size)
     loader = make_loaders(trial, batch_size, workers)[0]
     one = min(epoch_seconds(loader, len(trial))[0] for _ in range(2))
-    if workers:
-        seconds *= 4  # beginning an epoch takes them a while
+    del loader  # its workers end
+    seconds = asked.seconds * 4 if workers else asked.seconds  # beginning an epoch takes them a while
     dataset = make(max(2, 2 * workers, round(seconds / one / batch_size)) * batch_size)
-    cpu: list[list[float]] = []
-    if workers:
-        rounds = max(LEAST_ROUNDS, min(rounds, round(CASE_SECONDS / (2 * one * len(dataset)))))
-        times, cpu = race_both(dataset, batch_size, workers, rounds)
+    groups: list[Times]
+    cpu: list[Times] = []
+    if workers and kind != "wait-1ms":
+        rounds = max(LEAST_ROUNDS, min(asked.rounds, round(CASE_SECONDS / (2 * one * len(dataset))))) // RACES
+        races = [race_both(dataset, batch_size, workers, rounds) for _ in range(RACES)]
+        groups, cpu = [passed for passed, _ in races], [used for _, used in races]
     else:
-        loaders, times, begun = make_loaders(dataset, batch_size, workers), [], time.perf_counter()
+        loaders, begun = make_loaders(dataset, batch_size, workers), time.perf_counter()
+        both, times = in_turns if workers else side_by_side, []
         for loader in loaders:
             epoch_seconds(loader, len(dataset))
-        while len(times) < LEAST_ROUNDS or (len(times) < rounds and time.perf_counter() - begun < CASE_SECONDS):
-            times.append(side_by_side(loaders, len(dataset), len(times) % 2))
-    row: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "samples": len(dataset), "rounds": len(times)}
+        while len(times) < LEAST_ROUNDS or (len(times) < asked.rounds and time.perf_counter() - begun < CASE_SECONDS):
+            times.append(both(loaders, len(dataset), len(times) % 2))
+        groups = stretches(times)
+    flat = [pair for group in groups for pair in group]
+    row: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "samples": len(dataset), "rounds": len(flat)}
     return row | {
         "item_seconds": item_seconds(dataset),
-        "torch_seconds_a_sample": statistics.median(theirs for theirs, _ in times),
-        "seconds_a_sample": statistics.median(ours for _, ours in times),
-        "added_seconds_a_sample": added(times),
-        "of_torchs_throughput": share(times)[1],
-        "of_torchs_throughput_least_and_most": share(times)[::2],
-        "torch_cpu_seconds_a_sample": statistics.median(theirs for theirs, _ in cpu) if cpu else None,
-        "added_cpu_seconds_a_sample": added(cpu) if cpu else None,
-        "torchs_share_of_cpu": share(cpu)[1] if cpu else None,
+        "torch_seconds_a_sample": statistics.median(theirs for theirs, _ in flat),
+        "seconds_a_sample": statistics.median(ours for _, ours in flat),
+        "added_seconds_a_sample": added(flat),
+        "added_seconds_error": error_of([added(group) for group in groups]),
+        "of_torchs_throughput": share(flat),
+        "of_torchs_throughput_error": error_of([share(group) for group in groups]),
+        "torch_cpu_seconds_a_sample": statistics.median(t for group in cpu for t, _ in group) if cpu else None,
+        "added_cpu_seconds_a_sample": added([pair for group in cpu for pair in group]) if cpu else None,
+        "torchs_share_of_cpu": share([pair for group in cpu for pair in group]) if cpu else None,
     }
 
 
-def added(times: Sequence[Sequence[float]]) -> float:
-    return statistics.median(ours - theirs for theirs, ours in times)
+def stretches(times: Times) -> list[Times]:
+    """Rounds that follow each other, in so many groups: what lies near in time errs alike."""
+    edges = [len(times) * number // STRETCHES for number in range(STRETCHES + 1)]
+    return [times[begin:end] for begin, end in itertools.pairwise(edges)]
 
 
-def share(times: Sequence[Sequence[float]]) -> tuple[float, float, float]:
-    """Torch's seconds of ours: in the round in which that is least, in all, and in the round in which it is most."""
-    shares = [theirs / ours for theirs, ours in times]
-    return min(shares), sum(theirs for theirs, _ in times) / sum(ours for _, ours in times), max(shares)
+def added(times: Times) -> float:
+    return statistics.fmean(ours - theirs for theirs, ours in times)
 
 
-def judge(kind: str, row: dict[str, Any]) -> dict[str, Any]:
-    """The row's target, and whether it is met."""
+def share(times: Times) -> float:
+    """Torch's seconds of ours, in all."""
+    return sum(theirs for theirs, _ in times) / sum(ours for _, ours in times)
+
+
+def error_of(means: Sequence[float]) -> float:
+    """How far the mean of these means may be off."""
+    return STUDENTS_T[len(means)] * statistics.stdev(means) / math.sqrt(len(means))
+
+
+MET, MISSED, OPEN = "met", "MISSED", "not told apart"
+
+
+def judge(kind: str, row: dict[str, Any]) -> dict[str, str]:
+    """The row's target, and what became of it."""
     if KINDS[kind] >= LONG_SECONDS:
-        return {"target": f"at least {LEAST_SHARE:.0%}", "met": row["of_torchs_throughput"] >= LEAST_SHARE}
-    target = f"at most {MOST_ADDED_SECONDS * 1e6:g} µs added"
-    return {"target": target, "met": row["added_seconds_a_sample"] <= MOST_ADDED_SECONDS}
+        over = row["of_torchs_throughput"] - LEAST_SHARE
+        error, target = row["of_torchs_throughput_error"], f"at least {LEAST_SHARE:.0%}"
+    else:
+        over = MOST_ADDED_SECONDS - row["added_seconds_a_sample"]
+        error, target = row["added_seconds_error"], f"at most {MOST_ADDED_SECONDS * 1e6:g} µs added"
+    return {"target": target, "verdict": MET if over >= error else MISSED if over < -error else OPEN}
 
 
 class Unread:
@@ -355,21 +404,14 @@ def main() -> None:
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
     rows = []
     head = f"{'items':12} {'batch':>5} {'workers':>7} {'item':>9} {'torch':>9} {'ours':>9}"
-    print(f"{head} {'of torch':>10} {'added':>9} {'added CPU':>9} {'CPU':>6}  target")
+    print(f"{head} {'of torch':>15} {'added':>16} {'added CPU':>9} {'CPU':>6}  target")
     for (kind, make), workers, batch_size in itertools.product(
         makers(asked.only).items(), asked.workers, asked.batch_sizes
     ):
-        row = {"items": kind, **measure(make, batch_size, workers, asked.rounds, asked.seconds)}
+        row = {"items": kind, **measure(kind, make, batch_size, workers, Asked(asked.rounds, asked.seconds))}
         row |= judge(kind, row)
         rows.append(row)
-        print(
-            f"{kind:12} {batch_size:5} {workers:7} {micro(row['item_seconds'])} {micro(row['torch_seconds_a_sample'])}"
-            f" {micro(row['seconds_a_sample'])} {row['of_torchs_throughput']:10.1%}"
-            f" {micro(row['added_seconds_a_sample'])} {micro(row['added_cpu_seconds_a_sample'])}"
-            f" {percent(row['torchs_share_of_cpu'])}"
-            f"  {row['target']}{'' if row['met'] else ': MISSED'}",
-            flush=True,
-        )
+        print(line_of(row), flush=True)
     skip = measure_skip(min(asked.rounds, LEAST_ROUNDS))
     for name, seconds in skip["first_batch_seconds"].items():
         print(f"first batch of {ORDER:,} shuffled samples, {name}: {seconds * 1e3:.1f} ms")
@@ -378,8 +420,21 @@ def main() -> None:
     where = {"cores": cores, "python": platform.python_version(), "torch": torch.__version__, "note": asked.note}
     content = {**where, "rows": rows, "skip": skip}
     asked.output.write_text(json.dumps(content, indent=1) + "\n")
-    if missed := [f"{row['items']}/{row['batch_size']}/{row['workers']}" for row in rows if not row["met"]]:
+    for verdict, count in collections.Counter(row["verdict"] for row in rows).items():
+        print(f"{count} {verdict}")
+    if missed := [f"{row['items']}/{row['batch_size']}/{row['workers']}" for row in rows if row["verdict"] == MISSED]:
         raise SystemExit(f"targets missed (items/batch size/workers): {', '.join(missed)}")
+
+
+def line_of(row: dict[str, Any]) -> str:
+    return (
+        f"{row['items']:12} {row['batch_size']:5} {row['workers']:7} {micro(row['item_seconds'])}"
+        f" {micro(row['torch_seconds_a_sample'])} {micro(row['seconds_a_sample'])}"
+        f" {row['of_torchs_throughput']:7.1%} ±{row['of_torchs_throughput_error']:6.1%}"
+        f" {micro(row['added_seconds_a_sample'])} ±{row['added_seconds_error'] * 1e6:5.1f}"
+        f" {micro(row['added_cpu_seconds_a_sample'])} {percent(row['torchs_share_of_cpu'])}"
+        f"  {row['target']}: {row['verdict']}"
+    )
 
 
 def percent(share: float | None) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 import checkflow
 from checkflow.errors import CheckflowError
 
-RUN_LIMIT_SECONDS = 150.0  # a run that has not ended by then hangs
+RUN_LIMIT_SECONDS = 900.0  # a run that has not ended by then hangs, on a slow machine too
 POLL_SECONDS = 0.002
 # While an iteration runs, one checkpoint is gathered, one may be committed, and its own step may be in the journal.
 MOST_REPLAYED_ITERATIONS = 3

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import enum
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
     import networkx
@@ -21,6 +22,26 @@ StateKind = Literal["parameter", "buffer", "optimizer"]
 Placement = Literal["device", "host"]
 # For pydantic, which reads plan files back into these dataclasses: nothing is coerced, nothing is ignored.
 STRICT = {"strict": True, "extra": "forbid", "allow_inf_nan": False}
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _FirstFault:
+    """For pydantic: the first bad item ends the reading of its collection.
+
+    A hostile file may hold a million of them, and each would be kept with its place and reason. pydantic's own FailFast
+    says the same, but importing a plan imports no pydantic, and some of its versions cannot hash that.
+    """
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+        return {**handler(source), "fail_fast": True}
+
+
+# Collections of any number of items, wherever they are read from a file.
+Many = Annotated[tuple[T, ...], _FirstFault()]
+Named = Annotated[dict[K, T], _FirstFault()]
 
 StorageKind = Literal["parameter", "buffer", "optimizer", "input", "activation", "gradient"]
 

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Literal
 
 from checkflow.errors import CheckflowError, first_fault
-from checkflow.graph import STRICT
+from checkflow.graph import STRICT, Named
+from checkflow.small_files import read_regular
 
 DeviceKind = Literal["cuda", "cpu"]
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*([kKMGTP]?)(i?)B?\s*$")
 _TIME = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*(ms|s|min|h|d)\s*$", re.ASCII)
 _SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_MOST_FILE_BYTES = 1 << 16
 MOST_BYTES = 2**63  # sizes stay below: files and memory count no further
 _MOST = 1e18  # of bytes, bytes per second, or operations per second: an exabyte; no device comes near
 RESERVED_SHARE = 0.05  # of a device's memory: what its driver and its allocator's gaps take
@@ -137,8 +139,8 @@ class Device:
     link_bandwidth_bytes_per_second: (
         float  # device to host, one way, as measured on such links (not the headline number)
     )
-    plain_flops_per_second: Mapping[str, float]  # by dtype, general units
-    matrix_flops_per_second: Mapping[str, float]  # by dtype, matrix units ("tensor cores"), dense
+    plain_flops_per_second: Named[str, float]  # by dtype, general units
+    matrix_flops_per_second: Named[str, float]  # by dtype, matrix units ("tensor cores"), dense
     compute_efficiency: float  # share of the peak that large matrix products and convolutions reach
     memory_efficiency: float  # share of the peak that element-wise operators reach
     launch_seconds: float  # the least time between two operators
@@ -354,7 +356,7 @@ def read_device(path: str | os.PathLike[str]) -> Device:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        data = Path(path).read_bytes()
+        data = read_regular(path, _MOST_FILE_BYTES)
     except OSError as error:
         raise CheckflowError(f"cannot read the device {path}: {error.strerror or error}") from error
     try:

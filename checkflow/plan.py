@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from checkflow.errors import PlanError, first_fault
-from checkflow.graph import BOUNDARY, STRICT, AnchorKey, AnchorKind
+from checkflow.graph import BOUNDARY, STRICT, AnchorKey, AnchorKind, Many
 from checkflow.hardware import DeviceKind
+from checkflow.small_files import check_members, read_regular
 from checkflow.timeline import MOST_SECONDS, Granularity, Timeline, check_timeline
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ _ITEM_BYTES = {
 }
 _MOST_BYTES = 2**63 - 1  # what memory and files can count
 MOST_STEPS = 2**24  # of a horizon: it is walked through step by step
+MAX_BYTES = 1 << 28  # of a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class StateSpec:
 
     __pydantic_config__ = STRICT
     name: str
-    shape: tuple[int, ...]
+    shape: Many[int]
     dtype: str
     size_bytes: int
     host: bool = False
@@ -82,16 +84,16 @@ class Fingerprint:
 
     __pydantic_config__ = STRICT
     model: str
-    state: tuple[StateSpec, ...]
-    ties: tuple[tuple[str, str], ...]
-    batch: tuple[tuple[tuple[int, ...], str], ...]
+    state: Many[StateSpec]
+    ties: Many[tuple[str, str]]
+    batch: Many[tuple[Many[int], str]]
     micro_batches: int
     autocast: str
-    optimizers: tuple[tuple[str, str], ...]
+    optimizers: Many[tuple[str, str]]
     device: str
     ranks: int = 1
     device_kind: DeviceKind = "cuda"
-    compiled: tuple[str, ...] = ()  # what torch.compile made: modules as in anchors, functions as "name()"
+    compiled: Many[str] = ()  # what torch.compile made: modules as in anchors, functions as "name()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,7 @@ class Plan:
     bandwidth_bytes_per_second: float
     unit_bytes: int  # the link's capacity was counted in these, and rounded on the running sum
     timeline: Timeline
-    chunks: tuple[Chunk, ...]  # sorted by (offload_step, deadline, tensor, offset)
+    chunks: Many[Chunk]  # sorted by (offload_step, deadline, tensor, offset)
     graph_peak_bytes: int
     plan_peak_bytes: int
     stall_seconds: float  # of one checkpoint: the wait, and the copies inside device memory
@@ -360,8 +362,15 @@ def _anchor_of(plan: Plan, step: int) -> AnchorKey | None:
 
 
 def dumps(plan: Plan) -> bytes:
-    """The canonical bytes of a plan file (sealed with its digest)."""
-    return _canonical(plan.sealed())
+    """The canonical bytes of a plan file (sealed with its digest).
+
+    Raises:
+        PlanError: it would be too large to be read back.
+    """
+    data = _canonical(plan.sealed())
+    if len(data) > MAX_BYTES:
+        raise PlanError(f"the plan would have {len(data)} bytes, more than {MAX_BYTES}")
+    return data
 
 
 def loads(data: bytes, name: str = "plan") -> Plan:
@@ -372,12 +381,18 @@ def loads(data: bytes, name: str = "plan") -> Plan:
     """
     from pydantic import ValidationError
 
+    if len(data) > MAX_BYTES:
+        raise PlanError(f"{name}: not a valid plan: it has more than {MAX_BYTES} bytes")
     try:
+        json.loads(data, object_pairs_hook=check_members, parse_int=str, parse_float=str)  # all else is for pydantic
         plan: Plan = _adapter().validate_json(data)
     except ValidationError as error:
         raise PlanError(
             f"{name}: not a valid plan: {first_fault(error)}; make it anew (checkflow plan MODEL -o FILE)"
         ) from None
+    except (ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise PlanError(f"{name}: not a valid plan: {reason}; make it anew (checkflow plan MODEL -o FILE)") from None
     if plan.digest != _digest(plan) or _canonical(plan) != data:
         raise PlanError(f"{name}: the plan was changed after it was made (its digest does not fit); make it anew")
     try:
@@ -394,7 +409,8 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
         raise PlanError(f"cannot write the plan to {str(path)!r}: that names no file")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)  # of a process that died; or a link that someone planted
+        with open(temporary, "xb") as file:
             file.write(dumps(plan))
             file.flush()
             os.fsync(file.fileno())
@@ -412,7 +428,7 @@ def load(path: str | os.PathLike[str]) -> Plan:
         PlanError: the file cannot be read, or is not a plan that :func:`loads` accepts.
     """
     try:
-        data = Path(path).read_bytes()
+        data = read_regular(path, MAX_BYTES + 1)
     except OSError as error:
         raise PlanError(f"cannot read the plan {path}: {error.strerror or error}") from error
     return loads(data, str(path))

@@ -10,15 +10,14 @@ import dataclasses
 import json
 import math
 import os
-import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from checkflow.errors import ReportError, first_fault
-from checkflow.graph import STRICT
+from checkflow.graph import STRICT, Many
 from checkflow.plan import Plan
+from checkflow.small_files import check_members, read_regular
 
 FILE = "report.json"
 KEPT_RUNS = 32
@@ -108,7 +107,7 @@ class Frequency:
     persist_seconds: float | None
     overhead_share: float | None
     overhead_allowed: float
-    changes: tuple[FrequencyChange, ...]
+    changes: Many[FrequencyChange]
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +235,7 @@ class ReportFile:
     __pydantic_config__ = STRICT
     format: Literal["checkflow-report"]
     version: Literal[1]
-    runs: tuple[RunReport, ...]
+    runs: Many[RunReport]
 
 
 def promises_of(plan: Plan, source: PlanSource) -> PlanInForce:
@@ -276,7 +275,7 @@ def dump_file(runs: Iterable[str]) -> bytes:
 def is_report(path: str | os.PathLike[str]) -> bool:
     """Whether a file says at its beginning that it is a report; one that cannot be read is none."""
     try:
-        head = _read(Path(path), 64)
+        head = _read(path, 64)
     except ReportError:
         return False
     return head.translate(None, b" \t\r\n").startswith(b'{"format":"checkflow-report"')
@@ -288,7 +287,7 @@ def load(path: str | os.PathLike[str]) -> tuple[RunReport, ...]:
     Raises:
         ReportError: the file cannot be read, is damaged, or is of another version; one line with the reason.
     """
-    return loads(_read(Path(path), MAX_BYTES + 1), str(path))
+    return loads(_read(path, MAX_BYTES + 1), str(path))
 
 
 def loads(data: bytes, name: str) -> tuple[RunReport, ...]:
@@ -302,7 +301,7 @@ def loads(data: bytes, name: str) -> tuple[RunReport, ...]:
     if len(data) > MAX_BYTES:
         raise ReportError(f"{name} is no run report: it has more than {MAX_BYTES} bytes")
     try:
-        plain = json.loads(data, object_pairs_hook=_no_duplicates)
+        plain = json.loads(data, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise ReportError(f"{name} is no run report: {_one_line(error)}") from None
     version = plain.get("version") if isinstance(plain, dict) else None
@@ -364,7 +363,8 @@ def _numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
         yield place, value
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    check_members(pairs)
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key occurs twice")
@@ -375,18 +375,8 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _read(path: Path, most_bytes: int) -> bytes:
-    """The beginning of a regular file. Not blocking: the open of a FIFO would wait for ever."""
+def _read(path: str | os.PathLike[str], most_bytes: int) -> bytes:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise ReportError(f"cannot read the report {path}: it is no regular file")
-            with open(fd, "rb", closefd=False) as file:
-                return file.read(most_bytes)
-        finally:
-            os.close(fd)
+        return read_regular(path, most_bytes)
     except OSError as error:
         raise ReportError(f"cannot read the report {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ReportError(f"cannot read the report {str(path)!r}: {error}") from None

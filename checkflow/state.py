@@ -237,6 +237,16 @@ def _optimizer_tensors(owner: str, models: Mapping[str, nn.Module], optimizer: A
                 yield StateTensor(f"{owner}/{name}.{key}", "optimizer", value)
 
 
+def held_tensors(
+    models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
+) -> Iterator[StateTensor]:
+    """Every state tensor under each of its names, as models and optimizers hold it: ties too, and none in parts."""
+    for owner, model in models.items():
+        yield from _model_tensors(owner, model)
+    for owner, optimizer in optimizers.items():
+        yield from _optimizer_tensors(owner, models, optimizer)
+
+
 def collect_state(models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]) -> TrainingState:
     """Every state tensor as it is now: persistent buffers and parameters, then optimizer state that exists.
 
@@ -246,14 +256,9 @@ def collect_state(models: Mapping[str, nn.Module], optimizers: Mapping[str, torc
     """
     if clash := set(models) & set(optimizers):
         raise UnsupportedError(f"a model and an optimizer are both named {sorted(clash)[0]}: give one another name")
-    found: list[StateTensor] = []
-    for owner, model in models.items():
-        found.extend(_model_tensors(owner, model))
-    for owner, optimizer in optimizers.items():
-        found.extend(_optimizer_tensors(owner, models, optimizer))
     first: dict[Region, str] = {}
     unique, ties = [], []
-    for item in itertools.chain.from_iterable(map(_in_parts, found)):
+    for item in itertools.chain.from_iterable(map(_in_parts, held_tensors(models, optimizers))):
         here = region(item.tensor)
         if here in first and item.tensor.numel():
             ties.append((item.name, first[here]))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from checkflow.errors import PlanError
-from checkflow.graph import STRICT, AnchorKey
+from checkflow.graph import STRICT, AnchorKey, Many
 from checkflow.hardware import MOST_BYTES
 
 StepKind = Literal["anchor", "segment", "operator"]
@@ -54,7 +54,7 @@ class StateGroup:
     __pydantic_config__ = STRICT
 
     first_write: int | None
-    members: tuple[tuple[str, int], ...]  # (state tensor, size in bytes), sorted by name
+    members: Many[tuple[str, int]]  # (state tensor, size in bytes), sorted by name
 
     @property
     def size_bytes(self) -> int:
@@ -68,8 +68,8 @@ class Timeline:
     __pydantic_config__ = STRICT
 
     granularity: Granularity
-    steps: tuple[Step, ...]
-    groups: tuple[StateGroup, ...]
+    steps: Many[Step]
+    groups: Many[StateGroup]
 
     @functools.cached_property
     def iteration_seconds(self) -> float:

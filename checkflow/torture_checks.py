@@ -25,10 +25,10 @@ from typing import Literal
 from checkflow import run_report
 from checkflow.errors import CorruptCheckpointError, LockedError, ReportError, StorageError
 from checkflow.run_report import RunReport
+from checkflow.runtime.leftovers import BROKEN, SUPERSEDED, is_leftover
 from checkflow.runtime.lock import LOCK
 from checkflow.runtime.opening import REPLACED, parse_step, step_name
 from checkflow.runtime.reader import open_checkpoint
-from checkflow.runtime.store import BROKEN, SUPERSEDED, is_leftover
 
 WRITING = ".tmp-"
 MOST_WRITING = 1  # one writer, one checkpoint at a time

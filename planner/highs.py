@@ -1,15 +1,53 @@
-"""PuLP's problems handed to HiGHS as arrays, and the values back: PuLP's own way makes a call a row and a column.
+"""HiGHS: PuLP's problems handed to it as arrays, its search, and the values back.
 
-For a million of them that takes as long as the search.
+PuLP's own way makes a call a row and a column: for a million of them that takes as long as the search.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from typing import TYPE_CHECKING, Any
 
+from checkflow.errors import SolverError
+from checkflow.planner.search import Solve, found, infeasible, nothing_found, run_in_thread, threads
+
 if TYPE_CHECKING:
     import pulp
+
+# Up to so many, a search for a first solution takes a third of the time, and the root's relaxation gives one anyway.
+_SMALL_VARIABLES = 10_000
+
+
+def search(problem: pulp.LpProblem, seconds: float, tolerance: float | None) -> Solve:
+    """Minimise, as :func:`.solvers.solve`."""
+    try:
+        import highspy
+    except ImportError:
+        raise SolverError("HiGHS is not installed: pip install highspy, or choose --solver cbc") from None
+    import pulp
+
+    options = {"mip_rel_gap": 0.0, "mip_abs_gap": 0.0, "time_limit": seconds, "threads": threads(), "random_seed": 0}
+    if problem.numVariables() <= _SMALL_VARIABLES:
+        options["mip_heuristic_run_feasibility_jump"] = False
+    if tolerance is not None:
+        options |= {"mip_feasibility_tolerance": tolerance, "primal_feasibility_tolerance": tolerance}
+    model = make_model(problem, options)
+    model.HandleUserInterrupt = True  # else it cannot be cancelled
+    run_in_thread(model.run, model.cancelSolve)
+    status, info, version = model.getModelStatus(), model.getInfo(), str(model.version())
+    if status == highspy.HighsModelStatus.kInfeasible:
+        return infeasible("highs", version)
+    if status not in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit):
+        raise SolverError(f"HiGHS failed: {model.modelStatusToString(status).lower()}")
+    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        raise nothing_found("HiGHS", seconds)
+    assign_values(problem, model)
+    optimal = status == highspy.HighsModelStatus.kOptimal
+    integer = any(variable.cat == pulp.LpInteger for variable in problem.variables())
+    # HiGHS keeps a dual bound for integer models only; a linear one is proved or it is not.
+    bound = info.mip_dual_bound if integer else info.objective_function_value if optimal else -math.inf
+    return found("highs", version, optimal, info.objective_function_value, bound)
 
 
 def make_model(problem: pulp.LpProblem, options: dict[str, Any]) -> Any:
@@ -60,5 +98,5 @@ def make_model(problem: pulp.LpProblem, options: dict[str, Any]) -> Any:
 
 def assign_values(problem: pulp.LpProblem, model: Any) -> None:
     """Put the solution that a model holds into the problem's variables."""
-    for variable, found in zip(problem.variables(), list(model.getSolution().col_value), strict=True):
-        variable.varValue = found
+    for variable, value in zip(problem.variables(), list(model.getSolution().col_value), strict=True):
+        variable.varValue = value

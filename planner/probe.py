@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -329,7 +329,7 @@ def make_device(machine: Machine, figures: Sequence[Figure], *, now: datetime.da
     )
 
 
-def _peaks(figures: Sequence[Figure]) -> tuple[Mapping[str, float], Mapping[str, float]]:
+def _peaks(figures: Sequence[Figure]) -> tuple[dict[str, float], dict[str, float]]:
     """Operations per second by dtype, of plain and of matrix units; TF32 only where it beats float32."""
     products = {figure.name.removeprefix(PRODUCT): figure for figure in figures if figure.name.startswith(PRODUCT)}
     tf32 = products.get("tf32")

@@ -1,36 +1,27 @@
-"""When boundaries are, and what is done at each.
-
-At each boundary that is captured: the capture in flight is brought to its end, then the next one begins
-(:mod:`.capture`); anchors drive it through the plan's iterations (:mod:`.execution`); the writer commits it
-(:mod:`.persist`, :mod:`.store`). Which boundaries are captured, and which of these storage takes, :mod:`.pace` says:
-multiples of the plan's interval, counted over the whole job, and the ends of epochs and of training (with ``every=``
-only that of training), and those that are told to be among the best. A resume does not change the count, and what it
-resumed from is not captured again.
+"""When boundaries are: what the loop, its loader and the hooks tell, and which end of an iteration that shows.
 
 Where the boundary is: when the loader is asked for a batch after an optimizer step, so that whatever the loop did
 after ``optimizer.step()`` (scheduler, EMA, clamps, validation) belongs to the finished iteration. After an epoch's last
 batch: when ``epochs()`` is advanced, or the ``with`` block ends without an exception. ``step()`` marks it explicitly.
 Without a loader and without ``step()``: when ``steps()`` is advanced, or at the first training forward after every
-optimizer has stepped.
+optimizer has stepped. What is done there is :mod:`.boundary_work`'s.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from checkflow.errors import CheckflowError
 from checkflow.graph import AnchorKey, AnchorKind
 from checkflow.plan import Plan
-from checkflow.runtime import extra_state, fit
+from checkflow.runtime import fit
 from checkflow.runtime.anchors import Sightings, in_backward
 from checkflow.runtime.barriers import Program
+from checkflow.runtime.boundary_work import BoundaryWork
 from checkflow.runtime.execution import Execution
 from checkflow.runtime.job import Job
-from checkflow.runtime.live_state import capture_extra, compact_generators, versions_of
 from checkflow.runtime.pace import Pace
 from checkflow.runtime.phases import DATA, FORWARD_BACKWARD, OTHER, PhaseClock
 from checkflow.runtime.plan_in_place import PlanInPlace
@@ -38,10 +29,8 @@ from checkflow.runtime.planning import Planning
 from checkflow.runtime.policy import Asked
 from checkflow.runtime.preemption import Preemption
 from checkflow.runtime.progress import Progress
-from checkflow.runtime.retention import EPOCH_END
 from checkflow.runtime.saving import Saving
 from checkflow.runtime.unsaved import Unsaved
-from checkflow.state import TrainingState
 
 logger = logging.getLogger("checkflow")
 
@@ -80,15 +69,9 @@ class Boundaries:
     ) -> None:
         self._job, self._progress, self._saving = job, progress, saving
         self._raising, self._preemption = raising, preemption
-        self.iteration = self._first_iteration = iteration
-        self._captured_iteration = iteration  # at the start there is nothing to save, after a resume it is
         self.explicit = False  # step() marks them
         self.in_steps = False
         self.looping: bool | None = None  # whether epochs() or steps() goes on; None: neither was called
-        self._closed = False
-        self._began = False  # an iteration, since the last boundary
-        # All state at a boundary that was not captured, and its version counters, in case it is the last one.
-        self._passed: tuple[TrainingState | None, list[int]] = None, []
         self._left_epochs = False  # with ``break``, after the epoch's last batch
         self._sightings = Sightings()
         self._no_end_said = False
@@ -97,6 +80,10 @@ class Boundaries:
         self._makes_plans = planning is not None
         self.place = PlanInPlace(given, planning, self._execute, asked.every)
         self.pace = Pace(asked, job, saving, self.place, directory, iteration)
+        self._work = BoundaryWork(
+            job, progress, saving, self.place, self.pace, self.clock, preemption,
+            iteration=iteration, raising=raising,
+        )  # fmt: skip
 
     def _execute(self, plan: Plan, program: Program) -> Execution:
         return Execution(
@@ -110,6 +97,11 @@ class Boundaries:
     def execution(self) -> Execution:
         """The plan that runs now."""
         return self.place.execution
+
+    @property
+    def iteration(self) -> int:
+        """The last one that is finished, counted over the whole job."""
+        return self._work.iteration
 
     # What the Checkpointer says of the loop
 
@@ -129,11 +121,11 @@ class Boundaries:
     def end_step(self, *, last: bool) -> None:
         """The body of a loop over iterations has ended."""
         if not self.explicit:
-            self._began = self._began or not self._job.optimizers
+            self._work.began = self._work.began or not self._job.optimizers
             self._count_batches()
             if self._never_stepped:
                 self._unsaved.turn_without_step()
-            elif self._job.loader is not None and self._iterated:
+            elif self._job.loader is not None and self._work.iterated:
                 self._unsaved.batches_from_elsewhere()
             self._boundary(last=last)
 
@@ -143,18 +135,18 @@ class Boundaries:
         used = progress.position > 0  # of this epoch, by a step
         if self._never_stepped and not used:
             self._unsaved.no_step()
-        elif self.explicit or self._closed:
+        elif self.explicit or self._work.closed:
             return
-        elif self._iterated and not (used or progress.waiting):
+        elif self._work.iterated and not (used or progress.waiting):
             self._unsaved.epoch_from_elsewhere(progress.number)
-        elif progress.waiting and not self._iterated:
+        elif progress.waiting and not self._work.iterated:
             self._unsaved.left_over(progress.waiting, progress.number)
 
     @property
     def _never_stepped(self) -> bool:
         """Whether there are optimizers, and none has stepped in this run."""
-        begins = self.iteration == self._first_iteration and not self.execution.stepped
-        return begins and not self._closed and bool(self._job.optimizers)
+        begins = self.iteration == self._work.first_iteration and not self.execution.stepped
+        return begins and not self._work.closed and bool(self._job.optimizers)
 
     def step(self, batches: int | None) -> None:
         """The user says that this is a boundary; see :meth:`.checkpointer.Checkpointer.step`."""
@@ -162,8 +154,8 @@ class Boundaries:
         self.execution.note_unseen_steps()
         # A batch was fetched after the optimizer's step and before this first call: that was taken for the boundary,
         # and is the one which is meant here. How many batches had reached it was not known there.
-        passed = first and not self._iterated and self._progress.take_back()
-        self._began = self._began or not (self._job.optimizers or passed or batches == 0)
+        passed = first and not self._work.iterated and self._progress.take_back()
+        self._work.began = self._work.began or not (self._job.optimizers or passed or batches == 0)
         if self._job.loader is not None and batches != 0:
             self._unsaved.step_from_elsewhere()
         count = self.execution.plan.fingerprint.micro_batches if batches is None else batches
@@ -181,23 +173,23 @@ class Boundaries:
     def metric(self, name: str, value: float) -> None:
         """The user says what the state is worth; see :meth:`.checkpointer.Checkpointer.metric`."""
         self.execution.note_unseen_steps()
-        metrics, late = self._saving.metrics, not self._iterated
+        metrics, late = self._saving.metrics, not self._work.iterated
         metrics.tell(self.iteration + (not late), name, value, late=late)
-        if not late or self._closed:
+        if not late or self._work.closed:
             return
         if metrics.ranks(self.iteration) and not self._is_saved_or_coming():
-            if self._began:
+            if self._work.began:
                 logger.warning(
                     "%s of step %d is one of the best, and a model has run in training mode since: it is not saved",
                     name, self.iteration,
                 )  # fmt: skip
-            self._capture_passed_boundary()
+            self._work.capture_passed()
         self._saving.keep(self.iteration)
 
     def _is_saved_or_coming(self) -> bool:
         """Whether the last boundary was captured, and that was not in vain: its capture may have given way."""
         number = self.iteration
-        return number == self._first_iteration or self._saving.metrics.is_there(number)
+        return number == self._work.first_iteration or self._saving.metrics.is_there(number)
 
     def leave_loop(self, *, in_epoch: bool = False) -> None:
         """No training follows to copy behind, and what does may write at no anchor: put the best weights back.
@@ -217,22 +209,22 @@ class Boundaries:
         self._tell_no_step()
         self._capture_last_boundary()
         if self._preemption.begin_ending():
-            self._end()
+            self._work.end()
 
     def end_training(self) -> None:
         """The ``with`` block has ended, without an exception."""
         if not self.explicit and self._left_epochs:
             self.end_epoch()
         elif not self.explicit:
-            if not self._job.optimizers and self._job.loader is None and self._began:
+            if not self._job.optimizers and self._job.loader is None and self._work.began:
                 self._unsaved.all_in_one()
             self._count_batches()
-            if self._job.loader is not None and self._iterated:
+            if self._job.loader is not None and self._work.iterated:
                 self._unsaved.batches_from_elsewhere()
             self._boundary()
-        elif self._progress.waiting and self.iteration == self._first_iteration and self.execution.stepped:
+        elif self._progress.waiting and self.iteration == self._work.first_iteration and self.execution.stepped:
             self._unsaved.never_told()
-        if self.iteration > self._first_iteration:
+        if self.iteration > self._work.first_iteration:
             self._saving.metrics.tell_missing()
         self._tell_no_step()
         self._capture_last_boundary()
@@ -245,11 +237,11 @@ class Boundaries:
     @property
     def closed(self) -> bool:
         """Whether nothing is followed any more; a close that was interrupted may have more to give back."""
-        return self._closed
+        return self._work.closed
 
     def close(self) -> None:
         """Take the hooks away and bring the capture in flight to its end; once more, if that was interrupted."""
-        self._closed, self.looping = True, False
+        self._work.closed, self.looping = True, False
         self.execution.remove_hooks()
         capturer = self.execution.capturer
         try:
@@ -265,9 +257,7 @@ class Boundaries:
 
     def raise_if_asked(self) -> None:
         """Raise what failed since the last call, where the user wants it raised."""
-        error = self._saving.writer.take_error() or self.execution.take_error_in_compiling()
-        if error is not None and self._raising:
-            raise error
+        self._work.raise_if_asked()
 
     # What preemption asks
 
@@ -276,7 +266,7 @@ class Boundaries:
         """Whether the loop that goes on will come to a boundary, as far as it has shown."""
         if self.looping is not None:
             return self.looping
-        return self._began or self._progress.waiting > 0 or self.iteration > self._first_iteration
+        return self._work.began or self._progress.waiting > 0 or self.iteration > self._work.first_iteration
 
     def hasten(self) -> None:
         """Let snapshots leave, from any thread."""
@@ -345,7 +335,7 @@ class Boundaries:
             planning.watch.evaluated()
 
     def on_training(self) -> None:
-        self._began = True
+        self._work.began = True
         self.clock.enter(FORWARD_BACKWARD)
 
     def on_anchor(self, key: AnchorKey) -> None:
@@ -378,98 +368,21 @@ class Boundaries:
 
     # Boundaries
 
-    @property
-    def _iterated(self) -> bool:
-        """Whether there was an iteration since the last boundary: without optimizers it takes none of their steps."""
-        return not self._closed and (bool(self.execution.stepped) or (not self._job.optimizers and self._began))
-
     def _count_batches(self) -> None:
         """Every batch handed out so far has reached a step, if one was made."""
         self.execution.note_unseen_steps()
-        if self._iterated:
+        if self._work.iterated:
             self._progress.count()
 
     def _boundary(self, *, epoch_end: bool = False, last: bool = False, micro_batches: int | None = None) -> None:
-        """The state is now that of one more whole iteration.
-
-        A boundary to be captured brings the capture in flight to its end first. Where that comes before the plan's
-        interval is over (an epoch's end, the last iteration, and the first regular boundary after them), training waits
-        for what is left of it. If a signal has asked for it, training ends here.
-        """
+        """An iteration has ended here, if one has begun."""
         self.execution.note_unseen_steps()
-        if not self._iterated:
-            self._end_if_idle()
-            return
-        held = sum(seconds for what, seconds in self.clock.held_seconds.items() if what != "planning")
-        with self.clock.holding("boundary"):
-            self.pace.ended(self.iteration + 1, epoch_end=epoch_end, held_seconds=held)
-        ending = self._preemption.begin_ending()
-        with self.clock.holding("planning"):
-            self._turn(micro_batches, ending=ending)
-        with self.clock.holding("boundary"):
-            due = self._at_boundary(epoch_end=epoch_end, last=last, ending=ending)
-        self.clock.end_iteration(captured=due)
-        if ending:
-            self._end()
-        if self.place.planning is not None and not last and (self._job.loader is None or self.explicit):
-            with self.clock.holding("planning"):
-                self.place.planning.begin()  # otherwise when the loader hands a batch out
-
-    def _at_boundary(self, *, epoch_end: bool, last: bool, ending: bool) -> bool:
-        """Bring the capture in flight to its end if this boundary is captured, and begin; returns whether it is."""
-        demanded = last or ending or self._saving.metrics.ranks(self.iteration + 1)
-        due = self.pace.is_due(self.iteration + 1, epoch_end=epoch_end, demanded=demanded)
-        self.execution.end_iteration(due=due, quiet=self.place.quiet or (due and (epoch_end or last or ending)))
-        due = due and self.pace.makes_room()
-        self._began = False
-        self.iteration += 1
-        if not ending:  # otherwise when this boundary is saved
-            self.raise_if_asked()
-        self.execution.heed(self._saving.writer)
-        if not due:
-            self._passed = self._job.walk.current(), self._versions()
-        if due:
-            self.clock.shift(self._capture(epoch_end))
-        self.pace.left()
-        return due
-
-    def _turn(self, micro_batches: int | None, *, ending: bool) -> None:
-        """What planning has come to, before this boundary is looked at."""
-        planning = self.place.planning
-        if planning is None:
-            return
-        if ending:
-            planning.abandon()
-            return
-        if self._job.loader is None:
-            micro_batches = None  # nobody counts
-        elif not self.explicit:
-            micro_batches = planning.watch.handed
-        before = self.execution
-        self.place.turn(micro_batches)
-        if self.execution is not before:
-            self.clock.new_plan()
-        error = planning.take_error()
-        if error is not None and self._raising:
-            raise error
-
-    def _end_if_idle(self) -> None:
-        """No iteration has begun since the last boundary: end here if that is asked, and nothing would be lost."""
-        idle = not (self._closed or self._began or self._progress.waiting)
-        if idle and self._captured_iteration == self.iteration and self._preemption.begin_ending():
-            self._end()
-
-    def _end(self) -> NoReturn:
-        """Wait until storage has what was captured, and end training here."""
-        self.execution.finish()
-        self._saving.writer.settle()
-        self.raise_if_asked()
-        durable = self._saving.writer.durable
-        if (self._first_iteration if durable is None else durable.step) != self.iteration:
-            self._preemption.end(f"training ends at step {self.iteration}, which is not saved")
-        elif self.iteration:
-            self._preemption.end(f"training ends at step {self.iteration}, which is saved")
-        self._preemption.end("training ends before its first step")
+        if self._work.iterated:
+            self._work.end_iteration(
+                epoch_end=epoch_end, last=last, explicit=self.explicit, micro_batches=micro_batches
+            )
+        else:
+            self._work.end_if_idle()
 
     def _capture_last_boundary(self) -> None:
         """Training has ended, and did not say so at its last boundary: save that if the state is still what it was.
@@ -477,52 +390,8 @@ class Boundaries:
         It is not where a further iteration has begun, nor where what followed the loop wrote (the best weights, put
         back), as far as version counters tell, and whose memory it is.
         """
-        if self._captured_iteration == self.iteration or self._closed:
+        if self._work.captured_iteration == self.iteration or self._work.closed:
             return
-        if self.execution.stepped or self._began:
+        if self.execution.stepped or self._work.began:
             self._unsaved.end(self.iteration)
-        self._capture_passed_boundary()
-
-    def _capture_passed_boundary(self) -> None:
-        if self.execution.stepped or self._began:
-            return
-        self.pace.is_due(self.iteration, demanded=True)  # what is demanded, storage is to take, too
-        state, versions = self._passed
-        if self._job.walk.current() is not state or self._versions() != versions:
-            logger.warning("the state was changed after step %d, which is not saved therefore", self.iteration)
-            return
-        with self.clock.holding("boundary"):
-            self.execution.finish()
-            self.execution.follow()
-            self.execution.hooks.reset()  # what ran since (an evaluation) is no part of the iteration to come
-            self.execution.heed(self._saving.writer)
-            self.clock.shift(self._capture(epoch_end=False))
-
-    def _versions(self) -> list[int]:
-        return versions_of(item.tensor for item in self._job.walk.current().tensors)
-
-    def _capture(self, epoch_end: bool) -> float:
-        """Capture this boundary; returns the seconds waited for storage and buffers."""
-        # The first capture tells whether the job can be checkpointed at all; later ones must not end it.
-        with self.execution.surviving() if self._saving.captures else contextlib.nullcontext():
-            self.place.tell_unplanned()
-            waited_seconds = self._begin(epoch_end)
-            if self.place.quiet:
-                self.execution.capturer.finish()
-            return waited_seconds
-        return 0.0
-
-    def _begin(self, epoch_end: bool) -> float:
-        job = capture_extra(self._job.walk, self._job.optimizers, self._job.objects)
-        known = {"iteration": self.iteration, **self._progress.capture(), "job": job}
-        generators = known.pop("generators")  # copies: they wait for the writer
-        encoded = extra_state.encode(known)  # now, since the rest may share memory with what training goes on to write
-
-        def extra() -> bytes:
-            return extra_state.with_entry(encoded, "generators", compact_generators(generators))
-
-        info = {"epoch": self._progress.epoch, EPOCH_END: epoch_end, "created": round(time.time(), 3)}
-        waited_seconds = self._saving.begin(self.execution, self.iteration, extra, info, durable=self.pace.durable)
-        self.pace.captured(self.iteration)
-        self._captured_iteration = self.iteration
-        return waited_seconds
+        self._work.capture_passed()

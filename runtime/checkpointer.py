@@ -1,15 +1,13 @@
 """Checkpointer: what a training script holds: its arguments, its loops, its beginning and its end.
 
-When boundaries are, and what is done at each, is :mod:`.boundaries`'.
+Its parts are made by :mod:`.assembling`. When boundaries are is :mod:`.boundaries`', and what is done at each
+:mod:`.boundary_work`'s.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import logging
 import os
-import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import TracebackType
@@ -23,25 +21,26 @@ from checkflow.errors import PlanError, UnsupportedError
 from checkflow.handover import Planner, Wishes
 from checkflow.plan import Plan
 from checkflow.run_report import to_dict
-from checkflow.runtime import fit, holdings, retention
-from checkflow.runtime.barriers import compile_plan
-from checkflow.runtime.boundaries import Boundaries
+from checkflow.runtime import holdings, retention
+from checkflow.runtime.assembling import assemble, check_job, read_plan
 from checkflow.runtime.capture import CaptureReport
+from checkflow.runtime.checkpointer_arguments import (
+    Arguments,
+    check_arguments,
+    read_asked,
+    read_batches,
+    read_grace,
+    read_signals,
+    read_size,
+    refuse_ranks,
+)
 from checkflow.runtime.job import Job
 from checkflow.runtime.last_resort import show_lines
 from checkflow.runtime.live_state import Stateful, StateWalk
-from checkflow.runtime.opening import step_name
-from checkflow.runtime.plan_cache import PlanCache
-from checkflow.runtime.planning import Planning
-from checkflow.runtime.preemption import Preemption
-from checkflow.runtime.progress import Progress
-from checkflow.runtime.reporting import Reporter, start_line
+from checkflow.runtime.reporting import start_line
 from checkflow.runtime.resumable import ResumableLoader
-from checkflow.runtime.resume import naming, resume_from
 from checkflow.runtime.retention import Rules
-from checkflow.runtime.saving import Saving
-from checkflow.runtime.store import Store
-from checkflow.state import as_models, as_optimizers, collect_state, refuse_closures
+from checkflow.state import as_models, as_optimizers
 
 logger = logging.getLogger("checkflow")
 
@@ -147,67 +146,40 @@ class Checkpointer:
         grace_seconds: float = 25,
         audit: int = 100,
     ) -> None:
-        fit.check_arguments(
+        check_arguments(
             model=model, optimizer=optimizer, loader=loader, directory=directory, plan=plan, state=state,
             host_buffers=host_buffers, resume=resume, on_error=on_error, audit=audit,
         )  # fmt: skip
         rules = Rules(keep_latest, keep_epochs, keep_every, keep_best, monitor, mode)
-        fit.refuse_ranks()
-        asked = fit.read_asked(overhead, every, mtbf)
-        heeded, grace_seconds = fit.read_signals(signals), fit.read_grace(grace_seconds)
+        refuse_ranks()
+        asked = read_asked(overhead, every, mtbf)
+        arguments = Arguments(
+            directory, rules, asked, Wishes(asked.overhead, read_size(extra_memory)), follow=plan == "auto",
+            resume=resume, host_buffers=host_buffers, audit=audit, raising=on_error == "raise",
+            signals=read_signals(signals), grace_seconds=read_grace(grace_seconds),
+        )  # fmt: skip
         show_lines()
         models, optimizers = as_models(model), as_optimizers(optimizer)
         self._job = job = Job(models, optimizers, dict(state or {}), loader, StateWalk(models, optimizers))
-        wishes = Wishes(asked.overhead, fit.read_size(extra_memory))
-        given = None
-        if plan is not None and plan != "auto":
-            given = plan if isinstance(plan, Plan) else plans.load(plan)
-            check_plan(given)
-            fit.check_every(asked.every, given.interval)
-        device = fit.copied_device(models, optimizers)
-        refuse_closures(optimizers)
-        fit.refuse_objects(job.objects)
-        if given is not None:
-            implementations = fit.implementations(models, optimizers)
-            fit.refuse_other_job(given, collect_state(models, {}), implementations)
-            compile_plan(given)
-
-        self.resumed_from: int | None = None
+        given = read_plan(plan, asked.every, check_plan)
+        device = check_job(job, given)
+        parts = assemble(job, given, arguments, device, check_plan=check_plan, make_planner=make_planner)
+        self._progress, self._preemption, self._store = parts.progress, parts.preemption, parts.store
+        self._saving, self._boundaries, self._reporter = parts.saving, parts.boundaries, parts.reporter
+        self.resumed_from = parts.resumed_from
         self._loops = 0  # epochs() and steps() that go on
-        self._progress = Progress(loader)
-        self._preemption = Preemption(heeded, grace_seconds, None if loader is None else loader.shield)
-        holdings.take_over(directory)
-        with contextlib.ExitStack() as undo:
-            self._store = Store(directory, run_id=uuid.uuid4().hex[:16], **dataclasses.asdict(rules))
-            undo.callback(self._store.close)
-            planning = None
-            if given is None:
-                cache = PlanCache(self._store.directory, wishes)
-                planning = Planning(job, cache, make_planner(), check_plan, wishes, follow=plan == "auto")
-            imported = self._resume(resume, given)
-            if rules.monitor is not None:
-                self._store.look()  # what earlier runs found to be the best is still to be beaten
-            self._saving = Saving(self._store, device, each=every is not None, host_buffers=host_buffers, audit=audit)
-            undo.callback(self._saving.close)
-            self._boundaries = Boundaries(
-                job, iteration=self.resumed_from or 0, progress=self._progress, saving=self._saving,
-                given=given, planning=planning, asked=asked, directory=self._store.directory,
-                raising=on_error == "raise", preemption=self._preemption,
-            )  # fmt: skip
-            undo.callback(self._boundaries.close)
-            self._reporter = Reporter(
-                job, self._boundaries, self._saving, self._store.directory,
-                run_id=self._store.run_id, resumed_from=self.resumed_from, imported=imported,
-            )  # fmt: skip
-            undo.pop_all()
         self._held = holdings.Holdings(
             loader, self._boundaries, self._saving, self._store, self._preemption, self._reporter
         )
         weakref.finalize(self, holdings.dropped, self._held).atexit = False  # at exit all that is held is given back
+        self._begin()
+
+    def _begin(self) -> None:
+        """Write the first report, and follow the loader and the signals."""
         self._saving.writer.after_each = self._reporter.write_in_time
         self._reporter.write()
         logger.info("%s", start_line(self._reporter.make(), self._store.directory))
-        if loader is not None:
+        if (loader := self._job.loader) is not None:
             holdings.tell_displaced(loader)
             loader.follow(self._boundaries)
         self._preemption.listen(self._boundaries)
@@ -333,7 +305,7 @@ class Checkpointer:
         if self._boundaries.closed and self._loops:
             return
         self._refuse_closed()
-        self._boundaries.step(None if batches is None else fit.read_batches(batches))
+        self._boundaries.step(None if batches is None else read_batches(batches))
 
     def metric(self, name: str, value: SupportsFloat) -> None:
         """Tell what the state is worth, as it is now: ``checkpointer.metric("val_loss", 0.3)``.
@@ -416,18 +388,3 @@ class Checkpointer:
                 self._boundaries.end_training()
         finally:
             self._close(raising=kind is None)
-
-    def _resume(self, mode: str | int, plan: Plan | None) -> bool:
-        """Whether what it goes on from is imported weights alone."""
-        job = self._job
-        resumed = resume_from(
-            self._store, mode, job.models, job.optimizers, job.objects,
-            host_tensors=None if plan is None else plan.host_tensors,
-        )  # fmt: skip
-        if resumed is None:
-            self._progress.begin_anew()
-            return False
-        self.resumed_from = resumed.extra["iteration"]
-        with naming(self._store.directory / step_name(resumed.step)):
-            self._progress.resume(resumed.extra)
-        return resumed.imported

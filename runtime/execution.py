@@ -52,8 +52,8 @@ UNPLANNED = Plan(
 class Listener(Protocol):
     """Whom the hooks call: the Checkpointer, which times them and finds boundaries."""
 
-    iteration: int  # finished so far
-
+    @property
+    def iteration(self) -> int: ...  # finished so far
     def on_anchor(self, key: AnchorKey) -> None: ...
     def on_forward(self, model: str, arguments: Any) -> None: ...
     def on_training(self) -> None: ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import stat
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,8 +19,8 @@ import torch
 
 from checkflow.errors import CheckflowError, CorruptCheckpointError, MismatchError, StorageError, UnsupportedError
 from checkflow.runtime import extra_state
+from checkflow.runtime.filling import fill_all
 from checkflow.runtime.reader import Checkpoint
-from checkflow.runtime.resume import fill
 
 Format = Literal["torch", "safetensors", "dcp"]
 _SUFFIXES: Mapping[str, Format] = {
@@ -112,7 +113,7 @@ def _parameter_of(name: str, numbers: Mapping[str, int]) -> str:
 def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     entry = checkpoint.tensors[name]
     tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-    fill(checkpoint, name, tensor)
+    fill_all(checkpoint, [(name, tensor)])
     return tensor
 
 
@@ -174,7 +175,10 @@ def _save_model(checkpoint: Checkpoint, found: Mapping[str, Any], model: str | N
         if id(value) in seen:
             tensors[key] = value.clone()  # the format has no shared memory
         seen.add(id(value))
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)  # as the umask leaves it: what safetensors makes is for its owner alone
     safetensors.torch.save_file(tensors, path, {"format": "pt"})
+    path.chmod(mode)
 
 
 def _save_distributed(found: Mapping[str, Any], path: Path) -> None:

@@ -6,22 +6,39 @@ any single call fail. Errors are OSError; the callers give them a meaning.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import pathlib
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Not blocking, or the open of a planted FIFO would wait for ever; regular files do not care.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_passing: set[int] = set()  # open descriptors that a forked child must not keep
+# What a file system says that has no reads and writes around the page cache, or none of this alignment.
+NOT_DIRECT = (errno.EINVAL, errno.ENOTSUP)
+# Less goes through the page cache: for a small file a disk takes longer to answer twice than the cache to copy.
+LEAST_DIRECT_BYTES = 1 << 20
 
 
 def open_folder(path: str, *, dir_fd: int | None = None) -> int:
     """A directory, itself no symbolic link."""
     return os.open(path, _FOLDER | os.O_NOFOLLOW, dir_fd=dir_fd)
+
+
+@contextlib.contextmanager
+def folder(path: str, *, dir_fd: int | None = None) -> Iterator[int]:
+    """As :func:`open_folder`, for a block. Nothing is written through it: how its closing ends says nothing."""
+    fd = open_folder(path, dir_fd=dir_fd)
+    try:
+        yield fd
+    finally:
+        close_quietly(fd)
 
 
 def make_folders(path: str) -> None:
@@ -30,6 +47,30 @@ def make_folders(path: str) -> None:
         os.makedirs(path, exist_ok=True)
     except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
         raise type(error)(error.errno, _obstacle(path) or error.strerror, path) from None
+
+
+def make_durably(path: str, sync: Callable[[int], None]) -> None:
+    """As :func:`make_folders`, and their names are durable: without that, a power cut takes them with all they hold.
+
+    Args:
+        sync: makes the names in an open directory durable.
+    """
+    made = pathlib.Path(path)
+    parents = {made.parent}
+    for above in made.parents:
+        if os.path.lexists(above):
+            break
+        parents.add(above.parent)
+    make_folders(path)
+    for parent in parents:
+        try:
+            fd = open_folder(str(parent.resolve()))
+        except PermissionError:  # a directory that was made for us, in one that is not ours to read
+            continue
+        try:
+            sync(fd)
+        finally:
+            close_quietly(fd)
 
 
 def _obstacle(path: str) -> str | None:
@@ -49,7 +90,7 @@ def mkdir(name: str, *, dir_fd: int) -> None:
 
 def open_new(name: str, *, dir_fd: int) -> int:
     """A new file for writing: fails if anything of this name exists, a dangling symbolic link too."""
-    return os.open(name, _NEW, 0o666, dir_fd=dir_fd)
+    return pass_by(os.open(name, _NEW, 0o666, dir_fd=dir_fd))
 
 
 def open_read(name: str, *, dir_fd: int) -> int:
@@ -57,12 +98,21 @@ def open_read(name: str, *, dir_fd: int) -> int:
     return os.open(name, _READ, dir_fd=dir_fd)
 
 
+def open_direct(fd: int) -> int:
+    """The same open file once more, for reads of whole pages around the page cache."""
+    flag = getattr(os, "O_DIRECT", 0)  # Linux
+    if not flag:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | flag)
+
+
 def open_claimed(name: str, *, dir_fd: int) -> int:
     """An existing file to lock for oneself: over a network that takes the right to write."""
     try:
-        return os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=dir_fd)
+        fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=dir_fd)
     except PermissionError:
-        return open_read(name, dir_fd=dir_fd)
+        fd = open_read(name, dir_fd=dir_fd)
+    return pass_by(fd)
 
 
 def open_lock(path: str) -> int:
@@ -78,6 +128,18 @@ def flock(fd: int) -> None:
 def flock_shared(fd: int) -> None:
     """Take a lock that any number may share, or raise BlockingIOError at once."""
     fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def set_direct(fd: int, direct: bool) -> None:
+    """Have reads and writes of an open file go around the page cache from now on, or through it again.
+
+    Not by a flag of the open itself: some file systems make the new file, and refuse after that.
+    """
+    flag = getattr(os, "O_DIRECT", 0)  # Linux
+    if direct and not flag:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags | flag if direct else flags & ~flag)
 
 
 def truncate(fd: int) -> None:
@@ -98,8 +160,25 @@ def fsync(fd: int) -> None:
     os.fsync(fd)
 
 
+def pass_by(fd: int) -> int:
+    """Have a descriptor closed in children that are forked while it is open.
+
+    Loader workers are forked at any time, while the writer's thread is at work. They would keep what it has open for as
+    long as they live: the locks, so that the checkpoint stays, and the files, so that it takes room when it is deleted.
+    """
+    _passing.add(fd)
+    return fd
+
+
 def close(fd: int) -> None:
+    _passing.discard(fd)
     os.close(fd)
+
+
+def close_quietly(fd: int) -> None:
+    """Close what nothing was written through, or what an error ends that is the one to report."""
+    with contextlib.suppress(OSError):
+        close(fd)
 
 
 def rename(old: str, new: str, *, dir_fd: int) -> None:
@@ -140,7 +219,7 @@ def exists(name: str, *, dir_fd: int) -> bool:
 
 
 def is_at(fd: int, path: str) -> bool:
-    """Whether an open directory is the one that has this path now."""
+    """Whether an open file or directory is the one that has this path now."""
     try:
         there = os.stat(path, follow_symlinks=False)
     except (FileNotFoundError, NotADirectoryError):
@@ -171,22 +250,24 @@ def read_all(fd: int, buffer: memoryview, offset: int) -> int:
     return done
 
 
-def remove(name: str, *, dir_fd: int) -> None:
-    """Remove a checkpoint's directory and the files in it, or a plain file or link of this name.
+def read_pages(fd: int, buffer: memoryview, offset: int) -> int:
+    """Fill ``buffer`` with whole pages, around the page cache; returns how many bytes there are of them.
 
-    Nothing is followed: a directory inside it, which no checkpoint has, is an error.
+    Fewer at the file's end, or where the file system refuses or stops within a page: the rest is to be read through
+    the cache.
     """
-    try:
-        fd = open_folder(name, dir_fd=dir_fd)
-    except NotADirectoryError:  # a symbolic link too
-        unlink(name, dir_fd=dir_fd)
-        return
-    try:
-        for entry in names(fd):
-            unlink(entry, dir_fd=fd)
-    finally:
-        close(fd)
-    rmdir(name, dir_fd=dir_fd)
+    done = 0
+    while done < len(buffer) and not done % mmap.PAGESIZE:
+        try:
+            count = preadv(fd, [buffer[done:]], offset + done)
+        except OSError as error:
+            if error.errno not in NOT_DIRECT:
+                raise
+            break
+        if not count:
+            break
+        done += count
+    return done
 
 
 def file_system(path: str | os.PathLike[str]) -> tuple[str | None, int]:
@@ -206,3 +287,11 @@ def file_system(path: str | os.PathLike[str]) -> tuple[str | None, int]:
     except OSError:
         return None, 0
     return None, size_bytes
+
+
+def _close_in_child() -> None:
+    while _passing:
+        close_quietly(_passing.pop())
+
+
+os.register_at_fork(after_in_child=_close_in_child)

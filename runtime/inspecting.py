@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from checkflow.errors import CheckflowError, StorageError
 from checkflow.runtime import extra_state, files
-from checkflow.runtime.manifest import MANIFEST
+from checkflow.runtime.leftovers import BROKEN, SUPERSEDED, is_leftover
+from checkflow.runtime.manifest import MANIFEST, MAX_STEP
 from checkflow.runtime.opening import glance, parse_step, step_name
 from checkflow.runtime.reader import Checkpoint, find, open_checkpoint
 from checkflow.runtime.retention import Known, Rules, best, known, read_metrics, rules_of, write_metrics
-from checkflow.runtime.store import BROKEN, SUPERSEDED, is_leftover
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +104,7 @@ def list_directory(directory: str | os.PathLike[str]) -> tuple[Listed, ...]:
         return (_look_at(one, "checkpoint", is_best=one == _best_of(one.parent)),)
     first = _best_of(root)
     checkpoints = [_look_at(path, "checkpoint", is_best=path == first) for path in find(root)]
-    checkpoints = [one for one in checkpoints if not one.fault or one.path.exists()]  # retention was there first
+    checkpoints = [one for one in checkpoints if not one.fault or os.path.exists(one.path)]  # retention was there first
     others: list[Listed] = []
     for name in sorted(files.folder_names(str(root))):
         kind = _kind_of(name)
@@ -121,7 +121,7 @@ def home_of(reference: str | os.PathLike[str]) -> Path:
 
 def _one_meant(path: Path) -> Path | None:
     """The one checkpoint that is meant; None: a directory of checkpoints is."""
-    return choose(path) if _is_checkpoint(path) or ("@" in path.name and not path.exists()) else None
+    return choose(path) if _is_checkpoint(path) or ("@" in path.name and not os.path.exists(path)) else None
 
 
 def _kind_of(name: str) -> Kind | None:
@@ -188,16 +188,16 @@ def choose(reference: str | os.PathLike[str]) -> Path:
         StorageError: there is none.
     """
     path = Path(reference)
-    if not path.exists():
+    if not os.path.exists(path):
         folder, at, step = str(reference).rpartition("@")
         if at and step == "best":
             if (found_best := _best_of(Path(folder))) is None:
                 raise StorageError(f"{folder} holds no best checkpoint: none has the metric that its job monitors")
             return found_best
-        if not at or not step.isdecimal():
+        if not at or not step.isdecimal() or len(step) > len(str(MAX_STEP)):
             raise StorageError(f"there is no {path}")
         path = Path(folder) / step_name(int(step))
-        if not path.is_dir():
+        if not os.path.isdir(path):
             raise StorageError(f"{folder} holds no checkpoint of step {int(step)}")
         return path
     if _is_checkpoint(path):
@@ -210,7 +210,7 @@ def choose(reference: str | os.PathLike[str]) -> Path:
 def choose_all(reference: str | os.PathLike[str]) -> tuple[Path, ...]:
     """As :func:`choose`, but of a directory all its checkpoints, the newest first."""
     path = Path(reference)
-    if path.exists() and not _is_checkpoint(path):
+    if os.path.exists(path) and not _is_checkpoint(path):
         if not (found := find(path)):
             raise StorageError(f"{path} holds no checkpoint")
         return found
@@ -218,7 +218,7 @@ def choose_all(reference: str | os.PathLike[str]) -> tuple[Path, ...]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return (path / MANIFEST).exists() or parse_step(path.name) is not None
+    return os.path.exists(path / MANIFEST) or parse_step(path.name) is not None
 
 
 def verify(path: Path, progress: Callable[[int], None] = lambda size_bytes: None) -> Verified:

@@ -122,7 +122,22 @@ def refuse_no_objects(state: object) -> None:
             raise TypeError(f"state has the name {reprlib.repr(name)}: pass a dict of objects by name, names of text")
 
 
-def refuse_unsaved(name: str, value: Any) -> None:
+def refuse_objects(objects: Mapping[str, object]) -> None:
+    """Refuse what cannot be saved and put back as ``state=``: by its methods, and by what it would save now.
+
+    Raises:
+        UnsupportedError: there is such; it is named.
+    """
+    for name, value in objects.items():
+        if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise UnsupportedError(
+                f"state[{name!r}] is a {type(value).__name__}, without state_dict and load_state_dict: pass an object "
+                "that has both, such as a scheduler"
+            )
+        _refuse_unsaved(name, value)
+
+
+def _refuse_unsaved(name: str, value: Any) -> None:
     """Refuse an object whose state cannot be saved as it is now: the first checkpoint would find it out after hours.
 
     Raises:

@@ -10,18 +10,31 @@ import array
 import operator
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from checkflow.errors import MismatchError
-from checkflow.state import TrainingState, collect_state, dense_parts, module_names, optimizer_parameters
+from checkflow.state import (
+    TrainingState,
+    collect_state,
+    dense_parts,
+    held_tensors,
+    is_composite,
+    module_names,
+    optimizer_parameters,
+)
 
 Models = Mapping[str, nn.Module]
 Optimizers = Mapping[str, torch.optim.Optimizer]
 _counter = operator.attrgetter("_version")
+# Each over all tensors at once, since this runs at each boundary.
+_FORM: tuple[Callable[[torch.Tensor], Any], ...] = (
+    torch.Tensor.data_ptr, operator.attrgetter("dtype"), operator.attrgetter("shape"), torch.Tensor.stride,
+    torch.Tensor.is_conj, torch.Tensor.is_neg,
+)  # fmt: skip
 
 
 class Stateful(Protocol):
@@ -35,8 +48,9 @@ class StateWalk:
     """All state tensors of a job as they are now; the walk over modules is repeated only when something changed.
 
     What is checked at each call, all of it by identity: that each optimizer has the containers it had
-    (``load_state_dict`` makes new ones), that each container holds what it held and no more, and each tensor's address
-    (``.data`` may have been reassigned, a sparse tensor may have taken other values).
+    (``load_state_dict`` makes new ones), that each container holds what it held and no more, and each tensor's address,
+    type, shape and strides (``.data`` may have been reassigned, a sparse tensor may have taken other values), under
+    each of its names (of two that are tied, one may have been given memory of its own).
     """
 
     def __init__(self, models: Models, optimizers: Optimizers) -> None:
@@ -48,15 +62,15 @@ class StateWalk:
         self._members: list[int] = []
         self._containers: list[Any] = []
         self._sizes: list[int] = []
+        self._dense: list[torch.Tensor] = []
         self._composites: list[torch.Tensor] = []
-        self._parts: list[int] = []
-        self._addresses: list[int] = []
+        self._forms: list[list[Any]] = []
         #: As of the last call of ``current``: by optimizer, ``id(parameter)`` to its name; and modules by name.
         self.names: dict[str, dict[int, str]] = {}
         self.modules_with_extra_state: dict[str, nn.Module] = {}
 
     def current(self) -> TrainingState:
-        """The state; the same object as at the last call exactly if nothing changed, neither tensors nor addresses."""
+        """The state; the same object as at the last call exactly if nothing changed, no tensor and no memory of one."""
         if self._state is None or not self._unchanged():
             self._state = collect_state(self._models, self._optimizers)
             self._remember()
@@ -70,14 +84,20 @@ class StateWalk:
             and all(container.get(key) is value for container, key, value in self._slots)
             and self._now_members() == self._members
             and not any(torch.is_tensor(table.get(key)) for table, key in self._numbers)
-            and [item.tensor.data_ptr() for item in self._state.tensors] == self._addresses
-            and _addresses_of_parts(self._composites) == self._parts
+            and self._now_forms() == self._forms
         )
 
     def _now_members(self) -> list[int]:
         """What the optimizers update: their groups' lists may be others than at the last look."""
         groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
         return [id(parameter) for group in groups for parameter in group["params"]]
+
+    def _now_forms(self) -> list[list[Any]]:
+        """What makes each tensor the region of memory that it is."""
+        tensors = self._dense
+        if self._composites:
+            tensors = tensors + [part for tensor in self._composites for _, part in dense_parts(tensor)]
+        return [list(map(look, tensors)) for look in _FORM]
 
     def _remember(self) -> None:
         assert self._state is not None
@@ -101,10 +121,10 @@ class StateWalk:
                             self._numbers.append((table, key))
         self._sizes = [len(container) for container in self._containers]
         self._members = self._now_members()
-        self._addresses = [item.tensor.data_ptr() for item in self._state.tensors]
-        wholes = {id(item.whole): item.whole for item in self._state.tensors if item.whole is not None}
-        self._composites = list(wholes.values())
-        self._parts = _addresses_of_parts(self._composites)
+        held = {id(item.tensor): item.tensor for item in held_tensors(self._models, self._optimizers)}
+        self._composites = [tensor for tensor in held.values() if is_composite(tensor)]
+        self._dense = [tensor for tensor in held.values() if not is_composite(tensor)]
+        self._forms = self._now_forms()
         self.names = {
             owner: {id(parameter): name for name, parameter in optimizer_parameters(self._models, optimizer)}
             for owner, optimizer in self._optimizers.items()
@@ -127,10 +147,6 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
         return list(map(_counter, listed))
     except RuntimeError:
         return list(map(version_of, listed))
-
-
-def _addresses_of_parts(composites: list[torch.Tensor]) -> list[int]:
-    return [part.data_ptr() for tensor in composites for _, part in dense_parts(tensor)]
 
 
 def capture_generators() -> dict[str, Any]:

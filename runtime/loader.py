@@ -20,25 +20,21 @@ from typing import Any
 import torch
 import torch.distributed
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import (
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    default_collate,
-    default_convert,
-)
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import default_collate, default_convert
 
-from checkflow.errors import MismatchError, UnsupportedError
+from checkflow.runtime.epoch_seeds import EpochSeeds, Seeds
 from checkflow.runtime.feed import Caught, Failure, Feed, made_here
 from checkflow.runtime.generators import Reseed
 from checkflow.runtime.loader_arguments import (
+    Order,
     given_share,
     read_seed,
     read_workers,
     refuse_contradictions,
-    refuse_dealing,
+    refuse_no_order,
+    refuse_other_data,
     refuse_other_types,
+    without_known_sampler,
 )
 from checkflow.runtime.order import BatchSteps, SampleSteps, Share, Steps, Tail, count_steps
 from checkflow.runtime.resumable import ResumableLoader, cannot_go_on, refuse_another
@@ -47,7 +43,6 @@ from checkflow.runtime.sampling import BLOCK, iterate_sampler, with_inner
 from checkflow.runtime.worker_signals import WorkerShield
 
 logger = logging.getLogger("checkflow")
-_Seeds = tuple[int, int]  # of an epoch: of its samples' randomness, and of its order
 _OF_WORKERS = -2  # in the place of an index
 
 
@@ -121,33 +116,23 @@ class DataLoader(ResumableLoader):
                    "persistent_workers": persistent_workers, "in_order": in_order},
         )  # fmt: skip
         super().__init__(WorkerShield(worker_init_fn) if num_workers else None)
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            raise UnsupportedError(
-                "checkflow.DataLoader takes map-style data (with __len__ and __getitem__); for others: "
-                "checkflow.resumable(torch.utils.data.DataLoader(...))"
-            )
+        refuse_other_data(dataset)
         refuse_contradictions(
             batch_size, shuffle, sampler, batch_sampler, drop_last=drop_last, tail=tail, timeout=timeout,
-            workers=num_workers,
+            workers=num_workers, in_order=in_order,
         )  # fmt: skip
-        if num_workers > 1 and not in_order:
-            raise ValueError("in_order=False and several workers exclude each other: a position says which came before")
-        self.dataset, self.batch_size, self.drop_last, self.seed = dataset, batch_size, drop_last, read_seed(seed)
-        self.num_workers, self.generator = num_workers, generator
-        self.sampler, self.batch_sampler = sampler, batch_sampler
-        self.shuffle = bool(shuffle)
-        self.tail: Tail = tail or ("drop" if drop_last else "even")
-        self._share = None if rank is None and world_size is None else given_share(rank, world_size)
-        self._replace_known_sampler()
-        if self._ordered_here and not isinstance(dataset, Sized):
-            raise ValueError(
-                f"the data set, a {type(dataset).__name__}, has no __len__, and there is no sampler: nothing says "
-                "which samples an epoch has; give it __len__, or pass sampler= or batch_sampler="
-            )
-        if self._share != Share():
-            refuse_dealing(self.sampler if batch_sampler is None else batch_sampler)
+        asked = Order(
+            sampler, bool(shuffle), read_seed(seed), tail or ("drop" if drop_last else "even"),
+            None if rank is None and world_size is None else given_share(rank, world_size),
+        )  # fmt: skip
+        order = without_known_sampler(asked, dataset, generator)
+        refuse_no_order(order, batch_sampler, dataset)
+        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
+        self.num_workers, self.generator, self.batch_sampler = num_workers, generator, batch_sampler
+        self.sampler, self.shuffle, self.seed, self.tail = order.sampler, order.shuffle, order.seed, order.tail
+        self._share = order.share
+        self._seeds = EpochSeeds(self.seed, generator, ordered=self.shuffle or not self._ordered_here)
         self.dropped = self.repeated = 0  # samples, at the end of the last epoch that came to its end
-        self._drawn: dict[int, _Seeds] = {}  # by epoch
         self._used: int | None = 0  # batches of this epoch; None: to be found by its position
         self._feed = Feed()
         self._dealt_in = 0  # the pass whose steps the feed has
@@ -172,23 +157,6 @@ class DataLoader(ResumableLoader):
             **device,
         )
 
-    def _replace_known_sampler(self) -> None:
-        """Torch's own samplers, where this loader makes the same order itself."""
-        sampler = self.sampler
-        if type(sampler) is SequentialSampler and sampler.data_source is self.dataset:
-            self.sampler = None
-        elif type(sampler) is RandomSampler and sampler.data_source is self.dataset:
-            plain = not sampler.replacement and sampler._num_samples is None
-            if plain and sampler.generator is self.generator:
-                self.sampler, self.shuffle = None, True
-        elif type(sampler) is DistributedSampler and sampler.dataset is self.dataset:
-            share = Share(sampler.rank, sampler.num_replicas)
-            if self._share not in (None, share):  # it is to deal itself
-                return
-            self.sampler, self.shuffle, self._share = None, sampler.shuffle, share
-            self.seed = sampler.seed if self.seed is None else self.seed
-            self.tail = "drop" if sampler.drop_last else self.tail
-
     @property
     def _batched(self) -> bool:
         return self.batch_size is not None or self.batch_sampler is not None
@@ -212,8 +180,7 @@ class DataLoader(ResumableLoader):
         if self._dealt_in == self._pass:
             return not self._feed.more
         # A sampler's length need not be this epoch's, and counts batches where it makes them: what it gives decides.
-        known = self.seed is not None or self.epoch in self._drawn
-        return known and not self._steps(self._epoch_seeds()).more
+        return self._seeds.known(self.epoch) and not self._steps(self._epoch_seeds()).more
 
     @property
     def _ordered_here(self) -> bool:
@@ -229,13 +196,12 @@ class DataLoader(ResumableLoader):
         if self._ordered_here:
             return self._count(len(self.dataset)) - self._count(self._left)
         if self._used is None:
-            known = self.seed is not None or self.epoch in self._drawn
-            if not known and self.share.world_size > 1:
+            if not self._seeds.known(self.epoch) and self.share.world_size > 1:
                 return super().used_batches()  # all ranks would have to draw at once
             self._used = self._find_used(self._epoch_seeds())
         return self._used
 
-    def _find_used(self, seeds: _Seeds) -> int:
+    def _find_used(self, seeds: Seeds) -> int:
         """By iterating the sampler anew, which no iteration that goes on would survive."""
         used = itertools.takewhile(lambda step: step.end <= self._handed, self._steps(seeds, 0))
         return sum(1 for _ in used)
@@ -269,12 +235,12 @@ class DataLoader(ResumableLoader):
         seeds = self._epoch_seeds()
         if self._used is None and not self._ordered_here:
             self._used = self._find_used(seeds)
-        self._feed.begin(self._steps(seeds), seeds[0], self.epoch)
+        self._feed.begin(self._steps(seeds), seeds.samples, self.epoch)
         self._dealt_in = self._pass
         if not self._feed.more:
             self._end(self._feed.steps.dropped, self._feed.steps.repeated)
             return iter(())
-        self._base.manual_seed(derived_seed(seeds[0], self.epoch, _OF_WORKERS))
+        self._base.manual_seed(derived_seed(seeds.samples, self.epoch, _OF_WORKERS))
         if self.shield is not None:
             self.shield.workers_start()
         return _Rest(self, self._batches(), told=told)
@@ -292,44 +258,24 @@ class DataLoader(ResumableLoader):
         if (dropped or repeated) and not asked and self.share.rank == 0:
             logger.info("epoch %d: %d samples left out, %d repeated", self.epoch, dropped, repeated)
 
-    def _steps(self, seeds: _Seeds, position: int | None = None) -> Steps:
+    def _steps(self, seeds: Seeds, position: int | None = None) -> Steps:
         position = self._handed if position is None else position
         share = self.share
         if self.batch_sampler is not None:
-            return BatchSteps(iterate_sampler(self.batch_sampler, seeds[1], self.epoch), share, self.tail, position)
+            return BatchSteps(iterate_sampler(self.batch_sampler, seeds.order, self.epoch), share, self.tail, position)
         order: Iterable[Any]
         if self.sampler is not None:
-            order = iterate_sampler(self.sampler, seeds[1], self.epoch)
+            order = iterate_sampler(self.sampler, seeds.order, self.epoch)
         elif self.shuffle:
-            order = _shuffled(len(self.dataset), seeds[1])
+            order = _shuffled(len(self.dataset), seeds.order)
         else:
             order = range(len(self.dataset))
         return SampleSteps(order, self.batch_size or 1, share, self.tail, position)
 
-    def _epoch_seeds(self) -> _Seeds:
-        if self.seed is not None:
-            return self.seed, derived_seed(self.seed, self.epoch)
-        if self.epoch not in self._drawn:
-            if self.listener is not None:
-                self.listener.on_seeds_needed()
-            ordered = self.shuffle or self.sampler is not None or self.batch_sampler is not None
-            drawn = self._draw(), self._draw() if ordered else 0
-            self._drawn[self.epoch] = self._agreed(drawn)
-        return self._drawn[self.epoch]
-
-    def _draw(self) -> int:
-        """A seed, as torch's loaders and samplers draw theirs."""
-        return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
-
-    def _agreed(self, drawn: _Seeds) -> _Seeds:
-        """Rank 0's, if there are several ranks."""
-        if self.share.world_size == 1:
-            return drawn
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            raise UnsupportedError("several ranks without torch.distributed cannot draw the same seeds: pass seed=")
-        told: list[Any] = [drawn]
-        torch.distributed.broadcast_object_list(told, src=0)
-        return told[0]  # type: ignore[no-any-return]
+    def _epoch_seeds(self) -> Seeds:
+        if self.listener is not None and not self._seeds.known(self.epoch):
+            self.listener.on_seeds_needed()
+        return self._seeds.of(self.epoch, self.share)
 
     def end_workers(self) -> None:
         """End workers that persist; iterating starts new ones.
@@ -341,18 +287,10 @@ class DataLoader(ResumableLoader):
 
     def state_at(self, epoch: int, position: int) -> dict[str, Any]:
         """The state that goes on from this place, which may lie behind batches fetched ahead."""
-        state = {
-            "epoch": epoch,
-            "position": position,
-            **self._identity(),
-            "drawn": {number: seeds for number, seeds in self._drawn.items() if number >= epoch},
-        }
-        if self.generator is not None:
-            state["generator"] = self.generator.get_state()
-        return state
+        return {"epoch": epoch, "position": position, **self._identity(), **self._seeds.state_from(epoch)}
 
     def _forget(self) -> None:
-        self._drawn = {}
+        self._seeds.forget()
         self.dropped = self.repeated = 0
 
     def _identity(self) -> dict[str, Any]:
@@ -372,11 +310,7 @@ class DataLoader(ResumableLoader):
             MismatchError: the data set's size, the order or the seed differs: other samples would be meant.
         """
         refuse_another(state, self._identity())
-        if self.generator is not None and "generator" not in state:
-            raise MismatchError("the checkpoint's loader has no generator=, this one has: other orders would follow")
-        self._drawn = {int(number): (seeds[0], seeds[1]) for number, seeds in state["drawn"].items()}
-        if self.generator is not None:
-            self.generator.set_state(state["generator"])
+        self._seeds.put_back(state)
         self.set_epoch(state["epoch"], state["position"])
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sized
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
-from checkflow.runtime.order import TAILS, Share
+from checkflow.errors import UnsupportedError
+from checkflow.runtime.order import TAILS, Share, Tail
 from checkflow.runtime.sampling import with_inner
 
 
@@ -93,7 +97,7 @@ def given_share(rank: int | None, world_size: int | None) -> Share:
 
 def refuse_contradictions(
     batch_size: int | None, shuffle: bool | None, sampler: Any, batch_sampler: Any, *, drop_last: bool,
-    tail: str | None, timeout: float, workers: int,
+    tail: str | None, timeout: float, workers: int, in_order: bool,
 ) -> None:  # fmt: skip
     """As torch refuses them, and those of what torch has not."""
     if timeout and not workers:
@@ -110,3 +114,64 @@ def refuse_contradictions(
         raise ValueError("batch_sampler excludes batch_size, shuffle, sampler and drop_last")
     if batch_size is None and batch_sampler is None and drop_last:
         raise ValueError("batch_size=None and drop_last exclude each other")
+    if workers > 1 and not in_order:
+        raise ValueError("in_order=False and several workers exclude each other: a position says which came before")
+
+
+def refuse_other_data(dataset: Any) -> None:
+    """What is not asked for its samples one by one."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise UnsupportedError(
+            "checkflow.DataLoader takes map-style data (with __len__ and __getitem__); for others: "
+            "checkflow.resumable(torch.utils.data.DataLoader(...))"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Where an epoch's order comes from, and who takes what of it.
+
+    Attributes:
+        sampler: None: the loader makes the order itself, or takes that of a batch sampler.
+        seed: None: drawn for each epoch.
+        share: None: as torch.distributed says when an epoch begins.
+    """
+
+    sampler: Iterable[Any] | None
+    shuffle: bool
+    seed: int | None
+    tail: Tail
+    share: Share | None
+
+
+def without_known_sampler(order: Order, dataset: Any, generator: torch.Generator | None) -> Order:
+    """Without a sampler of torch's own, where the loader makes the same order itself."""
+    sampler = order.sampler
+    if type(sampler) is SequentialSampler and sampler.data_source is dataset:
+        return replace(order, sampler=None)
+    if type(sampler) is RandomSampler and sampler.data_source is dataset:
+        plain = not sampler.replacement and sampler._num_samples is None
+        if plain and sampler.generator is generator:
+            return replace(order, sampler=None, shuffle=True)
+    if type(sampler) is DistributedSampler and sampler.dataset is dataset:
+        share = Share(sampler.rank, sampler.num_replicas)
+        if order.share in (None, share):  # otherwise it is to deal itself
+            return Order(
+                sampler=None,
+                shuffle=sampler.shuffle,
+                seed=sampler.seed if order.seed is None else order.seed,
+                tail="drop" if sampler.drop_last else order.tail,
+                share=share,
+            )
+    return order
+
+
+def refuse_no_order(order: Order, batch_sampler: Any, dataset: Any) -> None:
+    """Where nothing says which samples an epoch has, or two would deal them to the ranks."""
+    if order.sampler is None and batch_sampler is None and not isinstance(dataset, Sized):
+        raise ValueError(
+            f"the data set, a {type(dataset).__name__}, has no __len__, and there is no sampler: nothing says "
+            "which samples an epoch has; give it __len__, or pass sampler= or batch_sampler="
+        )
+    if order.share != Share():
+        refuse_dealing(order.sampler if batch_sampler is None else batch_sampler)

@@ -1,4 +1,4 @@
-"""One writer per checkpoint directory: an advisory lock (flock) on a file in it, which names its holder.
+"""(1) One writer per checkpoint directory: an advisory lock (flock) on a file in it, which names its holder.
 
 And readers of one checkpoint: they share a lock on its manifest for as long as they have it open, and what deletes
 checkpoints takes the same lock for itself first, or leaves it for a later time. Neither ever waits for the other.
@@ -43,20 +43,8 @@ class DirectoryLock:
     """
 
     def __init__(self, directory: Path, *, wait_seconds: float = 5.0) -> None:
-        self._fd: int | None = None
-        path = directory / LOCK
-        try:
-            fd = files.open_lock(str(path))
-        except OSError as error:
-            raise StorageError(f"cannot lock the checkpoint directory: {path}: {error.strerror}") from error
-        try:
-            _acquire(fd, path, wait_seconds)
-            _sign(fd, path)
-        except BaseException:
-            with contextlib.suppress(OSError):  # the first error is the one to report
-                files.close(fd)
-            raise
-        self._fd = fd
+        self._path = directory / LOCK
+        self._fd: int | None = _open_locked(self._path, wait_seconds)
         _held.add(self)
 
     @property
@@ -68,8 +56,33 @@ class DirectoryLock:
         fd, self._fd = self._fd, None
         _held.discard(self)
         if fd is not None:
-            with contextlib.suppress(OSError):  # nothing that matters was written through it
-                files.close(fd)
+            files.close_quietly(fd)  # nothing that matters was written through it
+
+    def renew(self) -> None:
+        """Make sure of the lock that is held: somebody may have deleted its file, which looks like a dead job's.
+
+        Raises:
+            LockedError: another process has locked the directory since then.
+            StorageError: as at the start.
+        """
+        if self._fd is None or files.is_at(self._fd, str(self._path)):
+            return
+        old, self._fd = self._fd, _open_locked(self._path, 0.0)
+        files.close_quietly(old)
+
+
+def _open_locked(path: Path, wait_seconds: float) -> int:
+    try:
+        fd = files.open_lock(str(path))
+    except OSError as error:
+        raise StorageError(f"cannot lock the checkpoint directory: {path}: {error.strerror}") from error
+    try:
+        _acquire(fd, path, wait_seconds)
+        _sign(fd, path)
+    except BaseException:
+        files.close_quietly(fd)  # the first error is the one to report
+        raise
+    return fd
 
 
 def share(fd: int) -> None:
@@ -90,20 +103,27 @@ def share(fd: int) -> None:
 
 
 @contextlib.contextmanager
-def claimed(manifest: str, *, dir_fd: int) -> Iterator[bool]:
-    """Whether nobody reads the checkpoint of this manifest; nobody begins to before the block ends."""
+def claimed(name: str, manifest: str, *, dir_fd: int) -> Iterator[bool]:
+    """Whether nobody reads the checkpoint of this name; nobody begins to before the block ends.
+
+    Args:
+        manifest: its file's name. Neither of the two is followed if it is a link.
+    """
+    fd: int | None = None
     try:
-        fd = files.open_claimed(manifest, dir_fd=dir_fd)
+        folder = files.open_folder(name, dir_fd=dir_fd)
+        try:
+            fd = files.open_claimed(manifest, dir_fd=folder)
+        finally:
+            files.close_quietly(folder)
     except OSError as error:
         if error.errno not in _NO_MANIFEST:
             raise
-        yield True  # what has none cannot be opened
-        return
     try:
-        yield _is_free(fd)
+        yield fd is None or _is_free(fd)  # what has none cannot be opened
     finally:
-        with contextlib.suppress(OSError):  # nothing was written through it
-            files.close(fd)
+        if fd is not None:
+            files.close_quietly(fd)
 
 
 def _is_free(fd: int) -> bool:

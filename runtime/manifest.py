@@ -18,8 +18,9 @@ from pydantic import Field, JsonValue, StringConstraints, TypeAdapter, Validatio
 from pydantic_core import PydanticSerializationError
 
 from checkflow.errors import CorruptCheckpointError, MismatchError, UnsupportedError, first_fault
-from checkflow.graph import STRICT
+from checkflow.graph import STRICT, Many, Named
 from checkflow.runtime.layout import STORED_TYPES, Layout
+from checkflow.small_files import check_members
 
 VERSION = 1
 BLOCK_BYTES = 8388608  # 8 MiB
@@ -43,7 +44,7 @@ class FileEntry:
 
     __pydantic_config__ = STRICT
     size_bytes: Size
-    blocks: tuple[Checksum, ...]
+    blocks: Many[Checksum]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,8 @@ class Piece:
     __pydantic_config__ = STRICT
     file: FileName
     key: str
-    offsets: tuple[Size, ...]
-    lengths: tuple[Size, ...]
+    offsets: Many[Size]
+    lengths: Many[Size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +67,11 @@ class TensorEntry:
     """
 
     __pydantic_config__ = STRICT
-    shape: tuple[Size, ...]
+    shape: Many[Size]
     dtype: str
-    pieces: tuple[Piece, ...]
-    permutation: tuple[int, ...] | None = None
-    tags: tuple[str, ...] = ()
+    pieces: Many[Piece]
+    permutation: Many[int] | None = None
+    tags: Many[str] = ()
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,10 @@ class Manifest:
     run_id: str
     plan_digest: str  # of the plan that ran, "" without a plan
     world_size: Annotated[int, Field(ge=1)]
-    files: dict[FileName, FileEntry]
-    tensors: dict[str, TensorEntry]
-    ties: tuple[tuple[str, str], ...] = ()  # (further name, name in ``tensors``)
-    absent: tuple[str, ...] = ()  # state that the job may have, and did not have at this boundary
+    files: Named[FileName, FileEntry]
+    tensors: Named[str, TensorEntry]
+    ties: Many[tuple[str, str]] = ()  # (further name, name in ``tensors``)
+    absent: Many[str] = ()  # state that the job may have, and did not have at this boundary
     info: dict[str, JsonValue] = field(default_factory=dict)
     block_bytes: Literal[8388608] = 8388608
     format: Literal["checkflow-checkpoint"] = "checkflow-checkpoint"
@@ -145,7 +146,7 @@ def loads(data: bytes, name: str) -> Manifest:
         raise MismatchError(f"{name} has format version {int(version[1])}; this checkflow reads version {VERSION}")
     try:
         # Another reader of JSON must find the same in it: no key twice, no number that JSON has not.
-        json.loads(text, object_pairs_hook=no_duplicates, parse_constant=_refuse_constant)
+        _check_objects(json.loads(text, object_pairs_hook=no_duplicates, parse_constant=_refuse_constant))
         manifest = _ADAPTER.validate_json(text)
         json.dumps(manifest.info, allow_nan=False)
     except ValidationError as error:
@@ -163,6 +164,18 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("a key occurs twice")
     return found
+
+
+def _check_objects(plain: Any) -> None:
+    """Those that have fields of their own, wherever a manifest has them; what else is there is for pydantic."""
+    waiting = [plain]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            check_members(one)
+            for name in ("files", "tensors"):
+                waiting += one[name].values() if isinstance(one.get(name), dict) else ()
+            waiting += one["pieces"] if isinstance(one.get("pieces"), list) else ()
 
 
 def _refuse_constant(text: str) -> None:

@@ -9,9 +9,10 @@ read alone. One that went before the lock was taken is gone, which is no damage.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
+import mmap
+import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -71,18 +72,35 @@ def block_bytes(file: OpenFile, block: int) -> int:
     return min(BLOCK_BYTES, file.entry.size_bytes - block * BLOCK_BYTES)
 
 
-def read_block(file: OpenFile, block: int, out: memoryview) -> None:
+def memory_bytes(file: OpenFile, block: int) -> int:
+    """The whole pages that a block fills, the last one in part."""
+    return -(-block_bytes(file, block) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def read_block(file: OpenFile, block: int, memory: memoryview, direct: int | None = None) -> memoryview:
+    """Read a block into memory, and return what of that it fills, once it fits its checksum.
+
+    Args:
+        memory: of :func:`memory_bytes` at least, and from the begin of a page on for ``direct``.
+        direct: a descriptor of the file for reads around the page cache.
+    """
+    begin, out = block * BLOCK_BYTES, memory[: block_bytes(file, block)]
     try:
-        count = files.read_all(file.fd, out, block * BLOCK_BYTES)
+        count = (
+            0 if direct is None else min(len(out), files.read_pages(direct, memory[: memory_bytes(file, block)], begin))
+        )
+        count += files.read_all(file.fd, out[count:], begin + count)
     except OSError as error:
         raise StorageError(f"cannot read {file.path}: {error.strerror}") from error
     if count != len(out):
-        raise CorruptCheckpointError(f"{file.path} is truncated at byte {block * BLOCK_BYTES + count}")
-    if xxhash.xxh3_64_hexdigest(out) != file.entry.blocks[block]:
+        raise CorruptCheckpointError(f"{file.path} is truncated at byte {begin + count}")
+    digest = xxhash.xxh3_64()
+    digest.update(out)  # other threads run meanwhile
+    if digest.hexdigest() != file.entry.blocks[block]:
         raise CorruptCheckpointError(
-            f"{file.path} is damaged: bytes {block * BLOCK_BYTES} to {block * BLOCK_BYTES + len(out)} do not match "
-            "their checksum"
+            f"{file.path} is damaged: bytes {begin} to {begin + len(out)} do not match their checksum"
         )
+    return out
 
 
 def _natural(value: Any) -> int:
@@ -137,25 +155,29 @@ def whole(manifest: Manifest) -> Manifest:
     return manifest
 
 
-def open_all(path: Path, narrow: Narrow = whole) -> tuple[Manifest, dict[str, OpenFile]]:
+def open_all(
+    path: Path, narrow: Narrow = whole, *, passing: bool = False, shared: bool = True
+) -> tuple[Manifest, dict[str, OpenFile]]:
     """The manifest and all files of a checkpoint, open, of the right type and size; retention leaves them alone.
 
     Args:
         narrow: what of the manifest is of interest; files that it leaves out are not opened.
+        passing: whether children that are forked meanwhile do not have them open.
+        shared: False: retention is not told.
     """
     for _ in range(_EXCHANGED_TRIES):
         try:
-            return _open_all(path, narrow)
+            return _open_all(path, narrow, passing=passing, shared=shared)
         except _GoneError as error:
             gone = error
             # Exchanged for another of the same step, which takes two renames, or else gone for good.
-            if not (path.exists() or path.with_name(REPLACED + path.name).exists()):
+            if not (os.path.exists(path) or os.path.exists(path.with_name(REPLACED + path.name))):
                 break
             time.sleep(_EXCHANGED_SECONDS)
     raise StorageError(str(gone)) from gone
 
 
-def _open_all(path: Path, narrow: Narrow) -> tuple[Manifest, dict[str, OpenFile]]:
+def _open_all(path: Path, narrow: Narrow, *, passing: bool, shared: bool) -> tuple[Manifest, dict[str, OpenFile]]:
     opened: dict[str, OpenFile] = {}
     try:
         folder = files.open_folder(str(path))
@@ -166,10 +188,10 @@ def _open_all(path: Path, narrow: Narrow) -> tuple[Manifest, dict[str, OpenFile]
     except OSError as error:
         raise StorageError(f"cannot open the checkpoint {path}: {error.strerror}") from error
     try:
-        manifest, opened[MANIFEST] = _open_manifest(folder, path)
+        manifest, opened[MANIFEST] = _open_manifest(folder, path, passing=passing, shared=shared)
         manifest = narrow(manifest)
         for name, entry in manifest.files.items():
-            fd, size = _open_regular(folder, path / name)
+            fd, size = _open_regular(folder, path / name, passing=passing)
             opened[name] = OpenFile(path / name, fd, entry)
             if size != entry.size_bytes:
                 raise CorruptCheckpointError(f"{path / name} has {size} bytes instead of {entry.size_bytes}")
@@ -177,21 +199,16 @@ def _open_all(path: Path, narrow: Narrow) -> tuple[Manifest, dict[str, OpenFile]
         close_all(opened)
         raise
     finally:
-        _close(folder)
+        files.close_quietly(folder)
     return manifest, opened
-
-
-def _close(fd: int) -> None:
-    with contextlib.suppress(OSError):  # nothing was written through it
-        files.close(fd)
 
 
 def close_all(opened: Mapping[str, OpenFile]) -> None:
     for file in opened.values():
-        _close(file.fd)
+        files.close_quietly(file.fd)
 
 
-def _open_regular(folder: int, path: Path) -> tuple[int, int]:
+def _open_regular(folder: int, path: Path, *, passing: bool) -> tuple[int, int]:
     """A regular file in an open directory, and its size."""
     try:
         fd = files.open_read(path.name, dir_fd=folder)
@@ -200,39 +217,42 @@ def _open_regular(folder: int, path: Path) -> tuple[int, int]:
             reason = {errno.ENOENT: "is missing", errno.ELOOP: "is a symbolic link"}.get(error.errno, "is no file")
             raise CorruptCheckpointError(f"{path} {reason}") from None
         raise StorageError(f"cannot open {path}: {error.strerror}") from error
+    if passing:
+        files.pass_by(fd)
     try:
         size = files.regular_size(fd)
     except OSError as error:
-        _close(fd)
+        files.close_quietly(fd)
         raise StorageError(f"cannot open {path}: {error.strerror}") from error
     if size is None:
-        _close(fd)
+        files.close_quietly(fd)
         raise CorruptCheckpointError(f"{path} is no regular file")
     return fd, size
 
 
-def _open_manifest(folder: int, path: Path) -> tuple[Manifest, OpenFile]:
-    """The manifest, and its file: as long as that is open, nobody deletes the checkpoint."""
+def _open_manifest(folder: int, path: Path, *, passing: bool, shared: bool) -> tuple[Manifest, OpenFile]:
+    """The manifest, and its file: as long as that is open, and shared, nobody deletes the checkpoint."""
     name = path / MANIFEST
     try:
-        fd, size = _open_regular(folder, name)
+        fd, size = _open_regular(folder, name, passing=passing)
     except CorruptCheckpointError:
         if not _is_at(folder, path):
             raise _GoneError(f"cannot open the checkpoint {path}: it was deleted meanwhile") from None
         raise
     try:
         try:
-            share(fd)
+            if shared:
+                share(fd)
         except BlockingIOError:
             raise _GoneError(f"cannot open the checkpoint {path}: it is being deleted") from None
         if not _is_at(folder, path):
             raise _GoneError(f"cannot open the checkpoint {path}: it was deleted meanwhile")
         return _read_manifest(fd, size, path), OpenFile(name, fd, FileEntry(size, ()))
     except OSError as error:
-        _close(fd)
+        files.close_quietly(fd)
         raise StorageError(f"cannot open {name}: {error.strerror}") from error
     except BaseException:
-        _close(fd)
+        files.close_quietly(fd)
         raise
 
 
@@ -258,12 +278,16 @@ def _read_manifest(fd: int, size: int, path: Path) -> Manifest:
     return manifest
 
 
-def glance(path: Path) -> Manifest:
+def glance(path: Path, *, shared: bool = True) -> Manifest:
     """The manifest of a checkpoint whose files are all there, with the right sizes; their bytes are not read.
+
+    Args:
+        shared: False: take no lock meanwhile, for the one writer, who alone deletes. A lock would outlive the look in a
+            process that is forked just as the file is opened (a loader worker), and keep the checkpoint as long.
 
     Raises:
         CorruptCheckpointError, MismatchError, StorageError: as :func:`open_checkpoint`.
     """
-    manifest, opened = open_all(path)
+    manifest, opened = open_all(path, passing=True, shared=shared)
     close_all(opened)
     return manifest

@@ -66,6 +66,7 @@ class PlanCache:
                 if not files.exists(FOLDER, dir_fd=root):
                     files.mkdir(FOLDER, dir_fd=root)
                     files.fsync(root)
+                files.close(files.open_folder(FOLDER, dir_fd=root))  # no link that leads elsewhere
             finally:
                 files.close(root)
         except OSError as error:
@@ -101,6 +102,8 @@ class PlanCache:
 
     def _files(self) -> list[Path]:
         """The plan files there are, newest first."""
+        if self.folder.is_symlink():
+            return []
         try:
             found = [(entry.stat().st_mtime_ns, entry.name) for entry in os.scandir(self.folder) if _is_plan(entry)]
         except OSError:  # no folder yet, or one that cannot be read: there are no plans

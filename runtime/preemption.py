@@ -5,7 +5,7 @@ calls the handler that was there before, and wakes the watchdog through a queue 
 (``SimpleQueue`` is made for that; a lock, the log's too, might be held by the very code that was interrupted). The
 *watchdog*, a thread that waits for this, says in the log what is going to happen, and lets snapshots leave. The
 training thread brings the capture in flight to its end at its next anchor; at the next boundary it captures that,
-waits until storage has it, and raises :class:`Preempted`, or KeyboardInterrupt for Ctrl-C (:mod:`.boundaries`).
+waits until storage has it, and raises :class:`Preempted`, or KeyboardInterrupt for Ctrl-C (:mod:`.boundary_work`).
 
 Where no boundary comes in time (a long validation, an iteration that outlasts the grace period), the watchdog has the
 exception raised wherever the main thread is, so early that a commit fits into what is left: the ``with`` block then

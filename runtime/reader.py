@@ -9,12 +9,11 @@ deletes it, it stays readable.
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -25,26 +24,26 @@ from checkflow.errors import CorruptCheckpointError, StorageError
 from checkflow.runtime import files
 from checkflow.runtime.layout import MAX_HEADER_BYTES, STORED_TYPES, element
 from checkflow.runtime.manifest import BLOCK_BYTES, EXTRA, MAX_EXTRA_BYTES, Manifest, Piece, TensorEntry
+from checkflow.runtime.memory import copy_bytes
 from checkflow.runtime.opening import (
     Narrow,
     OpenFile,
     StoredTensor,
-    block_bytes,
     close_all,
     open_all,
     parse_header,
     parse_step,
-    read_block,
     whole,
 )
+from checkflow.runtime.reading import Block, read_blocks, read_one
 
 if TYPE_CHECKING:
     from checkflow.runtime.store import Store
 
 logger = logging.getLogger("checkflow")
 
-_CACHED_BLOCKS = 4  # neighbours of small tensors lie in one block, which is then read once
-_VERIFY_THREADS = 8
+_CACHED_BLOCKS = 2  # neighbours of small tensors lie in one block, which is then read once
+Key = tuple[str, int]  # a file's name, and the number of a block
 
 
 def find(directory: str | os.PathLike[str]) -> tuple[Path, ...]:
@@ -71,8 +70,9 @@ class Checkpoint:
         self.path = path
         self.manifest = manifest
         self._files = opened
-        self._cache: collections.OrderedDict[tuple[str, int], bytes] = collections.OrderedDict()
+        self._cache: collections.OrderedDict[Key, memoryview] = collections.OrderedDict()
         self._mutex = threading.Lock()
+        self._verified: set[Key] = set()
         self._names = dict(manifest.ties)
         self._stored = {
             name: parse_header(file.path, self._header(file), file.entry.size_bytes)
@@ -147,16 +147,51 @@ class Checkpoint:
         if len(out) != self.size_bytes(name):
             raise ValueError(f"{name} has {self.size_bytes(name)} bytes, the buffer {len(out)}")
         if len(tensor.pieces) == 1:
-            piece = tensor.pieces[0]
-            self._read(self._file(piece.file), self._stored[piece.file][piece.key].begin, out)
+            self._read(*self._place(tensor.pieces[0]), out)
             return
         whole = np.frombuffer(out, element(tensor.dtype)).reshape(tensor.shape)
         for piece in tensor.pieces:
             stored = self._stored[piece.file][piece.key]
             data = bytearray(stored.end - stored.begin)
-            self._read(self._file(piece.file), stored.begin, memoryview(data))
+            self._read(*self._place(piece), memoryview(data))
             box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.lengths, strict=True))
             whole[box] = np.frombuffer(data, element(tensor.dtype)).reshape(piece.lengths)
+
+    def read_many_into(self, targets: Collection[tuple[str, memoryview]]) -> None:
+        """:meth:`read_into` for many tensors, each block being read once for all of them.
+
+        Args:
+            targets: name and buffer. After an error the content of all is void.
+        """
+        parts: dict[Key, list[tuple[int, memoryview]]] = {}
+        if len(targets) == 1:  # its neighbours may come next, each in a call of its own
+            self.read_into(*next(iter(targets)))
+            return
+        for name, buffer in targets:
+            tensor, out = self._tensor(name), buffer.cast("B")
+            if len(tensor.pieces) != 1 or len(out) != self.size_bytes(name):
+                self.read_into(name, buffer)
+                continue
+            file, begin = self._place(tensor.pieces[0])
+            end = begin + len(out)
+            for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+                low = block * BLOCK_BYTES
+                first, last = max(begin, low), min(end, low + BLOCK_BYTES)
+                part = first - low, out[first - begin : last - begin]
+                parts.setdefault((file.path.name, block), []).append(part)
+
+        def use(key: Key, data: memoryview) -> None:
+            self._verified.add(key)
+            for first, target in parts[key]:
+                copy_bytes(target, data[first : first + len(target)])
+
+        missing = []
+        for key in sorted(parts):
+            if (data := self._cached(key)) is None:
+                missing.append(key)
+            else:
+                use(key, data)
+        read_blocks([(self._file(name), block) for name, block in missing], lambda n, data: use(missing[n], data))
 
     def read_rows_into(self, piece: Piece, first: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the row-major bytes of a piece, from row ``first`` of the piece on.
@@ -184,18 +219,18 @@ class Checkpoint:
             CorruptCheckpointError: a file is damaged.
             StorageError: a file cannot be read.
         """
-        tasks = [(file, block) for file in self._files.values() for block in range(len(file.entry.blocks))]
-        threads = max(1, min(_VERIFY_THREADS, len(tasks), os.cpu_count() or 1))
+        self._verify(self._blocks(), progress)
 
-        def run(first: int) -> None:
-            scratch = memoryview(bytearray(BLOCK_BYTES))
-            for file, block in tasks[first::threads]:
-                read_block(file, block, scratch[: block_bytes(file, block)])
-                progress(block_bytes(file, block))
+    def verify_rest(self) -> None:
+        """:meth:`verify`, of what has not been read, and so verified, since this was opened."""
+        self._verify([one for one in self._blocks() if (one[0].path.name, one[1]) not in self._verified])
 
-        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-            for done in [pool.submit(run, first) for first in range(threads)]:
-                done.result()
+    def _blocks(self) -> list[Block]:
+        return [(file, block) for file in self._files.values() for block in range(len(file.entry.blocks))]
+
+    def _verify(self, blocks: list[Block], progress: Callable[[int], None] = lambda size_bytes: None) -> None:
+        read_blocks(blocks, lambda _, data: progress(len(data)))
+        self._verified.update((file.path.name, block) for file, block in blocks)
 
     def _tensor(self, name: str) -> TensorEntry:
         return self.manifest.tensors[self._names.get(name, name)]
@@ -205,31 +240,46 @@ class Checkpoint:
             raise StorageError(f"the checkpoint {self.path} is closed")
         return self._files[name]
 
+    def _place(self, piece: Piece) -> tuple[OpenFile, int]:
+        """The file that a piece lies in, and where it begins there."""
+        return self._file(piece.file), self._stored[piece.file][piece.key].begin
+
     def _read(self, file: OpenFile, begin: int, out: memoryview) -> None:
         """Fill ``out`` with the file's bytes from ``begin`` on."""
         end = begin + len(out)
-        for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
-            low = block * BLOCK_BYTES
-            high = low + block_bytes(file, block)
-            if begin <= low and high <= end:
-                read_block(file, block, out[low - begin : high - begin])
-            else:
-                first, last = max(begin, low), min(end, high)
-                out[first - begin : last - begin] = self._cached_block(file, block)[first - low : last - low]
+        whole = [*range(-(-begin // BLOCK_BYTES), end // BLOCK_BYTES)]
+        if end == file.entry.size_bytes and end % BLOCK_BYTES and begin <= end // BLOCK_BYTES * BLOCK_BYTES:
+            whole.append(end // BLOCK_BYTES)
 
-    def _cached_block(self, file: OpenFile, block: int) -> bytes:
+        def use(number: int, data: memoryview) -> None:
+            self._verified.add((file.path.name, whole[number]))
+            at = whole[number] * BLOCK_BYTES - begin
+            copy_bytes(out[at : at + len(data)], data)
+
+        read_blocks([(file, block) for block in whole], use)
+        for block in sorted({begin // BLOCK_BYTES, (end - 1) // BLOCK_BYTES} - {*whole}) if out else ():
+            low = block * BLOCK_BYTES
+            first, last = max(begin, low), min(end, low + BLOCK_BYTES)
+            copy_bytes(out[first - begin : last - begin], self._one_block(file, block)[first - low : last - low])
+
+    def _one_block(self, file: OpenFile, block: int) -> memoryview:
+        """A block that is read for a part of it, and kept for a while: its neighbours are wanted next."""
         key = (file.path.name, block)
+        if (held := self._cached(key)) is not None:
+            return held
+        data = read_one(file, block)
+        with self._mutex:
+            self._verified.add(key)
+            self._cache[key] = data
+            while len(self._cache) > _CACHED_BLOCKS:
+                self._cache.popitem(last=False)
+        return data
+
+    def _cached(self, key: Key) -> memoryview | None:
         with self._mutex:
             if key in self._cache:
                 self._cache.move_to_end(key)
-                return self._cache[key]
-        data = bytearray(block_bytes(file, block))
-        read_block(file, block, memoryview(data))
-        with self._mutex:
-            self._cache[key] = bytes(data)
-            while len(self._cache) > _CACHED_BLOCKS:
-                self._cache.popitem(last=False)
-            return self._cache[key]
+            return self._cache.get(key)
 
     def _header(self, file: OpenFile) -> bytes:
         """The text of a safetensors header. Its length is checked before memory is taken for it."""
@@ -324,18 +374,20 @@ def recover(store: Store) -> Checkpoint | None:
         StorageError: checkpoints exist, and none could be read: to start from scratch would be wrong.
     """
 
-    def set_aside(path: Path, error: StorageError) -> None:
-        if not isinstance(error, CorruptCheckpointError):
-            logger.error("cannot read the checkpoint %s, trying an older one: %s", path, error)
-            return
-        try:
-            moved = store.set_aside(path)
-        except StorageError as failed:
-            logger.error("the checkpoint %s is damaged (%s) and stays: %s", path, error, failed)
-        else:
-            logger.error("the checkpoint %s is damaged (%s); set aside as %s", path, error, moved.name)
+    return _newest_valid(store.checkpoints(), lambda path, error: refuse(store, path, error))
 
-    return _newest_valid(store.checkpoints(), set_aside)
+
+def refuse(store: Store, path: Path, error: StorageError) -> None:
+    """Set a checkpoint of which this error speaks aside, if it is proved damaged; say what is done."""
+    if not isinstance(error, CorruptCheckpointError):
+        logger.error("cannot read the checkpoint %s, trying an older one: %s", path, error)
+        return
+    try:
+        moved = store.set_aside(path)
+    except StorageError as failed:
+        logger.error("the checkpoint %s is damaged (%s) and stays: %s", path, error, failed)
+    else:
+        logger.error("the checkpoint %s is damaged (%s); set aside as %s", path, error, moved.name)
 
 
 def _newest_valid(paths: tuple[Path, ...], refused: Callable[[Path, StorageError], None]) -> Checkpoint | None:

@@ -1,16 +1,18 @@
-"""Put a checkpoint back into a live job: in place, into tensors of the types that the job has, everything or nothing.
+"""Put a checkpoint back into a live job: in place, into tensors of the types that the job has.
 
 First every name, shape and dtype is held against the job; only then is the first byte written. State that an optimizer
 makes at its first step is made here; state that was absent at the checkpoint is taken away.
+
+Everything is read once: each block is verified in memory of our own, and what of it is a tensor's is copied to that.
+Where damage is met after some tensors were set, the next older checkpoint overwrites all of them. If there is none, the
+job is marked (:mod:`.half_restored`), and cannot train.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
-import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from checkflow.errors import MismatchError, StorageError
-from checkflow.runtime import extra_state
+from checkflow.errors import CheckflowError, CorruptCheckpointError, MismatchError, StorageError
+from checkflow.runtime import extra_state, half_restored
+from checkflow.runtime.filling import fill_all
 from checkflow.runtime.live_state import (
     Stateful,
     drop_state,
@@ -30,12 +33,16 @@ from checkflow.runtime.live_state import (
     restore_extra,
 )
 from checkflow.runtime.manifest import TensorEntry
-from checkflow.runtime.opening import step_name
-from checkflow.runtime.reader import Checkpoint, open_checkpoint, recover
+from checkflow.runtime.opening import glance, step_name
+from checkflow.runtime.reader import Checkpoint, open_checkpoint, refuse
 from checkflow.runtime.store import Store
 from checkflow.state import collect_state, dtype_name, optimizer_parameters
 
 logger = logging.getLogger("checkflow")
+
+_Job = tuple[
+    Mapping[str, nn.Module], Mapping[str, torch.optim.Optimizer], Mapping[str, Stateful], Collection[str] | None
+]
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,29 @@ class Resumed:
         return "imported" in self.extra
 
 
+class _Restore:
+    """One restore into a job, and whether it has begun to change that.
+
+    Args:
+        begun: an earlier one has, and came to no end.
+    """
+
+    def __init__(self, job: _Job, *, begun: bool) -> None:
+        self.job, self.begun = job, begun
+
+    def run(self, checkpoint: Checkpoint) -> Resumed:
+        with naming(checkpoint.path):
+            try:
+                return restore(checkpoint, *self.job, begin=self._begin)
+            except MismatchError:
+                if not self.begun:
+                    checkpoint.verify()  # a damaged one does not speak for those before it
+                raise
+
+    def _begin(self) -> None:
+        self.begun = True
+
+
 def resume_from(
     store: Store,
     mode: str | int,
@@ -64,23 +94,73 @@ def resume_from(
 
     Raises:
         StorageError: what the mode demands is not there.
-        MismatchError, CorruptCheckpointError: as :func:`restore`.
+        MismatchError, CorruptCheckpointError: as :func:`restore`. Where the job's state was changed by then, the
+            message says so, and the job is marked.
     """
-    if mode == "never":
-        if found := store.checkpoints():
-            raise StorageError(f'resume="never", but {store.directory} holds {found[0].name}: choose another one')
-        return None
-    checkpoint = _open(store, mode) if isinstance(mode, int) else recover(store)
-    if checkpoint is None:
-        if mode == "must":
-            raise StorageError(f'resume="must", but {store.directory} holds no valid checkpoint')
-        return None
-    with checkpoint, naming(checkpoint.path):
-        resumed = restore(checkpoint, models, optimizers, objects, host_tensors=host_tensors)
-    if isinstance(mode, int):
-        store.rewind(mode)  # only now: what was refused must not have hidden anything
-    store.went_on_from(resumed.step)
+    found = _Restore((models, optimizers, objects, host_tensors), begun=half_restored.lift(models, optimizers))
+    try:
+        resumed = _resume(store, mode, found)
+        if resumed is None and found.begun:
+            raise CorruptCheckpointError(f"{store.directory} holds no whole checkpoint")
+    except BaseException as error:
+        if not found.begun:
+            raise
+        half_restored.mark(models, optimizers)
+        if isinstance(error, CheckflowError):
+            raise type(error)(f"{error}; {half_restored.WARNING}") from error
+        raise
+    if resumed is not None:
+        if isinstance(mode, int):
+            store.rewind(mode)  # only now: what was refused must not have hidden anything
+        store.went_on_from(resumed.step)
     return resumed
+
+
+def _resume(store: Store, mode: str | int, found: _Restore) -> Resumed | None:
+    if mode == "never":
+        if paths := store.checkpoints():
+            raise StorageError(f'resume="never", but {store.directory} holds {paths[0].name}: choose another one')
+        return None
+    if isinstance(mode, int):
+        with _open(store, mode) as checkpoint:
+            return found.run(checkpoint)
+    resumed = _restore_newest(store, found, anew=mode == "auto")
+    if resumed is None and mode == "must":
+        raise StorageError(f'resume="must", but {store.directory} holds no valid checkpoint')
+    return resumed
+
+
+def _restore_newest(store: Store, found: _Restore, *, anew: bool) -> Resumed | None:
+    """Restore the newest checkpoint that is whole, as :func:`.reader.recover` finds it, and read it once.
+
+    Args:
+        anew: where there is none the job begins anew. It needs the state that it has then: before a checkpoint that has
+            no older one to make good what it may leave half done, all of it is verified first, and read a second time.
+    """
+    unreadable: StorageError | None = None
+    paths = store.checkpoints()
+    for number, path in enumerate(paths, 1):
+        try:
+            with open_checkpoint(path) as checkpoint:
+                if anew and not found.begun and not any(map(_is_there, paths[number:])):
+                    checkpoint.verify()
+                return found.run(checkpoint)
+        except StorageError as error:
+            refuse(store, path, error)
+            if not isinstance(error, CorruptCheckpointError):
+                unreadable = unreadable or error
+    if unreadable is not None:
+        raise unreadable
+    return None
+
+
+def _is_there(path: Path) -> bool:
+    """Whether manifest, names and sizes of a checkpoint are those of a whole one."""
+    try:
+        glance(path)
+    except CheckflowError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -94,11 +174,15 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def _open(store: Store, step: int) -> Checkpoint:
-    """Exactly this checkpoint, verified."""
+    """Exactly this checkpoint, verified: no other one makes good what it would leave half done, so it is read twice."""
     for path in store.checkpoints():
         if path.name == step_name(step):
             checkpoint = open_checkpoint(path)
-            checkpoint.verify()
+            try:
+                checkpoint.verify()
+            except BaseException:
+                checkpoint.close()
+                raise
             return checkpoint
     raise StorageError(f"resume={step}, but {store.directory} holds no checkpoint of that step")
 
@@ -108,27 +192,31 @@ def restore(
     models: Mapping[str, nn.Module],
     optimizers: Mapping[str, torch.optim.Optimizer],
     objects: Mapping[str, Stateful],
-    *,
     host_tensors: Collection[str] | None = (),
+    *,
+    begin: Callable[[], None] = lambda: None,
 ) -> Resumed:
-    """Make the job's state equal to the checkpoint's, bit for bit.
+    """Make the job's state equal to the checkpoint's, bit for bit; every byte of the checkpoint is verified by then.
 
     Args:
         host_tensors: names of state tensors that the optimizers keep in host memory; None: not known, torch's own step
             counters are taken to lie there.
+        begin: called before the first change.
 
     Raises:
         MismatchError: the checkpoint is of another job; nothing was changed.
-        CorruptCheckpointError: a checksum does not fit; the job's state is then undefined.
+        CorruptCheckpointError, StorageError: a checksum does not fit, or a file cannot be read; if ``begin`` was
+            called, the job's state is undefined.
     """
     state = collect_state(models, optimizers)
     live = {item.name: item.tensor for item in state.tensors}
     sources = {**{name: name for name in checkpoint.tensors}, **dict(checkpoint.ties)}
     extra = extra_state.decode(checkpoint.extra_bytes)
     if "imported" in extra:
-        return _restore_weights(checkpoint, extra, state.ties, live, sources, models, optimizers, objects)
+        return _restore_weights(checkpoint, extra, state.ties, live, sources, models, optimizers, objects, begin)
     _refuse_mismatch(checkpoint, live, sources, models, optimizers)
     refuse_extra_mismatch(extra["job"], models, optimizers, objects)
+    begin()
     if makers := _makers(checkpoint, live, models, optimizers):
         for owner in makers:
             make_state_by_stepping(optimizers[owner])
@@ -146,9 +234,8 @@ def restore(
                 shape=tuple(entry.shape), dtype=getattr(torch, entry.dtype),
                 on_host=None if host_tensors is None else name in host_tensors,
             )  # fmt: skip
-    with torch.no_grad():
-        for name, tensor in live.items():
-            fill(checkpoint, sources[name], tensor)
+    fill_all(checkpoint, [(sources[name], tensor) for name, tensor in live.items()])
+    checkpoint.verify_rest()
     restore_extra(extra["job"], models, optimizers, objects)
     return Resumed(checkpoint.step, extra)
 
@@ -162,6 +249,7 @@ def _restore_weights(
     models: Mapping[str, nn.Module],
     optimizers: Mapping[str, torch.optim.Optimizer],
     objects: Mapping[str, Stateful],
+    begin: Callable[[], None],
 ) -> Resumed:
     """Put imported weights into the models; what a checkpoint of a job would have besides is left as the job made it.
 
@@ -182,9 +270,9 @@ def _restore_weights(
             f"{error}; these are imported weights: import into another directory what the job has, or take what fits "
             "with checkflow.load_weights(model, source, strict=False)"
         ) from None
-    with torch.no_grad():
-        for name, tensor in live.items():
-            fill(checkpoint, sources[name], tensor)
+    begin()
+    fill_all(checkpoint, [(sources[name], tensor) for name, tensor in live.items()])
+    checkpoint.verify_rest()
     for name, value in extra["job"]["modules"].items():
         modules[name].set_extra_state(value)
     anew = ", ".join([*optimizers, *objects, *modules.keys() - extra["job"]["modules"].keys()])
@@ -237,17 +325,3 @@ def _compare(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, entry: Ten
     have, want = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}", f"{entry.dtype}{list(entry.shape)}"
     if have != want:
         raise MismatchError(f"{checkpoint.path}: {name} is {want} in the checkpoint, {have} in the job")
-
-
-def fill(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> None:
-    """Read a tensor's row-major values, straight into its memory where that holds them so."""
-    size_bytes = math.prod(tensor.shape) * tensor.element_size()
-    if not size_bytes:
-        return
-    lazy = tensor.is_conj() or tensor.is_neg()
-    direct = tensor.device.type == "cpu" and tensor.is_contiguous() and not lazy
-    target = tensor if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
-    memory = (ctypes.c_char * size_bytes).from_address(target.data_ptr())
-    checkpoint.read_into(name, memoryview(memory).cast("B"))
-    if not direct:
-        tensor.detach().copy_(target)

@@ -31,14 +31,15 @@ import xxhash
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 from checkflow.errors import CheckflowError, MismatchError, MissingShardsError, StorageError
-from checkflow.graph import STRICT
+from checkflow.graph import STRICT, Many, Named
 from checkflow.runtime import files
+from checkflow.runtime.leftovers import DRAFT, temporary_name
 from checkflow.runtime.manifest import MAX_MANIFEST_BYTES, MAX_STEP, FileEntry, FileName
 from checkflow.runtime.sharding import Length, TableInfo
-from checkflow.runtime.store import reported, sync_folder, temporary_name, write_file
+from checkflow.runtime.store import reported, sync_folder
+from checkflow.runtime.writing import write_file
 
 BOARD = ".shards.json"
-_DRAFT = ".tmp-shards"  # the board's next text: a leftover by its name
 _KEPT = 16  # attempts on the board: a rank is at most one behind
 _POLL_SECONDS = (0.005, 0.25)  # the first wait, and the longest
 _SEALED = re.compile(rb"([0-9a-f]{32})\n(.*)", re.DOTALL)
@@ -55,7 +56,7 @@ class Attempt:
     step: Annotated[int, Field(ge=0, le=MAX_STEP)]
     ended: Literal["", "committed", "failed"] = ""
     reason: str = ""
-    missing: tuple[int, ...] = ()
+    missing: Many[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Board:
     __pydantic_config__ = STRICT
     run_id: str
     world_size: int
-    attempts: tuple[Attempt, ...] = ()
+    attempts: Many[Attempt] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,9 @@ class Part:
     file: FileName
     key: str
     dtype: str
-    lengths: tuple[Length, ...]
-    shape: tuple[Length, ...]
-    offsets: tuple[Length, ...]
+    lengths: Many[Length]
+    shape: Many[Length]
+    offsets: Many[Length]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +90,9 @@ class Record:
     attempt: str
     rank: int
     world_size: int
-    files: dict[FileName, FileEntry]
-    tensors: dict[str, Part]
-    tables: tuple[TableInfo, ...]
+    files: Named[FileName, FileEntry]
+    tensors: Named[str, Part]
+    tables: Many[TableInfo]
     failure: str = ""
 
 
@@ -115,7 +116,7 @@ def post(root: int, run_id: str, world_size: int, attempt: Attempt) -> None:
     others = [one for one in board.attempts if one.number != attempt.number]
     # What was left open is a dead process's: nobody will end it.
     others = [one for one in others if one.ended][1 - _KEPT :]
-    _put(root, _BOARD, replace(board, attempts=(*others, attempt)), _DRAFT, BOARD)
+    _put(root, _BOARD, replace(board, attempts=(*others, attempt)), DRAFT, BOARD)
 
 
 def collect(folder: int, attempt: str, world_size: int, wait_seconds: float, own: Record) -> tuple[Record, ...]:
@@ -200,8 +201,7 @@ def follow(
             tried.add(current.number)
             _take_part(root, current, run_id, rank, world_size, write)
     finally:
-        with contextlib.suppress(OSError):  # nothing was written through it
-            files.close(root)
+        files.close_quietly(root)
 
 
 def _news(
@@ -248,7 +248,7 @@ def _take_part(
             try:
                 leave(folder, failure)
             finally:
-                files.close(folder)
+                files.close_quietly(folder)
         raise
 
 
@@ -291,7 +291,7 @@ def _get(folder: int, adapter: TypeAdapter[_T], name: str) -> _T | None:
         data = bytearray(size)
         found = _SEALED.fullmatch(bytes(data[: files.read_all(fd, memoryview(data), 0)]))
     finally:
-        files.close(fd)
+        files.close_quietly(fd)
     if not found or xxhash.xxh3_128_hexdigest(found[2]).encode() != found[1]:
         return None
     try:

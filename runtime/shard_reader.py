@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from checkflow.errors import CorruptCheckpointError, MismatchError, StorageError
+from checkflow.graph import Named
 from checkflow.runtime import extra_state
 from checkflow.runtime.layout import STORED_TYPES
 from checkflow.runtime.manifest import BLOCK_BYTES, EXTRA, Manifest, Piece, TensorEntry
@@ -37,7 +38,7 @@ from checkflow.runtime.sharding import (
 )
 
 _FILE = re.compile(r".*-([0-9]{5,})-of-([0-9]{5,})\.safetensors", re.ASCII)
-_TABLES: TypeAdapter[dict[str, tuple[int, str, str]]] = TypeAdapter(dict[str, tuple[int, str, str]])
+_TABLES: TypeAdapter[dict[str, tuple[int, str, str]]] = TypeAdapter(Named[str, tuple[int, str, str]])
 
 
 def newest_step(directory: str | os.PathLike[str]) -> int | None:

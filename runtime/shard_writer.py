@@ -38,7 +38,8 @@ from checkflow.runtime.sharding import (
     checked_ids,
     shard_of_name,
 )
-from checkflow.runtime.store import Store, reported, sync_folder, write_file
+from checkflow.runtime.store import Store, reported, sync_folder
+from checkflow.runtime.writing import write_file
 
 DENSE, TABLES, SLICES = "dense", "tables", "slices"  # owners: each a file of every rank that has some
 IDS, ROWS = ".ids", ".rows"
@@ -101,7 +102,7 @@ def save_shard(
                 leave(folder, record)
             return record
         finally:
-            files.close(folder)
+            files.close_quietly(folder)
 
     if rank:
 
@@ -125,13 +126,13 @@ def _lead(
     ) as store:
 
         def complete(root: int, temporary: str) -> None:
-            files.mkdir(temporary, dir_fd=root)
+            files.mkdir(temporary, dir_fd=root)  # (2)
             post(root, run_id, world_size, attempt)
             own, extra = Record(attempt.number, 0, world_size, {}, {}, ()), b""
             failed: Exception | None = None
             try:
                 extra = extra_state.encode({"state": state})
-                own = write(root, attempt)
+                own = write(root, attempt)  # (3)
             except (CheckflowError, OSError) as error:
                 failed = error
             folder = files.open_folder(temporary, dir_fd=root)
@@ -144,10 +145,10 @@ def _lead(
                 if failed is not None:
                     raise failed
                 clear_notes(folder)
-                _write_manifest(folder, step, run_id, extra, records)
-                sync_folder(folder)
+                _write_manifest(folder, step, run_id, extra, records)  # (4)
+                sync_folder(folder)  # (5)
             finally:
-                files.close(folder)
+                files.close_quietly(folder)
 
         try:
             path = store.commit_written(step, complete, info={})
@@ -168,7 +169,7 @@ def _tell(place: Path, run_id: str, world_size: int, ended: Attempt, *, quietly:
             try:
                 post(root, run_id, world_size, ended)
             finally:
-                files.close(root)
+                files.close_quietly(root)
     except StorageError:
         if not quietly:
             raise
@@ -262,7 +263,7 @@ def _refuse_size(folder: int, name: str, entry: manifest.FileEntry) -> None:
     try:
         size = files.regular_size(fd)
     finally:
-        files.close(fd)
+        files.close_quietly(fd)
     if size != entry.size_bytes:
         raise StorageError(
             f"{name} has {size} bytes, and {entry.size_bytes} by its record: do all ranks see one directory?"

@@ -24,6 +24,7 @@ import psutil
 from checkflow.errors import CheckflowError, StorageError
 from checkflow.hardware import format_size
 from checkflow.runtime import numa
+from checkflow.runtime.memory import MADV_WIPEONFORK
 
 logger = logging.getLogger("checkflow")
 
@@ -40,9 +41,6 @@ class Locking(Protocol):
 
     def unregister(self, address: int) -> None:
         """Undo that; raises CheckflowError where it cannot be undone."""
-
-
-_MADV_WIPEONFORK = 18  # of Linux; Python has no name for it
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,7 @@ def _allocate(index: int, size_bytes: int, node: int | None) -> StagingBuffer:
     # zeros there. Not MADV_DONTFORK: what a worker maps into the hole would go with the inherited object.
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # a kernel before 4.14: they share them
-            memory.madvise(_MADV_WIPEONFORK)
+            memory.madvise(MADV_WIPEONFORK)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     if node is not None:
         numa.prefer_node(address, size_bytes, node)

@@ -9,9 +9,21 @@
       .broken-step-00001234/        proved damaged, set aside by a restore; left for people to look at
       .superseded-step-00001234/    later than the step from which a job was told to go on; left likewise
 
-Every name but ``step-…`` is hidden from readers. The steps of a commit are numbered in :meth:`Store.commit`, (10), that
-of a restore, in :mod:`.opening` and :mod:`.reader`. Which checkpoints stay is decided in :mod:`.retention`; one that is
-open somewhere is not deleted, but later.
+Every name but ``step-…`` is hidden from readers. :mod:`.retention` says which checkpoints stay, :mod:`.leftovers` what
+becomes of the other names. A checkpoint that is open somewhere is not deleted, but later.
+
+A commit has these steps, which are numbered where they are done:
+
+     (1) the directory is locked; others wait, or are told who holds it (:mod:`.lock`)
+     (2) a temporary directory is made
+     (3) each shard, and the extra state, is written, checksummed and fsynced
+     (4) the manifest is written last, and fsynced
+     (5) the temporary directory is fsynced: the names of these files
+     (6) it is renamed to ``step-…``
+     (7) the store's directory is fsynced: that name; only now the checkpoint is acknowledged
+     (8) older ones are deleted
+     (9) what fsync refused has failed for good: it is never tried again and then acknowledged
+    (10) a restore verifies every byte, and sets aside what is damaged (:mod:`.opening`, :mod:`.reader`)
 """
 
 from __future__ import annotations
@@ -27,33 +39,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import xxhash
-
 from checkflow.errors import CheckflowError, StorageError, UnsupportedError
-from checkflow.runtime import files, manifest, retention
+from checkflow.runtime import files, leftovers, manifest, retention
 from checkflow.runtime.layout import OWNER, FileLayout, Layout, file_image
-from checkflow.runtime.lock import DirectoryLock, claimed
+from checkflow.runtime.leftovers import BROKEN, SUPERSEDED, temporary_name
+from checkflow.runtime.lock import DirectoryLock
 from checkflow.runtime.opening import REPLACED, glance, parse_step, step_name
 from checkflow.runtime.reader import find
 from checkflow.runtime.retention import Known, Mode, Rules
+from checkflow.runtime.writing import write_file
 
 logger = logging.getLogger("checkflow")
 
-_TMP, _TRASH = ".tmp-", ".trash-"
-BROKEN, SUPERSEDED = ".broken-", ".superseded-"
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
 Image = Callable[[FileLayout], Iterator[memoryview]]  # the bytes of a file in order
-
-
-def temporary_name(step: int, run_id: str) -> str:
-    """The directory in which a run writes a checkpoint that is not complete yet."""
-    return f"{_TMP}{step:08d}-{run_id}"
-
-
-def is_leftover(name: str) -> bool:
-    """Whether it is being written, exchanged or deleted, now or by a run that did not live to end that."""
-    return name.startswith((_TMP, REPLACED, _TRASH))
 
 
 class Store:
@@ -90,15 +90,16 @@ class Store:
         self.run_id = run_id
         self.rules = Rules(keep_latest, keep_epochs, keep_every, keep_best, monitor, mode)
         self.directory = Path(directory).absolute()
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()  # the collector may find a dropped job, and close it, anywhere
         self._known: dict[int, Known] = {}  # every checkpoint that is known to be complete, by step
         self._left_alone: set[int] = set()  # steps whose checkpoint was told to be incomplete, or unreadable
         self._void: set[str] = set()  # published, but not durably, and not yet taken back
         self._went_on_from: int | None = None  # older ones have not been looked at since
         self._root: int | None = None
         self._told_no_sync = False
+        self._told_left: set[str] = set()  # names of what could not be removed
         with reported(f"cannot use the checkpoint directory {self.directory}"):
-            self._make_directory()
+            files.make_durably(str(self.directory), self._sync_folder)
             self.directory = self.directory.resolve(strict=True)  # the root may be a link; nothing below it may
         # (1) one writer
         self._lock = DirectoryLock(self.directory, wait_seconds=lock_wait_seconds)
@@ -108,10 +109,13 @@ class Store:
                 self._settle()
                 # What an earlier run renamed and did not live to sync is as good as acknowledged from here on.
                 self._sync_folder(self._root)
+            if (kind := files.file_system(self.directory)[0]) in _VOLATILE:
+                logger.warning(
+                    "%s lies on %s: its checkpoints do not outlive this machine or container", self.directory, kind
+                )
         except BaseException:
             self.close()
             raise
-        self._warn_if_volatile()
 
     def __enter__(self) -> Store:
         return self
@@ -127,12 +131,13 @@ class Store:
         return self._root is not None
 
     def close(self) -> None:
-        """Give up the lock; once more is harmless."""
-        root, self._root = self._root, None
-        if root is not None:
-            with contextlib.suppress(OSError):  # nothing is written through a directory
-                files.close(root)
-        self._lock.release()
+        """Give up the lock, when what is being written is done; once more is harmless."""
+        # Not in a forked child, where nobody gives the mutex back.
+        with self._mutex if self._lock.held else contextlib.nullcontext():
+            root, self._root = self._root, None
+            if root is not None:
+                files.close_quietly(root)  # nothing is written through a directory
+            self._lock.release()
 
     def checkpoints(self) -> tuple[Path, ...]:
         """Paths of all checkpoints, newest first."""
@@ -203,21 +208,19 @@ class Store:
         """
         if not 0 <= step <= manifest.MAX_STEP:
             raise ValueError(f"a step is a number from 0 to {manifest.MAX_STEP}, not {step}")
-        with self._mutex:
-            root = self._open_root()
+        with self._writing(f"cannot write the checkpoint of step {step} to {self.directory}") as root:
             temporary, final = temporary_name(step, self.run_id), step_name(step)
-            with reported(f"cannot write the checkpoint of step {step} to {self.directory}"):
-                try:
-                    self._settle()
-                    if self._went_on_from is not None:  # what a dead run did not live to delete takes this one's room
-                        self._retire(root, self._went_on_from)
-                        self._went_on_from = None
-                    write(root, temporary)
-                    # (6), (7) the checkpoint's own name: from here on it is acknowledged
-                    self._publish(root, temporary, final)
-                except BaseException:
-                    self._remove_quietly(root, temporary)
-                    raise
+            try:
+                self._settle()
+                if self._went_on_from is not None:  # what a dead run did not live to delete takes this one's room
+                    self._retire(root, self._went_on_from)
+                    self._went_on_from = None
+                write(root, temporary)
+                # (6), (7) the checkpoint's own name: from here on it is acknowledged
+                self._publish(root, temporary, final)
+            except BaseException:
+                self._remove_quietly(root, temporary)
+                raise
             self._known[step] = retention.known(step, info)
             # (8) only now may older ones go
             self._retire(root, step)
@@ -249,7 +252,7 @@ class Store:
             # (5) the names of these files
             self._sync_folder(folder)
         finally:
-            files.close(folder)
+            files.close_quietly(folder)
 
     def annotate(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics to a checkpoint: it is exchanged for one of the same files, under a manifest that has them too.
@@ -260,41 +263,33 @@ class Store:
         Raises:
             StorageError: that is not possible (a file system without hard links); the checkpoint is what it was.
         """
-        with self._mutex:
-            root = self._open_root()
-            final, temporary = step_name(step), f"{_TMP}{step:08d}-{self.run_id}"
-            with reported(f"cannot add metrics to the checkpoint of step {step} in {self.directory}"):
-                if not files.exists(final, dir_fd=root):
-                    return
-                self._settle()
-                before = glance(self.directory / final)
-                told = {**retention.read_metrics(before.info), **metrics}
-                info: dict[str, Any] = {**before.info, retention.METRICS: retention.write_metrics(told)}
-                self._known[step] = retention.known(step, info)  # in this run, whatever becomes of it
-                if info == before.info:
-                    return
-                try:
-                    self._link_files(root, temporary, final, dataclasses.replace(before, info=info))
-                    self._publish(root, temporary, final)
-                except BaseException:
-                    self._remove_quietly(root, temporary)
-                    raise
+        with self._writing(f"cannot add metrics to the checkpoint of step {step} in {self.directory}") as root:
+            final, temporary = step_name(step), temporary_name(step, self.run_id)
+            self._settle()
+            if not files.exists(final, dir_fd=root):
+                return
+            before = glance(self.directory / final, shared=False)
+            told = {**retention.read_metrics(before.info), **metrics}
+            info: dict[str, Any] = {**before.info, retention.METRICS: retention.write_metrics(told)}
+            self._known[step] = retention.known(step, info)  # in this run, whatever becomes of it
+            if info == before.info:
+                return
+            try:
+                self._link_files(root, temporary, final, dataclasses.replace(before, info=info))
+                self._publish(root, temporary, final)
+            except BaseException:
+                self._remove_quietly(root, temporary)
+                raise
 
     def _link_files(self, root: int, temporary: str, final: str, described: manifest.Manifest) -> None:
         """The files of a checkpoint under a temporary name, with another manifest, durable."""
-        files.mkdir(temporary, dir_fd=root)
-        old = files.open_folder(final, dir_fd=root)
-        try:
-            new = files.open_folder(temporary, dir_fd=root)
-            try:
-                for name in described.files:
-                    files.link(name, old_dir_fd=old, dir_fd=new)
-                write_file(new, manifest.MANIFEST, iter([memoryview(manifest.dumps(described))]))
-                self._sync_folder(new)
-            finally:
-                files.close(new)
-        finally:
-            files.close(old)
+        files.mkdir(temporary, dir_fd=root)  # (2)
+        with contextlib.ExitStack() as opened:
+            old, new = (opened.enter_context(files.folder(name, dir_fd=root)) for name in (final, temporary))
+            for name in described.files:  # (3) but for their bytes, which are on the disk
+                files.link(name, old_dir_fd=old, dir_fd=new)
+            write_file(new, manifest.MANIFEST, iter([memoryview(manifest.dumps(described))]))  # (4)
+            self._sync_folder(new)  # (5)
 
     def went_on_from(self, step: int) -> None:
         """A job was restored from this checkpoint, verified whole: older ones may go before the next commit."""
@@ -306,8 +301,8 @@ class Store:
         Raises:
             StorageError: it cannot be renamed.
         """
-        with self._mutex, reported(f"cannot set the damaged checkpoint {path} aside"):
-            return self._hide(path, BROKEN)
+        with self._writing(f"cannot set the damaged checkpoint {path} aside") as root:
+            return self._hide(root, path, BROKEN)
 
     def rewind(self, step: int) -> tuple[Path, ...]:
         """Rename all checkpoints after ``step`` to ``.superseded-…``; returns their new paths.
@@ -318,40 +313,33 @@ class Store:
         Raises:
             StorageError: one cannot be renamed.
         """
-        with self._mutex, reported(f"cannot rewind {self.directory} to step {step}"):
+        with self._writing(f"cannot rewind {self.directory} to step {step}") as root:
             later = [path for path in self.checkpoints() if (parse_step(path.name) or 0) > step]
-            return tuple(self._hide(path, SUPERSEDED) for path in later)
+            return tuple(self._hide(root, path, SUPERSEDED) for path in later)
 
-    def _hide(self, path: Path, prefix: str) -> Path:
+    def _hide(self, root: int, path: Path, prefix: str) -> Path:
         step = parse_step(path.name)
         if step is None or path.parent != self.directory:
             raise ValueError(f"{path} is no checkpoint of {self.directory}")
-        root = self._open_root()
-        name, count = prefix + path.name, 1
-        while files.exists(name, dir_fd=root):
-            name, count = f"{prefix}{path.name}.{count}", count + 1
-        files.rename(path.name, name, dir_fd=root)
+        hidden = leftovers.hide(root, path.name, prefix)
         self._sync_folder(root)
         self._known.pop(step, None)
-        return self.directory / name
+        return self.directory / hidden
 
-    def _make_directory(self) -> None:
-        """Make the directory, and make its name durable: without that, a power cut takes it with all it holds."""
-        parents = {self.directory.parent}
-        for folder in self.directory.parents:
-            if os.path.lexists(folder):
-                break
-            parents.add(folder.parent)
-        files.make_folders(str(self.directory))
-        for parent in parents:
-            try:
-                fd = files.open_folder(str(parent.resolve()))
-            except PermissionError:  # a directory that was made for us, in one that is not ours to read
-                continue
-            try:
-                self._sync_folder(fd)
-            finally:
-                files.close(fd)
+    @contextlib.contextmanager
+    def _writing(self, what: str) -> Iterator[int]:
+        """One thing at a time, in a directory that is still this one's; gives a descriptor of it.
+
+        Args:
+            what: cannot be done, where it fails.
+        """
+        self._open_root()  # first: in a forked child the mutex may be held for ever, by a thread that is not there
+        with self._mutex, reported(what):
+            root = self._open_root()
+            if not files.is_at(root, str(self.directory)):
+                raise StorageError(f"{what}: the directory was moved or replaced since this job began")
+            self._lock.renew()
+            yield root
 
     def _open_root(self) -> int:
         # A forked child has lost the lock, and its parent is still writing.
@@ -364,7 +352,7 @@ class Store:
 
         The name may be taken by the same step of an earlier run, and a directory cannot be renamed onto one that is not
         empty. So the old one steps aside first. Whatever moment a crash picks, one of the two is whole under a name
-        that :meth:`_settle` brings back.
+        that :func:`.leftovers.settle` brings back.
         """
         replaced = REPLACED + final
         exchanged = False
@@ -390,52 +378,15 @@ class Store:
             self._remove_quietly(root, replaced)
 
     def _remove_quietly(self, root: int, name: str) -> None:
-        """Remove what no restore needs. A failure costs disk space until the next start, and is no reason to fail."""
-        try:
-            if not files.exists(name, dir_fd=root):
-                return
-            with claimed(f"{name}/{manifest.MANIFEST}", dir_fd=root) as unread:
-                if unread:
-                    self._remove(root, name)
-                elif not name.startswith(_TRASH):  # the next commit tries again, and may need this name
-                    self._to_trash(root, name)
-        except OSError as error:
-            logger.warning("cannot remove %s: %s", self.directory / name, error.strerror)
-
-    def _remove(self, root: int, name: str) -> None:
-        try:
-            files.remove(name, dir_fd=root)
-        except OSError as error:
-            logger.warning("cannot remove %s: %s", self.directory / name, error.strerror)
+        leftovers.remove_quietly(root, name, self._tell_left)
 
     def _settle(self) -> None:
-        """Finish what dead runs, or failed commits of this one, left half done. Needs the lock: nobody else writes."""
-        root = self._open_root()
-        for name in sorted(self._void):
-            if files.exists(name, dir_fd=root):
-                self._to_trash(root, name)
-            self._void.discard(name)
-        leftovers = []
-        present = files.names(root)
-        for name in present:
-            final = name.removeprefix(REPLACED)
-            if name.startswith(REPLACED) and parse_step(final) is not None and final not in present:
-                files.rename(name, final, dir_fd=root)
-            elif is_leftover(name):
-                leftovers.append(name)
-        if leftovers:
-            # What takes the place of a leftover must be there for good before the leftover goes.
-            self._sync_folder(root)
-        for name in leftovers:
-            self._remove_quietly(root, name)
+        leftovers.settle(self._open_root(), self._void, self._sync_folder, self._tell_left)
 
-    def _to_trash(self, root: int, name: str) -> str:
-        """One rename makes it invisible whole; deleting file by file would leave a torn one at a crash."""
-        trash, count = _TRASH + name.lstrip("."), 1
-        while files.exists(trash, dir_fd=root):  # of a dead run, or still being read
-            trash, count = f"{_TRASH}{name.lstrip('.')}.{count}", count + 1
-        files.rename(name, trash, dir_fd=root)
-        return trash
+    def _tell_left(self, name: str, error: OSError) -> None:
+        if name not in self._told_left:
+            self._told_left.add(name)
+            logger.warning("cannot remove %s: %s", self.directory / name, error.strerror)
 
     def _retire(self, root: int, newest: int) -> None:
         """Delete old checkpoints: :func:`.retention.kept` says which. That of step ``newest`` is whole and durable.
@@ -447,14 +398,10 @@ class Store:
             complete = self.look()
             stay = retention.kept(self.rules, complete, newest)
             for step in sorted((one.step for one in complete if one.step not in stay), reverse=True):
-                name = step_name(step)
-                with claimed(f"{name}/{manifest.MANIFEST}", dir_fd=root) as unread:
-                    if not unread:
-                        logger.debug("%s is being read, and stays until it is not", name)
-                        continue
-                    trash = self._to_trash(root, name)
+                if leftovers.retire(root, step_name(step), self._tell_left):
                     del self._known[step]
-                    self._remove(root, trash)
+                else:
+                    logger.debug("step %d is being read, and stays until it is not", step)
         except (OSError, StorageError) as error:
             logger.warning("cannot delete old checkpoints in %s: %s", self.directory, error)
 
@@ -471,7 +418,7 @@ class Store:
             if step in self._known:
                 continue
             try:
-                self._known[step] = retention.known(step, glance(path).info)
+                self._known[step] = retention.known(step, glance(path, shared=False).info)
             except CheckflowError as error:
                 if step not in self._left_alone:
                     self._left_alone.add(step)
@@ -488,13 +435,6 @@ class Store:
             logger.warning(
                 "the file system of %s cannot sync directories: a power cut may lose the newest checkpoint",
                 self.directory,
-            )
-
-    def _warn_if_volatile(self) -> None:
-        kind, _ = files.file_system(self.directory)
-        if kind in _VOLATILE:
-            logger.warning(
-                "%s lies on %s: its checkpoints do not outlive this machine or container", self.directory, kind
             )
 
 
@@ -514,37 +454,6 @@ def _staged(staging: memoryview, layout: Layout) -> Image:
     if len(flat) < layout.buffer_bytes:
         raise ValueError(f"the staging buffer has {len(flat)} bytes, the layout needs {layout.buffer_bytes}")
     return lambda file: file_image(file, flat, manifest.BLOCK_BYTES)
-
-
-def write_file(folder: int, name: str, pieces: Iterator[memoryview]) -> manifest.FileEntry:
-    """Write a new file, make it durable, and return its size and checksums.
-
-    An error of fsync or close fails the checkpoint for good: the kernel may have dropped the pages that it could not
-    write, and a second fsync would succeed without them.
-    """
-    fd = files.open_new(name, dir_fd=folder)
-    try:
-        size, filled, blocks, digest = 0, 0, [], xxhash.xxh3_64()
-        for piece in pieces:
-            rest = piece
-            while rest:
-                part = rest[: manifest.BLOCK_BYTES - filled]
-                digest.update(part)
-                files.write_all(fd, part, size)
-                size, filled, rest = size + len(part), filled + len(part), rest[len(part) :]
-                if filled == manifest.BLOCK_BYTES:
-                    blocks.append(digest.hexdigest())
-                    filled = 0
-                    digest.reset()
-        if filled:
-            blocks.append(digest.hexdigest())
-        files.fsync(fd)
-    except BaseException:
-        with contextlib.suppress(OSError):  # the first error is the one to report
-            files.close(fd)
-        raise
-    files.close(fd)
-    return manifest.FileEntry(size, tuple(blocks))
 
 
 @contextlib.contextmanager

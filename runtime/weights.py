@@ -299,10 +299,18 @@ def open_regular(path: Path) -> tuple[int, int]:
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise CorruptCheckpointError(f"{path} is no regular file")
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return fd, os.fstat(fd).st_size
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            size = files.regular_size(fd)  # what has that name by now
+        except BaseException:
+            files.close_quietly(fd)
+            raise
     except (OSError, ValueError) as error:
         raise StorageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    if size is None:
+        files.close_quietly(fd)
+        raise CorruptCheckpointError(f"{path} is no regular file")
+    return fd, size
 
 
 def read_exactly(path: Path, fd: int, begin: int, out: memoryview) -> None:

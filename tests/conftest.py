@@ -1,11 +1,24 @@
-"""One thread for torch in every test: the machines that run them have two cores, and spinning threads are no test."""
+"""What holds in every test: one thread for torch, the same examples of hypothesis in every run.
+
+The machines that run them have two cores, and spinning threads are no test. Other examples every time:
+``HYPOTHESIS_PROFILE=random``, with ``--hypothesis-seed`` for the same ones again.
+"""
 
 from __future__ import annotations
 
+import os
+
+import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+# No deadline, and no complaint of slow examples: how fast the machine is, is no property of the code.
+_PATIENT = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True)
+hypothesis.settings.register_profile("fixed", _PATIENT, derandomize=True, database=None)
+hypothesis.settings.register_profile("random", _PATIENT, derandomize=False)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

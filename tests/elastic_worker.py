@@ -132,7 +132,7 @@ def refused(directory: Path) -> str:
 
 def main(before: Path, after: Path, steps: int) -> None:
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
     seen: dict[str, Any] = {scenario.name: run(scenario, before, after, steps) for scenario in SCENARIOS}
     if torch.distributed.get_world_size() == 2:  # torch's optimizers take seconds to be imported
         seen["Checkpointer"] = refused(after)

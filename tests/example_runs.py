@@ -14,6 +14,7 @@ from typing import Literal
 
 import jobs
 import torch
+from waiting import PATIENCE_SECONDS
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Output:
     def write(self, text: str) -> int:
         line = text.lstrip("\n")
         if self._kill is not None and line.startswith(self._kill.line):
-            end = time.monotonic() + 100
+            end = time.monotonic() + PATIENCE_SECONDS
             while not _is_there(self._kill):
                 assert time.monotonic() < end, f"there is no {self._kill.awaits}"
                 time.sleep(0.001)

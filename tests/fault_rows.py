@@ -90,7 +90,8 @@ def parts() -> list[Part]:
     rows += [_program("F15", f"pairs {n}", "fault_parts.py", "two", "-", n, "{folder}") for n in range(10)]
     rows += [_tests("F15", "recovery", "tests/test_store.py", "-k", "second_fault or settled")]
     rows += [_program("F16", kind, "mutations.py", "--kind", kind)
-             for kind in ("fsync", "write", "no-follow", "checksum", "digest", "plan: flush, fsync")]  # fmt: skip
+             for kind in ("fsync", "fsync of a file", "fsync of an exchange", "fsync of a new directory", "write",
+                          "no-follow", "checksum", "digest", "plan: flush, fsync")]  # fmt: skip
     return rows
 
 

@@ -11,19 +11,24 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from checkflow.runtime import files
+from checkflow.runtime.layout import PAGE_BYTES
+from checkflow.runtime.memory import address_of
 
 CALLS = (
     "open_folder", "make_folders", "mkdir", "open_new", "open_read", "open_lock", "flock", "truncate", "pwrite",
     "preadv", "fsync", "close", "rename", "unlink", "rmdir", "names", "folder_names", "exists", "regular_size",
-    "link", "flock_shared", "open_claimed", "is_at",
+    "link", "flock_shared", "open_claimed", "is_at", "set_direct", "open_direct",
 )  # fmt: skip
+
+
+OPENING = ("open_folder", "open_new", "open_read", "open_lock", "open_claimed", "open_direct")
 
 
 class Killed(BaseException):
@@ -76,13 +81,56 @@ class Faults:
                 return real(*args, **named)
             if (self.after and self.count == self.at) or name == "close":  # a failed close closes all the same
                 result = real(*args, **named)
-                if self.after and name in ("open_folder", "open_new", "open_read", "open_lock", "open_claimed"):
+                if self.after and name in OPENING:
+                    files._passing.discard(result)
                     os.close(result)
             if self.error is None:
                 raise Killed
             raise OSError(self.error, os.strerror(self.error))
 
         return call
+
+
+@contextlib.contextmanager
+def all_direct() -> Iterator[list[int]]:
+    """Files of every size go around the page cache, on a disk that takes whole pages for that, and nothing else.
+
+    Yields the sizes of these writes and reads; the file system below may be any.
+    """
+    direct: set[int] = set()
+    sizes: list[int] = []
+    real_close, real_write, real_read = files.close, files.pwrite, files.preadv
+
+    def set_direct(fd: int, on: bool) -> None:
+        (direct.add if on else direct.discard)(fd)
+
+    def open_direct(fd: int) -> int:
+        direct.add(again := os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
+        return again
+
+    def close(fd: int) -> None:
+        direct.discard(fd)
+        real_close(fd)
+
+    def check(fd: int, data: memoryview, offset: int) -> None:
+        if fd in direct:
+            if offset % PAGE_BYTES or len(data) % PAGE_BYTES or address_of(data) % PAGE_BYTES:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            sizes.append(len(data))
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        check(fd, data, offset)
+        return real_write(fd, data, offset)
+
+    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        check(fd, buffers[0], offset)
+        return real_read(fd, buffers, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "LEAST_DIRECT_BYTES", 1)
+        for function in (set_direct, open_direct, close, pwrite, preadv):
+            patch.setattr(files, function.__name__, function)
+        yield sizes
 
 
 CUTS = ("synced", "now", "torn")

@@ -8,9 +8,11 @@ and seals most of them anew, so that they get past digests and checksums; one of
 some place of a real file. Each follows from the seed, the target and its number: ``--only TARGET:NUMBER`` gives one to
 its reader again.
 
-What must hold: no other exception; a valid result encodes to bytes that give the same result again, and damage that
-nobody sealed gives what was written, or an error; no input takes more than some seconds of this process's time; and
-memory grows by less than 64 MiB from the end of the warm-up to the highest moment of all that follows.
+They are made here, and read in another process (:mod:`fuzz_reader`). What must hold: no other exception, and no other
+end of that process; a valid result encodes to bytes that give the same result again, and damage that nobody sealed
+gives what was written, or an error; no input takes more than some seconds of its time; and its memory grows by less
+than 64 MiB from the end of the warm-up to the highest moment of all that follows. ``--break NAME`` gives it a fault
+first (:mod:`fuzz_breaks`), and the run must fail.
 """
 
 # ruff: noqa: T201
@@ -19,40 +21,34 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
-import faulthandler
 import gc
 import hashlib
 import json
 import os
 import random
-import resource
 import secrets
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+from fuzz_breaks import BREAKS
+from fuzz_feeds import make_feeds
 from fuzz_mutation import Raw
+from fuzz_process import Reader, ReaderDied, reading
 from fuzz_targets import Target, make_corpus, make_targets
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import seed as hypothesis_seed
 from hypothesis import settings as hypothesis_settings
 
-from checkflow.errors import CheckflowError
-
 MOST_GROWTH_BYTES = 64 * 2**20
 MOST_SECONDS = 5.0  # of processor time, for one input
-HANG_SECONDS = 300  # then the process says where it is, and ends
 MOST_FINDINGS = 20
 HYPOTHESIS_SHARE = 10  # of so many inputs one comes from hypothesis
 _HYPOTHESIS_BATCH = 250  # examples; it remembers them
-_ADDRESS_SPACE_BYTES = 4 * 2**30  # beyond what is there at the start: memory that nobody touches counts here
 # What a target takes of the inputs: the checkpoint, whose files are written each time, less.
 WEIGHTS = {
     "manifest": 4,
@@ -92,35 +88,68 @@ class Finding:
 
 @dataclass
 class Fuzz:
-    """One run: what was found, and where inputs that found it are kept."""
+    """One run: what was found, and where inputs that found it are kept.
+
+    Args:
+        warm_bytes: what the reader held at the end of the warm-up; None: before it, or that reader is gone.
+        highest_bytes: the most that it held since then, first after the input ``highest``.
+    """
 
     seed: int
     findings_folder: Path
+    reader: Reader
     tallies: dict[str, Tally] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    warm_bytes: int | None = None
+    highest_bytes: int = 0
+    highest: str = ""
+    deaths: int = 0
     _seen: set[str] = field(default_factory=set)
 
     def give(self, target: Target, item: Any, name: str) -> None:
-        """Give one input to its reader."""
+        """Give one input to its reader. One that dies of it is followed by another, where there are more inputs."""
         tally = self.tallies.setdefault(target.name, Tally())
         tally.inputs += 1
-        begun = time.process_time()
+        if not self.reader.running:
+            self.reader.start()
         try:
-            outcome = target.feed(item)
-        except CheckflowError as error:
-            outcome = type(error).__name__
-            if "\n" in str(error):
-                self._note(name, item, "an error of more than one line", traceback.format_exc())
-        except Exception as error:  # noqa: BLE001 - any is a find
-            outcome = f"!{type(error).__name__}"
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            self._note(name, item, f"{type(error).__name__} in {place.name}", traceback.format_exc())
-        seconds = time.process_time() - begun
-        tally.outcomes[outcome] += 1
-        if seconds > tally.slowest_seconds:
-            tally.slowest_seconds, tally.slowest = seconds, name
-        if seconds > MOST_SECONDS:
-            self._note(name, item, f"slow: {target.name}", f"{name} took {seconds:.1f} s of processor time")
+            answer = self.reader.give(target.name, item)
+        except ReaderDied as end:
+            tally.outcomes[f"!{end.how}"] += 1
+            self._note(name, item, f"{target.name}: the reader {end.how}", end.details)
+            self.warm_bytes = None
+            self.deaths += 1
+            return
+        tally.outcomes[answer.outcome] += 1
+        if answer.found:
+            self._note(name, item, answer.found, answer.details)
+        if answer.seconds > tally.slowest_seconds:
+            tally.slowest_seconds, tally.slowest = answer.seconds, name
+        if answer.seconds > MOST_SECONDS:
+            self._note(name, item, f"slow: {target.name}", f"{name} took {answer.seconds:.1f} s of processor time")
+        self._weigh(item, name)
+
+    @property
+    def enough(self) -> bool:
+        """Whether so much was found that more would tell nothing new."""
+        return len(self.findings) + self.deaths >= MOST_FINDINGS
+
+    def warm(self) -> None:
+        """From here on memory counts."""
+        self.warm_bytes = self.reader.resident_bytes()
+        self.reader.forget_highest()
+
+    @property
+    def growth_bytes(self) -> int | None:
+        """By how much memory has grown at most since the warm-up; None: its reader did not live to the end."""
+        return None if self.warm_bytes is None else self.highest_bytes - self.warm_bytes
+
+    def _weigh(self, item: Any, name: str) -> None:
+        if self.warm_bytes is None or (highest_bytes := self.reader.highest_bytes()) <= self.highest_bytes:
+            return
+        self.highest_bytes, self.highest = highest_bytes, name
+        if (growth_bytes := highest_bytes - self.warm_bytes) >= MOST_GROWTH_BYTES:
+            self._note(name, item, "too much memory", f"{growth_bytes} bytes more than after the warm-up")
 
     def _note(self, name: str, item: Any, what: str, details: str) -> None:
         if what in self._seen:
@@ -144,7 +173,7 @@ def draw(target: Target, seed: int, number: int) -> Any:
 
 def run_own(fuzz: Fuzz, target: Target, first: int, count: int) -> None:
     for number in range(first, first + count):
-        if len(fuzz.findings) >= MOST_FINDINGS:
+        if fuzz.enough:
             return
         fuzz.give(target, draw(target, fuzz.seed, number), f"{target.name}:{number}")
 
@@ -162,7 +191,7 @@ def run_hypothesis(fuzz: Fuzz, target: Target, first: int, count: int) -> None:
     )  # fmt: skip
     @given(VALUES, st.integers(0, 2**32 - 1))
     def each(value: Any, place: int) -> None:
-        if len(fuzz.findings) < MOST_FINDINGS:
+        if not fuzz.enough:
             fuzz.give(target, graft(random.Random(place), value), f"{target.name}:hypothesis {first}+")
 
     each()
@@ -181,7 +210,7 @@ def run_all(fuzz: Fuzz, targets: tuple[Target, ...], inputs: int, first: int = 0
     """So many inputs in all, the targets taking turns in short batches."""
     left = shares(targets, inputs)
     numbers = dict.fromkeys(left, first)
-    while any(left.values()) and len(fuzz.findings) < MOST_FINDINGS:
+    while any(left.values()) and not fuzz.enough:
         for target in targets:
             count = min(left[target.name], _HYPOTHESIS_BATCH * HYPOTHESIS_SHARE)
             theirs = 0 if target.graft is None else count // HYPOTHESIS_SHARE
@@ -191,40 +220,6 @@ def run_all(fuzz: Fuzz, targets: tuple[Target, ...], inputs: int, first: int = 0
             run_own(fuzz, target, numbers[target.name], max(0, count - given_by_it))
             numbers[target.name] += count
             left[target.name] -= count
-
-
-# Memory
-
-
-def _status_bytes(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"the system does not tell {key}")
-
-
-def resident_bytes() -> int:
-    return _status_bytes("VmRSS")
-
-
-def highest_bytes() -> int:
-    """The most memory that was resident since the last :func:`forget_highest`."""
-    return _status_bytes("VmHWM")
-
-
-def forget_highest() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-@contextlib.contextmanager
-def bounded_address_space() -> Iterator[None]:
-    """Memory that is asked for and never touched is not resident; here it is a MemoryError."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (_status_bytes("VmSize") + _ADDRESS_SPACE_BYTES, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 # The command
@@ -238,6 +233,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--only", metavar="TARGET:NUMBER", help="give this one input to its reader, and raise its error"
     )
     parser.add_argument("--findings", type=Path, default=Path("fuzz-findings"), help="folder for inputs that found one")
+    parser.add_argument("--break", dest="fault", choices=BREAKS, help="give the reader this fault first")
     parser.add_argument("--output", type=Path, help="file for the figures, as JSON")
     return parser.parse_args(argv)
 
@@ -246,44 +242,43 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
     with tempfile.TemporaryDirectory() as kept:
-        targets = make_targets(make_corpus(Path(kept) / "corpus"), Path(kept) / "inputs")
+        targets = make_targets(make_corpus(Path(kept) / "corpus"))
         if arguments.only:
             name, _, number = arguments.only.partition(":")
             target = next(target for target in targets if target.name == name)
-            print(target.feed(draw(target, seed, int(number))))
+            print(make_feeds(Path(kept) / "inputs")[name](draw(target, seed, int(number))))
             return 0
-        print(f"seed {seed}", flush=True)
-        return _run(targets, seed, arguments)
+    print(f"seed {seed}", flush=True)
+    with reading(arguments.fault) as reader:
+        return _run(Fuzz(seed, arguments.findings, reader), targets, arguments)
 
 
-def _run(targets: tuple[Target, ...], seed: int, arguments: argparse.Namespace) -> int:
-    fuzz = Fuzz(seed, arguments.findings)
-    faulthandler.dump_traceback_later(HANG_SECONDS, repeat=False, exit=True)
-    warm_up = max(arguments.inputs // 10, len(targets))
+def run_measured(fuzz: Fuzz, targets: tuple[Target, ...], inputs: int) -> None:
+    """So many inputs, memory measured from the first tenth on."""
+    done = max(inputs // 10, len(targets))
+    run_all(fuzz, targets, done)
+    if fuzz.reader.running:
+        fuzz.warm()
+    while done < inputs and not fuzz.enough:
+        count = min(5_000, inputs - done)
+        run_all(fuzz, targets, count, first=done)
+        done += count
+        if fuzz.warm_bytes is not None:
+            now, most = fuzz.reader.resident_bytes() - fuzz.warm_bytes, fuzz.highest_bytes - fuzz.warm_bytes
+            print(f"{done} inputs, memory {now / 2**20:+.1f} MiB, at most {most / 2**20:+.1f}", flush=True)
+
+
+def _run(fuzz: Fuzz, targets: tuple[Target, ...], arguments: argparse.Namespace) -> int:
     begun = time.perf_counter()
-    with bounded_address_space():
-        run_all(fuzz, targets, warm_up)
-        warm_bytes = resident_bytes()
-        forget_highest()
-        done = warm_up
-        while done < arguments.inputs and len(fuzz.findings) < MOST_FINDINGS:
-            faulthandler.dump_traceback_later(HANG_SECONDS, repeat=False, exit=True)
-            count = min(5_000, arguments.inputs - done)
-            run_all(fuzz, targets, count, first=done)
-            done += count
-            print(f"{done} inputs, memory {(resident_bytes() - warm_bytes) / 2**20:+.1f} MiB", flush=True)
-    faulthandler.cancel_dump_traceback_later()
-    figures = figures_of(fuzz, time.perf_counter() - begun, warm_bytes)
+    run_measured(fuzz, targets, arguments.inputs)
+    figures = figures_of(fuzz, time.perf_counter() - begun)
     show(figures)
     if arguments.output:
         arguments.output.write_text(json.dumps(figures, indent=2) + "\n")
-    if figures["memory_growth_bytes"] >= MOST_GROWTH_BYTES:
-        print(f"memory grew by {figures['memory_growth_bytes']} bytes", file=sys.stderr)
-        return 1
     return 1 if fuzz.findings else 0
 
 
-def figures_of(fuzz: Fuzz, seconds: float, warm_bytes: int) -> dict[str, Any]:
+def figures_of(fuzz: Fuzz, seconds: float) -> dict[str, Any]:
     return {
         "seed": fuzz.seed,
         "inputs": sum(tally.inputs for tally in fuzz.tallies.values()),
@@ -291,8 +286,10 @@ def figures_of(fuzz: Fuzz, seconds: float, warm_bytes: int) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "python": sys.version.split()[0],
         "findings": [finding.what for finding in fuzz.findings],
-        "memory_after_warm_up_bytes": warm_bytes,
-        "memory_growth_bytes": highest_bytes() - warm_bytes,
+        "memory_after_warm_up_bytes": fuzz.warm_bytes,
+        "memory_growth_bytes": fuzz.growth_bytes,
+        "memory_highest": fuzz.highest,
+        "memory_at_the_end_bytes": fuzz.reader.resident_bytes() if fuzz.reader.running else None,
         "targets": {
             name: {
                 "inputs": tally.inputs,
@@ -309,10 +306,9 @@ def show(figures: dict[str, Any]) -> None:
     for name, row in figures["targets"].items():
         outcomes = ", ".join(f"{count} {what}" for what, count in row["outcomes"].items())
         print(f"{name:19s}{row['inputs']:8d}  slowest {row['slowest_seconds']:6.3f} s  {outcomes}")
-    print(
-        f"{figures['inputs']} inputs in {figures['seconds']} s, {len(figures['findings'])} findings, "
-        f"memory at most {figures['memory_growth_bytes'] / 2**20:+.1f} MiB after the warm-up"
-    )
+    growth = figures["memory_growth_bytes"]
+    memory = "unknown: its reader died" if growth is None else f"at most {growth / 2**20:+.1f} MiB after the warm-up"
+    print(f"{figures['inputs']} inputs in {figures['seconds']} s, {len(figures['findings'])} findings, memory {memory}")
 
 
 if __name__ == "__main__":

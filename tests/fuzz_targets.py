@@ -1,19 +1,12 @@
-"""What reads files, each with inputs made from real files, and with what a result must satisfy to count as valid.
-
-A target's ``make`` draws one input; its ``feed`` gives it to the reader and returns "valid", or lets the reader's error
-pass. A result that is not valid after all is an AssertionError.
-"""
+"""Inputs for everything that reads files, made from real files. What reads them: :mod:`fuzz_feeds`."""
 
 from __future__ import annotations
 
 import collections
 import datetime
-import json
-import logging
 import math
 import pathlib
 import random
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +17,7 @@ import fuzz_mutation as mutation
 import numpy as np
 import torch
 import xxhash
+from fuzz_feeds import IDENTITY, Folder, content_of
 from fuzz_mutation import Pairs, Raw
 from oracle import random_plan
 from pydantic import TypeAdapter, ValidationError
@@ -32,34 +26,29 @@ from test_plan import good_plan
 from torch import nn
 
 from checkflow import plan as plans
-from checkflow import run_report
 from checkflow.plan import Plan
-from checkflow.planner import replay
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import extra_state, layout, manifest, opening
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.policy import Costs
-from checkflow.runtime.profile_cache import Identity, ProfileCache
-from checkflow.runtime.reader import find, open_checkpoint
+from checkflow.runtime.profile_cache import ProfileCache
+from checkflow.runtime.reader import find
 from checkflow.runtime.store import Store
 
-_MOST_PLAYED_STEPS = 10_000  # of a plan's horizon: longer ones are read, and not played through
 _DATA_START = 8
 
 
 @dataclass(frozen=True)
 class Target:
-    """One reader.
+    """One reader's inputs. They cross to it as msgpack: bytes, or what of lists, dicts, numbers and None holds them.
 
     Args:
         make: draws an input.
         graft: an input with a value of hypothesis's at a place that is drawn; None: there are no such inputs.
-        feed: reads it.
     """
 
     name: str
     make: Callable[[random.Random], Any]
-    feed: Callable[[Any], str]
     graft: Callable[[random.Random, Any], Any] | None = None
 
 
@@ -75,7 +64,6 @@ class Corpus:
     plans: tuple[bytes, ...]
     report: bytes
     profile: bytes
-    identity: Identity
 
 
 def every_kind_of_value() -> dict[str, Any]:
@@ -141,9 +129,8 @@ def make_corpus(directory: Path) -> Corpus:
         data = path.read_bytes()
         headers.append(data[_DATA_START : _DATA_START + int.from_bytes(data[:_DATA_START], "little")])
         sizes.append(len(data))
-    identity = Identity("model", "batch", "plan", "cpu", 1, "ext4")
     profile = ProfileCache(directory)
-    profile.keep(identity, Costs(0.01, 0.002, 0.03, 0.004))
+    profile.keep(IDENTITY, Costs(0.01, 0.002, 0.03, 0.004))
     return Corpus(
         tuple((path / manifest.MANIFEST).read_bytes() for path in checkpoints),
         checkpoints,
@@ -153,21 +140,18 @@ def make_corpus(directory: Path) -> Corpus:
         tuple(plans.dumps(plan) for plan in (*made, good_plan())),
         (job / "report.json").read_bytes(),
         profile.path.read_bytes(),
-        identity,
     )
 
 
-def make_targets(corpus: Corpus, directory: Path) -> tuple[Target, ...]:
-    """All targets; ``directory`` is where those that read from a disk find their inputs."""
-    directory.mkdir(parents=True, exist_ok=True)
+def make_targets(corpus: Corpus) -> tuple[Target, ...]:
     return (
         _manifest_target(corpus),
         _header_target(corpus),
         _extra_target(corpus),
         _plan_target(corpus),
         _report_target(corpus),
-        _profile_target(corpus, directory),
-        _folder_target(corpus, directory),
+        _profile_target(corpus),
+        _folder_target(corpus),
     )
 
 
@@ -201,15 +185,10 @@ def _manifest_target(corpus: Corpus) -> Target:
             return mutation.change_bytes(rng, rng.choice(corpus.manifests), rng.choice(corpus.manifests))
         return _sealed(_changed_json(rng, texts, trees))
 
-    def feed(data: bytes) -> str:
-        read = manifest.loads(data, "manifest.json")
-        assert manifest.loads(manifest.dumps(read), "again") == read
-        return "valid"
-
     def graft(rng: random.Random, value: Any) -> bytes:
         return _sealed(mutation.dump(mutation.graft_json(rng, rng.choice(trees), value)))
 
-    return Target("manifest", make, feed, graft)
+    return Target("manifest", make, graft)
 
 
 # The header of a safetensors file
@@ -224,28 +203,11 @@ def _header_target(corpus: Corpus) -> Target:
         data_bytes = corpus.header_sizes[which] - _DATA_START - len(corpus.headers[which])
         return text, _DATA_START + len(text) + data_bytes
 
-    def feed(item: tuple[bytes, int]) -> str:
-        text, size_bytes = item
-        found = opening.parse_header(Path("x.safetensors"), text, size_bytes)
-        data = _DATA_START + len(text)
-        again = {
-            key: {"dtype": one.code, "shape": one.shape, "data_offsets": [one.begin - data, one.end - data]}
-            for key, one in found.items()
-        }
-        spelled = json.dumps(again).encode().ljust(len(text))
-        shift = len(spelled) - len(text)
-        read = opening.parse_header(Path("again"), spelled, size_bytes + shift)
-        moved = {key: opening.StoredTensor(one.code, one.shape, one.begin - shift, one.end - shift)
-                 for key, one in read.items()}  # fmt: skip
-        assert moved == found
-        assert all(data <= one.begin <= one.end <= size_bytes for one in found.values())
-        return "valid"
-
     def graft(rng: random.Random, value: Any) -> tuple[bytes, int]:
         text = mutation.dump(mutation.graft_json(rng, rng.choice(trees), value))
         return text, _DATA_START + len(text) + rng.choice(corpus.header_sizes)
 
-    return Target("safetensors header", make, feed, graft)
+    return Target("safetensors header", make, graft)
 
 
 # The extra state
@@ -263,16 +225,7 @@ def _extra_target(corpus: Corpus) -> Target:
             data = mutation.change_bytes(rng, data, corpus.extras[other])
         return data
 
-    return Target("extra state", make, feed_extra)
-
-
-def feed_extra(data: bytes) -> str:
-    """Decode; what comes out must be of the input's size, and encode to bytes that stay the same from then on."""
-    again = extra_state.encode(extra_state.decode(data))
-    # A float16's two bytes may come back as a float of nine; no more than that.
-    assert len(again) <= 16 * len(data) + 1024, f"{len(data)} bytes made {len(again)}"
-    assert extra_state.encode(extra_state.decode(again)) == again
-    return "valid"
+    return Target("extra state", make)
 
 
 # Plans
@@ -293,17 +246,10 @@ def _plan_target(corpus: Corpus) -> Target:
         text = _changed_json(rng, corpus.plans, trees)
         return sealed(text) if rng.randrange(5) else text
 
-    def feed(data: bytes) -> str:
-        plan = plans.loads(data)
-        assert plans.dumps(plan) == data
-        if plan.horizon_steps <= _MOST_PLAYED_STEPS:
-            replay.check_plan(plan)  # as before each run: it may refuse what only arithmetic finds
-        return "valid"
-
     def graft(rng: random.Random, value: Any) -> bytes:
         return sealed(mutation.dump(mutation.graft_json(rng, rng.choice(trees), value)))
 
-    return Target("plan", make, feed, graft)
+    return Target("plan", make, graft)
 
 
 # The report of a run
@@ -313,69 +259,32 @@ def _report_target(corpus: Corpus) -> Target:
     texts = (corpus.report,)
     trees = (mutation.parse(corpus.report),)
 
-    def feed(data: bytes) -> str:
-        runs = run_report.loads(data, "report.json")
-        assert run_report.loads(run_report.dump_file(map(run_report.dump_run, runs)), "again") == runs
-        return "valid"
-
     def graft(rng: random.Random, value: Any) -> bytes:
         return mutation.dump(mutation.graft_json(rng, trees[0], value))
 
-    return Target("report", lambda rng: _changed_json(rng, texts, trees), feed, graft)
+    return Target("report", lambda rng: _changed_json(rng, texts, trees), graft)
 
 
 # The profile of a job, which is passed over where it cannot be read
 
 
-def _profile_target(corpus: Corpus, directory: Path) -> Target:
+def _profile_target(corpus: Corpus) -> Target:
     texts = (corpus.profile,)
     trees = (mutation.parse(corpus.profile),)
-    cache = ProfileCache(directory)
-
-    def feed(data: bytes) -> str:
-        cache.path.write_bytes(data)
-        with _Quiet():
-            costs = cache.find(corpus.identity)
-            if costs is None:
-                return "passed over"
-            cache.keep(corpus.identity, costs)
-            assert cache.find(corpus.identity) == costs
-        assert 0 < costs.iteration_seconds < math.inf
-        return "valid"
 
     def graft(rng: random.Random, value: Any) -> bytes:
         return mutation.dump(mutation.graft_json(rng, trees[0], value))
 
-    return Target("profile", lambda rng: _changed_json(rng, texts, trees), feed, graft)
-
-
-class _Quiet:
-    """Warnings about files that are passed over are what is asked for here; a hundred thousand lines are not."""
-
-    def __enter__(self) -> None:
-        self._logger = logging.getLogger("checkflow")
-        self._before, self._logger.disabled = self._logger.disabled, True
-
-    def __exit__(self, *_: object) -> None:
-        self._logger.disabled = self._before
+    return Target("profile", lambda rng: _changed_json(rng, texts, trees), graft)
 
 
 # A whole checkpoint
 
 
-@dataclass(frozen=True)
-class Folder:
-    """The files of a checkpoint. ``original``: where nothing was sealed anew, what they must give if they give any."""
-
-    step: int
-    files: dict[str, bytes]
-    original: dict[str, bytes] | None
-
-
-def _folder_target(corpus: Corpus, directory: Path) -> Target:
+def _folder_target(corpus: Corpus) -> Target:
     good = [{entry.name: entry.read_bytes() for entry in path.iterdir()} for path in corpus.checkpoints]
     steps = [opening.parse_step(path.name) or 0 for path in corpus.checkpoints]
-    contents = [_content(path) for path in corpus.checkpoints]
+    contents = [content_of(path) for path in corpus.checkpoints]
 
     def make(rng: random.Random) -> Folder:
         which = rng.randrange(len(good))
@@ -391,33 +300,7 @@ def _folder_target(corpus: Corpus, directory: Path) -> Target:
             files[manifest.MANIFEST] = _resealed(files)
         return Folder(steps[which], files, None)
 
-    def feed(item: Folder) -> str:
-        path = directory / opening.step_name(item.step)
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir()
-        for name, data in item.files.items():
-            (path / name).write_bytes(data)
-        content = _content(path)
-        if item.original is not None:
-            assert content == item.original, "damaged data was returned as good"
-            return "valid"
-        assert _content(path) == content
-        extra_state.decode(content[""])
-        return "valid"
-
-    return Target("checkpoint", make, feed)
-
-
-def _content(path: Path) -> dict[str, bytes]:
-    """Every tensor's bytes, and under "" the extra state's."""
-    with open_checkpoint(path) as checkpoint:
-        checkpoint.verify()
-        found = {"": checkpoint.extra_bytes}
-        for name in checkpoint.tensors:
-            data = bytearray(checkpoint.size_bytes(name))
-            checkpoint.read_into(name, memoryview(data))
-            found[name] = bytes(data)
-        return found
+    return Target("checkpoint", make)
 
 
 def _with_manifest(rng: random.Random, files: dict[str, bytes]) -> bytes:
@@ -456,4 +339,4 @@ def _checksums(data: bytes) -> list[str]:
     ]
 
 
-__all__ = ["Corpus", "Folder", "Raw", "Target", "feed_extra", "make_corpus", "make_targets"]
+__all__ = ["Corpus", "Raw", "Target", "make_corpus", "make_targets"]

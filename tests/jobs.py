@@ -23,6 +23,7 @@ from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.loader import DataLoader
 
 EPOCHS, SAMPLES, BATCH = 3, 22, 4
+GRACE_SECONDS = 3600.0  # from a signal to the end: a boundary comes sooner, however busy the machine is
 BATCHES = -(-SAMPLES // BATCH)
 PLACES = ("forward", "backward", "step", "after step", "validation", "epoch end")
 
@@ -104,7 +105,7 @@ def run(job: Job) -> None:
     plan = make_plan(interval=job.interval)  # in any case: it draws numbers
     with Checkpointer(
         model, optimizer, loader, directory=job.directory / "checkpoints", plan=None if job.planless else plan,
-        state={"scheduler": scheduler}, every=job.every, audit=1, **job.options,
+        state={"scheduler": scheduler}, every=job.every, audit=1, **{"grace_seconds": GRACE_SECONDS, **job.options},
     ) as checkpointer:  # fmt: skip
         for epoch in checkpointer.epochs(EPOCHS):
             model.train()

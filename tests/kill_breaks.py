@@ -12,12 +12,12 @@ from typing import Any
 
 from killed_job import BATCH
 
-from checkflow.runtime import files, manifest, opening, sample_randomness, store
+from checkflow.runtime import files, leftovers, manifest, opening, sample_randomness, store
 from checkflow.runtime.barriers import AnchorWork
 from checkflow.runtime.capture import Capturer
 from checkflow.runtime.host_engine import HostCopyEngine
+from checkflow.runtime.pace import Pace
 from checkflow.runtime.persist import Writer
-from checkflow.runtime.plan_in_place import PlanInPlace
 from checkflow.runtime.progress import Progress
 from checkflow.runtime.store import Store
 
@@ -62,7 +62,7 @@ def retention_takes_the_newest() -> None:
 
     def retire(self: Store, root: int, newest: int | None = None) -> None:
         for path in self.checkpoints()[:-1]:
-            files.remove(path.name, dir_fd=root)
+            leftovers.remove(path.name, dir_fd=root)
 
     Store._retire = retire  # type: ignore[method-assign]
 
@@ -112,12 +112,13 @@ def no_barrier() -> None:
 
 def rarely_captured() -> None:
     """One boundary of four is captured, whatever was asked for. L6."""
-    due = PlanInPlace.is_due
+    due = Pace.is_due
 
-    def rarely(self: PlanInPlace, iteration: int, *, extra: bool) -> bool:
-        return due(self, iteration, extra=extra) and (iteration % 4 == 0 or extra)
+    def rarely(self: Pace, number: int, *, epoch_end: bool = False, demanded: bool = False) -> bool:
+        found = due(self, number, epoch_end=epoch_end, demanded=demanded)
+        return found and (number % 4 == 0 or epoch_end or demanded)
 
-    PlanInPlace.is_due = rarely  # type: ignore[method-assign]
+    Pace.is_due = rarely  # type: ignore[method-assign]
 
 
 def samples_draw_as_they_come() -> None:
@@ -128,12 +129,14 @@ def samples_draw_as_they_come() -> None:
 def checksums_ignored() -> None:
     """What is read is not held against its checksum. L3."""
 
-    def read_block(file: Any, block: int, out: memoryview) -> None:
+    def read_block(file: Any, block: int, memory: memoryview, direct: int | None = None) -> memoryview:
+        out = memory[: opening.block_bytes(file, block)]
         files.read_all(file.fd, out, block * manifest.BLOCK_BYTES)
+        return out
 
-    from checkflow.runtime import reader
+    from checkflow.runtime import reading
 
-    opening.read_block = reader.read_block = read_block  # type: ignore[attr-defined]
+    opening.read_block = reading.read_block = read_block
 
 
 def lock_kept_by_workers() -> None:
@@ -150,13 +153,13 @@ def closing_hangs() -> None:
 
 def leftovers_stay() -> None:
     """What dead runs left half written is never removed. L5."""
-    remove = files.remove
+    remove = leftovers.remove
 
     def keep(name: str, *, dir_fd: int) -> None:
-        if not name.startswith(".tmp-"):
+        if not name.startswith((".tmp-", ".trash-tmp-")):
             remove(name, dir_fd=dir_fd)
 
-    files.remove = keep
+    leftovers.remove = keep
 
 
 BREAKS: dict[str, Callable[[], None]] = {

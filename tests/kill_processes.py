@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-HANG_SECONDS = 30.0
+hang_seconds = 30.0  # after so many silent ones a process hangs; a busy machine is given more
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _FORK = multiprocessing.get_context("fork")
 
@@ -56,7 +56,7 @@ def run(work: Callable[..., Any], *arguments: Any, log: Path, temporary: Path) -
         RuntimeError: it failed, or hangs.
     """
     process = fork(work, *arguments, log=log, temporary=temporary)
-    process.join(2 * HANG_SECONDS)
+    process.join(2 * hang_seconds)
     if process.exitcode is None:
         abort(process)
     if process.exitcode:

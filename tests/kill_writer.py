@@ -19,6 +19,8 @@ from checkflow.runtime.reader import recover
 from checkflow.runtime.store import Store
 from tests.store_tools import fill, read_all, small_layout
 
+LOCK_SECONDS = 60.0  # a worker lives ten times as long
+
 
 def seed_of(run: int, step: int) -> int:
     """Every attempt at a checkpoint has content of its own."""
@@ -28,10 +30,10 @@ def seed_of(run: int, step: int) -> int:
 def write_until_killed(directory: Path, run: int, pipe: int) -> None:
     """The writer: go on from what is there; say what is attempted and what was acknowledged."""
     layout = small_layout()
-    with Store(directory, run_id=f"run{run}", keep_epochs=False) as store:
+    with Store(directory, run_id=f"run{run}", keep_epochs=False, lock_wait_seconds=LOCK_SECONDS) as store:
         if os.fork() == 0:  # a loader worker, which outlives its trainer
             os.write(pipe, f"worker {os.getpid()} 0\n".encode())
-            time.sleep(60)
+            time.sleep(600)
             os._exit(0)
         checkpoint = recover(store)
         step = 0 if checkpoint is None else checkpoint.step + 1
@@ -47,7 +49,7 @@ def write_until_killed(directory: Path, run: int, pipe: int) -> None:
 
 def check(directory: Path, noted: set[tuple[int, int]], acknowledged: tuple[int, int] | None) -> str | None:
     """What is wrong, if anything."""
-    with Store(directory, run_id="check", keep_epochs=False) as store:
+    with Store(directory, run_id="check", keep_epochs=False, lock_wait_seconds=LOCK_SECONDS) as store:
         checkpoint = recover(store)
         broken = [name for name in os.listdir(directory) if name.startswith(".") and name != ".lock"]
         if checkpoint is None:
@@ -102,7 +104,8 @@ def kill_one(
         else:
             workers.append(int(first))
     # The lock must be free although the worker lives: open the store before the worker is ended.
-    Store(directory, run_id="after", keep_epochs=False, lock_wait_seconds=1).close()
+    # It gives the lock up as its first act, which it may not have come to yet.
+    Store(directory, run_id="after", keep_epochs=False, lock_wait_seconds=LOCK_SECONDS).close()
     for worker in workers:
         os.kill(worker, signal.SIGKILL)
     return noted, last

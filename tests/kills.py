@@ -30,10 +30,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import kill_processes
 from kill_breaks import BREAKS
 from kill_checks import Record, check_disk, check_end, check_left, check_replayed, examine, make_record, size_bytes
 from kill_notes import KINDS, STORAGE, TRAINING, Whereabouts, read_notes
-from kill_processes import HANG_SECONDS, abort, adopt_orphans, bury, children, descendants, fork, run, run_for, tail
+from kill_processes import abort, adopt_orphans, bury, children, descendants, fork, run, run_for, tail
 from killed_job import PLANNER, VARIANTS, Variant, live, make_plan, preload
 
 from checkflow.runtime.reader import find
@@ -202,7 +203,7 @@ class Killing:
             yield now - begun
             if notes.exists() and (noted := notes.stat().st_size) != size:
                 size, told = noted, now
-            elif now - told > HANG_SECONDS:
+            elif now - told > kill_processes.hang_seconds:
                 abort(process)
             time.sleep(LOOK_SECONDS)
 
@@ -263,12 +264,12 @@ class Killing:
     # What is left over
 
     def _look_at_leftovers(self, *, wait: bool = False) -> None:
-        """Processes of dead lives have ``HANG_SECONDS`` to end."""
+        """Processes of dead lives have as long to end as one may hang."""
         while True:
             bury()
             alive, now = descendants(), time.monotonic()
             self._left = {pid: self._left.get(pid, now) for pid in alive}
-            late = {pid: alive[pid] for pid, since in self._left.items() if now - since > HANG_SECONDS}
+            late = {pid: alive[pid] for pid, since in self._left.items() if now - since > kill_processes.hang_seconds}
             if late:
                 self.tally.problems.append(f"L5 processes are left over: {late}")
             if late or not (wait and self._left):
@@ -356,8 +357,10 @@ def main() -> int:
     parser.add_argument("--most-a-job", type=int, default=8, help="kills; then it is left to come to its end")
     parser.add_argument("--variants", type=int, default=len(VARIANTS), help="of jobs: the first so many")
     parser.add_argument("--break", dest="breaking", choices=sorted(BREAKS), default="", help="to see it fail")
+    parser.add_argument("--hang-seconds", type=float, default=kill_processes.hang_seconds, help="what is silent hangs")
     parser.add_argument("--output", type=Path, default=None, help="the result as JSON")
     chosen = parser.parse_args()
+    kill_processes.hang_seconds = chosen.hang_seconds
     seed = random.SystemRandom().randrange(2**32) if chosen.seed is None else chosen.seed
     say(f"seed {seed}\n")
     begun = time.monotonic()

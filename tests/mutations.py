@@ -24,14 +24,23 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parent.parent
-STORE, FILES, OPENING, MANIFEST, PLAN = (
-    "checkflow.runtime.store", "checkflow.runtime.files", "checkflow.runtime.opening", "checkflow.runtime.manifest",
-    "checkflow.plan",
+STORE, WRITING, FILES, OPENING, MANIFEST, PLAN = (
+    "checkflow.runtime.store", "checkflow.runtime.writing", "checkflow.runtime.files", "checkflow.runtime.opening",
+    "checkflow.runtime.manifest", "checkflow.plan",
 )  # fmt: skip
+LEFTOVERS = "checkflow.runtime.leftovers"
 # The part of the suite that has to notice: seconds each.
 SUITE = {
-    STORE: ("tests/test_store.py", "power_cut or durable or links or kill_at or rewind or planted or comes_back"),
-    FILES: ("tests/test_store.py tests/test_reader.py", "planted or linked or files_that_are_none or cannot_be_used"),
+    STORE: (
+        "tests/test_store.py tests/test_retention.py tests/test_leftovers.py",
+        "power_cut or durable or links or kill_at or rewind or planted or comes_back",
+    ),
+    LEFTOVERS: ("tests/test_store.py tests/test_leftovers.py", "settled or links or comes_back"),
+    FILES: (
+        "tests/test_store.py tests/test_reader.py tests/test_leftovers.py",
+        "planted or link or files_that_are_none or cannot_be_used or durable",
+    ),
+    WRITING: ("tests/test_store.py", "power_cut_at_any or comes_back"),
     OPENING: ("tests/test_reader.py", "flipped or length or none or attacker or later_block or another_step or linked"),
     MANIFEST: ("tests/test_reader.py", "flipped or attacker or length"),
     PLAN: ("tests/test_plan_faults.py", ""),
@@ -93,7 +102,10 @@ def _without_flags(*flags: str) -> Callable[[ast.stmt], ast.stmt]:
 NO_FOLLOW = ("O_NOFOLLOW", "O_EXCL")  # of new files: either of them refuses a link
 KINDS: dict[str, tuple[str, Callable[[ast.stmt], bool], Callable[[ast.stmt], ast.stmt]]] = {
     "fsync": (STORE, _deletes_call("fsync", "_sync_folder"), _never),
-    "write": (STORE, _deletes_call("write_all", "pwrite"), _never),
+    "fsync of an exchange": (LEFTOVERS, _deletes_call("sync"), _never),
+    "fsync of a file": (WRITING, _deletes_call("fsync"), _never),
+    "fsync of a new directory": (FILES, _deletes_call("sync"), _never),
+    "write": (WRITING, _deletes_call("write_all", "pwrite"), _never),
     "no-follow": (FILES, _drop_flags(*NO_FOLLOW), _without_flags(*NO_FOLLOW)),
     "checksum": (OPENING, _deletes_refusal("CorruptCheckpointError"), _never),
     "digest": (MANIFEST, _deletes_refusal("CorruptCheckpointError"), _never),

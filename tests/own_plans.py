@@ -38,6 +38,16 @@ class Done:
         self._answer = None
 
 
+class Never:
+    """A plan that is not there before the job ends, however slow that is."""
+
+    def poll(self) -> Answer | None:
+        return None
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
 class Beside(LivePlanner):
     """The planner, making its plans in this process; only what starting another one is like has tests of its own."""
 

@@ -24,7 +24,7 @@ def together(world_size: int, save: Callable[[int], Outcome]) -> list[Outcome]:
         except BaseException as error:  # noqa: BLE001
             outcomes[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(world_size)]
     for thread in threads:
         thread.start()
     for thread in threads:

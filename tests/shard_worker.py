@@ -116,5 +116,5 @@ def work(rank: int, world_size: int, directory: Path, notes: Path, first: int, l
         worker.train(last + 1)
         (notes / f"{run_id}-{rank}").touch()
         if rank == world_size - 1:
-            time.sleep(600)
+            time.sleep(3600)
         worker.save(directory, last + 1, run_id)

@@ -1,12 +1,22 @@
-"""A job in pure arithmetic: iterations, captures and persists that take what they are told to, and a controller."""
+"""A job in pure arithmetic: iterations, captures and persists that take what they are told to, and a controller.
+
+And a real job whose pace follows from such numbers (:func:`rule_pace`).
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import random
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
+from checkflow.runtime import pace
 from checkflow.runtime.frequency import Controller
+from checkflow.runtime.host_engine import HostCopyEngine
+from checkflow.runtime.persist import Persisted, Writer
 from checkflow.runtime.policy import Asked
 from checkflow.runtime.samples import Iteration
 
@@ -109,3 +119,35 @@ class SimulatedJob:
         """The most that any ``window`` iterations in a row took longer."""
         last = len(self.times) if last is None else last
         return max(self.overhead(begin, begin + window) for begin in range(first, max(first + 1, last - window)))
+
+
+def rest(engine: Any, writer: Writer) -> None:
+    """Wait until what has arrived is handed on, and storage has all that it is to take."""
+    assert isinstance(engine, HostCopyEngine)
+    with engine._mutex:
+        while engine._delivery is not None:
+            engine._changed.wait()
+    with writer._changed:  # what is held back is not waited for
+        while writer._waiting or writer._busy:
+            writer._changed.wait()
+
+
+def rule_pace(patch: pytest.MonkeyPatch, *, rests: bool) -> None:
+    """Real jobs decide how often by this: an iteration takes a second, a persist half of one, and nothing waits.
+
+    Args:
+        rests: storage is at rest at each boundary; otherwise it may lag, and how far follows from the machine.
+    """
+    seconds, persist, ended = itertools.count(), Writer._persist, pace.Pace.ended
+
+    def timed(self: Writer, capture: Any) -> Persisted:
+        return dataclasses.replace(persist(self, capture), seconds=0.5)
+
+    def ruled(self: pace.Pace, number: int, *, epoch_end: bool, held_seconds: float) -> None:
+        if rests:
+            rest(self._saving.engine, self._saving.writer)
+        ended(self, number, epoch_end=epoch_end, held_seconds=0.0)
+
+    patch.setattr(pace, "clock", lambda: float(next(seconds)))
+    patch.setattr(Writer, "_persist", timed)
+    patch.setattr(pace.Pace, "ended", ruled)

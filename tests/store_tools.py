@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from checkflow.runtime.layout import STORED_TYPES, Layout, TensorRecord, make_layout, write_headers
+from checkflow.runtime.memory import scratch
 from checkflow.runtime.reader import Checkpoint
 
 Array = np.ndarray[Any, Any]
@@ -27,10 +28,10 @@ def record(
 def fill(layout: Layout, seed: int) -> tuple[memoryview, dict[str, bytes]]:
     """A staging buffer with every tensor in its memory order, and the row-major bytes of each.
 
-    All bytes follow from the seed; a boolean tensor has zeros and ones.
+    The buffer is aligned as the runtime's are. All bytes follow from the seed; a boolean tensor has zeros and ones.
     """
     source = np.random.default_rng(seed)
-    staging = memoryview(bytearray(layout.buffer_bytes))
+    staging = scratch(layout.buffer_bytes)
     write_headers(layout, staging)
     expected = {}
     for name, placed in layout.tensors.items():

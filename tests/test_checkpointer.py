@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import assert_checkpoint_is, clone_state, random_plan, same_bits
+from simulated import rule_pace
 from torch import nn
 from torch.utils.data import TensorDataset
 from waiting import wait_for
@@ -359,6 +360,7 @@ def test_the_end_of_training_is_saved_beside_every_nth_iteration(way: str, tmp_p
 def test_storage_takes_the_newest_if_it_is_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from checkflow.runtime.store import Store
 
+    rule_pace(monkeypatch, rests=False)
     plan, taken, gate = make_plan(), threading.Event(), threading.Event()
     commit = Store.commit
 
@@ -591,7 +593,7 @@ for number in checkpointer.steps(9):
     model(torch.randn(2, 4)).sum().backward()
     optimizer.step()
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     said = [line for line in done.stderr.splitlines() if not line.startswith("checkflow: ")]
     assert said == ["planted"]
     assert steps(tmp_path / "checkpoints")[-1] == 5

@@ -123,7 +123,6 @@ def process(arguments: Sequence[str], folder: Path, **environment: str) -> subpr
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
-        timeout=200,
     )
 
 

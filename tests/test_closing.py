@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import mmap
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def held(job: Job) -> dict[str, Any]:
     tensors = [*model.parameters()]
     return {
         "threads": sorted(thread.name for thread in threading.enumerate()),
-        "descriptors": sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if is_open(fd)),
+        "descriptors": descriptors(),
         "children": len(psutil.Process().children()),
         "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
         "module hooks": sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()),
@@ -79,9 +80,13 @@ def held(job: Job) -> dict[str, Any]:
     }
 
 
-def is_open(fd: str) -> bool:
-    """Not the one by which the folder of descriptors is listed."""
-    return os.path.lexists(f"/proc/self/fd/{fd}")
+def descriptors() -> list[str]:
+    """What is open. Not the one by which they are listed, nor those that another thread closes meanwhile."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sorted(found)
 
 
 def large_mappings(least_bytes: int) -> int:
@@ -114,7 +119,8 @@ def test_closing_gives_everything_back(planned: bool, tmp_path: Path, monkeypatc
     for _ in checkpointer.epochs(1):
         for x, y in checkpointer.loader:
             job[2](x, y)
-            made += checkpointer._boundaries.place.planning is not None and bool(psutil.Process().children())
+            planning = checkpointer._boundaries.place.planning
+            made += planning is not None and planning._making is not None
     during = held(job)
     assert all(during[what] != before[what] for what in before if what not in ("children", "gradient hooks"))
     assert planned or made  # a process that plans has been there
@@ -301,6 +307,15 @@ def test_one_that_is_dropped_is_closed(tmp_path: Path, caplog: pytest.LogCapture
         assert not caplog.records
 
 
+@pytest.fixture
+def _nothing_is_collected() -> Iterator[None]:
+    """Unless somebody asks for it."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_nothing_is_collected")
 def test_garbage_that_another_thread_finds_waits_for_its_own(tmp_path: Path) -> None:
     job = make()
     before = held(job)
@@ -339,7 +354,7 @@ def test_a_forked_child_gives_nothing_back(tmp_path: Path) -> None:
     next(loop)  # a checkpoint is in flight
     child = os.fork()
     if child == 0:
-        signal.alarm(20)
+        signal.alarm(300)
         holdings._close_all()  # would wait for threads that it does not have
         checkpointer.close()
         os._exit(0)
@@ -372,7 +387,7 @@ print("end")
 def test_a_script_that_forgets_to_close(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FORGETFUL, str(ROOT / "tests")],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100,
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "end\n")
     assert all(line.startswith("checkflow: ") for line in done.stderr.splitlines()), done.stderr

@@ -15,6 +15,7 @@ import fake_device
 import pytest
 import torch
 from fake_device import FakeDevice
+from waiting import PATIENCE_SECONDS
 
 from checkflow.runtime import cuda_engine, host_engine
 from checkflow.runtime.copy_engine import CopyEngine, Transfer
@@ -81,7 +82,7 @@ def test_writes_after_wait_or_snapshot_do_no_harm(engine: CopyEngine, seed: int)
     engine.offload(copied, "c")
     engine.free(copied)
     engine.finish()
-    assert complete.wait(10)
+    assert complete.wait(PATIENCE_SECONDS)
     assert memory.arrived
     log = engine.log()
     assert sorted(r.chunk for r in log if r.kind == "offload") == sorted(chunks)
@@ -167,7 +168,7 @@ def test_any_thread_may_let_snapshots_leave(engine: CopyEngine) -> None:
     assert engine.live(chunks) == live
     engine.offload(chunks, "c")  # as planned: what has left is passed over
     engine.finish()
-    assert complete.wait(10)
+    assert complete.wait(PATIENCE_SECONDS)
     assert memory.arrived
     engine.hasten()  # nothing is left
 
@@ -184,7 +185,7 @@ def test_it_is_idle_when_all_has_arrived_and_no_snapshot_is_held(engine: CopyEng
     engine.free(chunks[:2])
     assert not engine.idle
     engine.offload(chunks[-1:], "b")
-    assert complete.wait(10)
+    assert complete.wait(PATIENCE_SECONDS)
     assert not engine.idle  # one snapshot is held
     engine.free(chunks[2:3])
     assert engine.idle
@@ -246,7 +247,7 @@ def test_an_error_of_a_signal_handler_anywhere_leaves_no_lock_behind(engine: Cop
             engine.finish()
         other = threading.Thread(target=engine.hasten, daemon=True)  # it takes every lock
         other.start()
-        other.join(10)
+        other.join(PATIENCE_SECONDS)
         assert not other.is_alive(), raised
         engine.abort()
         places |= set(raised)

@@ -351,7 +351,7 @@ def test_a_snapshot_is_given_back_where_it_is_freed_be_the_capture_complete(buff
     buffers.begin()
     buffers.engine.snapshot([0, 1], "a")
     buffers.engine.offload(range(4), "a")
-    assert buffers.arrived.wait(10)
+    assert buffers.arrived.wait(600)
     assert buffers.device.allocated_bytes == 96
     buffers.engine.free([0])
     assert buffers.device.allocated_bytes == 48

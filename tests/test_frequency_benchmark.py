@@ -132,7 +132,7 @@ def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     """Nothing here depends on how long anything takes."""
     monkeypatch.setitem(frequency.CASES, "digits", frequency.Case("digits", 2, None, 1_437))
     monkeypatch.setattr(
-        frequency, "QUICK", frequency.Effort(rounds=1, block_seconds=0.01, repetitions=1, seconds=120.0)
+        frequency, "QUICK", frequency.Effort(rounds=1, block_seconds=0.01, repetitions=1, seconds=3600.0)
     )
     output, threads = tmp_path / "found.json", torch.get_num_threads()
     try:
@@ -147,7 +147,7 @@ def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert row["block_iterations"] % row["every"] == 0
     assert row["rounds"] == 1
     assert row["live"]["frequency"]["disk_interval"] >= 1
-    assert row["live"]["committed"] + 1 >= row["live"]["iterations"] // row["live"]["frequency"]["disk_interval"] // 2
+    assert row["live"]["committed"] <= row["live"]["captures"] + 2  # those under way when it began, too
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
     printed = capsys.readouterr().out
     assert all(f"\n{way} " in printed for way in row["ways"])

@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fuzz
 import fuzz_mutation as mutation
 import msgpack
 import numpy as np
 import pytest
+from fuzz_process import Reader, reading
 from fuzz_targets import Target, make_corpus, make_targets
+from pydantic import TypeAdapter
+from test_plan import good_plan
 
+from checkflow import plan as plans
 from checkflow.errors import CorruptCheckpointError, PlanError, ReportError
+from checkflow.handover import Handover
+from checkflow.hardware import Device
+from checkflow.plan import Plan
+from checkflow.run_report import ReportFile
 from checkflow.runtime import extra_state, manifest, opening
+from checkflow.runtime.profile_cache import KeptProfile
+from checkflow.runtime.shard_meeting import Board, Record
 
 INPUTS = 400  # by each of the two seeds
+# As with hypothesis's examples (conftest.py): the same in every run, unless others are asked for.
+DRAWN = secrets.randbelow(2**32) if os.environ.get("HYPOTHESIS_PROFILE") == "random" else 1
+MOST_TIMES = 40  # its own size, that reading a hostile file takes of memory
 
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, ...]:
-    directory = tmp_path_factory.mktemp("fuzz")
-    return make_targets(make_corpus(directory / "corpus"), directory / "inputs")
+    return make_targets(make_corpus(tmp_path_factory.mktemp("fuzz")))
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +46,19 @@ def by_name(targets: tuple[Target, ...]) -> dict[str, Target]:
     return {target.name: target for target in targets}
 
 
-@pytest.mark.parametrize("seed", [0, secrets.randbelow(2**32)], ids=["fixed", "drawn"])
+@pytest.fixture(scope="module")
+def reader() -> Iterator[Reader]:
+    with reading() as found:
+        yield found
+
+
+@pytest.mark.parametrize("seed", [0, DRAWN], ids=["fixed", "drawn"])
 def test_any_file_gives_a_valid_result_or_an_error_of_ours(
-    targets: tuple[Target, ...], tmp_path: Path, seed: int
+    targets: tuple[Target, ...], reader: Reader, tmp_path: Path, seed: int
 ) -> None:
     print(f"seed {seed}")  # noqa: T201 - what a failure is tried again with
-    run = fuzz.Fuzz(seed, tmp_path / "found")
-    with fuzz.bounded_address_space():
-        fuzz.run_all(run, targets, INPUTS)
+    run = fuzz.Fuzz(seed, tmp_path / "found", reader)
+    fuzz.run_all(run, targets, INPUTS)
     assert [(one.where, one.what) for one in run.findings] == [], (
         f"python tests/fuzz.py --seed {seed} --only TARGET:NUMBER"
     )
@@ -64,28 +83,73 @@ def test_an_input_follows_from_seed_and_number(by_name: dict[str, Target]) -> No
         assert fuzz.draw(target, 5, 3) == fuzz.draw(target, 5, 3)
 
 
-def test_a_reader_that_lets_another_error_pass_is_found(by_name: dict[str, Target], tmp_path: Path) -> None:
-    def feed(data: bytes) -> str:
-        raise KeyError("of the reader's own")
-
-    run = fuzz.Fuzz(0, tmp_path)
-    fuzz.run_own(run, Target("manifest", by_name["manifest"].make, feed), 0, 3)
-    assert [one.what for one in run.findings] == ["KeyError in feed"]
-    assert Path(run.findings[0].file).read_bytes() == fuzz.draw(by_name["manifest"], 0, 0)
+# A reader at fault
 
 
-def test_a_reader_that_gives_damaged_data_is_found(
-    by_name: dict[str, Target], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def run_broken(fault: str, target: Target, inputs: int, tmp_path: Path, *, warm: bool = False) -> fuzz.Fuzz:
+    """A run with a reader that has this fault. ``warm``: after three inputs memory counts."""
+    with reading(fault, **({"hang_seconds": 2.0} if fault == "hang" else {})) as reader:
+        run = fuzz.Fuzz(0, tmp_path, reader)
+        if warm:
+            fuzz.run_own(run, target, 0, 3)
+            run.warm()
+        fuzz.run_own(run, target, 3, inputs)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("fault", "what", "details"),
+    [
+        ("another_error", "KeyError in another_error", "of the reader's own"),
+        ("two_lines", "an error of more than one line", "one\ntwo"),
+        ("address_space", "MemoryError in address_space", "bytearray"),
+        ("abort", "manifest: the reader died of SIGABRT", "in abort"),
+        ("leave", "manifest: the reader ended with status 0", ""),
+        ("hang", "manifest: the reader hangs", "in hang"),
+    ],
+)
+def test_a_reader_at_fault_is_found_with_the_input_that_shows_it(
+    by_name: dict[str, Target], tmp_path: Path, fault: str, what: str, details: str
 ) -> None:
-    from checkflow.runtime import files, reader
+    run = run_broken(fault, by_name["manifest"], 1, tmp_path)
+    assert [(one.where, one.what) for one in run.findings] == [("manifest:3", what)]
+    kept = Path(run.findings[0].file)
+    assert kept.read_bytes() == fuzz.draw(by_name["manifest"], 0, 3)
+    assert details in kept.with_suffix(".txt").read_text()
 
-    def read_block(file: opening.OpenFile, block: int, out: memoryview) -> None:
-        files.read_all(file.fd, out, block * manifest.BLOCK_BYTES)
 
-    monkeypatch.setattr(reader, "read_block", read_block)
-    run = fuzz.Fuzz(0, tmp_path)
-    fuzz.run_own(run, by_name["checkpoint"], 0, 200)
-    assert any(one.what.startswith("AssertionError") for one in run.findings)
+@pytest.mark.parametrize("fault", ["memory", "leak"])
+def test_memory_that_a_reader_takes_is_found(by_name: dict[str, Target], tmp_path: Path, fault: str) -> None:
+    """Whether it keeps a little of each input, or takes much for a moment."""
+    run = run_broken(fault, by_name["manifest"], 10, tmp_path, warm=True)
+    assert [one.what for one in run.findings] == ["too much memory"]
+    assert run.growth_bytes is not None
+    assert 90 * 2**20 < run.growth_bytes < 200 * 2**20
+    assert (run.findings[0].where == "manifest:3") == (fault == "memory")
+
+
+def test_a_death_ends_no_run(by_name: dict[str, Target], tmp_path: Path) -> None:
+    """Others than the manifest's reader do as they should; the memory of one that died is not known."""
+    with reading("abort") as reader:
+        run = fuzz.Fuzz(0, tmp_path, reader)
+        fuzz.run_own(run, by_name["extra state"], 0, 5)
+        run.warm()
+        fuzz.run_own(run, by_name["manifest"], 0, 1)
+        fuzz.run_own(run, by_name["extra state"], 5, 5)
+        figures = fuzz.figures_of(run, 0.0)
+    assert figures["targets"]["extra state"]["inputs"] == 10
+    assert figures["targets"]["manifest"]["outcomes"] == {"!died of SIGABRT": 1}
+    assert (figures["memory_growth_bytes"], len(figures["findings"])) == (None, 1)
+
+
+def test_a_reader_that_gives_damaged_data_is_found(by_name: dict[str, Target], tmp_path: Path) -> None:
+    with reading("unverified") as reader:
+        run = fuzz.Fuzz(0, tmp_path, reader)
+        for number in range(200):
+            fuzz.run_own(run, by_name["checkpoint"], number, 1)
+            if run.findings:
+                break
+    assert [one.what.partition(" ")[0] for one in run.findings] == ["AssertionError"]
 
 
 # What fuzzing found, one row each
@@ -170,44 +234,53 @@ def test_keys_with_line_breaks_make_messages_of_one_line(by_name: dict[str, Targ
         assert len(str(caught.value)) < 1000
 
 
-# Who may read what is written
+# Hostile files of many faults
 
 
-@pytest.fixture
-def umask(request: pytest.FixtureRequest) -> Iterator[int]:
-    import os
-
-    before = os.umask(request.param)
-    yield request.param
-    os.umask(before)
-
-
-@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002, 0], indirect=True, ids=oct)
-def test_files_and_directories_have_the_modes_that_the_umask_leaves(tmp_path: Path, umask: int) -> None:
-    make_corpus(tmp_path / "corpus")
-    seen = set()
-    for path in (tmp_path / "corpus").rglob("*"):
-        mode = path.stat().st_mode & 0o7777
-        assert mode == (0o777 if path.is_dir() else 0o666) & ~umask, path.name
-        seen.add(path.name)
-    assert {"manifest.json", "state.msgpack", ".lock", "report.json", "profile.json", "step-00000002"} <= seen
+def collections_in(schema: Any, place: str) -> Iterator[tuple[str, bool]]:
+    """Each collection of any number of items in what pydantic made of a class, and whether its first fault ends it."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "tagged-union":  # what JSON has, in ``info``: there is nothing that it is not
+            return
+        if schema.get("type") in ("list", "set", "frozenset", "dict") or "variadic_item_index" in schema:
+            yield place, schema.get("fail_fast", False)
+        for key, inner in schema.items():
+            if key not in ("metadata", "serialization") and schema.get("name") != "info":
+                yield from collections_in(inner, f"{place}.{schema.get('name', key)}")
+    elif isinstance(schema, list | tuple):
+        for inner in schema:
+            yield from collections_in(inner, place)
 
 
-def test_staging_memory_has_no_name_that_another_user_could_open() -> None:
-    from checkflow.runtime.staging import StagingBuffers
+@pytest.mark.parametrize("kind", [Plan, ReportFile, manifest.Manifest, Board, Record, Handover, Device, KeptProfile])
+def test_a_collection_that_is_read_ends_at_its_first_fault(kind: type[Any]) -> None:
+    schema = TypeAdapter(kind).core_schema
+    found = list(collections_in(schema, kind.__name__))
+    assert found or kind is KeptProfile
+    assert [place for place, ends in found if not ends] == []
 
-    pool = StagingBuffers(1)
-    pool.grow(1 << 20)
-    buffer = pool.take()
-    line = next(
-        line
-        for line in Path("/proc/self/maps").read_text().splitlines()
-        if int(line.split("-")[0], 16) <= buffer.address < int(line.split()[0].split("-")[1], 16)
-    )
-    assert line.split()[1] == "rw-p"  # private to this process, and of no file
-    assert line.split()[4] == "0"
-    pool.give_back(buffer)
-    pool.close()
+
+def test_of_a_million_faults_one_is_told(reader: Reader) -> None:
+    """And the others take no memory: what is read takes so many times its own size, and no more."""
+    plan = json.loads(plans.dumps(good_plan()))
+    faults = b"[" + b"{}," * 1_000_000 + b"{}]"
+    members = b",".join(b'"%d":0' % n for n in range(300_000)) + b"}"
+    head = b'{"step":1,"run_id":"r","plan_digest":"","world_size":1,"files":{},'
+    inputs = [
+        ("plan", json.dumps({**plan, "chunks": "x"}).encode().replace(b'"x"', faults)),
+        ("plan", json.dumps({**plan, "wait": "x"}).encode().replace(b'"x"', b"{" + members)),
+        ("manifest", sealed(head + b'"tensors":{' + members + b"}")),
+        ("manifest", sealed(head + b'"tensors":{"a":{"pieces":[{' + members + b"]}}}")),
+        ("manifest", sealed(b"{" + members)),
+        ("report", b'{"format": "checkflow-report", "version": 1, "runs": ' + faults + b"}"),
+        ("report", b'{"format": "checkflow-report", "version": 1, "runs": [{' + members + b"]}"),
+    ]
+    for name, data in inputs:
+        before = reader.resident_bytes()
+        reader.forget_highest()
+        answer = reader.give(name, data)
+        assert (answer.outcome.endswith("Error"), answer.found) == (True, "")
+        assert reader.highest_bytes() - before < MOST_TIMES * len(data), (name, data[:100])
 
 
 def test_own_random_numbers_alone_decide() -> None:

@@ -79,7 +79,9 @@ def own_bits() -> Iterator[None]:
         np.random.set_bit_generator(bits)
 
 
-fixture_once = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fixture_once = settings(
+    max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 @pytest.mark.usefixtures("ways")

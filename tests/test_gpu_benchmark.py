@@ -22,8 +22,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import wait_for
 
-from benchmarks import gpu, gpu_case, gpu_figures, gpu_loop, gpu_packages, gpu_parts
+from benchmarks import gpu, gpu_case, gpu_figures, gpu_loop, gpu_packages, gpu_parts, gpu_worker
 from benchmarks.gpu_figures import CHECKPOINTED, PLAIN, Part
 from benchmarks.gpu_worker import Worker
 from benchmarks.memory import Before
@@ -169,13 +170,13 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
         yield worker
 
 
-def task(name: str, *, most_seconds: float = 60.0, least_seconds: float = 1.0) -> gpu.Task:
+def task(name: str, *, most_seconds: float = 1800.0, least_seconds: float = 1.0) -> gpu.Task:
     """The first word of the name is the function."""
     part = Part(name, "", most_seconds, least_seconds, on_cpu=True)
     return gpu.Task(part, f"gpu_faults:{name.partition(' ')[0]}")
 
 
-def run_in(folder: Path, budget_seconds: float = 100.0) -> gpu.Run:
+def run_in(folder: Path, budget_seconds: float = 3600.0) -> gpu.Run:
     return gpu.Run(folder / "r.json", folder / "log", "card", {}, budget_seconds, time.monotonic())
 
 
@@ -187,7 +188,22 @@ def is_gone(process: int) -> bool:
         return True
 
 
-def test_parts_that_go_wrong_cost_the_others_nothing(tmp_path: Path, worker: Worker) -> None:
+def test_parts_that_go_wrong_cost_the_others_nothing(
+    tmp_path: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[list[Any]] = []
+    perform = Worker.run
+
+    def noting(self: Worker, function: str, options: Any, limit_seconds: float, rows: list[Any]) -> Any:
+        given.append(rows)
+        return perform(self, function, options, limit_seconds, rows)
+
+    def leaping() -> float:
+        """The time of what hangs is over when it has said what it has started."""
+        return time.monotonic() + (1e6 if any("child" in row for row in given[-1]) else 0.0)
+
+    monkeypatch.setattr(Worker, "run", noting)
+    monkeypatch.setattr(gpu_worker, "time", SimpleNamespace(monotonic=leaping, sleep=time.sleep))
     names = [
         "go_well",
         "go_well 2",
@@ -199,7 +215,7 @@ def test_parts_that_go_wrong_cost_the_others_nothing(tmp_path: Path, worker: Wor
         "crash",
         "leave_out",
     ]
-    chosen = [task(name, most_seconds=2.0 if name == "hang" else 60.0) for name in names]
+    chosen = [task(name) for name in names]
     run = run_in(tmp_path)
     gpu.perform(run, chosen, {"device": "cpu"}, worker)
     parts = json.loads((tmp_path / "r.json").read_text())["parts"]
@@ -208,7 +224,7 @@ def test_parts_that_go_wrong_cost_the_others_nothing(tmp_path: Path, worker: Wor
         **{name: ("done", "") for name in names if name.startswith("go_well")},
         "fail": ("failed", "ValueError: with a reason"),
         "fail_in_a_section": ("failed", "one: it went wrong"),
-        "hang": ("ended", "it was ended after 2 s; log says where it was"),
+        "hang": ("ended", "it was ended after 1800 s; log says where it was"),
         "crash": ("failed", "its process ended with signal SIGSEGV"),
         "leave_out": ("skipped", "not installed"),
     }
@@ -219,11 +235,7 @@ def test_parts_that_go_wrong_cost_the_others_nothing(tmp_path: Path, worker: Wor
     assert processes[0] == processes[1]  # only a failure makes it another one
     assert len(set(processes)) == 3
     (child,) = [row["child"] for row in parts["hang"]["rows"]]
-    for _ in range(500):
-        if is_gone(child):
-            break
-        time.sleep(0.01)
-    assert is_gone(child)
+    wait_for(lambda: is_gone(child))
     said = (tmp_path / "log").read_text()
     assert "ValueError: with\na reason" in said
     for function in ("hang", "crash"):
@@ -232,8 +244,10 @@ def test_parts_that_go_wrong_cost_the_others_nothing(tmp_path: Path, worker: Wor
 
 
 def test_what_the_budget_leaves_no_time_for_is_skipped_and_says_so(tmp_path: Path, worker: Worker) -> None:
-    run = run_in(tmp_path, budget_seconds=40.0)
-    gpu.perform(run, [task("hang", least_seconds=50.0), task("go_well", least_seconds=5.0)], {"device": "cpu"}, worker)
+    run = run_in(tmp_path)
+    gpu.perform(
+        run, [task("hang", least_seconds=5000.0), task("go_well", least_seconds=5.0)], {"device": "cpu"}, worker
+    )
     parts = run.result["parts"]
     assert parts["hang"]["status"] == "skipped"
     assert parts["hang"]["reason"].endswith("s are left of the budget")
@@ -264,7 +278,8 @@ def test_some_parts_alone_keep_what_the_others_found(tmp_path: Path, worker: Wor
 
 def test_parts_that_time_nothing_run_beside_each_other(tmp_path: Path, worker: Worker) -> None:
     beside = [
-        gpu.Task(Part(name, "", 60.0, 1.0, beside=True), f"gpu_faults:{name}") for name in ("go_well", "crash", "fail")
+        gpu.Task(Part(name, "", 1800.0, 1.0, beside=True), f"gpu_faults:{name}")
+        for name in ("go_well", "crash", "fail")
     ]
     run = run_in(tmp_path)
     gpu.perform(run, [*beside, task("leave_out")], {"device": "cuda"}, worker)
@@ -481,7 +496,10 @@ def test_without_a_gpu_it_says_so_and_succeeds(tmp_path: Path) -> None:
 
 
 def test_the_whole_flow_on_the_cpu(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--quick", "--output", str(tmp_path)]
+    # Each part has all the time that it needs: what a GPU does within minutes may last longer here.
+    patient = "from benchmarks import gpu; gpu.allowed_seconds = lambda part, left: left; raise SystemExit(gpu.main())"
+    options = ["--device", "cpu", "--quick", "--budget", "36000", "--output", str(tmp_path)]
+    command = [sys.executable, "-c", patient, *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "gpu-cpu.json").read_text())

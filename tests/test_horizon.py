@@ -19,8 +19,10 @@ from horizons import MEMORY_BANDWIDTH, make_step, spread_plan, trace_job
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Truth, assert_checkpoint_is, clone_state, random_plan, run_oracle
+from simulated import rest, rule_pace
 from torch import nn
 from torch.utils.data import TensorDataset
+from waiting import wait_for
 
 from checkflow import plan as plans
 from checkflow.graph import BOUNDARY, AnchorKind
@@ -55,6 +57,12 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Capturer, "begin", noting)
     return steps
+
+
+@pytest.fixture
+def _paced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is captured where nobody says how often is no matter of the machine's speed."""
+    rule_pace(monkeypatch, rests=True)
 
 
 @functools.cache
@@ -193,8 +201,14 @@ def test_a_capture_that_is_complete_early_is_delivered_early(tmp_path: Path, mon
     step, short = make_step(), plan_for(1, 0)
     replay = check_plan(dataclasses.replace(short, interval=4))  # the same steps, followed by three idle iterations
     assert replay.finish_step < len(short.timeline.steps)
+
+    def iterate(n: int) -> None:
+        step.run(step.batch)
+        if n in (4, 8, 12):  # the engine's thread delivers it when it comes to that; training goes no further meanwhile
+            wait_for(lambda: delivered[-1:] == [(n, n)])
+
     with open_job(step, tmp_path, dataclasses.replace(short, interval=4).sealed()) as checkpointer:
-        truths = oracle(checkpointer, step, 14)
+        truths = run_oracle(checkpointer, iterate, step.models, step.optimizers, iterations=14)
     assert delivered == [(4, 4), (8, 8), (12, 12), (14, 14)]  # the end of training, too
     assert check(tmp_path, truths) == [4, 8, 12, 14]
 
@@ -241,6 +255,7 @@ def test_every_second_interval(tmp_path: Path, begun: list[int]) -> None:
     assert begun == check(tmp_path, truths) == [4, 8, 12, 15]
 
 
+@pytest.mark.usefixtures("_paced")
 @pytest.mark.parametrize("iterations", [1, 2, 3, 4, 8])
 def test_the_last_boundary_is_captured(iterations: int, tmp_path: Path, begun: list[int]) -> None:
     step = make_step()
@@ -251,6 +266,7 @@ def test_the_last_boundary_is_captured(iterations: int, tmp_path: Path, begun: l
     assert check(tmp_path, truths)[-1] == iterations
 
 
+@pytest.mark.usefixtures("_paced")
 @pytest.mark.parametrize(
     "place",
     ["before the step", "at the top", "after validation", "error", "half an iteration", "a part", "a frozen part"],
@@ -302,6 +318,7 @@ def test_leaving_in_the_middle_of_an_interval(way: str, place: str, tmp_path: Pa
     assert begun[-1] == job.iteration  # which is there already: nothing was captured anew
 
 
+@pytest.mark.usefixtures("_paced")
 @pytest.mark.parametrize("way", ["step()", "steps", "loader"])
 def test_what_follows_the_last_boundary_is_not_saved_as_its_state(
     way: str, tmp_path: Path, begun: list[int], caplog: pytest.LogCaptureFixture
@@ -329,6 +346,7 @@ def test_what_follows_the_last_boundary_is_not_saved_as_its_state(
     assert "changed after step 5" in caplog.text
 
 
+@pytest.mark.usefixtures("_paced")
 @pytest.mark.parametrize("interval", [1, 2])
 @pytest.mark.parametrize("way", ["steps", "break", "epochs", "break of epochs"])
 def test_the_last_checkpoint_is_whole_when_the_loop_is_left(
@@ -364,6 +382,7 @@ def test_the_last_checkpoint_is_whole_when_the_loop_is_left(
     assert check(tmp_path, truths)[-1] == last + (way == "break of epochs")
 
 
+@pytest.mark.usefixtures("_paced")
 def test_a_step_that_was_not_marked_is_no_boundary(tmp_path: Path, begun: list[int]) -> None:
     """Trained in evaluation mode, so that only the optimizer tells that another iteration has begun."""
     step = make_step()
@@ -376,6 +395,7 @@ def test_a_step_that_was_not_marked_is_no_boundary(tmp_path: Path, begun: list[i
     assert begun == [3]
 
 
+@pytest.mark.usefixtures("_paced")
 def test_ends_of_epochs_are_captured_and_kept(
     tmp_path: Path, begun: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,6 +429,7 @@ def _waited_for(submit: Any) -> Any:
     return waiting
 
 
+@pytest.mark.usefixtures("_paced")
 def test_a_resume_within_an_interval_goes_on_to_its_end(tmp_path: Path, begun: list[int]) -> None:
     plan, truths = plan_for(4, 0), {}
     for upto in (6, 7, 13):
@@ -534,7 +555,7 @@ def test_a_tensor_that_is_written_at_last_costs_at_most_one_checkpoint(
         kept = step.models["side"].kept
 
         def after(n: int) -> None:
-            checkpointer._saving.writer.wait_until_at_most(0)
+            rest(checkpointer._saving.engine, checkpointer._saving.writer)
             if n == when or n > 20:
                 (kept.data if hidden else kept).add_(1)
 

@@ -209,3 +209,12 @@ def test_what_is_not_there(directory: Path, capsys: pytest.CaptureFixture[str], 
     code, text = run(capsys, "verify", reference.format(directory))
     assert code == 1
     assert text.startswith("checkflow: ")
+
+
+@pytest.mark.parametrize("what", ["x" * 300, "@" + "9" * 300, "@" + "9" * 5000, "@best" + "x" * 300])
+def test_names_that_no_file_can_have(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    for command in ("ls", "verify"):
+        code, text = run(capsys, command, f"{tmp_path / 'checkpoints'}{what}")
+        assert (code, text.count("\n")) == (1, 1)
+        assert text.startswith(("checkflow: there is no ", "checkflow: cannot read the checkpoint directory "))

@@ -31,7 +31,8 @@ def test_killed_jobs_lose_nothing(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             sys.executable, ROOT / "tests" / "kills.py", "--kills", str(KILLS), "--variants", "2",
-            "--output", tmp_path / "result",
+            "--seed", "1",
+            "--hang-seconds", "300", "--output", tmp_path / "result",
         ],
         capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, WeightedRandomSampler
+from waiting import PATIENCE_SECONDS
 
 from checkflow.errors import MismatchError, UnsupportedError
 from checkflow.runtime import extra_state
@@ -461,16 +462,17 @@ def test_an_error_of_a_sampler_is_no_end_of_an_epoch(workers: int) -> None:
     assert [error_of_next(later) for _ in range(2)] == [RuntimeError, RuntimeError]
 
 
-class Slow(Images):
+class Stuck(Images):
     def __getitem__(self, index: int) -> Any:
         if index == 4:
-            time.sleep(2)
+            time.sleep(PATIENCE_SECONDS)
         return super().__getitem__(index)
 
 
 def test_a_worker_that_takes_too_long_is_no_end_of_an_epoch() -> None:
-    batches = iter(DataLoader(Slow(), 2, seed=1, num_workers=1, timeout=0.5))
+    batches = iter(DataLoader(Stuck(), 2, seed=1, num_workers=1, timeout=PATIENCE_SECONDS))
     assert len([next(batches), next(batches)]) == 2
+    batches._rest._batches._timeout = 0.5  # the first ones took as long as it takes to start a worker
     for message in ("timed out", "ended with an error, and cannot go on"):
         kind, text = told(next, batches)
         assert kind is RuntimeError

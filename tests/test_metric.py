@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from metric_job import BATCHES, Job, make_plan, run
 from oracle import assert_checkpoint_is, clone_state
+from simulated import rule_pace
 from waiting import wait_until_saved
 
 from checkflow import plan as plans
@@ -197,6 +198,7 @@ def test_validation_between_the_loops_of_an_explicit_job(tmp_path: Path, plan: P
 
 def test_the_best_waits_for_slow_storage(tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Newer captures take the place of older ones that wait, and not of the best."""
+    rule_pace(monkeypatch, rests=False)
     gate, job, real = threading.Event(), Job(), Store.commit
 
     def late(store: Store, *given: Any, **named: Any) -> Path:

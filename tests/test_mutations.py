@@ -9,10 +9,10 @@ POWER = ("tests/test_store.py", "power_cut_at_any_call")
 # A kind, the function that something is deleted of, and the least part of the suite that sees it. ``make faults``
 # deletes all that find_all() finds.
 QUICK = [
-    pytest.param("fsync", "write_file", POWER, id="fsync of a file"),
+    pytest.param("fsync of a file", "write_file", POWER, id="fsync of a file"),
     pytest.param("fsync", "_write_files", POWER, id="fsync of the temporary folder"),
     pytest.param("fsync", "_publish", POWER, id="fsync of the root"),
-    pytest.param("write", "write_file", ("tests/test_store.py", "comes_back"), id="the write"),
+    pytest.param("write", "_write", ("tests/test_store.py", "comes_back"), id="the write"),
     pytest.param("checksum", "read_block", ("tests/test_reader.py", "anywhere_in_the_data"), id="the checksum"),
     pytest.param("no-follow", "open_folder", ("tests/test_reader.py", "linked_checkpoint"), id="the no-follow"),
     pytest.param("plan: flush, fsync", "save", ("tests/test_plan_faults.py", "power_cut"), id="a plan's flush"),
@@ -37,8 +37,9 @@ def test_what_protects_data_is_found() -> None:
     """The places that this has to know of; more are found as they are written."""
     places = {(one.kind, one.place.partition(":")[0]) for one in find_all()}
     assert {
-        ("fsync", "write_file"), ("fsync", "_write_files"), ("fsync", "_publish"), ("fsync", "_settle"),
-        ("write", "write_file"), ("checksum", "read_block"), ("digest", "loads"), ("no-follow", "open_folder"),
+        ("fsync of a file", "write_file"), ("fsync", "_write_files"), ("fsync", "_publish"),
+        ("fsync of an exchange", "settle"), ("write", "_write"), ("checksum", "read_block"),
+        ("digest", "loads"), ("no-follow", "open_folder"),
         ("no-follow", "open_lock"), ("plan: flush, fsync", "save"),
     } <= places  # fmt: skip
     assert {one.kind for one in find_all()} == set(KINDS)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from oracle import assert_checkpoint_is, clone_state, random_plan
 from own_plans import Beside, Job
+from simulated import rest
 from test_checkpointer import make, make_plan
 from torch.utils.data import TensorDataset
 
@@ -26,7 +27,6 @@ from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import pace
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.frequency import GAP, Controller
-from checkflow.runtime.host_engine import HostCopyEngine
 from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.persist import Persisted, Writer
 from checkflow.runtime.profile_cache import NAME
@@ -95,14 +95,7 @@ def iterate(job: Job, checkpointer: Checkpointer, world: World, *batch: torch.Te
     writer = checkpointer._boundaries._saving.writer
     committed = writer.committed
     job.iterate(*batch)
-    engine = checkpointer._boundaries._saving.engine
-    assert isinstance(engine, HostCopyEngine)
-    with engine._mutex:  # what has arrived is handed on by a thread
-        while engine._delivery is not None:
-            engine._changed.wait()
-    with writer._changed:  # what is held back is not waited for
-        while writer._waiting or writer._busy:
-            writer._changed.wait()
+    rest(checkpointer._boundaries._saving.engine, writer)
     world.now += 1.0 + (writer.committed - committed) * world.added_seconds
 
 

@@ -30,7 +30,6 @@ def run(command: Sequence[str | Path], folder: Path, **environment: str) -> subp
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=240,
     )
     assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done
@@ -184,7 +183,7 @@ open("begun", "a").write("once")
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 with checkflow.Checkpointer(model, optimizer, directory="checkpoints") as checkpointer:
-    for _ in checkpointer.steps(10_000):
+    for _ in checkpointer.steps(100_000):
         optimizer.zero_grad()
         model(torch.rand(2, 8)).sum().backward()
         optimizer.step()

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from checkflow import plan as plans
-from checkflow.errors import PlanError
+from checkflow.errors import PlanError, StorageError
+from checkflow.handover import Wishes
 from checkflow.plan import Plan, dumps, load, loads, save
+from checkflow.runtime.plan_cache import FOLDER, PlanCache
 from tests.faults import ERRORS, Killed
 from tests.plan_faults import good_plan
 
@@ -277,3 +279,53 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=os.strerror(errno.ENOENT)):
         save(PLAN, tmp_path / "no" / "folder" / "plan.json")
     assert isinstance(PLAN, Plan)
+
+
+def test_what_has_no_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero")):
+        with pytest.raises(PlanError, match="no regular file"):
+            load(path)
+    monkeypatch.setattr(plans, "MAX_BYTES", 1 << 16)
+    (tmp_path / "huge").touch()
+    os.truncate(tmp_path / "huge", 1 << 42)
+    with pytest.raises(PlanError, match="more than 65536 bytes"):
+        load(tmp_path / "huge")
+    monkeypatch.setattr(plans, "MAX_BYTES", len(DATA))
+    assert loads(dumps(PLAN)) == PLAN.sealed()
+    monkeypatch.setattr(plans, "MAX_BYTES", len(DATA) - 1)
+    with pytest.raises(PlanError, match=f"would have {len(DATA)} bytes"):
+        dumps(PLAN)
+    with pytest.raises(PlanError, match="more than"):
+        loads(DATA)
+
+
+# ------------------------------------------------------------------------------------------------- links that lead away
+
+
+def test_the_writer_follows_no_link(tmp_path: Path) -> None:
+    """Neither one at the plan's own name nor at that of its draft."""
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"x")
+    path = tmp_path / "plan.json"
+    for name in ("plan.json", f".plan.json.{os.getpid()}.tmp"):
+        (tmp_path / name).symlink_to(precious)
+    save(PLAN, path)
+    assert (precious.read_bytes(), load(path), path.is_symlink()) == (b"x", PLAN.sealed(), False)
+    assert sorted(os.listdir(tmp_path)) == ["plan.json", "precious"]
+
+
+def test_a_folder_of_plans_that_leads_elsewhere_is_not_used(tmp_path: Path) -> None:
+    elsewhere, here = tmp_path / "elsewhere", tmp_path / "here"
+    here.mkdir()
+    elsewhere.mkdir()
+    cache = PlanCache(here, Wishes())
+    name = cache.file(PLAN.fingerprint).name
+    save(PLAN, cache.folder / name)
+    assert cache.find(lambda _: True) is not None
+    (here / FOLDER).rename(elsewhere / FOLDER)
+    (here / FOLDER).symlink_to(elsewhere / FOLDER)
+    assert cache.find(lambda _: True) is None
+    with pytest.raises(StorageError, match="Not a directory"):
+        cache.file(PLAN.fingerprint)
+    assert os.listdir(elsewhere / FOLDER) == [name]

@@ -28,7 +28,7 @@ from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import planning
 from checkflow.runtime.checkpointer import Checkpointer
 
-PATIENCE_SECONDS = 60.0  # for what must come
+PATIENCE_SECONDS = 600.0  # for what must come
 CHILD = [sys.executable, "-P", "-m", "checkflow.planner.child"]
 
 

@@ -181,7 +181,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"batch_size": 4},
     "shuffled": {"batch_size": 4, "shuffle": True},
     "no tail": {"batch_size": 4, "shuffle": True, "drop_last": True},
-    "workers": {"batch_size": 4, "shuffle": True, "num_workers": 2, "prefetch_factor": 3, "timeout": 30},
+    "workers": {"batch_size": 4, "shuffle": True, "num_workers": 2, "prefetch_factor": 3, "timeout": 600},
     "collated": {"batch_size": 3, "collate_fn": first_of_each},
     "samples": {"batch_size": None, "shuffle": True},
 }

@@ -538,3 +538,54 @@ def test_opened_at_any_moment_of_a_commit(directory: Path, what: str) -> None:
         assert sorted(os.listdir(directory)) == [".lock", step_name(4), step_name(5)]
         if not between.met:
             break
+
+
+@contextlib.contextmanager
+def forking() -> Iterator[Callable[[], None]]:
+    """What forks a process that lives until the block ends, as a loader's worker does, and touches nothing."""
+    end, told = os.pipe()
+    children: list[int] = []
+
+    def fork() -> None:
+        if child := os.fork():
+            children.append(child)
+            return
+        try:
+            os.close(told)
+            os.read(end, 1)
+        finally:
+            os._exit(0)
+
+    try:
+        yield fork
+    finally:
+        os.close(told)
+        for child in children:
+            os.waitpid(child, 0)
+        os.close(end)
+
+
+@pytest.mark.parametrize("what", ["commit", "annotate"])
+def test_a_process_forked_at_any_moment_keeps_no_checkpoint(directory: Path, what: str) -> None:
+    """What the store has open and locked at that moment, the new process has too, for as long as it lives."""
+    at = forked = 0
+    while True:
+        at += 1
+        shutil.rmtree(directory, ignore_errors=True)
+        with new_store(directory) as store:
+            for step in (1, 2):
+                commit(store, step)
+        with forking() as fork, new_store(directory, "later") as store:  # which looks at what the first one left
+            between = Between(at, fork)
+            with between():
+                if what == "commit":
+                    commit(store, 3)
+                else:
+                    store.annotate(2, {"loss": 0.1})
+            for step in (4, 5, 6):
+                commit(store, step)
+            assert sorted(os.listdir(directory)) == [".lock", step_name(5), step_name(6)]
+        if not between.met:
+            break
+        forked += 1
+    assert forked > 15

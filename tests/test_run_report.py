@@ -23,6 +23,7 @@ from faults import Faults, Killed
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from oracle import random_plan
+from simulated import rule_pace
 from torch import nn
 
 import checkflow
@@ -434,6 +435,7 @@ def test_the_lag_is_what_storage_has_not_got_yet(tmp_path: Path, monkeypatch: py
 
     from checkflow.runtime.store import Store
 
+    rule_pace(monkeypatch, rests=False)
     train(tmp_path, 2)
     gate, commit = threading.Event(), Store.commit
 

@@ -18,7 +18,7 @@ from checkflow.errors import PlanError, SolverError
 from checkflow.graph import Operator, StateEntry, Storage, TrainingGraph
 from checkflow.hardware import find_device
 from checkflow.plan import Fingerprint, Plan, StateSpec, Wait, dumps
-from checkflow.planner import certify, solvers
+from checkflow.planner import cbc, certify, solvers
 from checkflow.planner import schedule as schedules
 from checkflow.planner.problem import Flow
 from checkflow.planner.replay import check_plan
@@ -228,7 +228,7 @@ def test_a_real_time_out() -> None:
 def test_a_missing_solver_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, asked: dict[str, str]) -> None:
     for name in ("gurobipy", "highspy"):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setattr(solvers, "_runs", lambda path: False)
+    monkeypatch.setattr(cbc, "_runs", lambda path: False)
     with pytest.raises(SolverError, match="not installed"):
         plan_of(crowded(), **asked)
 
@@ -236,7 +236,7 @@ def test_a_missing_solver_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, as
 def test_no_solver_at_all(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("gurobipy", "highspy"):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setattr(solvers, "_runs", lambda path: False)
+    monkeypatch.setattr(cbc, "_runs", lambda path: False)
     with caplog.at_level(logging.WARNING, "checkflow"):
         outcome = plan_of(crowded())
     assert (outcome.status, outcome.solver.name) == ("optimal", "none")

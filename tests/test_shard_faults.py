@@ -35,13 +35,22 @@ def directory() -> Iterator[Path]:
 # ----------------------------------------------------------------------------------------------------------- meeting
 
 
-def test_a_rank_that_does_not_come_is_named(directory: Path) -> None:
+def time_is_over(patch: pytest.MonkeyPatch, over: Callable[[str], bool]) -> None:
+    """A rank, by its thread's name, has waited for long enough when this is so, and no sooner."""
+    jumps = itertools.count()
+
+    def monotonic() -> float:
+        return time.monotonic() + (1e6 * next(jumps) if over(threading.current_thread().name) else 0)
+
+    patch.setattr(shard_meeting, "_monotonic", monotonic)
+
+
+def test_a_rank_that_does_not_come_is_named(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     world.save(directory, 1, 2)
-    outcomes = together(
-        4,
-        lambda rank: rank in (1, 2) or shards.save_shard(directory, 2, rank, 4, run_id="r", wait_seconds=0.3),
-    )
+    with monkeypatch.context() as patch:
+        time_is_over(patch, lambda name: name == "rank 0" and any(directory.glob(".tmp-*/.done-00003")))
+        outcomes = together(4, lambda rank: rank in (1, 2) or shards.save_shard(directory, 2, rank, 4, run_id="r"))
     for outcome in (outcomes[0], outcomes[3]):
         assert isinstance(outcome, MissingShardsError), outcome
         assert set(outcome.ranks) >= {1, 2}
@@ -54,8 +63,20 @@ def test_a_rank_that_does_not_come_is_named(directory: Path) -> None:
     assert [path.name for path in find(directory)] == ["step-00000001"]
 
 
-def test_ranks_that_count_differently(directory: Path) -> None:
-    outcomes = together(2, lambda rank: shards.save_shard(directory, 2, rank, 2 + rank, run_id="r", wait_seconds=0.3))
+def test_ranks_that_count_differently(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    def save(rank: int) -> Path:
+        try:
+            return shards.save_shard(directory, 2, rank, 2 + rank, run_id="r")
+        finally:
+            ended.set()
+
+    # Rank 1 waits until rank 0 has said how many it counts, and rank 0 until rank 1 has given up.
+    time_is_over(
+        monkeypatch, lambda name: ended.is_set() or (name == "rank 1" and (directory / ".shards.json").exists())
+    )
+    outcomes = together(2, save)
     assert isinstance(outcomes[0], MissingShardsError)
     with pytest.raises(MismatchError, match="rank 1 counts 3 ranks, rank 0 counts 2"):
         raise outcomes[1]
@@ -72,21 +93,23 @@ def test_what_a_dead_run_left_never_completes_a_version(
     class Died(BaseException):
         pass
 
+    died = threading.Event()
+
     def die(*arguments: Any) -> Any:
         folder = arguments[0]
         wait_for(lambda: any(name.startswith(".done") for name in shard_meeting.files.names(folder)))
+        died.set()
         raise Died
 
     with monkeypatch.context() as patch:
+        time_is_over(patch, lambda _: died.is_set())
         patch.setattr("checkflow.runtime.shard_writer.collect", die)
         patch.setattr("checkflow.runtime.shard_writer._tell", lambda *_, **__: None)
         patch.setattr(Store, "_remove_quietly", lambda *_: None)
         assert isinstance(
             together(
                 2,
-                lambda rank: shards.save_shard(
-                    directory, 2, rank, 2, run_id=run_id, wait_seconds=0.1, **dead.part(rank, 2)
-                ),
+                lambda rank: shards.save_shard(directory, 2, rank, 2, run_id=run_id, **dead.part(rank, 2)),
             )[0],
             Died,
         )
@@ -141,14 +164,11 @@ class FaultsOfOne(Faults):
 
 def save_with(faults: FaultsOfOne, victim: int, world: World, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Two ranks save step 2; when the faulty one has ended, the time of the other is over."""
-    faults.victim, ended, jumps = f"rank {victim}", threading.Event(), itertools.count()
+    faults.victim, ended = f"rank {victim}", threading.Event()
     with monkeypatch.context() as patch:
-        patch.setattr(
-            shard_meeting, "_monotonic", lambda: time.monotonic() + (1e6 * next(jumps) if ended.is_set() else 0)
-        )
+        time_is_over(patch, lambda _: ended.is_set())
 
         def save(rank: int) -> Path:
-            threading.current_thread().name = f"rank {rank}"
             try:
                 return shards.save_shard(directory, 2, rank, 2, run_id="run", **world.part(rank, 2))
             finally:

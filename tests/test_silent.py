@@ -11,13 +11,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from own_plans import Never
 from torch import nn
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import TensorDataset
 
 import checkflow
 from checkflow.errors import UnsupportedError
+from checkflow.planner.live import LivePlanner
 from checkflow.runtime.reader import find
+
+
+@pytest.fixture(autouse=True)
+def _no_plan_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under one there would be checkpoints within epochs, from a step on that follows from the machine's speed."""
+    monkeypatch.setattr(LivePlanner, "start", lambda self, recorded, **asked: Never())
+
 
 DATA = TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
 Job = tuple[nn.Module, torch.optim.Optimizer, checkflow.DataLoader]

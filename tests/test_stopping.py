@@ -106,7 +106,7 @@ def build() -> checkflow.TrainingStep:
         model, optimizer, loss=lambda model, x: model(x).square().mean(), batch=(torch.randn(4, 8),)
     )
 """
-PATIENCE_SECONDS = 60.0  # for what must come; a solve lasts longer
+PATIENCE_SECONDS = 300.0  # for what must come; a solve lasts longer
 
 
 @contextlib.contextmanager
@@ -124,16 +124,26 @@ def planning(folder: Path, command: str, solver: str) -> Iterator[subprocess.Pop
         process_group=0,
     )
     try:
-        wait_for((folder / "asked").exists)
+        wait_for(lambda: (folder / "asked").exists() or process.poll() is not None)
+        assert process.poll() is None, process.communicate()
         if solver == "cbc":
             wait_for(lambda: bool(children_of(process)))
-        time.sleep(0.5)  # into the search
+        if "hard()" in command:  # into the search, however slowly that goes
+            begun = computed_seconds(process)
+            wait_for(lambda: computed_seconds(process) > begun + 1.0)
+        time.sleep(0.5)
         assert process.poll() is None
         yield process
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+def computed_seconds(process: subprocess.Popen[str]) -> float:
+    """Of a core, by the command and what it has started."""
+    times = [one.cpu_times() for one in (psutil.Process(process.pid), *children_of(process))]
+    return sum(one.user + one.system for one in times)
 
 
 def children_of(process: subprocess.Popen[str]) -> list[psutil.Process]:

@@ -22,7 +22,7 @@ from checkflow.runtime import files
 from checkflow.runtime.opening import parse_step, step_name
 from checkflow.runtime.reader import Checkpoint, find, find_valid, open_checkpoint, recover
 from checkflow.runtime.store import Store
-from tests.faults import CALLS, CUTS, ERRORS, Disk, Faults, Killed
+from tests.faults import CALLS, CUTS, ERRORS, Disk, Faults, Killed, all_direct
 from tests.mounting import need_mount
 from tests.store_tools import fill, read_all, record, small_layout, tree
 
@@ -37,6 +37,14 @@ def directory(tmp_path: Path) -> Iterator[Path]:
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path
     with tempfile.TemporaryDirectory(dir=memory, prefix="checkflow-test-") as folder:
         yield Path(folder) / "checkpoints"
+
+
+@pytest.fixture(params=["buffered", "direct"])
+def each_way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Through the page cache, as such small files go, and around it, as large ones do."""
+    with all_direct() if request.param == "direct" else contextlib.nullcontext([4096]) as sizes:
+        yield
+    assert sizes
 
 
 def new_store(directory: Path, run_id: str = "run", **options: int) -> Store:
@@ -82,6 +90,7 @@ def steps(directory: Path) -> list[int]:
 # ------------------------------------------------------------------------------------------------ without any fault
 
 
+@pytest.mark.usefixtures("each_way")
 def test_a_checkpoint_comes_back(directory: Path) -> None:
     with new_store(directory) as store:
         assert recover(store) is None
@@ -281,7 +290,7 @@ def test_a_writer_waits_for_the_end_of_another(directory: Path) -> None:
     store = new_store(directory)
     timer = threading.Timer(0.2, store.close)
     timer.start()
-    Store(directory, run_id="other", lock_wait_seconds=30).close()
+    Store(directory, run_id="other", lock_wait_seconds=600).close()
     timer.join()
 
 
@@ -310,7 +319,7 @@ def test_a_forked_child_cannot_write(directory: Path) -> None:
 
 def test_killed_writers_lose_nothing(directory: Path) -> None:
     result = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "kill_writer.py"), str(directory), "40", str(os.getpid())],
+        [sys.executable, str(ROOT / "tests" / "kill_writer.py"), str(directory), "40", "1"],
         capture_output=True, text=True, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     answer = json.loads(result.stdout)
@@ -364,6 +373,18 @@ CASES = [
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("error", ERRORS, ids=errno.errorcode.get)
 def test_any_call_may_fail(directory: Path, step: int, sticky: bool, after: bool, error: int) -> None:
+    fail_at_every_call(directory, step, sticky, after, error)
+
+
+@pytest.mark.parametrize("sticky", [False, True], ids=["once", "sticky"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_any_call_may_fail_around_the_page_cache(directory: Path, sticky: bool, after: bool) -> None:
+    with all_direct() as sizes:
+        fail_at_every_call(directory, 3, sticky, after, errno.EIO)
+    assert sizes
+
+
+def fail_at_every_call(directory: Path, step: int, sticky: bool, after: bool, error: int) -> None:
     """Whatever call of a commit fails: what was acknowledged is there, and the next commit works."""
     refused, at = 0, 0
     while True:
@@ -398,6 +419,7 @@ def test_any_call_may_fail(directory: Path, step: int, sticky: bool, after: bool
 
 @pytest.mark.parametrize("step", CASES)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.usefixtures("each_way")
 def test_a_kill_at_any_call(directory: Path, step: int, after: bool) -> None:
     at, kills = 0, 0
     while True:
@@ -456,6 +478,7 @@ def test_a_second_fault_during_recovery(directory: Path) -> None:
             break
 
 
+@pytest.mark.usefixtures("each_way")
 def test_what_was_written_of_a_failed_checkpoint_goes_at_once(directory: Path) -> None:
     """A full disk would stay full."""
     prepare(directory)
@@ -468,6 +491,7 @@ def test_what_was_written_of_a_failed_checkpoint_goes_at_once(directory: Path) -
 
 @pytest.mark.parametrize("name", [*(file.name for file in LAYOUT.files), "state.msgpack", "manifest.json"])
 @pytest.mark.parametrize("planted", ["link", "dangling", "file"])
+@pytest.mark.usefixtures("each_way")
 def test_nothing_planted_is_written_to(
     directory: Path, tmp_path: Path, name: str, planted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -503,6 +527,7 @@ def test_short_writes_go_on(directory: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert newest(directory) == (1, 1)
 
 
+@pytest.mark.usefixtures("each_way")
 def test_a_write_without_progress_is_an_error(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with new_store(directory) as store:
         commit(store, 1, 1)
@@ -570,6 +595,7 @@ def power_cut(directory: Path, step: int, at: int, *, lies: str = "") -> bool:
 
 
 @pytest.mark.parametrize("step", CASES)
+@pytest.mark.usefixtures("each_way")
 def test_a_power_cut_at_any_call(directory: Path, step: int) -> None:
     at = 1
     while power_cut(directory, step, at):
@@ -767,7 +793,7 @@ def test_a_leftover_that_cannot_go_does_not_stop_the_next_commit(
         commit(store, 1, 1)
         commit(store, 2, 2)
     assert "cannot remove" in caplog.text
-    shutil.rmtree(directory / ".tmp-00000001-dead")
+    shutil.rmtree(directory / ".trash-tmp-00000001-dead")
     assert newest(directory) == (2, 2)
 
 

@@ -296,7 +296,7 @@ def test_what_was_tried_is_told_when_it_is_interrupted(tmp_path: Path) -> None:
     wait_for(lambda: not first.is_running())  # the first kill has been
     wait_for(below.children)
     running.send_signal(signal.SIGINT)
-    out, err = running.communicate(timeout=120)
+    out, err = running.communicate()
     assert running.returncode == 130
     assert err == "checkflow: interrupted\n"
     data = json.loads(out)

@@ -48,7 +48,7 @@ def tear(monkeypatch: pytest.MonkeyPatch, at: int, until: threading.Event | None
     def audit_torn(self: Writer, capture: Capture) -> None:
         if capture.step >= at and not torn:
             torn.append(capture.step)
-            assert until is None or until.wait(60)
+            assert until is None or until.wait(600)
             capture.buffer.view[capture.layout.tensors["model/0.weight"].staging_offset] ^= 1
         audit(self, capture)
 

@@ -198,3 +198,19 @@ def adversarial() -> TrainingStep:
         optimizers={"update_generator": update_generator, "update_critic": update_critic},
         batch=torch.randn(5, 6),
     )
+
+
+BUILDERS: dict[str, Callable[[], TrainingStep]] = {
+    "batch_norm": batch_norm,
+    "parallel": parallel,
+    "tied": tied,
+    "transformer": transformer,
+    "micro_batches": micro_batches,
+    "adversarial": adversarial,
+}
+
+
+def on_meta(build: Callable[[], TrainingStep]) -> TrainingStep:
+    """Without any memory: to be traced, not run."""
+    with torch.device("meta"):
+        return build()

@@ -1,0 +1,213 @@
+"""What is done at each boundary, wherever :mod:`.boundaries` finds it.
+
+At each that is captured: the capture in flight is brought to its end, then the next one begins (:mod:`.capture`);
+anchors drive it through the plan's iterations (:mod:`.execution`); the writer commits it (:mod:`.persist`,
+:mod:`.store`). Which boundaries are captured, and which of these storage takes, :mod:`.pace` says: multiples of the
+plan's interval, counted over the whole job, and the ends of epochs and of training (with ``every=`` only that of
+training), and those that are told to be among the best. A resume does not change the count, and what it resumed from
+is not captured again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import NoReturn
+
+from checkflow.runtime import extra_state
+from checkflow.runtime.execution import Execution
+from checkflow.runtime.job import Job
+from checkflow.runtime.live_state import capture_extra, compact_generators, versions_of
+from checkflow.runtime.pace import Pace
+from checkflow.runtime.phases import PhaseClock
+from checkflow.runtime.plan_in_place import PlanInPlace
+from checkflow.runtime.preemption import Preemption
+from checkflow.runtime.progress import Progress
+from checkflow.runtime.retention import EPOCH_END
+from checkflow.runtime.saving import Saving
+from checkflow.state import TrainingState
+
+logger = logging.getLogger("checkflow")
+
+
+class BoundaryWork:
+    """Counts the iterations of a job, and does what is to be done at the end of each.
+
+    Args:
+        progress: where in its epochs the job is.
+        saving: what captures are copied with and written by.
+        place: the plan that runs.
+        pace: which boundaries are captured.
+        clock: what training's time goes to.
+        preemption: says when training is to end.
+        iteration: finished before, by the run that this one goes on from; 0: none.
+        raising: whether a checkpoint that failed ends training.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        progress: Progress,
+        saving: Saving,
+        place: PlanInPlace,
+        pace: Pace,
+        clock: PhaseClock,
+        preemption: Preemption,
+        *,
+        iteration: int,
+        raising: bool,
+    ) -> None:
+        self._job, self._progress, self._saving, self._place = job, progress, saving, place
+        self._pace, self._clock, self._preemption, self._raising = pace, clock, preemption, raising
+        self.iteration = self.first_iteration = iteration
+        self.captured_iteration = iteration  # at the start there is nothing to save, after a resume it is
+        self.began = False  # an iteration, since the last boundary
+        self.closed = False
+        # All state at a boundary that was not captured, and its version counters, in case it is the last one.
+        self._passed: tuple[TrainingState | None, list[int]] = None, []
+
+    @property
+    def execution(self) -> Execution:
+        """The plan that runs now."""
+        return self._place.execution
+
+    @property
+    def iterated(self) -> bool:
+        """Whether there was an iteration since the last boundary: without optimizers it takes none of their steps."""
+        return not self.closed and (bool(self.execution.stepped) or (not self._job.optimizers and self.began))
+
+    def raise_if_asked(self) -> None:
+        """Raise what failed since the last call, where the user wants it raised."""
+        error = self._saving.writer.take_error() or self.execution.take_error_in_compiling()
+        if error is not None and self._raising:
+            raise error
+
+    def end_iteration(self, *, epoch_end: bool, last: bool, explicit: bool, micro_batches: int | None) -> None:
+        """The state is now that of one more whole iteration.
+
+        A boundary to be captured brings the capture in flight to its end first. Where that comes before the plan's
+        interval is over (an epoch's end, the last iteration, and the first regular boundary after them), training waits
+        for what is left of it. If a signal has asked for it, training ends here.
+
+        Args:
+            epoch_end: an epoch ends, too.
+            last: so does training.
+            explicit: the loop has said so itself.
+            micro_batches: of the iteration, if it has said that.
+        """
+        held = sum(seconds for what, seconds in self._clock.held_seconds.items() if what != "planning")
+        with self._clock.holding("boundary"):
+            self._pace.ended(self.iteration + 1, epoch_end=epoch_end, held_seconds=held)
+        ending = self._preemption.begin_ending()
+        with self._clock.holding("planning"):
+            self._turn(micro_batches, explicit=explicit, ending=ending)
+        with self._clock.holding("boundary"):
+            due = self._at_boundary(epoch_end=epoch_end, last=last, ending=ending)
+        self._clock.end_iteration(captured=due)
+        if ending:
+            self.end()
+        if self._place.planning is not None and not last and (self._job.loader is None or explicit):
+            with self._clock.holding("planning"):
+                self._place.planning.begin()  # otherwise when the loader hands a batch out
+
+    def _at_boundary(self, *, epoch_end: bool, last: bool, ending: bool) -> bool:
+        """Bring the capture in flight to its end if this boundary is captured, and begin; returns whether it is."""
+        demanded = last or ending or self._saving.metrics.ranks(self.iteration + 1)
+        due = self._pace.is_due(self.iteration + 1, epoch_end=epoch_end, demanded=demanded)
+        self.execution.end_iteration(due=due, quiet=self._place.quiet or (due and (epoch_end or last or ending)))
+        due = due and self._pace.makes_room()
+        self.began = False
+        self.iteration += 1
+        if not ending:  # otherwise when this boundary is saved
+            self.raise_if_asked()
+        self.execution.heed(self._saving.writer)
+        if not due:
+            self._passed = self._job.walk.current(), self._versions()
+        if due:
+            self._clock.shift(self._capture(epoch_end))
+        self._pace.left()
+        return due
+
+    def _turn(self, micro_batches: int | None, *, explicit: bool, ending: bool) -> None:
+        """What planning has come to, before this boundary is looked at."""
+        planning = self._place.planning
+        if planning is None:
+            return
+        if ending:
+            planning.abandon()
+            return
+        if self._job.loader is None:
+            micro_batches = None  # nobody counts
+        elif not explicit:
+            micro_batches = planning.watch.handed
+        before = self.execution
+        self._place.turn(micro_batches)
+        if self.execution is not before:
+            self._clock.new_plan()
+        error = planning.take_error()
+        if error is not None and self._raising:
+            raise error
+
+    def end_if_idle(self) -> None:
+        """No iteration has begun since the last boundary: end here if that is asked, and nothing would be lost."""
+        idle = not (self.closed or self.began or self._progress.waiting)
+        if idle and self.captured_iteration == self.iteration and self._preemption.begin_ending():
+            self.end()
+
+    def end(self) -> NoReturn:
+        """Wait until storage has what was captured, and end training here."""
+        self.execution.finish()
+        self._saving.writer.settle()
+        self.raise_if_asked()
+        durable = self._saving.writer.durable
+        if (self.first_iteration if durable is None else durable.step) != self.iteration:
+            self._preemption.end(f"training ends at step {self.iteration}, which is not saved")
+        elif self.iteration:
+            self._preemption.end(f"training ends at step {self.iteration}, which is saved")
+        self._preemption.end("training ends before its first step")
+
+    def capture_passed(self) -> None:
+        """Capture the last boundary, which was not, if the state is still what it was there."""
+        if self.execution.stepped or self.began:
+            return
+        self._pace.is_due(self.iteration, demanded=True)  # what is demanded, storage is to take, too
+        state, versions = self._passed
+        if self._job.walk.current() is not state or self._versions() != versions:
+            logger.warning("the state was changed after step %d, which is not saved therefore", self.iteration)
+            return
+        with self._clock.holding("boundary"):
+            self.execution.finish()
+            self.execution.follow()
+            self.execution.hooks.reset()  # what ran since (an evaluation) is no part of the iteration to come
+            self.execution.heed(self._saving.writer)
+            self._clock.shift(self._capture(epoch_end=False))
+
+    def _versions(self) -> list[int]:
+        return versions_of(item.tensor for item in self._job.walk.current().tensors)
+
+    def _capture(self, epoch_end: bool) -> float:
+        """Capture this boundary; returns the seconds waited for storage and buffers."""
+        # The first capture tells whether the job can be checkpointed at all; later ones must not end it.
+        with self.execution.surviving() if self._saving.captures else contextlib.nullcontext():
+            self._place.tell_unplanned()
+            waited_seconds = self._begin(epoch_end)
+            if self._place.quiet:
+                self.execution.capturer.finish()
+            return waited_seconds
+        return 0.0
+
+    def _begin(self, epoch_end: bool) -> float:
+        job = capture_extra(self._job.walk, self._job.optimizers, self._job.objects)
+        known = {"iteration": self.iteration, **self._progress.capture(), "job": job}
+        generators = known.pop("generators")  # copies: they wait for the writer
+        encoded = extra_state.encode(known)  # now, since the rest may share memory with what training goes on to write
+
+        def extra() -> bytes:
+            return extra_state.with_entry(encoded, "generators", compact_generators(generators))
+
+        info = {"epoch": self._progress.epoch, EPOCH_END: epoch_end, "created": round(time.time(), 3)}
+        waited_seconds = self._saving.begin(self.execution, self.iteration, extra, info, durable=self._pace.durable)
+        self._pace.captured(self.iteration)
+        self.captured_iteration = self.iteration
+        return waited_seconds

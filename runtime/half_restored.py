@@ -1,0 +1,38 @@
+"""A job whose state was restored in part is neither what it was nor any checkpoint: it is marked, and cannot train."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from checkflow.errors import CorruptCheckpointError
+
+WARNING = "the state in memory is half restored and must not be trained from: start the job again"
+
+_marked: weakref.WeakKeyDictionary[Any, RemovableHandle] = weakref.WeakKeyDictionary()
+
+
+def mark(models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    """From now on the models' forward and the optimizers' step raise CorruptCheckpointError, in any loop."""
+    lift(models, optimizers)
+    for model in models.values():
+        _marked[model] = model.register_forward_pre_hook(_refuse, prepend=True)
+    for optimizer in optimizers.values():
+        _marked[optimizer] = optimizer.register_step_pre_hook(_refuse)
+
+
+def lift(models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]) -> bool:
+    """Take the mark away, for a restore that makes good what the last one left; whether there was one."""
+    handles = [_marked.pop(one) for one in (*models.values(), *optimizers.values()) if one in _marked]
+    for handle in handles:
+        handle.remove()
+    return bool(handles)
+
+
+def _refuse(*_: Any) -> None:
+    raise CorruptCheckpointError(f"a restore failed after it had begun; {WARNING}")

@@ -1,0 +1,42 @@
+"""Memory of our own that files are read into and written from: aligned to pages, as reads and writes around the page
+cache demand it."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import sys
+
+import numpy as np
+
+MADV_WIPEONFORK = 18  # of Linux; Python has no name for it
+_LEAST_COPY_BYTES = 65536  # less is copied before another thread could make use of the interpreter
+
+
+def scratch(size_bytes: int, *, large_pages: bool = False) -> memoryview:
+    """So much memory, from the begin of a page on; it is given back when nobody holds a view of it any more.
+
+    Children that are forked meanwhile find zeros in it: a disk may be writing to it just then, and were its pages
+    shared, what it writes could be the child's.
+    """
+    memory = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a kernel before 4.14
+            memory.madvise(MADV_WIPEONFORK)
+        if large_pages:  # where all of it is used
+            with contextlib.suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)[:size_bytes]
+
+
+def address_of(view: memoryview) -> int:
+    """Where in memory a view begins that is not empty."""
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy as many bytes as both have; other threads run meanwhile where it takes long."""
+    if len(source) < _LEAST_COPY_BYTES:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -1,0 +1,107 @@
+"""Reading the blocks of open files: as fast as the disk gives them, each held against its checksum before it is used.
+
+Several threads read whole blocks into memory of our own, around the page cache where the file is large and its file
+system allows that: while one waits for the disk the others make checksums and copy. Only a block that fits its checksum
+is handed on. Memory is that of one block for each thread, whatever is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from checkflow.runtime import files
+from checkflow.runtime.manifest import BLOCK_BYTES
+from checkflow.runtime.memory import scratch
+from checkflow.runtime.opening import OpenFile, memory_bytes, read_block
+
+#: So many blocks are in memory at once. More threads do not read faster from disks of some GB/s.
+THREADS = 4
+Block = tuple[OpenFile, int]  # an open file, and the number of a block of it
+
+
+def read_blocks(blocks: Sequence[Block], use: Callable[[int, memoryview], None]) -> None:
+    """Read blocks, verified.
+
+    Args:
+        use: called with the number of each in ``blocks`` and its bytes, which are others after that; by several
+            threads, in no order. What it raises is raised here.
+
+    Raises:
+        CorruptCheckpointError: of the blocks that were read, the first in order that is damaged. Others may have been
+            used by then.
+        StorageError: one cannot be read.
+    """
+    if not blocks:
+        return
+    with _around_the_cache(blocks) as direct:
+        _share(
+            len(blocks),
+            max(memory_bytes(*block) for block in blocks),
+            lambda number, memory: use(number, read_block(*blocks[number], memory, direct.get(blocks[number][0].fd))),
+        )
+
+
+def read_one(file: OpenFile, block: int) -> memoryview:
+    """A block, verified, in memory that is the caller's.
+
+    Raises:
+        CorruptCheckpointError, StorageError: as :func:`read_blocks`.
+    """
+    with _around_the_cache([(file, block)]) as direct:
+        return read_block(file, block, scratch(memory_bytes(file, block)), direct.get(file.fd))
+
+
+@contextlib.contextmanager
+def _around_the_cache(blocks: Sequence[Block]) -> Iterator[dict[int, int]]:
+    """Further descriptors of the files that are large, by those they have: reads of them go around the page cache."""
+    found: dict[int, int] = {}
+    try:
+        for file in {file.fd: file for file, _ in blocks}.values():
+            if file.entry.size_bytes >= files.LEAST_DIRECT_BYTES:
+                with contextlib.suppress(OSError):  # refused: through the cache, then, which tells what is wrong
+                    found[file.fd] = files.open_direct(file.fd)
+        yield found
+    finally:
+        for fd in found.values():
+            with contextlib.suppress(OSError):  # nothing was written through it
+                files.close(fd)
+
+
+def _share(count: int, memory_bytes: int, work: Callable[[int, memoryview], None]) -> None:
+    """Do ``work`` for all numbers below ``count``, each thread with memory of its own; this thread is one of them."""
+    threads = min(THREADS, count)
+    memory = scratch(threads * memory_bytes, large_pages=memory_bytes == BLOCK_BYTES)
+    parts = [memory[i * memory_bytes : (i + 1) * memory_bytes] for i in range(threads)]
+    numbers = itertools.count()
+    errors: dict[int, BaseException] = {}
+    ended = False  # no lock: an error of a signal's handler must not leave one taken (interrupts.py)
+
+    def run(part: memoryview) -> None:
+        nonlocal ended
+        while not ended and (number := next(numbers)) < count:
+            try:
+                work(number, part)
+            except BaseException as error:  # noqa: BLE001 - the caller raises the first of all threads
+                errors[number] = error
+                ended = True
+
+    started: list[threading.Thread] = []
+    try:
+        for part in parts[1:]:
+            started.append(threading.Thread(target=run, args=(part,), name="checkflow-reader", daemon=True))
+            try:
+                started[-1].start()
+            except RuntimeError:  # no more threads for this process: fewer do it
+                started.pop()
+                break
+        run(parts[0])
+    finally:
+        ended = True  # what was begun is done, all of it unless something was raised
+        for thread in started:
+            with contextlib.suppress(RuntimeError):  # a signal's handler raised in its very start: it ends by itself
+                thread.join()
+    if errors:
+        raise errors[min(errors, key=lambda number: (isinstance(errors[number], Exception), number))]
