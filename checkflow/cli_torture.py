@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -96,7 +97,9 @@ def torture(
     be tried.
     """
     if shutil.which(command[0]) is None:
-        raise typer.BadParameter(f"no command {command[0]}", param_hint="COMMAND")
+        there = command[0] and os.path.lexists(command[0])
+        fault = f"{command[0]} is no program that can be run" if there else f"no command {shlex.quote(command[0])}"
+        raise typer.BadParameter(fault, param_hint="COMMAND")
     if directory is not None and directory.exists() and not directory.is_dir():
         raise typer.BadParameter(f"{directory} is no directory", param_hint="--directory")
     chosen = random.SystemRandom().randrange(2**32) if seed is None else seed

@@ -104,6 +104,10 @@ class Life:
     pids: frozenset[int]
     said: str
 
+    @property
+    def words(self) -> str:
+        return f"it said: {self.said}" if self.said else "it said nothing"
+
 
 class Watch:
     """What is seen of a running job.
@@ -193,7 +197,7 @@ class Watch:
 def live(
     command: Sequence[str],
     log: Path,
-    strangers: frozenset[int],
+    strangers: frozenset[Process],
     directory: Path | None,
     newest: int | None,
     aim: Aim | None,

@@ -33,7 +33,7 @@ from checkflow.torture_checks import (
     refuse_locked,
 )
 from checkflow.torture_life import Aim, Life, Moment, Pace, live
-from checkflow.torture_processes import below, nothing_left, shared_memory
+from checkflow.torture_processes import Process, below, nothing_left, shared_memory
 
 Verdict = Literal["nothing lost", "lost", "not tried", "interrupted"]
 MOMENTS: tuple[tuple[Moment, int], ...] = (("start-up", 2), ("writing", 3), ("training", 5))  # how often, of ten
@@ -162,7 +162,7 @@ class Torture:
         for name, fault in self.found.damaged:
             self.remarks.append(f"{name} was damaged before the job was started: {fault}")
 
-    def _live_once(self, source: random.Random, strangers: frozenset[int]) -> bool:
+    def _live_once(self, source: random.Random, strangers: frozenset[Process]) -> bool:
         """One life, and what it left; returns whether it was the last."""
         request = self.request
         last = bool(self.kills) and (len(self.kills) >= request.kills or self._late())
@@ -281,12 +281,12 @@ class Torture:
                 return f"the job writes checkpoints to {here}{names}: say which by --directory"
             return f"the job writes its checkpoints to {names}{after}, not to {self.directory}"
         if life.end == "failed":
-            return f"the job failed by itself{after}, with exit code {life.code}: {life.said}"
+            return f"the job failed by itself{after}, with exit code {life.code}: {life.said or 'it said nothing'}"
         if life.end == "hung" and (life.saved or not first or life.victim):
             asked = f" after its {life.victim} got the signal" if life.victim else after
             return (
                 f"the job hangs{asked}: no checkpoint and no end within {self.request.patience_seconds:g} s "
-                f"(--patience); it said: {life.said}"
+                f"(--patience); {life.words}"
             )
         if life.end in ("hung", "ended") and first and not life.saved:
             return self._why_none(life)
@@ -302,10 +302,10 @@ class Torture:
         if self.directory is None:
             return (
                 f"the job {how}, and none of its processes held the lock of a checkpoint directory: if it makes "
-                f"checkpoints with checkflow, say where by --directory; it said: {life.said}"
+                f"checkpoints with checkflow, say where by --directory; {life.words}"
             )
         elsewhere = "".join(f"; it has {path} open" for path in life.others)
-        return f"the job {how}, and made no checkpoint in {self.directory}{elsewhere}; it said: {life.said}"
+        return f"the job {how}, and made no checkpoint in {self.directory}{elsewhere}; {life.words}"
 
     def _look_at_memory(self) -> None:
         """Killed processes cannot take away what others made for them: multiprocessing and torch, for loaders."""

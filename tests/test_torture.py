@@ -37,7 +37,7 @@ from checkflow.torture_checks import (
     look,
 )
 from checkflow.torture_life import Aim
-from checkflow.torture_processes import below, nothing_left
+from checkflow.torture_processes import below, members, nothing_left
 from checkflow.torturing import Request, Torture
 from tests.store_tools import fill, small_layout, tree
 
@@ -155,6 +155,23 @@ def test_nothing_that_was_started_runs_on(tmp_path: Path) -> None:
     assert not psutil.pid_exists(started.pid)
 
 
+def test_what_ran_before_is_left_alone_with_all_that_it_starts() -> None:
+    """Of a shell that has become this command, say: what it had begun in the background."""
+    script = "read go; sleep 600 & echo $!; wait"
+    with subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as before:
+        assert before.stdin is not None
+        assert before.stdout is not None
+        strangers = below()
+        with nothing_left(strangers):
+            print("go", file=before.stdin, flush=True)
+            started = psutil.Process(int(before.stdout.readline()))
+            ours = subprocess.Popen(["sleep", "600"])
+            assert [one.pid for one in members(strangers)] == [ours.pid]
+        assert (started.is_running(), before.poll(), psutil.pid_exists(ours.pid)) == (True, None, False)
+        started.kill()
+        before.wait()
+
+
 def test_a_launcher_is_not_taken_for_the_trainer(torture: Call, capsys: pytest.CaptureFixture[str]) -> None:
     command = " ".join(job("good", "checkpoints")[1:])
     code = main(
@@ -257,6 +274,8 @@ def test_a_directory_that_another_job_writes_to_is_left_alone(torture: Call, tmp
 USAGE: dict[str, tuple[list[str], str]] = {
     "no command": ([], "Missing argument"),
     "an unknown command": (["--", "no-such-command"], "no command no-such-command"),
+    "a script that is no program": (["--", "./file"], "./file is no program that can be run"),
+    "an empty command": (["--", ""], "no command ''"),
     "no kills": (["--kills", "0", "--", "true"], "--kills"),
     "no time": (["--seconds", "0", "--", "true"], "a number of seconds above 0, not 0"),
     "no number": (["--patience", "long", "--", "true"], "not a number of seconds: 'long'"),
@@ -276,6 +295,24 @@ def test_wrong_usage(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert captured.out == ""
     assert text in captured.err
     assert captured.err.endswith("see: checkflow torture --help\n")
+
+
+def test_a_log_that_cannot_be_written_is_told_as_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "missing" / "log"
+    assert main(["torture", "--log", str(log), "--", "true"]) == 1
+    said = f"checkflow: cannot write what the job says to {log}: No such file or directory\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_job_that_says_nothing_is_told_of_once(torture: Call, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["torture", "--", "true"]) == UNTRIED
+    assert capsys.readouterr().err.endswith("say where by --directory; it said nothing\n")
+
+
+def test_a_log_that_is_taken_away_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["torture", "--log", "log", "--", "rm", "log"]) == UNTRIED
+    assert capsys.readouterr().err.endswith("it said nothing\n")
 
 
 def test_options_of_the_command_are_its_own(torture: Call, tmp_path: Path, capsys: Any) -> None:
