@@ -24,7 +24,7 @@ from checkflow.cli import main
 from checkflow.errors import LockedError
 from checkflow.run_report import RunReport
 from checkflow.runtime.inspecting import verify
-from checkflow.runtime.reader import find
+from checkflow.runtime.reader import find, open_checkpoint
 from checkflow.runtime.store import Store
 from checkflow.torture_checks import (
     Found,
@@ -35,6 +35,7 @@ from checkflow.torture_checks import (
     check_resumed,
     examine,
     look,
+    vanished,
 )
 from checkflow.torture_life import Aim
 from checkflow.torture_processes import below, members, nothing_left
@@ -430,6 +431,36 @@ def test_half_done_work_must_not_pile_up(directory: Path) -> None:
     with make_store(directory) as store:
         commit(store, 4)
     assert check_leftovers(first, examine(directory, first), saved=True) == []
+
+
+def test_what_is_being_read_is_not_left_behind(directory: Path) -> None:
+    """An evaluation, say, that has a checkpoint open while the job wants to delete it."""
+    with open_checkpoint(directory / "step-00000003"):
+        (directory / "step-00000003").rename(directory / ".trash-step-00000003")
+        first = examine(directory, Found())
+        with make_store(directory) as store:
+            commit(store, 4)
+        again = examine(directory, first)
+        assert [name for name, _, _ in again.leftovers] == []
+        assert check_leftovers(first, again, saved=True) == []
+    assert [name for name, _, _ in examine(directory, again).leftovers] == [".trash-step-00000003"]
+
+
+def test_what_ranks_tell_each_other_is_no_checkpoint(directory: Path) -> None:
+    """A job of several processes, killed in the middle of that."""
+    (directory / ".tmp-00000004-one").mkdir()
+    (directory / ".tmp-shards").touch()
+    assert check_leftovers(Found(), examine(directory, Found()), saved=True) == []
+    (directory / ".tmp-00000004-one").rmdir()
+    assert not look(directory).writing
+
+
+def test_a_file_system_that_does_not_answer_has_lost_nothing(directory: Path) -> None:
+    assert vanished(directory, 4)
+    assert not vanished(directory, 3)
+    loop = directory / "loop"
+    loop.symlink_to("loop")
+    assert not vanished(loop, 3)  # an error other than that it is not there
 
 
 def test_a_lock_that_is_held_is_seen(directory: Path) -> None:
