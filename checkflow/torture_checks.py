@@ -254,6 +254,12 @@ def check_resumed(before: Found, after: Found, run: RunReport) -> list[Problem]:
     return [Problem("L1", f"the job {how}, though step {before.restorable} was there, whole{now}")]
 
 
+def abandoned(before: Found, after: Found) -> tuple[str, ...]:
+    """The new names of checkpoints that a job was told to leave behind, ``resume=`` an older step. They are whole, and
+    none of them is lost; the newest first."""
+    return tuple(sorted((name for name in after.aside - before.aside if name.startswith(SUPERSEDED)), reverse=True))
+
+
 def check_replayed(before: RunReport | None, run: RunReport) -> list[Problem]:
     """L6, where the job asked for exact intervals; otherwise storage takes the newest as fast as it goes.
 

@@ -23,6 +23,7 @@ from checkflow.torture_processes import (
     Process,
     children_of,
     end_all,
+    lives,
     members,
     name_of,
     process_of,
@@ -77,9 +78,9 @@ class Life:
     """What was seen of one life, of which nothing runs any more.
 
     Attributes:
-        end: "killed" by our signal; "went on" after it, without its child; "ended" and "failed" by itself; "hung": no
-            checkpoint for too long; "proved": saved after the last kill, and was ended; "elsewhere": writes to other
-            directories, ``others``.
+        end: "killed" by our signal; "went on" after it, without its child, or started again by its launcher; "ended"
+            and "failed" by itself; "hung": no checkpoint for too long; "proved": saved after the last kill, and was
+            ended; "elsewhere": writes to other directories, ``others``.
         code: of the command, negative for a signal.
         there: steps in the directory when it was first looked at.
         newest: the newest checkpoint that is known to have been there; None: there was none.
@@ -272,13 +273,19 @@ def _strike(watch: Watch, aim: Aim | None, pace: Pace, patience_seconds: float) 
     if aim is not None and aim.child and (children := children_of(target)):
         target = children[int(aim.pick * len(children))]
     victim = name_of(target)
+    left: int | None = None  # checkpoints seen when the target had ended
     watch.pids.update(one.pid for one in members(job.strangers))
     send(target, signal.SIGTERM if aim is None else aim.signal)
     told = watch.news = time.monotonic()
     while job.process.poll() is None:
+        gone = not lives(target)
         watch.look()
         if aim is not None and aim.child and len(watch.saved) > saved:
             return _life(watch, "went on", pace, victim, moment)
+        # What it saved itself was there when it had ended; whatever started it has started it again.
+        left = len(watch.saved) if gone and left is None else left
+        if left is not None and len(watch.saved) > left:
+            return _life(watch, "proved" if aim is None else "went on", pace, victim, moment)
         if time.monotonic() - (watch.news if aim is not None and aim.child else told) > patience_seconds:
             return _life(watch, "proved" if aim is None else "hung", pace, victim, moment)
         time.sleep(LOOK_SECONDS)

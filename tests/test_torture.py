@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -244,6 +245,8 @@ UNTRIABLE: dict[str, tuple[list[str], str]] = {
     "writes elsewhere": (["--directory", "checkpoints"], "elsewhere, not to "),
     "writes elsewhere later": ([], "elsewhere after kill 1, not to "),
     "writes to two": ([], "say which by --directory"),
+    "comes to its end": ([], "came to its end after 1 of 2 kills, which lost nothing: "),
+    "is told to go back": ([], "told to go back (resume=STEP): it calls .superseded-step-"),
     "hangs": (["--patience", "8"], "the job hangs after kill 1: no checkpoint and no end within 8 s"),
 }
 
@@ -262,6 +265,29 @@ def test_a_job_that_is_not_seen_to_write_is_asked_for_its_directory(torture: Cal
     said = torture("makes none")
     assert said.code == UNTRIED
     assert "say where by --directory; it said: nothing to train" in said.err
+
+
+def test_a_launcher_that_starts_the_job_again_is_no_hang(torture: Call, capsys: pytest.CaptureFixture[str]) -> None:
+    command = " ".join(job("good", "checkpoints")[1:])
+    asked = ["--kills", "1", "--terms", "1", "--json", "--seed", "1"]
+    assert main(["torture", *asked, "--", "sh", "-c", f"until {command}; do :; done"]) == NOTHING_LOST
+    (kill,) = json.loads(capsys.readouterr().out)["kills"]
+    assert (kill["signal"], kill["code"]) == ("SIGTERM", None)
+
+
+def test_what_was_done_before_all_this_is_not_held_against_a_job(trained: tuple[Said, Path], tmp_path: Path) -> None:
+    """Its checkpoints were brought back from a copy, say, and its report was not."""
+    copied = tmp_path / "checkpoints"
+    shutil.copytree(trained[1] / "checkpoints", copied)
+    *earlier, last = run_report.load(copied / run_report.FILE)
+    far = dataclasses.replace(last, iteration=last.iteration + 1000, closed=True)
+    runs = [run_report.dump_run(run) for run in (*earlier, far)]
+    (copied / run_report.FILE).write_bytes(run_report.dump_file(runs))
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "checkflow", "torture", "--kills", "1", "--json", *job("trains", "checkpoints")],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (NOTHING_LOST, "")
 
 
 def test_a_directory_that_another_job_writes_to_is_left_alone(torture: Call, tmp_path: Path) -> None:
