@@ -47,7 +47,7 @@ def torture(
         Path | None,
         typer.Option("--directory", metavar="DIR", help="of its checkpoints [the one whose lock the job holds]"),
     ] = None,
-    kills: Annotated[int, typer.Option("--kills", metavar="N", min=1, help="at most")] = 20,
+    kills: Annotated[int, typer.Option("--kills", metavar="N", min=1, help="how many")] = 20,
     seconds: Annotated[
         float | None,
         typer.Option("--seconds", metavar="S", parser=_seconds, help="kill no more after this time [no limit]"),
@@ -94,7 +94,7 @@ def torture(
 
     For a job that goes on by itself when it is started again. Its checkpoints are read, and nothing of them is changed;
     the job goes on training in them. Exit codes: 0 nothing lost, 3 something was lost or damaged, 4 the job could not
-    be tried.
+    be tried, or not as often as asked.
     """
     if shutil.which(command[0]) is None:
         there = command[0] and os.path.lexists(command[0])

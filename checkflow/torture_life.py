@@ -263,7 +263,7 @@ def _due(watch: Watch, aim: Aim | None, pace: Pace, over: Callable[[], bool]) ->
 def _strike(watch: Watch, aim: Aim | None, pace: Pace, patience_seconds: float) -> Life:
     """Send the signal, and see what becomes of the job."""
     moment, saved, job = watch.moment, len(watch.saved), watch.job
-    target = watch.trainer if watch.trainer is not None and watch.trainer.is_running() else process_of(job)
+    target = watch.trainer if watch.trainer is not None and lives(watch.trainer) else process_of(job)
     if aim is not None and aim.signal == signal.SIGKILL and not aim.child:
         victim = name_of(target)
         send(target, signal.SIGKILL)
