@@ -125,14 +125,14 @@ def _try(
 
     home = None if directory is None else Path(os.path.abspath(directory))
     request = Request(tuple(command), home, kills, seconds, seed, patience, terms, children, log)
-    with working("torturing") as say:
-        torture = Torture(request, say)
-        try:
+    torture = Torture(request)
+    try:
+        with working("torturing") as torture.say:
             torture.run()
-        except BaseException:  # Ctrl-C, or an error of this side: what was tried so far is told all the same
-            if torture.lives or as_json:
-                _tell(torture, as_json=as_json)
-            raise
+    except BaseException:  # Ctrl-C, or an error of this side: what was tried so far is told all the same
+        if torture.lives or as_json:
+            _tell(torture, as_json=as_json)
+        raise
     _tell(torture, as_json=as_json)
     for problem in torture.problems:
         complain(f"{problem.promise}: {problem.text}")

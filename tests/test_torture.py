@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import random
@@ -16,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 from test_cli import Said
 from tortured_job import FAILURE, flip_a_byte
 from waiting import wait_for
@@ -23,6 +25,7 @@ from waiting import wait_for
 from checkflow import run_report
 from checkflow.cli import main
 from checkflow.errors import LockedError
+from checkflow.report_torture import torture_tables
 from checkflow.run_report import RunReport
 from checkflow.runtime.inspecting import verify
 from checkflow.runtime.reader import find, open_checkpoint
@@ -40,7 +43,7 @@ from checkflow.torture_checks import (
 )
 from checkflow.torture_life import Aim
 from checkflow.torture_processes import below, members, nothing_left
-from checkflow.torturing import Request, Torture
+from checkflow.torturing import Kill, Request, Torture
 from tests.store_tools import fill, small_layout, tree
 
 ROOT = Path(__file__).parent.parent
@@ -116,6 +119,17 @@ def test_a_table_by_default(torture: Call) -> None:
     assert "│ 2 │ SIGKILL │ python" in said.out
     assert "nothing lost: 2 kills in " in said.out
     assert said.out.rstrip().endswith("seed 3")
+
+
+def test_a_narrow_terminal_cuts_no_word(tmp_path: Path) -> None:
+    tried = Torture(Request(("python", "train.py"), None, 1, None, 0, 1.0, terms=0, children=0, log=tmp_path / "log"))
+    tried.kills.append(Kill("SIGKILL", "python 1234567", "training", 123.4, 12345678, 12345678, -9, 12345678, 12, True))
+    narrow = Console(width=80, file=io.StringIO())
+    for part in torture_tables(tried):
+        narrow.print(part)
+    said = narrow.file.getvalue()  # type: ignore[attr-defined]
+    assert "│ SIGKILL │ " in said
+    assert " │ training │ " in said
 
 
 def test_the_same_seed_draws_the_same_kills(tmp_path: Path) -> None:
