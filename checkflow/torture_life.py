@@ -87,6 +87,7 @@ class Life:
         gone: the newest step, if it vanished while the job ran.
         back: a step that it made, though a later one was whole before it was started.
         saved: how many checkpoints it was seen to make.
+        left_running: whether processes of it ran on when the command had ended by itself.
     """
 
     end: End
@@ -104,6 +105,7 @@ class Life:
     pace: Pace
     pids: frozenset[int]
     said: str
+    left_running: bool
 
     @property
     def words(self) -> str:
@@ -137,7 +139,9 @@ class Watch:
     def look(self) -> None:
         """Look once."""
         now = time.monotonic()
-        if now - self._searched >= SEARCH_SECONDS and (self.trainer is None or self.directory is None):
+        # One that was found may be the first of several, as long as nothing was saved there.
+        found = self.trainer is not None and self.directory is not None and (self._given or bool(self.saved))
+        if now - self._searched >= SEARCH_SECONDS and not found:
             self._search()
             self._searched = time.monotonic()
         if self.directory is None:
@@ -304,6 +308,7 @@ def _end_of_killed(target: Process, job: Job) -> End:
 def _life(watch: Watch, end: End, pace: Pace, victim: str = "", moment: Moment | None = None) -> Life:
     """The record of a life; everything of it is ended first."""
     code = watch.job.process.poll()
+    left_running = end == "ended" and bool(members(watch.job.strangers))
     end_all(watch.job.strangers, watch.job.process)
     startup = pace.startup_seconds if watch.startup_seconds is None else watch.startup_seconds
     return Life(
@@ -322,4 +327,5 @@ def _life(watch: Watch, end: End, pace: Pace, victim: str = "", moment: Moment |
         Pace(startup, (*pace.gaps_seconds, *watch.gaps_seconds)[-100:]),
         frozenset(watch.pids),
         tail(watch.job),
+        left_running,
     )

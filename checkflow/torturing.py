@@ -188,7 +188,7 @@ class Torture:
             kill = Kill(aim.signal.name, life.victim, life.moment, life.seconds, newest, whole, life.code)
             self.kills.append(kill)
             self._note_term(aim, life, runs)
-        self.untried = self._why_untried(life, first, asked=not last)
+        self.untried = None if self.problems else self._why_untried(life, first, wanted=not last)
         return last or bool(self.problems) or self.untried is not None or life.end == "ended"
 
     def _late(self) -> bool:
@@ -282,11 +282,11 @@ class Torture:
                 "no boundary came in time, or saving it failed"
             )
 
-    def _why_untried(self, life: Life, first: bool, *, asked: bool) -> str | None:
+    def _why_untried(self, life: Life, first: bool, *, wanted: bool) -> str | None:
         """Why there are no kills, or no more of them; None: there are, or all is done.
 
         Args:
-            asked: whether this life was to be killed.
+            wanted: whether this life was to be killed.
         """
         after = "" if first else f" after kill {len(self.kills)}"
         if self.abandoned:
@@ -311,8 +311,8 @@ class Torture:
         if life.end in ("hung", "ended") and first and not life.saved:
             return self._why_none(life)
         if life.end == "ended" and first:
-            return "the job came to its end before it was killed: let it train longer"
-        if life.end == "ended" and asked:
+            return f"the job came to its end before it was killed{_left(life)}: let it train longer"
+        if life.end == "ended" and wanted:
             return (
                 f"the job came to its end after {len(self.kills)} of {self.request.kills} kills, which lost nothing: "
                 "let it train longer, or ask for fewer by --kills"
@@ -321,7 +321,7 @@ class Torture:
 
     def _why_none(self, life: Life) -> str:
         """No checkpoint was made."""
-        how = "came to its end" if life.end == "ended" else f"ran for {life.seconds:.0f} s (--patience)"
+        how = f"came to its end{_left(life)}" if life.end == "ended" else f"ran for {life.seconds:.0f} s (--patience)"
         if self.directory is None:
             return (
                 f"the job {how}, and none of its processes held the lock of a checkpoint directory: if it makes "
@@ -337,3 +337,8 @@ class Torture:
             names = sorted(left)
             more = ", …" if len(names) > 3 else ""
             self.remarks.append(f"left in /dev/shm by killed processes: {size}, {', '.join(names[:3])}{more}")
+
+
+def _left(life: Life) -> str:
+    """What became of processes that a command began in the background."""
+    return " (what it left running was ended: a command must wait for its training)" if life.left_running else ""

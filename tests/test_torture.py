@@ -275,6 +275,13 @@ def test_a_job_that_is_not_seen_to_write_is_asked_for_its_directory(torture: Cal
     assert "say where by --directory; it said: nothing to train" in said.err
 
 
+def test_a_command_that_does_not_wait_for_its_training_is_told(
+    torture: Call, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["torture", "--", "sh", "-c", "sleep 600 &"]) == UNTRIED
+    assert "came to its end (what it left running was ended: a command must wait for" in capsys.readouterr().err
+
+
 def test_a_launcher_that_starts_the_job_again_is_no_hang(torture: Call, capsys: pytest.CaptureFixture[str]) -> None:
     command = " ".join(job("good", "checkpoints")[1:])
     asked = ["--kills", "1", "--terms", "1", "--json", "--seed", "1"]

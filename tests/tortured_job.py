@@ -67,6 +67,8 @@ def save(kind: str, directory: Path) -> None:
     others = [Store(directory.with_name("second"), run_id="second")] if kind == "writes to two" else []
     away = kind == "writes elsewhere" or (kind == "writes elsewhere later" and went_on)
     home = directory.with_name("elsewhere") if away else directory
+    if others:  # so that only one of them is seen at first
+        time.sleep(0.5)
     with Store(home, run_id=f"run{os.getpid()}", keep_epochs=False) as store:
         checkpoint = None if kind == "begins anew" else recover(store)
         step = 0 if checkpoint is None else checkpoint.step
