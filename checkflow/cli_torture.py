@@ -41,7 +41,7 @@ def _seconds(text: str | float) -> float:
 
 
 def torture(
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="starts the job, again and again")],
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="after --: starts the job, again and again")],
     directory: Annotated[
         Path | None,
         typer.Option("--directory", metavar="DIR", help="of its checkpoints [the one whose lock the job holds]"),

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from checkflow.hardware import format_seconds, format_size
 
@@ -38,10 +40,10 @@ def torture_json(torture: Torture) -> dict[str, Any]:
     }
 
 
-def torture_tables(torture: Torture) -> Iterable[Table | str]:
-    """The kills, what else there is to say, and what it comes to."""
+def torture_tables(torture: Torture) -> Iterable[Table | Text]:
+    """The kills, what else there is to say, and what it comes to. The job's own words are no markup."""
     if torture.kills:
-        table = Table(title=f"kills of {shlex.join(torture.request.command)}", title_justify="left")
+        table = Table(title=escape(f"kills of {shlex.join(torture.request.command)}"), title_justify="left")
         table.add_column("", justify="right", no_wrap=True)
         for column in ("signal", "to", "while"):
             table.add_column(column, overflow="fold")
@@ -50,15 +52,15 @@ def torture_tables(torture: Torture) -> Iterable[Table | str]:
         for number, kill in enumerate(torture.kills, 1):
             table.add_row(str(number), *_row(kill))
         yield table
-    yield from (f"- {remark}" for remark in torture.remarks)
-    yield _sum(torture)
+    yield from (Text(f"- {remark}") for remark in torture.remarks)
+    yield Text(_sum(torture))
 
 
 def _row(kill: Kill) -> tuple[str, ...]:
     replayed = "-" if kill.replayed is None else str(kill.replayed)
     resumed = "-" if not kill.told else "begin" if kill.resumed_from is None else str(kill.resumed_from)
     return (
-        kill.signal, kill.victim, kill.moment, format_seconds(kill.seconds), _step(kill.acknowledged),
+        kill.signal, escape(kill.victim), kill.moment, format_seconds(kill.seconds), _step(kill.acknowledged),
         _step(kill.restorable), resumed, replayed,
     )  # fmt: skip
 

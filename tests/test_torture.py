@@ -37,16 +37,24 @@ from checkflow.torture_checks import (
     look,
 )
 from checkflow.torture_life import Aim
+from checkflow.torture_processes import below, nothing_left
 from checkflow.torturing import Request, Torture
 from tests.store_tools import fill, small_layout, tree
 
 ROOT = Path(__file__).parent.parent
 NOTHING_LOST, WRONG_USAGE, LOST, UNTRIED = 0, 2, 3, 4
+KILLED_THEN_ASKED = 0  # the seed of such a pair, half of the kills being SIGTERM
 Call = Callable[..., Said]
 
 
 def job(kind: str, directory: object) -> list[str]:
     return ["--", sys.executable, str(ROOT / "tests" / "tortured_job.py"), kind, str(directory)]
+
+
+def running_in(folder: Path) -> list[int]:
+    """Processes that were started with a path in a folder, wherever they are."""
+    found = psutil.process_iter(["pid", "cmdline"])
+    return [one.info["pid"] for one in found if any(str(folder) in part for part in one.info["cmdline"] or ())]
 
 
 @pytest.fixture
@@ -55,10 +63,11 @@ def torture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
-    def run(kind: str, *options: str, directory: str = "checkpoints") -> Said:
+    def run(kind: str, *options: str) -> Said:
         before = {one.pid for one in psutil.Process().children(recursive=True)}
-        code = main(["torture", "--seed", "3", *options, *job(kind, directory)])
+        code = main(["torture", "--seed", "3", *options, *job(kind, tmp_path / "checkpoints")])
         assert {one.pid for one in psutil.Process().children(recursive=True)} == before
+        assert running_in(tmp_path) == []
         captured = capsys.readouterr()
         return Said(code, captured.out, captured.err)
 
@@ -68,23 +77,35 @@ def torture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 # What loses nothing
 
 
-def test_a_training_job_loses_nothing(torture: Call, tmp_path: Path) -> None:
-    said = torture("trains", "--kills", "2", "--children", "0", "--json")
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Said, Path]:
+    """A training job, killed once and asked to end once: what was said, and where it trained."""
+    folder = tmp_path_factory.mktemp("trained")
+    options = ["--kills", "2", "--children", "0", "--terms", "0.5", "--seed", str(KILLED_THEN_ASKED), "--json"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "checkflow", "torture", *options, *job("trains", "checkpoints")],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    return Said(done.returncode, done.stdout, done.stderr), folder
+
+
+def test_a_training_job_loses_nothing(trained: tuple[Said, Path]) -> None:
+    said, folder = trained
     assert (said.code, said.err) == (NOTHING_LOST, "")
     data = said.json
-    assert (data["verdict"], data["problems"], data["untried"]) == ("nothing lost", [], None)
-    assert Path(data["directory"]) == tmp_path / "checkpoints"  # found by its lock
-    assert (len(data["kills"]), data["lives"], data["seed"]) == (2, 3, 3)
-    steps = [kill["acknowledged"] for kill in data["kills"]]
-    assert steps == sorted(steps)
-    assert steps[0] >= 1
+    assert (data["verdict"], data["problems"], data["untried"], data["remarks"]) == ("nothing lost", [], None, [])
+    assert Path(data["directory"]) == folder / "checkpoints"  # found by its lock
+    killed, asked = data["kills"]
+    assert (killed["signal"], killed["code"]) == ("SIGKILL", -signal.SIGKILL)
+    assert (asked["signal"], asked["code"]) == ("SIGTERM", 75)
+    assert 1 <= killed["acknowledged"] < asked["acknowledged"]
     for kill in data["kills"]:
-        assert (kill["signal"], kill["code"]) == ("SIGKILL", -signal.SIGKILL)
         assert kill["restorable"] >= kill["acknowledged"]
-        assert not kill["told"] or kill["resumed_from"] == kill["restorable"]
-    assert data["kills"][-1]["told"]  # the start after the last kill goes on until it has saved
-    assert data["restorable_step"] > steps[-1]
-    assert all(not verify(path).fault for path in find(tmp_path / "checkpoints"))
+        assert (kill["told"], kill["resumed_from"]) == (True, kill["restorable"])
+    assert asked["replayed"] == 0  # it was saved at its last boundary
+    assert data["lives"] == 3  # the last one goes on until it has saved
+    assert data["restorable_step"] > asked["acknowledged"]
+    assert all(not verify(path).fault for path in find(folder / "checkpoints"))
 
 
 def test_a_table_by_default(torture: Call) -> None:
@@ -108,26 +129,30 @@ def test_the_same_seed_draws_the_same_kills(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_job_that_is_asked_to_end_is_saved(torture: Call) -> None:
-    said = torture("trains", "--kills", "1", "--terms", "1", "--directory", "checkpoints", "--json")
-    assert (said.code, said.err) == (NOTHING_LOST, "")
-    (kill,) = said.json["kills"]
-    assert (kill["signal"], kill["code"]) == ("SIGTERM", 75)
-    assert kill["replayed"] == 0
-    assert said.json["remarks"] == []
-
-
 def test_a_job_that_ends_otherwise_when_asked_is_told_of(torture: Call) -> None:
-    said = torture("good", "--kills", "1", "--terms", "1", "--json")
+    said = torture("good", "--kills", "1", "--terms", "1")
     assert said.code == NOTHING_LOST
-    assert "the job ended with -15, not 75" in said.json["remarks"][0]
+    assert "the job ended with -15, not 75: [/b] is no markup" in " ".join(said.out.split())
 
 
-def test_children_are_killed_and_those_that_hide_are_found(torture: Call) -> None:
-    """It leaves the session: nobody but who takes in orphans would find it."""
-    said = torture("leaves a child", "--kills", "2", "--children", "0.9", "--json")
+def test_a_trainer_goes_on_without_a_child_that_it_does_not_need(torture: Call) -> None:
+    said = torture("leaves a child", "--kills", "1", "--children", "1", "--json")
     assert (said.code, said.err) == (NOTHING_LOST, "")
-    assert {kill["code"] for kill in said.json["kills"]} == {None}  # its trainer went on
+    assert said.json["kills"][0]["code"] is None
+
+
+def test_children_that_hide_are_found(torture: Call) -> None:
+    """It leaves the session, and its parent is killed first: only who takes in orphans finds it."""
+    said = torture("leaves a child", "--kills", "1", "--children", "0", "--json")
+    assert (said.code, said.err) == (NOTHING_LOST, "")
+
+
+def test_nothing_that_was_started_runs_on(tmp_path: Path) -> None:
+    """Interrupted in the middle of its start, before anybody knows it."""
+    with pytest.raises(KeyboardInterrupt), nothing_left(below()):
+        started = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        raise KeyboardInterrupt
+    assert not psutil.pid_exists(started.pid)
 
 
 def test_a_launcher_is_not_taken_for_the_trainer(torture: Call, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,22 +165,25 @@ def test_a_launcher_is_not_taken_for_the_trainer(torture: Call, capsys: pytest.C
     assert data["kills"][0]["victim"].startswith("python")
 
 
-def test_what_was_there_before_is_nobodys_fault(torture: Call, tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", [True, False])
+def test_what_was_damaged_before_is_nobodys_fault(torture: Call, tmp_path: Path, given: bool) -> None:
+    """One that no restore reads, and no retention takes away."""
     with make_store(tmp_path / "checkpoints") as store:
         commit(store, 1, 2)
-    flip_a_byte(find(tmp_path / "checkpoints")[0])
-    said = torture("good", "--kills", "1", "--directory", "checkpoints", "--json")
-    assert said.code == NOTHING_LOST
-    assert "step 1 was there before" in said.json["remarks"][0]
-    assert "step-00000002 was damaged before" in said.json["remarks"][1]
+    os.truncate(tmp_path / "checkpoints" / "step-00000001" / "model-00000-of-00001.safetensors", 9)
+    said = torture("good", "--kills", "1", "--json", *(("--directory", "checkpoints") if given else ()))
+    assert said.code == NOTHING_LOST, said.json["problems"]
+    assert (tmp_path / "checkpoints" / "step-00000001").exists()
+    if given:
+        assert "step 2 was there before" in said.json["remarks"][0]
+        assert "step-00000001 was damaged before" in said.json["remarks"][1]
 
 
-def test_nor_is_it_where_the_directory_was_found(torture: Call, tmp_path: Path) -> None:
-    """An older one, that no restore reads."""
+def test_a_damaged_one_that_the_job_sets_aside_is_no_loss(torture: Call, tmp_path: Path) -> None:
     with make_store(tmp_path / "checkpoints") as store:
         commit(store, 1, 2)
-    flip_a_byte(find(tmp_path / "checkpoints")[1])
-    assert torture("good", "--kills", "1").code == NOTHING_LOST
+    flip_a_byte(tmp_path / "checkpoints" / "step-00000002")
+    assert torture("good", "--kills", "1", "--directory", "checkpoints").code == NOTHING_LOST
 
 
 def test_time_that_is_over_ends_it(torture: Call) -> None:
@@ -274,7 +302,7 @@ def test_what_was_tried_is_told_when_it_is_interrupted(tmp_path: Path) -> None:
     data = json.loads(out)
     assert data["verdict"] == "interrupted"
     assert len(data["kills"]) >= 1
-    assert not [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(one.info["cmdline"] or [])]
+    assert running_in(tmp_path) == []
 
 
 def find_all(folder: Path) -> tuple[Path, ...]:
@@ -292,7 +320,7 @@ def make_store(directory: Path) -> Store:
 def commit(store: Store, *steps: int) -> None:
     layout = small_layout()
     for step in steps:
-        store.commit(step, layout, fill(layout, step)[0], b"", {})
+        store.commit(step, layout, fill(layout, step)[0], b"extra", {})
 
 
 @pytest.fixture
@@ -309,6 +337,13 @@ def test_nothing_is_changed_by_looking(directory: Path) -> None:
     found = examine(directory, Found())
     assert tree(directory) == before
     assert (found.restorable, [name for name, _ in found.damaged]) == (2, ["step-00000003"])
+
+
+def test_every_file_is_read(directory: Path) -> None:
+    file = directory / "step-00000003" / "state.msgpack"
+    file.write_bytes(file.read_bytes()[::-1])
+    ((name, fault),) = examine(directory, Found()).damaged
+    assert (name, fault.startswith("state.msgpack is damaged")) == ("step-00000003", True)
 
 
 def test_one_killed_in_the_middle_of_its_exchange_counts(directory: Path) -> None:
@@ -372,13 +407,9 @@ def test_a_lock_that_is_held_is_seen(directory: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunReport:
+def run(trained: tuple[Said, Path]) -> RunReport:
     """A real one."""
-    from test_run_report import train
-
-    directory = tmp_path_factory.mktemp("told") / "ckpt"
-    train(directory, 3, every=1)
-    return run_report.load(directory / run_report.FILE)[-1]
+    return run_report.load(trained[1] / "checkpoints" / run_report.FILE)[-1]
 
 
 def test_a_run_must_go_on_from_the_newest(run: RunReport) -> None:

@@ -42,6 +42,8 @@ def before(kind: str, directory: Path) -> None:
     if kind == "fails" or (kind == "fails later" and there):
         print("the data set is missing", file=sys.stderr)  # noqa: T201
         sys.exit(FAILURE)
+    if kind == "good":
+        print("[/b] is no markup", flush=True)  # noqa: T201
     if kind == "makes none":
         print("nothing to train", file=sys.stderr)  # noqa: T201
         sys.exit()
