@@ -194,6 +194,10 @@ def tensor_problem(tensor: TensorEntry, files: Mapping[str, FileEntry]) -> str |
     if tensor.tags != (("pair",) if stored.pair else ()):
         return f"has tags that do not fit {tensor.dtype}"
     rank = len(tensor.shape)
+    if len(tensor.pieces) == 1 and tensor.permutation is None:  # the usual case, of which a job may have thousands
+        (piece,) = tensor.pieces
+        if piece.file in files and piece.lengths == tensor.shape and piece.offsets == (0,) * rank:
+            return None
     if tensor.permutation is not None and sorted(tensor.permutation) != list(range(rank)):
         return "has a permutation that is none"
     for piece in tensor.pieces:

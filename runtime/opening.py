@@ -103,16 +103,13 @@ def read_block(file: OpenFile, block: int, memory: memoryview, direct: int | Non
     return out
 
 
-def _natural(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{str(value)[:60]!r} is no length")
-    return value
-
-
-def _two(values: Any) -> list[Any]:
-    if type(values) is not list or len(values) != 2:
-        raise ValueError("a range has two ends")
-    return values
+def _stored(entry: Any, data: int) -> StoredTensor:
+    """A tensor's entry in a header; its offsets count from ``data``."""
+    shape, (begin, end) = entry["shape"], entry["data_offsets"]
+    for number in (*shape, begin, end):
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{str(number)[:60]!r} is no length")
+    return StoredTensor(str(entry["dtype"]), tuple(shape), data + begin, data + end)
 
 
 def parse_header(path: Path, text: bytes, size_bytes: int) -> dict[str, StoredTensor]:
@@ -121,14 +118,7 @@ def parse_header(path: Path, text: bytes, size_bytes: int) -> dict[str, StoredTe
         header = json.loads(text.decode(), object_pairs_hook=no_duplicates)  # str: json would guess UTF-16 of bytes
         header.pop("__metadata__", None)
         data = 8 + len(text)
-        found = {
-            str(key): StoredTensor(
-                str(entry["dtype"]),
-                tuple(_natural(length) for length in entry["shape"]),
-                *(data + _natural(offset) for offset in _two(entry["data_offsets"])),
-            )
-            for key, entry in header.items()
-        }
+        found = {str(key): _stored(entry, data) for key, entry in header.items()}
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
         raise CorruptCheckpointError(
             f"{path} has no valid safetensors header: {' '.join(str(error).split())[:200]}"
