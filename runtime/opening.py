@@ -31,6 +31,7 @@ from checkflow.runtime.manifest import (
     MAX_MANIFEST_BYTES,
     FileEntry,
     Manifest,
+    is_whole,
     loads,
     no_duplicates,
 )
@@ -253,6 +254,13 @@ def _is_at(folder: int, path: Path) -> bool:
 
 def _read_manifest(fd: int, size: int, path: Path) -> Manifest:
     name = path / MANIFEST
+    manifest = loads(_read_small(fd, size, name), str(name))
+    if (step := parse_step(path.name)) is not None and step != manifest.step:
+        raise CorruptCheckpointError(f"{name} belongs to step {manifest.step}")
+    return manifest
+
+
+def _read_small(fd: int, size: int, name: Path) -> bytes:
     try:
         if size > MAX_MANIFEST_BYTES:
             raise CorruptCheckpointError(f"{name} has {size} bytes, more than {MAX_MANIFEST_BYTES}")
@@ -260,10 +268,25 @@ def _read_manifest(fd: int, size: int, path: Path) -> Manifest:
         count = files.read_all(fd, memoryview(data), 0)
     except OSError as error:
         raise StorageError(f"cannot read {name}: {error.strerror}") from error
-    manifest = loads(bytes(data[:count]), str(name))
-    if (step := parse_step(path.name)) is not None and step != manifest.step:
-        raise CorruptCheckpointError(f"{name} belongs to step {manifest.step}")
-    return manifest
+    return bytes(data[:count])
+
+
+def has_manifest(path: Path) -> bool:
+    """Whether a checkpoint has a manifest of which no byte was changed; what that says is not looked at."""
+    try:
+        folder = files.open_folder(str(path))
+    except OSError:
+        return False
+    try:
+        fd, size = _open_regular(folder, path / MANIFEST)
+        try:
+            return is_whole(_read_small(fd, size, path / MANIFEST))
+        finally:
+            _close(fd)
+    except StorageError:
+        return False
+    finally:
+        _close(folder)
 
 
 def glance(path: Path) -> Manifest:
