@@ -141,8 +141,9 @@ def _restore_newest(store: Store, found: _Restore, *, anew: bool) -> Resumed | N
     paths = store.checkpoints()
     for number, path in enumerate(paths, 1):
         try:
-            with open_checkpoint(path) as checkpoint:
-                if anew and not found.begun and not any(map(has_manifest, paths[number:])):
+            first = anew and not found.begun and not any(map(has_manifest, paths[number:]))
+            with open_checkpoint(path, ahead=not first) as checkpoint:
+                if first:
                     checkpoint.verify()
                 return found.run(checkpoint)
         except StorageError as error:
