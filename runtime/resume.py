@@ -33,7 +33,7 @@ from checkflow.runtime.live_state import (
     restore_extra,
 )
 from checkflow.runtime.manifest import TensorEntry
-from checkflow.runtime.opening import glance, step_name
+from checkflow.runtime.opening import has_manifest, step_name
 from checkflow.runtime.reader import Checkpoint, open_checkpoint, refuse
 from checkflow.runtime.store import Store
 from checkflow.state import collect_state, dtype_name, optimizer_parameters
@@ -141,8 +141,9 @@ def _restore_newest(store: Store, found: _Restore, *, anew: bool) -> Resumed | N
     paths = store.checkpoints()
     for number, path in enumerate(paths, 1):
         try:
-            with open_checkpoint(path) as checkpoint:
-                if anew and not found.begun and not any(map(_is_there, paths[number:])):
+            first = anew and not found.begun and not any(map(has_manifest, paths[number:]))
+            with open_checkpoint(path, ahead=not first) as checkpoint:
+                if first:
                     checkpoint.verify()
                 return found.run(checkpoint)
         except StorageError as error:
@@ -152,15 +153,6 @@ def _restore_newest(store: Store, found: _Restore, *, anew: bool) -> Resumed | N
     if unreadable is not None:
         raise unreadable
     return None
-
-
-def _is_there(path: Path) -> bool:
-    """Whether manifest, names and sizes of a checkpoint are those of a whole one."""
-    try:
-        glance(path)
-    except CheckflowError:
-        return False
-    return True
 
 
 @contextlib.contextmanager
@@ -214,7 +206,7 @@ def restore(
     extra = extra_state.decode(checkpoint.extra_bytes)
     if "imported" in extra:
         return _restore_weights(checkpoint, extra, state.ties, live, sources, models, optimizers, objects, begin)
-    _refuse_mismatch(checkpoint, live, sources, models, optimizers)
+    _refuse_mismatch(checkpoint, live, sources, state.ties, models, optimizers)
     refuse_extra_mismatch(extra["job"], models, optimizers, objects)
     begin()
     if makers := _makers(checkpoint, live, models, optimizers):
@@ -222,7 +214,7 @@ def restore(
             make_state_by_stepping(optimizers[owner])
         state = collect_state(models, optimizers)
         live = {item.name: item.tensor for item in state.tensors}
-        _refuse_mismatch(checkpoint, live, sources, models, optimizers)
+        _refuse_mismatch(checkpoint, live, sources, state.ties, models, optimizers)
     drop_state({name for name in live if name not in sources}, models, optimizers)
     live = {name: tensor for name, tensor in live.items() if name in sources}
     ties = dict(state.ties)
@@ -262,7 +254,7 @@ def _restore_weights(
     live = {name: tensor for name, tensor in live.items() if name.partition("/")[0] in models}
     modules = dict(modules_with_extra_state(models))
     try:
-        _refuse_mismatch(checkpoint, live, sources, models, optimizers)
+        _refuse_mismatch(checkpoint, live, sources, ties, models, optimizers)
         if odd := sorted(extra["job"]["modules"].keys() - modules.keys()):
             raise MismatchError(f"{checkpoint.path}: the checkpoint's extra state of {odd[0]} is not in the job")
     except MismatchError as error:
@@ -304,10 +296,11 @@ def _refuse_mismatch(
     checkpoint: Checkpoint,
     live: Mapping[str, torch.Tensor],
     sources: Mapping[str, str],
+    ties: Collection[tuple[str, str]],
     models: Mapping[str, nn.Module],
     optimizers: Mapping[str, torch.optim.Optimizer],
 ) -> None:
-    tied = dict(collect_state(models, optimizers).ties)
+    tied = dict(ties)
     for name, tensor in live.items():
         if name not in sources:
             if name.partition("/")[0] in models:

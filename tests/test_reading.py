@@ -21,7 +21,7 @@ from checkflow.runtime.layout import PAGE_BYTES, make_layout
 from checkflow.runtime.manifest import BLOCK_BYTES, FileEntry
 from checkflow.runtime.opening import OpenFile
 from checkflow.runtime.reader import Checkpoint, open_checkpoint
-from checkflow.runtime.reading import THREADS, read_blocks, read_one
+from checkflow.runtime.reading import THREADS, Ahead, read_blocks, read_one
 from checkflow.runtime.store import Store
 from tests.faults import all_direct
 from tests.store_tools import fill, read_all, record
@@ -328,3 +328,71 @@ def test_of_many_tensors_none_gets_anything_of_a_damaged_block(checkpoint: Check
                 assert not any(found[name][begin - placed.file_offset : max(begin, end) - placed.file_offset])
             os.pwrite(raw.fileno(), before, block * BLOCK_BYTES + 500)
     checkpoint.read_many_into(targets(checkpoint).items())
+
+
+# ---------------------------------------------------------------------------------------------------------------- ahead
+
+
+def test_blocks_are_read_before_their_use_is_known(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each thread, and no more."""
+    read_so_far: set[int] = set()
+    all_wait = threading.Event()
+    real = files.preadv
+
+    def preadv(fd: int, buffers: Any, offset: int) -> int:
+        count = real(fd, buffers, offset)
+        read_so_far.add(offset)
+        if len(read_so_far) == THREADS:
+            all_wait.set()
+        return count
+
+    monkeypatch.setattr(files, "preadv", preadv)
+    out = bytearray(SIZE_BYTES)
+    with opened(written) as file:
+        ahead = Ahead([(file, block) for block in range(BLOCKS)])
+        assert all_wait.wait(120)
+        assert len(read_so_far) == THREADS
+
+        def use(number: int, data: memoryview) -> None:
+            out[number * BLOCK_BYTES : number * BLOCK_BYTES + len(data)] = data
+
+        ahead.finish(use)
+        ahead.close()
+    assert bytes(out) == CONTENT
+
+
+def test_what_is_read_ahead_and_not_wanted_is_forgotten(written: Path) -> None:
+    with opened(written) as file:
+        Ahead([(file, block) for block in range(BLOCKS)]).close()
+        Ahead([]).close()
+
+
+@pytest.mark.parametrize("block", [0, BLOCKS - 1])
+def test_damage_met_ahead_is_told_when_it_is_wanted(tmp_path: Path, block: int) -> None:
+    changed = bytearray(CONTENT)
+    changed[block * BLOCK_BYTES] ^= 1
+    (tmp_path / "x").write_bytes(changed)
+    used: list[int] = []
+    with opened(tmp_path / "x") as file:
+        ahead = Ahead([(file, one) for one in range(BLOCKS)])
+        with pytest.raises(CorruptCheckpointError, match=f"bytes {block * BLOCK_BYTES} to"):
+            ahead.finish(lambda number, _: used.append(number))
+    assert block not in used
+
+
+def test_a_checkpoint_is_read_ahead(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    for wanted in (EXPECTED, ["model/0500"], []):
+        with open_checkpoint(checkpoint.path, ahead=True) as one:
+            found = {name: memoryview(bytearray(one.size_bytes(name))) for name in wanted}
+            one.read_many_into(found.items())
+            assert {name: bytes(data) for name, data in found.items()} == {name: EXPECTED[name] for name in wanted}
+    with open_checkpoint(checkpoint.path, ahead=True) as one:
+        one.verify()
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with open_checkpoint(checkpoint.path, ahead=True) as one:
+        one.read_many_into((found := targets(one)).items())
+    assert {name: bytes(data) for name, data in found.items()} == EXPECTED
