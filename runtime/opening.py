@@ -37,7 +37,7 @@ from checkflow.runtime.manifest import (
 )
 
 REPLACED = ".replaced-"  # before the name of a checkpoint that is just being exchanged for a new one
-_EXCHANGED_TRIES, _EXCHANGED_SECONDS = 5, 0.02
+_EXCHANGED_TRIES, _EXCHANGED_SECONDS = 50, 0.02
 _STEP = re.compile(r"step-([0-9]{8,19})", re.ASCII)
 
 
@@ -276,19 +276,14 @@ def _read_small(fd: int, size: int, name: Path) -> bytes:
 def has_manifest(path: Path) -> bool:
     """Whether a checkpoint has a manifest of which no byte was changed; what that says is not looked at."""
     try:
-        folder = files.open_folder(str(path))
-    except OSError:
+        with files.folder(str(path)) as folder:
+            fd, size = _open_regular(folder, path / MANIFEST, passing=True)
+            try:
+                return is_whole(_read_small(fd, size, path / MANIFEST))
+            finally:
+                files.close_quietly(fd)
+    except (StorageError, OSError):
         return False
-    try:
-        fd, size = _open_regular(folder, path / MANIFEST)
-        try:
-            return is_whole(_read_small(fd, size, path / MANIFEST))
-        finally:
-            _close(fd)
-    except StorageError:
-        return False
-    finally:
-        _close(folder)
 
 
 def glance(path: Path, *, shared: bool = True) -> Manifest:
