@@ -219,7 +219,7 @@ def restore(
     extra = extra_state.decode(checkpoint.extra_bytes)
     if "imported" in extra:
         return _restore_weights(
-            checkpoint, extra, state.ties, live, sources, state.ties, models, optimizers, objects,
+            checkpoint, extra, state.ties, live, sources, models, optimizers, objects,
             lambda: (place(extra), begin()),
         )  # fmt: skip
     _refuse_mismatch(checkpoint, live, sources, state.ties, models, optimizers)
@@ -232,9 +232,9 @@ def restore(
         state = collect_state(models, optimizers)
         live = {item.name: item.tensor for item in state.tensors}
         _refuse_mismatch(checkpoint, live, sources, state.ties, models, optimizers)
-    ties = dict(state.ties)
-    drop_state({name for name in (*live, *ties) if name not in sources}, models, optimizers)
+    drop_state({name for name in (*live, *dict(state.ties)) if name not in sources}, models, optimizers)
     live = {name: tensor for name, tensor in live.items() if name in sources}
+    ties = {further: name for further, name in state.ties if name in live}
     for name, entry in checkpoint.tensors.items():
         owner = name.partition("/")[0]
         if name not in live and name not in ties:
