@@ -219,9 +219,8 @@ def restore(
     extra = extra_state.decode(checkpoint.extra_bytes)
     if "imported" in extra:
         return _restore_weights(
-            checkpoint, extra, state.ties, live, sources, models, optimizers, objects,
-            lambda: (place(extra), begin()),
-        )  # fmt: skip
+            checkpoint, extra, state.ties, live, sources, models, optimizers, objects, place, begin
+        )
     _refuse_mismatch(checkpoint, live, sources, state.ties, models, optimizers)
     refuse_extra_mismatch(extra["job"], models, optimizers, objects)
     place(extra)
@@ -262,7 +261,8 @@ def _restore_weights(
     models: Mapping[str, nn.Module],
     optimizers: Mapping[str, torch.optim.Optimizer],
     objects: Mapping[str, Stateful],
-    begin: Callable[[], object],
+    place: Callable[[_Extra], None],
+    begin: Callable[[], None],
 ) -> Resumed:
     """Put imported weights into the models; what a checkpoint of a job would have besides is left as the job made it.
 
@@ -283,6 +283,7 @@ def _restore_weights(
             f"{error}; these are imported weights: import into another directory what the job has, or take what fits "
             "with checkflow.load_weights(model, source, strict=False)"
         ) from None
+    place(extra)
     begin()
     fill_all(checkpoint, [(sources[name], tensor) for name, tensor in live.items()])
     checkpoint.verify_rest()
