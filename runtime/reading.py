@@ -155,8 +155,22 @@ def _share(count: int, memory_bytes: int, work: Callable[[int, memoryview], None
         run(parts[0])
     finally:
         ended = True  # what was begun is done, all of it unless something was raised
-        for thread in started:
-            with contextlib.suppress(RuntimeError):  # a signal's handler raised in its very start: it ends by itself
-                thread.join()
+        await_end(started)
     if errors:
         raise errors[min(errors, key=lambda number: (isinstance(errors[number], Exception), number))]
+
+
+def await_end(threads: Sequence[threading.Thread]) -> None:
+    """Wait for threads that are about to end, whatever a signal's handler raises meanwhile: that is raised then.
+
+    They read into memory of the caller's, and files that it closes.
+    """
+    raised: BaseException | None = None
+    for thread in threads:
+        while thread.is_alive():  # not where a handler raised in its very start: it ends by itself
+            try:
+                thread.join()
+            except BaseException as error:  # noqa: BLE001 - raised below
+                raised = raised or error
+    if raised is not None:
+        raise raised

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -253,6 +254,48 @@ def test_what_the_user_of_a_block_raises_is_raised(written: Path, error: BaseExc
     with opened(written) as file, pytest.raises(type(error)) as caught:
         read_blocks([(file, block) for block in range(THREADS)], use)
     assert caught.value is error
+
+
+def test_an_interrupt_while_threads_are_awaited_waits_for_them_all_the_same(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would go on writing into memory, and reading files, that are others' by then."""
+    meeting, go_on = threading.Barrier(THREADS), threading.Event()
+    real, used = threading.Thread.join, []
+
+    def join(self: threading.Thread, timeout: float | None = None) -> None:
+        if not go_on.is_set():
+            go_on.set()
+            signal.raise_signal(signal.SIGINT)
+        real(self, timeout)
+
+    def use(number: int, data: memoryview) -> None:
+        meeting.wait(120)
+        if threading.current_thread() is not threading.main_thread():
+            go_on.wait(120)
+        used.append(number)
+
+    monkeypatch.setattr(threading.Thread, "join", join)
+    with opened(written) as file, pytest.raises(KeyboardInterrupt):
+        read_blocks([(file, block) for block in range(THREADS)], use)
+    assert sorted(used) == [*range(THREADS)]
+    assert not [one.name for one in threading.enumerate() if one.name == "checkflow-reader"]
+
+
+def test_a_forked_child_does_not_keep_what_is_read_around_the_page_cache(written: Path) -> None:
+    with opened(written) as file:
+        try:
+            direct = files.open_direct(file.fd)
+        except OSError:
+            pytest.skip("this file system has no O_DIRECT")
+        if (child := os.fork()) == 0:
+            try:
+                os.fstat(direct)
+            except OSError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        files.close(direct)
 
 
 def test_an_interrupt_is_told_before_damage(written: Path) -> None:
