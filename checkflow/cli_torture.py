@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -46,7 +47,7 @@ def torture(
         Path | None,
         typer.Option("--directory", metavar="DIR", help="of its checkpoints [the one whose lock the job holds]"),
     ] = None,
-    kills: Annotated[int, typer.Option("--kills", metavar="N", min=1, help="at most")] = 20,
+    kills: Annotated[int, typer.Option("--kills", metavar="N", min=1, help="how many")] = 20,
     seconds: Annotated[
         float | None,
         typer.Option("--seconds", metavar="S", parser=_seconds, help="kill no more after this time [no limit]"),
@@ -93,10 +94,12 @@ def torture(
 
     For a job that goes on by itself when it is started again. Its checkpoints are read, and nothing of them is changed;
     the job goes on training in them. Exit codes: 0 nothing lost, 3 something was lost or damaged, 4 the job could not
-    be tried.
+    be tried, or not as often as asked.
     """
     if shutil.which(command[0]) is None:
-        raise typer.BadParameter(f"no command {command[0]}", param_hint="COMMAND")
+        there = command[0] and os.path.lexists(command[0])
+        fault = f"{command[0]} is no program that can be run" if there else f"no command {shlex.quote(command[0])}"
+        raise typer.BadParameter(fault, param_hint="COMMAND")
     if directory is not None and directory.exists() and not directory.is_dir():
         raise typer.BadParameter(f"{directory} is no directory", param_hint="--directory")
     chosen = random.SystemRandom().randrange(2**32) if seed is None else seed
@@ -122,14 +125,14 @@ def _try(
 
     home = None if directory is None else Path(os.path.abspath(directory))
     request = Request(tuple(command), home, kills, seconds, seed, patience, terms, children, log)
-    with working("torturing") as say:
-        torture = Torture(request, say)
-        try:
+    torture = Torture(request)
+    try:
+        with working("torturing") as torture.say:
             torture.run()
-        except BaseException:  # Ctrl-C, or an error of this side: what was tried so far is told all the same
-            if torture.lives or as_json:
-                _tell(torture, as_json=as_json)
-            raise
+    except BaseException:  # Ctrl-C, or an error of this side: what was tried so far is told all the same
+        if torture.lives or as_json:
+            _tell(torture, as_json=as_json)
+        raise
     _tell(torture, as_json=as_json)
     for problem in torture.problems:
         complain(f"{problem.promise}: {problem.text}")

@@ -45,8 +45,8 @@ def torture_tables(torture: Torture) -> Iterable[Table | Text]:
     if torture.kills:
         table = Table(title=escape(f"kills of {shlex.join(torture.request.command)}"), title_justify="left")
         table.add_column("", justify="right", no_wrap=True)
-        for column in ("signal", "to", "while"):
-            table.add_column(column, overflow="fold")
+        for column, whole in (("signal", True), ("to", False), ("while", True)):  # a narrow terminal cuts no word
+            table.add_column(column, overflow="fold", no_wrap=whole)
         for column in ("after", "newest before", "whole after", "went on from", "replayed at least"):
             table.add_column(column, justify="right")
         for number, kill in enumerate(torture.kills, 1):

@@ -25,8 +25,9 @@ from typing import Literal
 from checkflow import run_report
 from checkflow.errors import CorruptCheckpointError, LockedError, ReportError, StorageError
 from checkflow.run_report import RunReport
-from checkflow.runtime.leftovers import BROKEN, SUPERSEDED, is_leftover
-from checkflow.runtime.lock import LOCK
+from checkflow.runtime.leftovers import BROKEN, DRAFT, SUPERSEDED, is_leftover
+from checkflow.runtime.lock import LOCK, claimed
+from checkflow.runtime.manifest import MANIFEST
 from checkflow.runtime.opening import REPLACED, parse_step, step_name
 from checkflow.runtime.reader import open_checkpoint
 
@@ -71,7 +72,7 @@ class Found:
         restorable: the newest step that is whole, byte for byte; None: there is none.
         damaged: names of checkpoints, and what is wrong with them.
         aside: names that jobs have given to checkpoints which they found damaged, or went back behind.
-        leftovers: name, inode and time of change of all that is half done.
+        leftovers: name, inode and time of change of all that is half done, but for what is being read.
         whole: signatures of checkpoints that were read and found whole, by name.
     """
 
@@ -90,7 +91,7 @@ def look(directory: Path) -> Seen:
     writing = False
     with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
         for entry in entries:
-            writing = writing or entry.name.startswith(WRITING)
+            writing = writing or _is_half_written(entry.name)
             if (step := parse_step(entry.name)) is not None:
                 published[step] = entry.inode()
             elif (step := parse_step(entry.name.removeprefix(REPLACED))) is not None:
@@ -98,10 +99,26 @@ def look(directory: Path) -> Seen:
     return Seen({**replaced, **published}, writing)
 
 
+def _is_half_written(name: str) -> bool:
+    """Whether it is the directory of a checkpoint that is not complete yet."""
+    return name.startswith(WRITING) and name != DRAFT
+
+
 def vanished(directory: Path, step: int) -> bool:
     """Whether a checkpoint is gone while its job may be exchanging it for another of the same step."""
     final, replaced = directory / step_name(step), directory / (REPLACED + step_name(step))
-    return not any(path.is_dir() for path in (final, replaced, final))
+    return all(_is_missing(path) for path in (final, replaced, final))
+
+
+def _is_missing(path: Path) -> bool:
+    """Whether there is nothing of this name; a file system that does not answer does not say so."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def refuse_locked(directory: Path, what: str) -> None:
@@ -152,7 +169,9 @@ def examine(directory: Path, before: Found) -> Found:
         restorable = step if restorable is None else restorable
     aside = frozenset(name for name in names if name.startswith((BROKEN, SUPERSEDED)))
     leftovers = frozenset(
-        (name, inode, (directory / name).lstat().st_ctime_ns) for name, inode in names.items() if is_leftover(name)
+        (name, inode, (directory / name).lstat().st_ctime_ns)
+        for name, inode in names.items()
+        if is_leftover(name) and not _is_read(directory, name)
     )
     return Found(restorable, tuple(damaged), aside, leftovers, whole, _size_bytes(directory))
 
@@ -181,6 +200,18 @@ def _signature(path: Path) -> Signature:
             status = entry.stat(follow_symlinks=False)
             found.append((entry.name, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
     return tuple(sorted(found))
+
+
+def _is_read(directory: Path, name: str) -> bool:
+    """Whether somebody reads a checkpoint: then what is to be deleted stays for now."""
+    with contextlib.suppress(OSError):
+        root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with claimed(name, MANIFEST, dir_fd=root) as unread:
+                return not unread
+        finally:
+            os.close(root)
+    return False
 
 
 def _size_bytes(directory: Path) -> int:
@@ -223,6 +254,12 @@ def check_resumed(before: Found, after: Found, run: RunReport) -> list[Problem]:
     return [Problem("L1", f"the job {how}, though step {before.restorable} was there, whole{now}")]
 
 
+def abandoned(before: Found, after: Found) -> tuple[str, ...]:
+    """The new names of checkpoints that a job was told to leave behind, ``resume=`` an older step. They are whole, and
+    none of them is lost; the newest first."""
+    return tuple(sorted((name for name in after.aside - before.aside if name.startswith(SUPERSEDED)), reverse=True))
+
+
 def check_replayed(before: RunReport | None, run: RunReport) -> list[Problem]:
     """L6, where the job asked for exact intervals; otherwise storage takes the newest as fast as it goes.
 
@@ -251,13 +288,13 @@ def check_audits(run: RunReport) -> list[Problem]:
 
 
 def check_leftovers(before: Found, after: Found, *, saved: bool) -> list[Problem]:
-    """L5: half done work does not pile up.
+    """L5: half done work does not pile up. What somebody reads stays until it is not read any more.
 
     Args:
         saved: whether the run between the two has made a checkpoint.
     """
     wrong = []
-    writing = sorted(name for name, _, _ in after.leftovers if name.startswith(WRITING))
+    writing = sorted(name for name, _, _ in after.leftovers if _is_half_written(name))
     if len(writing) > MOST_WRITING:
         wrong.append(Problem("L5", f"half-written checkpoints pile up: {', '.join(writing)}"))
     if saved and (stale := sorted(name for name, _, _ in before.leftovers & after.leftovers)):

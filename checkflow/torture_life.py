@@ -23,6 +23,7 @@ from checkflow.torture_processes import (
     Process,
     children_of,
     end_all,
+    lives,
     members,
     name_of,
     process_of,
@@ -77,9 +78,9 @@ class Life:
     """What was seen of one life, of which nothing runs any more.
 
     Attributes:
-        end: "killed" by our signal; "went on" after it, without its child; "ended" and "failed" by itself; "hung": no
-            checkpoint for too long; "proved": saved after the last kill, and was ended; "elsewhere": writes to other
-            directories, ``others``.
+        end: "killed" by our signal; "went on" after it, without its child, or started again by its launcher; "ended"
+            and "failed" by itself; "hung": no checkpoint for too long; "proved": saved after the last kill, and was
+            ended; "elsewhere": writes to other directories, ``others``.
         code: of the command, negative for a signal.
         there: steps in the directory when it was first looked at.
         newest: the newest checkpoint that is known to have been there; None: there was none.
@@ -103,6 +104,10 @@ class Life:
     pace: Pace
     pids: frozenset[int]
     said: str
+
+    @property
+    def words(self) -> str:
+        return f"it said: {self.said}" if self.said else "it said nothing"
 
 
 class Watch:
@@ -193,7 +198,7 @@ class Watch:
 def live(
     command: Sequence[str],
     log: Path,
-    strangers: frozenset[int],
+    strangers: frozenset[Process],
     directory: Path | None,
     newest: int | None,
     aim: Aim | None,
@@ -258,7 +263,7 @@ def _due(watch: Watch, aim: Aim | None, pace: Pace, over: Callable[[], bool]) ->
 def _strike(watch: Watch, aim: Aim | None, pace: Pace, patience_seconds: float) -> Life:
     """Send the signal, and see what becomes of the job."""
     moment, saved, job = watch.moment, len(watch.saved), watch.job
-    target = watch.trainer if watch.trainer is not None and watch.trainer.is_running() else process_of(job)
+    target = watch.trainer if watch.trainer is not None and lives(watch.trainer) else process_of(job)
     if aim is not None and aim.signal == signal.SIGKILL and not aim.child:
         victim = name_of(target)
         send(target, signal.SIGKILL)
@@ -268,13 +273,19 @@ def _strike(watch: Watch, aim: Aim | None, pace: Pace, patience_seconds: float) 
     if aim is not None and aim.child and (children := children_of(target)):
         target = children[int(aim.pick * len(children))]
     victim = name_of(target)
+    left: int | None = None  # checkpoints seen when the target had ended
     watch.pids.update(one.pid for one in members(job.strangers))
     send(target, signal.SIGTERM if aim is None else aim.signal)
     told = watch.news = time.monotonic()
     while job.process.poll() is None:
+        gone = not lives(target)
         watch.look()
         if aim is not None and aim.child and len(watch.saved) > saved:
             return _life(watch, "went on", pace, victim, moment)
+        # What it saved itself was there when it had ended; whatever started it has started it again.
+        left = len(watch.saved) if gone and left is None else left
+        if left is not None and len(watch.saved) > left:
+            return _life(watch, "proved" if aim is None else "went on", pace, victim, moment)
         if time.monotonic() - (watch.news if aim is not None and aim.child else told) > patience_seconds:
             return _life(watch, "proved" if aim is None else "hung", pace, victim, moment)
         time.sleep(LOOK_SECONDS)

@@ -45,11 +45,11 @@ class Job:
     process: subprocess.Popen[bytes]
     log: Path
     log_begin: int
-    strangers: frozenset[int]
+    strangers: frozenset[Process]
 
 
 @contextlib.contextmanager
-def nothing_left(strangers: frozenset[int]) -> Iterator[None]:
+def nothing_left(strangers: frozenset[Process]) -> Iterator[None]:
     """Nothing that was started within this runs afterwards, however it is left: by a Ctrl-C while a job was just being
     started, too.
 
@@ -84,34 +84,46 @@ def _adopting() -> Iterator[None]:
         control(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
-def below() -> frozenset[int]:
-    """The ids of all processes below this one."""
-    return frozenset(one.pid for one in psutil.Process().children(recursive=True))
+def below() -> frozenset[Process]:
+    """All processes below this one. One that gets the number of another later is not the same."""
+    return frozenset(psutil.Process().children(recursive=True))
 
 
-def start(command: Sequence[str], log: Path, strangers: frozenset[int]) -> Job:
+def start(command: Sequence[str], log: Path, strangers: frozenset[Process]) -> Job:
     """Start the command.
 
     Raises:
-        CheckflowError: it cannot be started.
+        CheckflowError: it cannot be started, or what it says cannot be written.
     """
     try:
-        with open(log, "ab") as output:
-            begin = output.seek(0, os.SEEK_END)
+        output = open(log, "ab")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise CheckflowError(f"cannot write what the job says to {log}: {error.strerror or error}") from error
+    with output:
+        begin = output.seek(0, os.SEEK_END)
+        try:
             process = subprocess.Popen(
                 list(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
-    except OSError as error:
-        raise CheckflowError(f"cannot start {command[0]}: {error.strerror or error}") from error
+        except OSError as error:
+            raise CheckflowError(f"cannot start {command[0]}: {error.strerror or error}") from error
     return Job(process, log, begin, strangers)
 
 
-def members(strangers: frozenset[int]) -> list[Process]:
-    """All processes of the job that live: those below this one, but for these."""
+def members(strangers: frozenset[Process]) -> list[Process]:
+    """All processes of the job that live."""
+    return [one for one in _remains(strangers) if lives(one)]
+
+
+def _remains(strangers: frozenset[Process]) -> list[Process]:
+    """All processes below this one, zombies too, but for strangers and what those have started since."""
+    outside: set[int] = set()
     found = []
-    for one in psutil.Process().children(recursive=True):
-        if one.pid not in strangers and _lives(one):
+    for one in psutil.Process().children(recursive=True):  # parents come before their children
+        if one in strangers or _parent_of(one) in outside:
+            outside.add(one.pid)
+        else:
             found.append(one)
     return found
 
@@ -121,7 +133,16 @@ def process_of(job: Job) -> Process:
     return psutil.Process(job.process.pid)
 
 
-def _lives(process: Process) -> bool:
+def _parent_of(process: Process) -> int | None:
+    """Its parent's number; None: it is gone."""
+    try:
+        return int(process.ppid())
+    except psutil.NoSuchProcess:
+        return None
+
+
+def lives(process: Process) -> bool:
+    """Whether it runs, and waits for nobody to take its remains away."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -158,7 +179,8 @@ def _locks_of(pid: int) -> Iterator[Path]:
 def _signed_by(lock: Path, pid: int) -> bool:
     """Whether the lock says that this process holds it: others wait for one, and other tools have such files too."""
     try:
-        with open(lock, "rb") as file:
+        # What only has the name, a pipe, must not hold this process up.
+        with open(os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             return bool(json.loads(file.read(_MOST_HOLDER_BYTES))["pid"] == pid)
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -167,7 +189,7 @@ def _signed_by(lock: Path, pid: int) -> bool:
 def children_of(process: Process) -> list[Process]:
     """All processes below one, that live; it may have ended."""
     try:
-        return [one for one in process.children(recursive=True) if _lives(one)]
+        return [one for one in process.children(recursive=True) if lives(one)]
     except psutil.NoSuchProcess:
         return []
 
@@ -178,7 +200,7 @@ def send(process: Process, number: signal.Signals) -> None:
         process.send_signal(number)
 
 
-def end_all(strangers: frozenset[int], process: subprocess.Popen[bytes] | None = None) -> None:
+def end_all(strangers: frozenset[Process], process: subprocess.Popen[bytes] | None = None) -> None:
     """Kill all that is left of a job, and wait until it is gone.
 
     Args:
@@ -192,7 +214,7 @@ def end_all(strangers: frozenset[int], process: subprocess.Popen[bytes] | None =
     empty = 0
     while empty < _EMPTY_LOOKS:
         # Zombies count: one whose other threads are still ending holds its files and locks as long as they do.
-        left = [one for one in psutil.Process().children(recursive=True) if one.pid not in strangers]
+        left = _remains(strangers)
         empty = 0 if left else empty + 1
         for one in left:
             send(one, signal.SIGKILL)
@@ -205,23 +227,24 @@ def end_all(strangers: frozenset[int], process: subprocess.Popen[bytes] | None =
             time.sleep(_POLL_SECONDS)
 
 
-def _bury(strangers: frozenset[int], process: subprocess.Popen[bytes] | None) -> None:
+def _bury(strangers: frozenset[Process], process: subprocess.Popen[bytes] | None) -> None:
     """Orphans have come to this process, which alone can take their remains away."""
     for one in psutil.Process().children():
-        if one.pid not in strangers and (process is None or one.pid != process.pid):
+        if one not in strangers and (process is None or one.pid != process.pid):
             with contextlib.suppress(ChildProcessError, psutil.NoSuchProcess):
                 if one.status() == psutil.STATUS_ZOMBIE:
                     os.waitpid(one.pid, os.WNOHANG)
 
 
 def tail(job: Job) -> str:
-    """What the job said last, in one line."""
-    with open(job.log, "rb") as file:
+    """What the job said last, in one line; "" if nothing, or if somebody has taken its file away."""
+    lines = []
+    with contextlib.suppress(OSError), open(job.log, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(job.log_begin, size - _TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
     said = [" ".join(line.split()) for line in lines if line.strip()][-_TAIL_LINES:]
-    return " / ".join(said) if said else "it said nothing"
+    return " / ".join(said) if said else ""
 
 
 def shared_memory(pids: Iterable[int]) -> dict[str, int]:

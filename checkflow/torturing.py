@@ -23,6 +23,7 @@ from checkflow.runtime.opening import step_name
 from checkflow.torture_checks import (
     Found,
     Problem,
+    abandoned,
     check_audits,
     check_found,
     check_leftovers,
@@ -33,7 +34,7 @@ from checkflow.torture_checks import (
     refuse_locked,
 )
 from checkflow.torture_life import Aim, Life, Moment, Pace, live
-from checkflow.torture_processes import below, nothing_left, shared_memory
+from checkflow.torture_processes import Process, below, nothing_left, shared_memory
 
 Verdict = Literal["nothing lost", "lost", "not tried", "interrupted"]
 MOMENTS: tuple[tuple[Moment, int], ...] = (("start-up", 2), ("writing", 3), ("training", 5))  # how often, of ten
@@ -95,8 +96,9 @@ class Torture:
 
     Attributes:
         untried: why the job could not be killed as often as asked, or not at all; None: it could.
-        acknowledged: the newest checkpoint that was seen in all lives.
+        acknowledged: the newest checkpoint that was seen in all lives, or found whole between them.
         over: whether it came to its end by itself.
+        abandoned: checkpoints that the job was told to leave behind in its last life.
     """
 
     request: Request
@@ -113,6 +115,7 @@ class Torture:
     seconds: float = 0.0
     over: bool = False
     found: Found = field(default_factory=Found)
+    abandoned: tuple[str, ...] = ()
     _pace: Pace = field(default_factory=Pace)
     _pids: set[int] = field(default_factory=set)
     _known_runs: set[str] = field(default_factory=set)
@@ -153,6 +156,7 @@ class Torture:
             return
         refuse_locked(self.directory, "another job")
         self.say("reading what is there")
+        self._known_runs = {run.run_id for run in read_runs(self.directory)}
         self.found = examine(self.directory, self.found)
         self.acknowledged = self.found.restorable
         if self.found.restorable is not None:
@@ -162,7 +166,7 @@ class Torture:
         for name, fault in self.found.damaged:
             self.remarks.append(f"{name} was damaged before the job was started: {fault}")
 
-    def _live_once(self, source: random.Random, strangers: frozenset[int]) -> bool:
+    def _live_once(self, source: random.Random, strangers: frozenset[Process]) -> bool:
         """One life, and what it left; returns whether it was the last."""
         request = self.request
         last = bool(self.kills) and (len(self.kills) >= request.kills or self._late())
@@ -184,7 +188,7 @@ class Torture:
             kill = Kill(aim.signal.name, life.victim, life.moment, life.seconds, newest, whole, life.code)
             self.kills.append(kill)
             self._note_term(aim, life, runs)
-        self.untried = self._why_untried(life, first)
+        self.untried = self._why_untried(life, first, asked=not last)
         return last or bool(self.problems) or self.untried is not None or life.end == "ended"
 
     def _late(self) -> bool:
@@ -215,7 +219,7 @@ class Torture:
         refuse_locked(self.directory, "a process that is none of the command's")
         before = self.found
         runs = read_runs(self.directory)
-        if not self.lives:  # its directory may not have been known before
+        if not known:
             self._known_runs = {run.run_id for run in runs if run.started_unix_seconds < self._started_unix_seconds}
         mine = [number for number, run in enumerate(runs) if run.run_id not in self._known_runs]
         self._known_runs |= {run.run_id for run in runs}
@@ -223,14 +227,19 @@ class Torture:
         self.most_bytes = max(self.most_bytes, after.size_bytes)
         if life.newest is not None:
             self.acknowledged = max(life.newest, -1 if self.acknowledged is None else self.acknowledged)
-        wrong = []
-        if mine:
-            begun, run = (runs[mine[0] - 1] if mine[0] else None), runs[mine[0]]
-            self._note_resumed(run)
-            wrong += check_resumed(before, after, run) + check_replayed(begun, run)
-            wrong += [problem for number in mine for problem in check_audits(runs[number])]
-            self._note_failures([runs[number] for number in mine])
         excused = frozenset(name for name, _ in before.damaged) if known else frozenset(map(step_name, life.there))
+        wrong = [problem for number in mine for problem in check_audits(runs[number])]
+        self._note_failures([runs[number] for number in mine])
+        self.abandoned = abandoned(before, after) if known else ()
+        if self.abandoned:  # nothing is lost of what the job was told to leave
+            self.problems += wrong + check_found(None, after, excused)
+            return tuple(runs[number] for number in mine)
+        if mine:
+            run = runs[mine[0]]
+            wrong += check_resumed(before, after, run)
+            if self.kills:  # what a run before all this had done nobody has looked at
+                wrong += check_replayed(runs[mine[0] - 1] if mine[0] else None, run)
+            self._note_resumed(run)
         wrong += [one for one in check_found(self.acknowledged, after, excused) if one.promise != "L1" or not wrong]
         if life.gone is not None and not wrong:
             wrong.append(Problem("L1", f"the checkpoint of step {life.gone} was the newest, and the job took it away"))
@@ -239,6 +248,8 @@ class Torture:
             wrong.append(Problem("L1", text))
         wrong += check_leftovers(before, after, saved=life.saved > 0)
         self.problems += wrong
+        if after.restorable is not None and not wrong:
+            self.acknowledged = max(after.restorable, -1 if self.acknowledged is None else self.acknowledged)
         return tuple(runs[number] for number in mine)
 
     def _note_resumed(self, run: RunReport) -> None:
@@ -258,7 +269,7 @@ class Torture:
 
     def _note_term(self, aim: Aim, life: Life, runs: tuple[RunReport, ...]) -> None:
         """Of a job that was asked to end: how it did, and whether its last boundary was saved."""
-        if aim.signal != signal.SIGTERM:
+        if aim.signal != signal.SIGTERM or life.end == "went on":  # how it ended only its launcher knows
             return
         number, newest = len(self.kills), self.found.restorable
         if life.code != Preempted.EXIT_CODE:
@@ -271,9 +282,18 @@ class Torture:
                 "no boundary came in time, or saving it failed"
             )
 
-    def _why_untried(self, life: Life, first: bool) -> str | None:
-        """Why there are no kills, or no more of them; None: there are, or all is done."""
+    def _why_untried(self, life: Life, first: bool, *, asked: bool) -> str | None:
+        """Why there are no kills, or no more of them; None: there are, or all is done.
+
+        Args:
+            asked: whether this life was to be killed.
+        """
         after = "" if first else f" after kill {len(self.kills)}"
+        if self.abandoned:
+            return (
+                f"the job is told to go back (resume=STEP): it calls {self.abandoned[0]} now what was the newest "
+                "checkpoint; let it go on from where it was"
+            )
         if life.end == "elsewhere":
             names = " and ".join(str(path) for path in life.others)
             if first and self.request.directory is None:
@@ -281,19 +301,22 @@ class Torture:
                 return f"the job writes checkpoints to {here}{names}: say which by --directory"
             return f"the job writes its checkpoints to {names}{after}, not to {self.directory}"
         if life.end == "failed":
-            return f"the job failed by itself{after}, with exit code {life.code}: {life.said}"
+            return f"the job failed by itself{after}, with exit code {life.code}: {life.said or 'it said nothing'}"
         if life.end == "hung" and (life.saved or not first or life.victim):
             asked = f" after its {life.victim} got the signal" if life.victim else after
             return (
                 f"the job hangs{asked}: no checkpoint and no end within {self.request.patience_seconds:g} s "
-                f"(--patience); it said: {life.said}"
+                f"(--patience); {life.words}"
             )
         if life.end in ("hung", "ended") and first and not life.saved:
             return self._why_none(life)
         if life.end == "ended" and first:
             return "the job came to its end before it was killed: let it train longer"
-        if life.end == "ended":
-            self.remarks.append(f"the job came to its end after {len(self.kills)} of {self.request.kills} kills")
+        if life.end == "ended" and asked:
+            return (
+                f"the job came to its end after {len(self.kills)} of {self.request.kills} kills, which lost nothing: "
+                "let it train longer, or ask for fewer by --kills"
+            )
         return None
 
     def _why_none(self, life: Life) -> str:
@@ -302,10 +325,10 @@ class Torture:
         if self.directory is None:
             return (
                 f"the job {how}, and none of its processes held the lock of a checkpoint directory: if it makes "
-                f"checkpoints with checkflow, say where by --directory; it said: {life.said}"
+                f"checkpoints with checkflow, say where by --directory; {life.words}"
             )
         elsewhere = "".join(f"; it has {path} open" for path in life.others)
-        return f"the job {how}, and made no checkpoint in {self.directory}{elsewhere}; it said: {life.said}"
+        return f"the job {how}, and made no checkpoint in {self.directory}{elsewhere}; {life.words}"
 
     def _look_at_memory(self) -> None:
         """Killed processes cannot take away what others made for them: multiprocessing and torch, for loaders."""

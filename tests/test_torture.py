@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 from test_cli import Said
 from tortured_job import FAILURE, flip_a_byte
 from waiting import wait_for
@@ -22,9 +25,10 @@ from waiting import wait_for
 from checkflow import run_report
 from checkflow.cli import main
 from checkflow.errors import LockedError
+from checkflow.report_torture import torture_tables
 from checkflow.run_report import RunReport
 from checkflow.runtime.inspecting import verify
-from checkflow.runtime.reader import find
+from checkflow.runtime.reader import find, open_checkpoint
 from checkflow.runtime.store import Store
 from checkflow.torture_checks import (
     Found,
@@ -35,10 +39,11 @@ from checkflow.torture_checks import (
     check_resumed,
     examine,
     look,
+    vanished,
 )
 from checkflow.torture_life import Aim
-from checkflow.torture_processes import below, nothing_left
-from checkflow.torturing import Request, Torture
+from checkflow.torture_processes import below, members, nothing_left
+from checkflow.torturing import Kill, Request, Torture
 from tests.store_tools import fill, small_layout, tree
 
 ROOT = Path(__file__).parent.parent
@@ -116,6 +121,17 @@ def test_a_table_by_default(torture: Call) -> None:
     assert said.out.rstrip().endswith("seed 3")
 
 
+def test_a_narrow_terminal_cuts_no_word(tmp_path: Path) -> None:
+    tried = Torture(Request(("python", "train.py"), None, 1, None, 0, 1.0, terms=0, children=0, log=tmp_path / "log"))
+    tried.kills.append(Kill("SIGKILL", "python 1234567", "training", 123.4, 12345678, 12345678, -9, 12345678, 12, True))
+    narrow = Console(width=80, file=io.StringIO())
+    for part in torture_tables(tried):
+        narrow.print(part)
+    said = narrow.file.getvalue()  # type: ignore[attr-defined]
+    assert "│ SIGKILL │ " in said
+    assert " │ training │ " in said
+
+
 def test_the_same_seed_draws_the_same_kills(tmp_path: Path) -> None:
     def draws(seed: int) -> list[Aim]:
         request = Request(("true",), None, 9, None, seed, 1.0, terms=0.2, children=0.3, log=tmp_path / "log")
@@ -153,6 +169,23 @@ def test_nothing_that_was_started_runs_on(tmp_path: Path) -> None:
         started = subprocess.Popen(["sleep", "600"], start_new_session=True)
         raise KeyboardInterrupt
     assert not psutil.pid_exists(started.pid)
+
+
+def test_what_ran_before_is_left_alone_with_all_that_it_starts() -> None:
+    """Of a shell that has become this command, say: what it had begun in the background."""
+    script = "read go; sleep 600 & echo $!; wait"
+    with subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as before:
+        assert before.stdin is not None
+        assert before.stdout is not None
+        strangers = below()
+        with nothing_left(strangers):
+            print("go", file=before.stdin, flush=True)
+            started = psutil.Process(int(before.stdout.readline()))
+            ours = subprocess.Popen(["sleep", "600"])
+            assert [one.pid for one in members(strangers)] == [ours.pid]
+        assert (started.is_running(), before.poll(), psutil.pid_exists(ours.pid)) == (True, None, False)
+        started.kill()
+        before.wait()
 
 
 def test_a_launcher_is_not_taken_for_the_trainer(torture: Call, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,6 +259,8 @@ UNTRIABLE: dict[str, tuple[list[str], str]] = {
     "writes elsewhere": (["--directory", "checkpoints"], "elsewhere, not to "),
     "writes elsewhere later": ([], "elsewhere after kill 1, not to "),
     "writes to two": ([], "say which by --directory"),
+    "comes to its end": ([], "came to its end after 1 of 2 kills, which lost nothing: "),
+    "is told to go back": ([], "told to go back (resume=STEP): it calls .superseded-step-"),
     "hangs": (["--patience", "8"], "the job hangs after kill 1: no checkpoint and no end within 8 s"),
 }
 
@@ -246,6 +281,29 @@ def test_a_job_that_is_not_seen_to_write_is_asked_for_its_directory(torture: Cal
     assert "say where by --directory; it said: nothing to train" in said.err
 
 
+def test_a_launcher_that_starts_the_job_again_is_no_hang(torture: Call, capsys: pytest.CaptureFixture[str]) -> None:
+    command = " ".join(job("good", "checkpoints")[1:])
+    asked = ["--kills", "1", "--terms", "1", "--json", "--seed", "1"]
+    assert main(["torture", *asked, "--", "sh", "-c", f"until {command}; do :; done"]) == NOTHING_LOST
+    (kill,) = json.loads(capsys.readouterr().out)["kills"]
+    assert (kill["signal"], kill["code"]) == ("SIGTERM", None)
+
+
+def test_what_was_done_before_all_this_is_not_held_against_a_job(trained: tuple[Said, Path], tmp_path: Path) -> None:
+    """Its checkpoints were brought back from a copy, say, and its report was not."""
+    copied = tmp_path / "checkpoints"
+    shutil.copytree(trained[1] / "checkpoints", copied)
+    *earlier, last = run_report.load(copied / run_report.FILE)
+    far = dataclasses.replace(last, iteration=last.iteration + 1000, closed=True)
+    runs = [run_report.dump_run(run) for run in (*earlier, far)]
+    (copied / run_report.FILE).write_bytes(run_report.dump_file(runs))
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "checkflow", "torture", "--kills", "1", "--json", *job("trains", "checkpoints")],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (NOTHING_LOST, "")
+
+
 def test_a_directory_that_another_job_writes_to_is_left_alone(torture: Call, tmp_path: Path) -> None:
     with make_store(tmp_path / "checkpoints") as store:
         commit(store, 1)
@@ -257,6 +315,8 @@ def test_a_directory_that_another_job_writes_to_is_left_alone(torture: Call, tmp
 USAGE: dict[str, tuple[list[str], str]] = {
     "no command": ([], "Missing argument"),
     "an unknown command": (["--", "no-such-command"], "no command no-such-command"),
+    "a script that is no program": (["--", "./file"], "./file is no program that can be run"),
+    "an empty command": (["--", ""], "no command ''"),
     "no kills": (["--kills", "0", "--", "true"], "--kills"),
     "no time": (["--seconds", "0", "--", "true"], "a number of seconds above 0, not 0"),
     "no number": (["--patience", "long", "--", "true"], "not a number of seconds: 'long'"),
@@ -276,6 +336,24 @@ def test_wrong_usage(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert captured.out == ""
     assert text in captured.err
     assert captured.err.endswith("see: checkflow torture --help\n")
+
+
+def test_a_log_that_cannot_be_written_is_told_as_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "missing" / "log"
+    assert main(["torture", "--log", str(log), "--", "true"]) == 1
+    said = f"checkflow: cannot write what the job says to {log}: No such file or directory\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_job_that_says_nothing_is_told_of_once(torture: Call, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["torture", "--", "true"]) == UNTRIED
+    assert capsys.readouterr().err.endswith("say where by --directory; it said nothing\n")
+
+
+def test_a_log_that_is_taken_away_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["torture", "--log", "log", "--", "rm", "log"]) == UNTRIED
+    assert capsys.readouterr().err.endswith("it said nothing\n")
 
 
 def test_options_of_the_command_are_its_own(torture: Call, tmp_path: Path, capsys: Any) -> None:
@@ -393,6 +471,36 @@ def test_half_done_work_must_not_pile_up(directory: Path) -> None:
     with make_store(directory) as store:
         commit(store, 4)
     assert check_leftovers(first, examine(directory, first), saved=True) == []
+
+
+def test_what_is_being_read_is_not_left_behind(directory: Path) -> None:
+    """An evaluation, say, that has a checkpoint open while the job wants to delete it."""
+    with open_checkpoint(directory / "step-00000003"):
+        (directory / "step-00000003").rename(directory / ".trash-step-00000003")
+        first = examine(directory, Found())
+        with make_store(directory) as store:
+            commit(store, 4)
+        again = examine(directory, first)
+        assert [name for name, _, _ in again.leftovers] == []
+        assert check_leftovers(first, again, saved=True) == []
+    assert [name for name, _, _ in examine(directory, again).leftovers] == [".trash-step-00000003"]
+
+
+def test_what_ranks_tell_each_other_is_no_checkpoint(directory: Path) -> None:
+    """A job of several processes, killed in the middle of that."""
+    (directory / ".tmp-00000004-one").mkdir()
+    (directory / ".tmp-shards").touch()
+    assert check_leftovers(Found(), examine(directory, Found()), saved=True) == []
+    (directory / ".tmp-00000004-one").rmdir()
+    assert not look(directory).writing
+
+
+def test_a_file_system_that_does_not_answer_has_lost_nothing(directory: Path) -> None:
+    assert vanished(directory, 4)
+    assert not vanished(directory, 3)
+    loop = directory / "loop"
+    loop.symlink_to("loop")
+    assert not vanished(loop, 3)  # an error other than that it is not there
 
 
 def test_a_lock_that_is_held_is_seen(directory: Path) -> None:

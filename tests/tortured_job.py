@@ -1,7 +1,7 @@
 """Jobs for ``checkflow torture``: good ones, and ones that break what is promised, each in its own way.
 
 ``python tests/tortured_job.py KIND DIRECTORY``. They make real checkpoints with the real store, as fast as it goes, and
-know nothing of torch. "trains" and "goes back" are training jobs with a Checkpointer.
+know nothing of torch. Those of ``TRAINING`` are training jobs with a Checkpointer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.store_tools import fill, small_layout
 
 PAUSE_SECONDS = 0.005
 FAILURE = 7
-TRAINING = ("trains", "goes back")
+TRAINING = ("trains", "goes back", "is told to go back")
 
 
 def flip_a_byte(checkpoint: Path) -> None:
@@ -51,6 +51,8 @@ def before(kind: str, directory: Path) -> None:
         shutil.rmtree(there[0])
     if kind == "damages at start" and there:
         flip_a_byte(there[0])
+    if kind == "comes to its end" and len(there) > 1:
+        sys.exit()
     if kind == "leaves a child" and os.fork() == 0:
         os.setsid()
         time.sleep(600)
@@ -95,6 +97,8 @@ def train(kind: str, directory: Path) -> None:
     from checkflow.runtime.loader import DataLoader
 
     there = find_in(directory)
+    if kind == "goes back" and len(there) > 1:
+        there[0].rename(directory / "mine")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     checkpointers.check_plan = plans.validate  # a random plan obeys deadlines, and no link
@@ -106,7 +110,7 @@ def train(kind: str, directory: Path) -> None:
     loader = DataLoader(data(1), 4, shuffle=True, seed=3, num_workers=1, multiprocessing_context="fork")
     with Checkpointer(
         model, optimizer, loader, directory=directory, plan=plan, every=1, keep_epochs=False,
-        resume=int(there[1].name[5:]) if kind == "goes back" and len(there) > 1 else "auto",
+        resume=int(there[1].name[5:]) if kind == "is told to go back" and len(there) > 1 else "auto",
     ) as checkpointer:  # fmt: skip
         for _ in checkpointer.epochs(10**6):
             for _, x, y in checkpointer.loader:
