@@ -218,9 +218,7 @@ def restore(
     sources = {**{name: name for name in checkpoint.tensors}, **dict(checkpoint.ties)}
     extra = extra_state.decode(checkpoint.extra_bytes)
     if "imported" in extra:
-        return _restore_weights(
-            checkpoint, extra, state.ties, live, sources, models, optimizers, objects, place, begin
-        )
+        return _restore_weights(checkpoint, extra, state.ties, live, sources, models, optimizers, objects, place, begin)
     _refuse_mismatch(checkpoint, live, sources, state.ties, models, optimizers)
     refuse_extra_mismatch(extra["job"], models, optimizers, objects)
     place(extra)
