@@ -303,9 +303,9 @@ class Torture:
         if life.end == "failed":
             return f"the job failed by itself{after}, with exit code {life.code}: {life.said or 'it said nothing'}"
         if life.end == "hung" and (life.saved or not first or life.victim):
-            asked = f" after its {life.victim} got the signal" if life.victim else after
+            since = f" after its {life.victim} got the signal" if life.victim else after
             return (
-                f"the job hangs{asked}: no checkpoint and no end within {self.request.patience_seconds:g} s "
+                f"the job hangs{since}: no checkpoint and no end within {self.request.patience_seconds:g} s "
                 f"(--patience); {life.words}"
             )
         if life.end in ("hung", "ended") and first and not life.saved:

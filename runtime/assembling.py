@@ -23,13 +23,12 @@ from checkflow.runtime.barriers import compile_plan
 from checkflow.runtime.boundaries import Boundaries
 from checkflow.runtime.checkpointer_arguments import Arguments
 from checkflow.runtime.job import Job
-from checkflow.runtime.opening import step_name
 from checkflow.runtime.plan_cache import PlanCache
 from checkflow.runtime.planning import Planning
 from checkflow.runtime.preemption import Preemption
 from checkflow.runtime.progress import Progress
 from checkflow.runtime.reporting import Reporter
-from checkflow.runtime.resume import naming, resume_from
+from checkflow.runtime.resume import resume_from
 from checkflow.runtime.saving import Saving
 from checkflow.runtime.store import Store
 from checkflow.state import collect_state, refuse_closures
@@ -141,11 +140,9 @@ def _resume(store: Store, mode: str | int, job: Job, progress: Progress, plan: P
     """The step that the job goes on from, and whether what it goes on from is imported weights alone."""
     resumed = resume_from(
         store, mode, job.models, job.optimizers, job.objects,
-        host_tensors=None if plan is None else plan.host_tensors,
+        host_tensors=None if plan is None else plan.host_tensors, place=progress.resume,
     )  # fmt: skip
     if resumed is None:
         progress.begin_anew()
         return None, False
-    with naming(store.directory / step_name(resumed.step)):
-        progress.resume(resumed.extra)
     return resumed.extra["iteration"], resumed.imported

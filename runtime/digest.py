@@ -75,7 +75,7 @@ class Digests:
                 weights = weights_on(tensor.device) if weights is None else weights
                 sums += device_sums(tensor, weights)
         self._device = sums[0].device if sums else None
-        self._sums = _to_host(torch.cat(sums)) if sums else torch.empty(0, dtype=torch.int64)
+        self._sums = _to_host(torch.cat(sums)) if sums else torch.empty(0, dtype=torch.int64, device="cpu")
 
     def take(self) -> Mapping[str, Digest]:
         """All of them. The device must have come so far: it has when a capture that began later is complete."""
@@ -128,7 +128,7 @@ def _items(memory: torch.Tensor) -> torch.Tensor:
 def _to_host(sums: torch.Tensor) -> torch.Tensor:
     if sums.device.type == "cpu":
         return sums
-    return torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
+    return torch.empty(sums.shape, dtype=sums.dtype, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
 
 
 def _host_sums(data: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtype[np.uint64]]:

@@ -112,7 +112,7 @@ def _parameter_of(name: str, numbers: Mapping[str, int]) -> str:
 
 def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     entry = checkpoint.tensors[name]
-    tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+    tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
     fill_all(checkpoint, [(name, tensor)])
     return tensor
 

@@ -103,7 +103,7 @@ def open_direct(fd: int) -> int:
     flag = getattr(os, "O_DIRECT", 0)  # Linux
     if not flag:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | flag)
+    return pass_by(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | flag))
 
 
 def open_claimed(name: str, *, dir_fd: int) -> int:
@@ -117,7 +117,7 @@ def open_claimed(name: str, *, dir_fd: int) -> int:
 
 def open_lock(path: str) -> int:
     """A file to lock, made if it is missing."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    return pass_by(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
 
 
 def flock(fd: int) -> None:

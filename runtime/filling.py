@@ -41,7 +41,7 @@ def fill_all(checkpoint: Checkpoint, targets: Collection[tuple[str, torch.Tensor
             lazy = tensor.is_conj() or tensor.is_neg()
             target = tensor
             if tensor.device.type != "cpu" or not tensor.is_contiguous() or lazy:
-                target = torch.empty(tensor.shape, dtype=tensor.dtype)
+                target = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                 apart.append((tensor, target))
             memory = (ctypes.c_char * size_bytes).from_address(target.data_ptr())
             buffers.append((name, memoryview(memory).cast("B")))

@@ -26,12 +26,16 @@ def mark(models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.O
         _marked[optimizer] = optimizer.register_step_pre_hook(_refuse)
 
 
-def lift(models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]) -> bool:
-    """Take the mark away, for a restore that makes good what the last one left; whether there was one."""
-    handles = [_marked.pop(one) for one in (*models.values(), *optimizers.values()) if one in _marked]
-    for handle in handles:
-        handle.remove()
-    return bool(handles)
+def is_marked(models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]) -> bool:
+    """Whether any part of the job is."""
+    return any(one in _marked for one in (*models.values(), *optimizers.values()))
+
+
+def lift(models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    """Take the mark away, for a restore that makes good what the last one left."""
+    for one in (*models.values(), *optimizers.values()):
+        if one in _marked:
+            _marked.pop(one).remove()
 
 
 def _refuse(*_: Any) -> None:

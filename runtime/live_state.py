@@ -326,10 +326,7 @@ def make_lazy_state(
     Raises:
         MismatchError: the optimizer has no such parameter.
     """
-    path, _, key = name.partition("/")[2].rpartition(".")
-    parameter = dict(optimizer_parameters(models, optimizer)).get(path)
-    if parameter is None:
-        raise MismatchError(f"the checkpoint has {name}, but optimizer {owner} has no parameter {path!r}")
+    parameter, key = _place_of(name, owner, models, optimizer)
     if on_host is None:
         (group,) = (g for g in optimizer.param_groups if any(one is parameter for one in g["params"]))
         on_host = not shape and not (group.get("capturable") or group.get("fused"))  # as torch makes its step counters
@@ -339,6 +336,25 @@ def make_lazy_state(
         tensor = torch.empty(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
     optimizer.state[parameter][key] = tensor
     return tensor
+
+
+def share_lazy_state(name: str, tensor: torch.Tensor, models: Models, optimizer: torch.optim.Optimizer) -> None:
+    """As :func:`make_lazy_state`, of one that several parameters share, such as a counter of steps: it is there.
+
+    Raises:
+        MismatchError: as there.
+    """
+    parameter, key = _place_of(name, name.partition("/")[0], models, optimizer)
+    optimizer.state[parameter][key] = tensor
+
+
+def _place_of(name: str, owner: str, models: Models, optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, str]:
+    """The parameter that a state tensor belongs to, and its key there."""
+    path, _, key = name.partition("/")[2].rpartition(".")
+    parameter = dict(optimizer_parameters(models, optimizer)).get(path)
+    if parameter is None:
+        raise MismatchError(f"the checkpoint has {name}, but optimizer {owner} has no parameter {path!r}")
+    return parameter, key
 
 
 def make_state_by_stepping(optimizer: torch.optim.Optimizer) -> None:

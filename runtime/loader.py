@@ -357,5 +357,5 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _shuffled(size: int, seed: int) -> Iterator[int]:
-    order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(seed), device="cpu")
     return itertools.chain.from_iterable(order[begin : begin + BLOCK].tolist() for begin in range(0, size, BLOCK))

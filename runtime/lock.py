@@ -58,6 +58,11 @@ class DirectoryLock:
         if fd is not None:
             files.close_quietly(fd)  # nothing that matters was written through it
 
+    def forget(self) -> None:
+        """In a forked child: it is the parent's, and :mod:`.files` has closed what this process had of it."""
+        self._fd = None
+        _held.discard(self)
+
     def renew(self) -> None:
         """Make sure of the lock that is held: somebody may have deleted its file, which looks like a dead job's.
 
@@ -176,7 +181,7 @@ def _holder(fd: int) -> str:
 
 def _close_in_child() -> None:
     for lock in list(_held):
-        lock.release()
+        lock.forget()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

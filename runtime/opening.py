@@ -31,12 +31,13 @@ from checkflow.runtime.manifest import (
     MAX_MANIFEST_BYTES,
     FileEntry,
     Manifest,
+    is_whole,
     loads,
     no_duplicates,
 )
 
 REPLACED = ".replaced-"  # before the name of a checkpoint that is just being exchanged for a new one
-_EXCHANGED_TRIES, _EXCHANGED_SECONDS = 5, 0.02
+_EXCHANGED_TRIES, _EXCHANGED_SECONDS = 50, 0.02
 _STEP = re.compile(r"step-([0-9]{8,19})", re.ASCII)
 
 
@@ -103,16 +104,13 @@ def read_block(file: OpenFile, block: int, memory: memoryview, direct: int | Non
     return out
 
 
-def _natural(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{str(value)[:60]!r} is no length")
-    return value
-
-
-def _two(values: Any) -> list[Any]:
-    if type(values) is not list or len(values) != 2:
-        raise ValueError("a range has two ends")
-    return values
+def _stored(entry: Any, data: int) -> StoredTensor:
+    """A tensor's entry in a header; its offsets count from ``data``."""
+    shape, (begin, end) = entry["shape"], entry["data_offsets"]
+    for number in (*shape, begin, end):
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{str(number)[:60]!r} is no length")
+    return StoredTensor(str(entry["dtype"]), tuple(shape), data + begin, data + end)
 
 
 def parse_header(path: Path, text: bytes, size_bytes: int) -> dict[str, StoredTensor]:
@@ -121,14 +119,7 @@ def parse_header(path: Path, text: bytes, size_bytes: int) -> dict[str, StoredTe
         header = json.loads(text.decode(), object_pairs_hook=no_duplicates)  # str: json would guess UTF-16 of bytes
         header.pop("__metadata__", None)
         data = 8 + len(text)
-        found = {
-            str(key): StoredTensor(
-                str(entry["dtype"]),
-                tuple(_natural(length) for length in entry["shape"]),
-                *(data + _natural(offset) for offset in _two(entry["data_offsets"])),
-            )
-            for key, entry in header.items()
-        }
+        found = {str(key): _stored(entry, data) for key, entry in header.items()}
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
         raise CorruptCheckpointError(
             f"{path} has no valid safetensors header: {' '.join(str(error).split())[:200]}"
@@ -265,6 +256,13 @@ def _is_at(folder: int, path: Path) -> bool:
 
 def _read_manifest(fd: int, size: int, path: Path) -> Manifest:
     name = path / MANIFEST
+    manifest = loads(_read_small(fd, size, name), str(name))
+    if (step := parse_step(path.name)) is not None and step != manifest.step:
+        raise CorruptCheckpointError(f"{name} belongs to step {manifest.step}")
+    return manifest
+
+
+def _read_small(fd: int, size: int, name: Path) -> bytes:
     try:
         if size > MAX_MANIFEST_BYTES:
             raise CorruptCheckpointError(f"{name} has {size} bytes, more than {MAX_MANIFEST_BYTES}")
@@ -272,10 +270,20 @@ def _read_manifest(fd: int, size: int, path: Path) -> Manifest:
         count = files.read_all(fd, memoryview(data), 0)
     except OSError as error:
         raise StorageError(f"cannot read {name}: {error.strerror}") from error
-    manifest = loads(bytes(data[:count]), str(name))
-    if (step := parse_step(path.name)) is not None and step != manifest.step:
-        raise CorruptCheckpointError(f"{name} belongs to step {manifest.step}")
-    return manifest
+    return bytes(data[:count])
+
+
+def has_manifest(path: Path) -> bool:
+    """Whether a checkpoint has a manifest of which no byte was changed; what that says is not looked at."""
+    try:
+        with files.folder(str(path)) as folder:
+            fd, size = _open_regular(folder, path / MANIFEST, passing=True)
+            try:
+                return is_whole(_read_small(fd, size, path / MANIFEST))
+            finally:
+                files.close_quietly(fd)
+    except (StorageError, OSError):
+        return False
 
 
 def glance(path: Path, *, shared: bool = True) -> Manifest:

@@ -35,7 +35,7 @@ from checkflow.runtime.opening import (
     parse_step,
     whole,
 )
-from checkflow.runtime.reading import Block, read_blocks, read_one
+from checkflow.runtime.reading import Ahead, Block, read_blocks, read_one
 
 if TYPE_CHECKING:
     from checkflow.runtime.store import Store
@@ -66,7 +66,7 @@ class Checkpoint:
     Made by :func:`open_checkpoint`. Reading from several threads at once is fine.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, opened: Mapping[str, OpenFile]) -> None:
+    def __init__(self, path: Path, manifest: Manifest, opened: Mapping[str, OpenFile], *, ahead: bool = False) -> None:
         self.path = path
         self.manifest = manifest
         self._files = opened
@@ -74,10 +74,23 @@ class Checkpoint:
         self._mutex = threading.Lock()
         self._verified: set[Key] = set()
         self._names = dict(manifest.ties)
+        self._ahead: Ahead | None = None
+        held = {name: file for name, file in opened.items() if name.endswith(".safetensors")}
+        headers = {name: self._header(file) for name, file in held.items()}
+        if ahead:
+            rest = [(file, n) for file in held.values() for n in range(len(file.entry.blocks))]
+            self._ahead = Ahead([one for one in rest if self._cached((one[0].path.name, one[1])) is None])
+        try:
+            self._look(headers)
+        except BaseException:
+            self._stop_ahead()
+            raise
+
+    def _look(self, headers: Mapping[str, bytes]) -> None:
+        """Hold the headers against the manifest."""
+        manifest, opened = self.manifest, self._files
         self._stored = {
-            name: parse_header(file.path, self._header(file), file.entry.size_bytes)
-            for name, file in opened.items()
-            if name.endswith(".safetensors")
+            name: parse_header(opened[name].path, text, opened[name].entry.size_bytes) for name, text in headers.items()
         }
         order: list[tuple[str, int, str]] = []
         for name, tensor in manifest.tensors.items():
@@ -96,6 +109,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Close the files; once more is harmless."""
+        self._stop_ahead()
         opened, self._files = self._files, {}
         close_all(opened)
 
@@ -164,7 +178,7 @@ class Checkpoint:
             targets: name and buffer. After an error the content of all is void.
         """
         parts: dict[Key, list[tuple[int, memoryview]]] = {}
-        if len(targets) == 1:  # its neighbours may come next, each in a call of its own
+        if len(targets) == 1 and self._ahead is None:  # its neighbours may come next, each in a call of its own
             self.read_into(*next(iter(targets)))
             return
         for name, buffer in targets:
@@ -191,6 +205,13 @@ class Checkpoint:
                 missing.append(key)
             else:
                 use(key, data)
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            begun = [(file.path.name, block) for file, block in ahead.blocks]
+            if missing == sorted(begun):
+                ahead.finish(lambda n, data: use(begun[n], data))
+                return
+            ahead.close()
         read_blocks([(self._file(name), block) for name, block in missing], lambda n, data: use(missing[n], data))
 
     def read_rows_into(self, piece: Piece, first: int, buffer: memoryview) -> None:
@@ -225,10 +246,16 @@ class Checkpoint:
         """:meth:`verify`, of what has not been read, and so verified, since this was opened."""
         self._verify([one for one in self._blocks() if (one[0].path.name, one[1]) not in self._verified])
 
+    def _stop_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.close()
+
     def _blocks(self) -> list[Block]:
         return [(file, block) for file in self._files.values() for block in range(len(file.entry.blocks))]
 
     def _verify(self, blocks: list[Block], progress: Callable[[int], None] = lambda size_bytes: None) -> None:
+        self._stop_ahead()
         read_blocks(blocks, lambda _, data: progress(len(data)))
         self._verified.update((file.path.name, block) for file, block in blocks)
 
@@ -313,7 +340,7 @@ class Checkpoint:
         return stored
 
 
-def open_checkpoint(path: str | os.PathLike[str], narrow: Narrow = whole) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], narrow: Narrow = whole, *, ahead: bool = False) -> Checkpoint:
     """Open a checkpoint: its manifest, and its files' types, sizes and headers, are verified.
 
     As long as it is open, in any process, the job that writes there does not delete it, and goes on; a process that
@@ -322,6 +349,8 @@ def open_checkpoint(path: str | os.PathLike[str], narrow: Narrow = whole) -> Che
     Args:
         narrow: what of the manifest is of interest, once it is verified: fewer tensors, pieces, files. Of what it
             leaves out nothing is read.
+        ahead: all of it is going to be read into memory that is there, in one call of ``read_many_into``: what that
+            begins with is read from now on.
 
     Raises:
         CorruptCheckpointError: it is damaged; the message names the file.
@@ -331,7 +360,7 @@ def open_checkpoint(path: str | os.PathLike[str], narrow: Narrow = whole) -> Che
     absolute = Path(path).absolute()
     manifest, opened = open_all(absolute, narrow)
     try:
-        return Checkpoint(absolute, manifest, opened)
+        return Checkpoint(absolute, manifest, opened, ahead=ahead)
     except BaseException:
         close_all(opened)
         raise

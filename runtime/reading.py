@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
+from checkflow.errors import StorageError
 from checkflow.runtime import files
 from checkflow.runtime.manifest import BLOCK_BYTES
 from checkflow.runtime.memory import scratch
@@ -20,9 +22,10 @@ from checkflow.runtime.opening import OpenFile, memory_bytes, read_block
 #: So many blocks are in memory at once. More threads do not read faster from disks of some GB/s.
 THREADS = 4
 Block = tuple[OpenFile, int]  # an open file, and the number of a block of it
+Use = Callable[[int, memoryview], None]
 
 
-def read_blocks(blocks: Sequence[Block], use: Callable[[int, memoryview], None]) -> None:
+def read_blocks(blocks: Sequence[Block], use: Use) -> None:
     """Read blocks, verified.
 
     Args:
@@ -52,6 +55,58 @@ def read_one(file: OpenFile, block: int) -> memoryview:
     """
     with _around_the_cache([(file, block)]) as direct:
         return read_block(file, block, scratch(memory_bytes(file, block)), direct.get(file.fd))
+
+
+class Ahead:
+    """:func:`read_blocks`, begun before it is known what blocks are used for: each thread reads one, and waits.
+
+    To be closed, whatever comes between.
+    """
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self.blocks = blocks
+        self._uses: queue.SimpleQueue[Use | None] = queue.SimpleQueue()  # no lock of Python's: see interrupts.py
+        self._ended = False
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = threading.Thread(target=self._run, name="checkflow-reader", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads for this process
+            self._thread = None
+
+    def finish(self, use: Use) -> None:
+        """Go on, to the end; raises as :func:`read_blocks`."""
+        if self._thread is None:
+            read_blocks(self.blocks, use)
+            return
+        self._uses.put(use)
+        try:
+            self._thread.join()
+        finally:
+            self.close()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """End the threads; what they have read is forgotten."""
+        self._ended = True
+        self._uses.put(None)
+        if self._thread is not None:
+            with contextlib.suppress(RuntimeError):  # a signal's handler raised in its very start: it ends by itself
+                self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            read_blocks(self.blocks, self._use)
+        except BaseException as error:  # noqa: BLE001 - finish() raises it
+            self._error = error
+
+    def _use(self, number: int, data: memoryview) -> None:
+        use = self._uses.get()
+        self._uses.put(use)  # for the others
+        if use is None or self._ended:
+            raise StorageError("the checkpoint was closed while it was read")
+        use(number, data)
 
 
 @contextlib.contextmanager
@@ -100,8 +155,22 @@ def _share(count: int, memory_bytes: int, work: Callable[[int, memoryview], None
         run(parts[0])
     finally:
         ended = True  # what was begun is done, all of it unless something was raised
-        for thread in started:
-            with contextlib.suppress(RuntimeError):  # a signal's handler raised in its very start: it ends by itself
-                thread.join()
+        await_end(started)
     if errors:
         raise errors[min(errors, key=lambda number: (isinstance(errors[number], Exception), number))]
+
+
+def await_end(threads: Sequence[threading.Thread]) -> None:
+    """Wait for threads that are about to end, whatever a signal's handler raises meanwhile: that is raised then.
+
+    They read into memory of the caller's, and files that it closes.
+    """
+    raised: BaseException | None = None
+    for thread in threads:
+        while thread.is_alive():  # not where a handler raised in its very start: it ends by itself
+            try:
+                thread.join()
+            except BaseException as error:  # noqa: BLE001 - raised below
+                raised = raised or error
+    if raised is not None:
+        raise raised

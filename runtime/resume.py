@@ -31,9 +31,10 @@ from checkflow.runtime.live_state import (
     modules_with_extra_state,
     refuse_extra_mismatch,
     restore_extra,
+    share_lazy_state,
 )
 from checkflow.runtime.manifest import TensorEntry
-from checkflow.runtime.opening import glance, step_name
+from checkflow.runtime.opening import has_manifest, step_name
 from checkflow.runtime.reader import Checkpoint, open_checkpoint, refuse
 from checkflow.runtime.store import Store
 from checkflow.state import collect_state, dtype_name, optimizer_parameters
@@ -43,6 +44,7 @@ logger = logging.getLogger("checkflow")
 _Job = tuple[
     Mapping[str, nn.Module], Mapping[str, torch.optim.Optimizer], Mapping[str, Stateful], Collection[str] | None
 ]
+_Extra = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -62,16 +64,17 @@ class _Restore:
     """One restore into a job, and whether it has begun to change that.
 
     Args:
+        place: as :func:`resume_from`.
         begun: an earlier one has, and came to no end.
     """
 
-    def __init__(self, job: _Job, *, begun: bool) -> None:
-        self.job, self.begun = job, begun
+    def __init__(self, job: _Job, place: Callable[[_Extra], None], *, begun: bool) -> None:
+        self.job, self.place, self.begun = job, place, begun
 
     def run(self, checkpoint: Checkpoint) -> Resumed:
         with naming(checkpoint.path):
             try:
-                return restore(checkpoint, *self.job, begin=self._begin)
+                return restore(checkpoint, *self.job, place=self.place, begin=self._begin)
             except MismatchError:
                 if not self.begun:
                     checkpoint.verify()  # a damaged one does not speak for those before it
@@ -89,16 +92,24 @@ def resume_from(
     objects: Mapping[str, Stateful],
     *,
     host_tensors: Collection[str] | None = (),
+    place: Callable[[_Extra], None] = lambda extra: None,
 ) -> Resumed | None:
     """Restore what ``Checkpointer(resume=mode)`` asks for; None where the job begins anew.
+
+    Args:
+        host_tensors: as :func:`restore`.
+        place: takes the loop to where the checkpoint was made, by its extra state, before state is changed; or raises
+            MismatchError. Called again for an older checkpoint, where a newer one is found to be damaged after that.
 
     Raises:
         StorageError: what the mode demands is not there.
         MismatchError, CorruptCheckpointError: as :func:`restore`. Where the job's state was changed by then, the
             message says so, and the job is marked.
     """
-    found = _Restore((models, optimizers, objects, host_tensors), begun=half_restored.lift(models, optimizers))
+    begun = half_restored.is_marked(models, optimizers)
+    found = _Restore((models, optimizers, objects, host_tensors), place, begun=begun)
     try:
+        half_restored.lift(models, optimizers)
         resumed = _resume(store, mode, found)
         if resumed is None and found.begun:
             raise CorruptCheckpointError(f"{store.directory} holds no whole checkpoint")
@@ -141,8 +152,9 @@ def _restore_newest(store: Store, found: _Restore, *, anew: bool) -> Resumed | N
     paths = store.checkpoints()
     for number, path in enumerate(paths, 1):
         try:
-            with open_checkpoint(path) as checkpoint:
-                if anew and not found.begun and not any(map(_is_there, paths[number:])):
+            first = anew and not found.begun and not any(map(has_manifest, paths[number:]))
+            with open_checkpoint(path, ahead=not first) as checkpoint:
+                if first:
                     checkpoint.verify()
                 return found.run(checkpoint)
         except StorageError as error:
@@ -152,15 +164,6 @@ def _restore_newest(store: Store, found: _Restore, *, anew: bool) -> Resumed | N
     if unreadable is not None:
         raise unreadable
     return None
-
-
-def _is_there(path: Path) -> bool:
-    """Whether manifest, names and sizes of a checkpoint are those of a whole one."""
-    try:
-        glance(path)
-    except CheckflowError:
-        return False
-    return True
 
 
 @contextlib.contextmanager
@@ -194,6 +197,7 @@ def restore(
     objects: Mapping[str, Stateful],
     host_tensors: Collection[str] | None = (),
     *,
+    place: Callable[[_Extra], None] = lambda extra: None,
     begin: Callable[[], None] = lambda: None,
 ) -> Resumed:
     """Make the job's state equal to the checkpoint's, bit for bit; every byte of the checkpoint is verified by then.
@@ -201,6 +205,7 @@ def restore(
     Args:
         host_tensors: names of state tensors that the optimizers keep in host memory; None: not known, torch's own step
             counters are taken to lie there.
+        place: called when the job's parts fit, before ``begin``, with the checkpoint's extra state.
         begin: called before the first change.
 
     Raises:
@@ -213,19 +218,20 @@ def restore(
     sources = {**{name: name for name in checkpoint.tensors}, **dict(checkpoint.ties)}
     extra = extra_state.decode(checkpoint.extra_bytes)
     if "imported" in extra:
-        return _restore_weights(checkpoint, extra, state.ties, live, sources, models, optimizers, objects, begin)
-    _refuse_mismatch(checkpoint, live, sources, models, optimizers)
+        return _restore_weights(checkpoint, extra, state.ties, live, sources, models, optimizers, objects, place, begin)
+    _refuse_mismatch(checkpoint, live, sources, state.ties, models, optimizers)
     refuse_extra_mismatch(extra["job"], models, optimizers, objects)
+    place(extra)
     begin()
     if makers := _makers(checkpoint, live, models, optimizers):
         for owner in makers:
             make_state_by_stepping(optimizers[owner])
         state = collect_state(models, optimizers)
         live = {item.name: item.tensor for item in state.tensors}
-        _refuse_mismatch(checkpoint, live, sources, models, optimizers)
-    drop_state({name for name in live if name not in sources}, models, optimizers)
+        _refuse_mismatch(checkpoint, live, sources, state.ties, models, optimizers)
+    drop_state({name for name in (*live, *dict(state.ties)) if name not in sources}, models, optimizers)
     live = {name: tensor for name, tensor in live.items() if name in sources}
-    ties = dict(state.ties)
+    ties = {further: name for further, name in state.ties if name in live}
     for name, entry in checkpoint.tensors.items():
         owner = name.partition("/")[0]
         if name not in live and name not in ties:
@@ -234,6 +240,10 @@ def restore(
                 shape=tuple(entry.shape), dtype=getattr(torch, entry.dtype),
                 on_host=None if host_tensors is None else name in host_tensors,
             )  # fmt: skip
+    for further, name in checkpoint.ties:
+        owner = further.partition("/")[0]
+        if owner in optimizers and further not in live and further not in ties:
+            share_lazy_state(further, live[ties.get(name, name)], models, optimizers[owner])
     fill_all(checkpoint, [(sources[name], tensor) for name, tensor in live.items()])
     checkpoint.verify_rest()
     restore_extra(extra["job"], models, optimizers, objects)
@@ -249,6 +259,7 @@ def _restore_weights(
     models: Mapping[str, nn.Module],
     optimizers: Mapping[str, torch.optim.Optimizer],
     objects: Mapping[str, Stateful],
+    place: Callable[[_Extra], None],
     begin: Callable[[], None],
 ) -> Resumed:
     """Put imported weights into the models; what a checkpoint of a job would have besides is left as the job made it.
@@ -262,7 +273,7 @@ def _restore_weights(
     live = {name: tensor for name, tensor in live.items() if name.partition("/")[0] in models}
     modules = dict(modules_with_extra_state(models))
     try:
-        _refuse_mismatch(checkpoint, live, sources, models, optimizers)
+        _refuse_mismatch(checkpoint, live, sources, ties, models, optimizers)
         if odd := sorted(extra["job"]["modules"].keys() - modules.keys()):
             raise MismatchError(f"{checkpoint.path}: the checkpoint's extra state of {odd[0]} is not in the job")
     except MismatchError as error:
@@ -270,6 +281,7 @@ def _restore_weights(
             f"{error}; these are imported weights: import into another directory what the job has, or take what fits "
             "with checkflow.load_weights(model, source, strict=False)"
         ) from None
+    place(extra)
     begin()
     fill_all(checkpoint, [(sources[name], tensor) for name, tensor in live.items()])
     checkpoint.verify_rest()
@@ -304,10 +316,11 @@ def _refuse_mismatch(
     checkpoint: Checkpoint,
     live: Mapping[str, torch.Tensor],
     sources: Mapping[str, str],
+    ties: Collection[tuple[str, str]],
     models: Mapping[str, nn.Module],
     optimizers: Mapping[str, torch.optim.Optimizer],
 ) -> None:
-    tied = dict(collect_state(models, optimizers).ties)
+    tied = dict(ties)
     for name, tensor in live.items():
         if name not in sources:
             if name.partition("/")[0] in models:

@@ -89,7 +89,7 @@ def from_bytes(
         import torch
 
         if not flat.size:
-            return torch.empty(shape, dtype=getattr(torch, dtype))
+            return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
         return torch.from_numpy(flat).view(getattr(torch, dtype)).reshape(shape)
     return flat.view(numpy_type(dtype, name)).reshape(shape)
 

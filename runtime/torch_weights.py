@@ -52,7 +52,7 @@ def as_tensor(described: Described, data: bytearray) -> torch.Tensor:
     """A tensor that has these row-major bytes for its memory."""
     dtype = getattr(torch, described.dtype)
     if not data:
-        return torch.empty(described.shape, dtype=dtype)
+        return torch.empty(described.shape, dtype=dtype, device="cpu")
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(described.shape)
 
 

@@ -63,7 +63,7 @@ def parts() -> list[Part]:
     rows += [_program("F2", "plans", "fault_parts.py", "plans", "-", 0, "{folder}")]
     rows += [_tests("F2", "the plan file's writer", "tests/test_plan_faults.py", "-k", "writer")]
     for kind in ("ext4", "xfs"):
-        for more in ((), ("--fresh",), ("--survives",), ("--fresh", "--survives")):
+        for more in ((), ("--direct",), ("--fresh",), ("--survives",), ("--fresh", "--survives")):
             rows += [_program("F3", " ".join((kind, *more)), "power_cuts.py", kind, *more, mounts=True)]
     rows += [_program("F5", f"random damage {n}", "damage.py", "{folder}", 1000, n) for n in range(20)]
     rows += [_tests("F5", "every byte", "tests/test_reader.py", "-k", "flipped or length or files_of or later_block")]

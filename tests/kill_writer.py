@@ -90,6 +90,9 @@ def kill_one(
     _, status = os.waitpid(writer, 0)
     if not os.WIFSIGNALED(status):
         raise RuntimeError("the writer ended by itself")
+    # Its worker, if it had come to that, says so, however late; else nobody has the pipe's other end any more.
+    while b"worker" not in text and (data := os.read(ours, 1 << 16)):
+        text += data
     os.set_blocking(ours, False)
     with contextlib.suppress(BlockingIOError):
         while data := os.read(ours, 1 << 16):

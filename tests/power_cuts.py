@@ -39,8 +39,8 @@ from tests.store_tools import fill, small_layout
 
 # Calls that change what is on the disk. After any other one a cut leaves what it leaves after the one before.
 CHANGES = (
-    "make_folders", "mkdir", "open_new", "open_lock", "truncate", "pwrite", "pwritev", "fsync", "rename", "unlink",
-    "rmdir",
+    "make_folders", "mkdir", "open_new", "open_lock", "truncate", "set_direct", "pwrite", "pwritev", "fsync", "rename",
+    "unlink", "rmdir",
 )  # fmt: skip
 HANG_SECONDS = 300.0  # which no machine needs, however busy
 KEEP = 2
@@ -124,9 +124,12 @@ def live(directory: Path, life: int, fresh: bool, note: Callable[[str], None]) -
 class Machine:
     """An image, and a store in it that lives through one power cut after the other."""
 
-    def __init__(self, kind: str, folder: Path, *, fresh: bool = False, survives: bool = False, lies: str = "") -> None:
+    def __init__(
+        self, kind: str, folder: Path, *, fresh: bool = False, survives: bool = False, direct: bool = False,
+        lies: str = "",
+    ) -> None:  # fmt: skip
         self._image, self._folder, self._fresh, self._lies = Image(kind, folder), folder, fresh, lies
-        self._survives = survives
+        self._survives, self._direct = survives, direct
         self._image.mount()
         self.noted, self.lives, self.cuts = Noted(), 0, 0
 
@@ -168,6 +171,8 @@ class Machine:
             os.write(fd, f"{text}\n".encode())
 
         try:
+            if self._direct:
+                files.LEAST_DIRECT_BYTES = 1
             if self._lies:
                 lie(self._lies, directory)
             wrap_calls(at, cut)
@@ -235,12 +240,13 @@ def cut_after_calls(
     most: int | None = None,
     fresh: bool = False,
     survives: bool = False,
+    direct: bool = False,
     lies: str = "",
 ) -> dict[str, Any]:
     """Cuts after calls ``first``, ``first + every``, … of a life, until one ends before its call, or ``most`` cuts."""
     folder = scratch()
     try:
-        machine = Machine(kind, folder, fresh=fresh, survives=survives, lies=lies)
+        machine = Machine(kind, folder, fresh=fresh, survives=survives, direct=direct, lies=lies)
         problems: list[str] = []
         try:
             if not fresh:
@@ -266,12 +272,13 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=None)
     parser.add_argument("--fresh", action="store_true", help="each life makes the directory, with its parents")
     parser.add_argument("--survives", action="store_true", help="the process outlives its disk")
+    parser.add_argument("--direct", action="store_true", help="files of every size go around the page cache")
     parser.add_argument("--lie", default="", choices=["", "file", "folder", "root"], help="to see it fail")
     chosen = parser.parse_args()
     logging.getLogger("checkflow").setLevel(logging.CRITICAL)  # what cannot be removed after a cut is no news
     found = cut_after_calls(
         chosen.kind, first=chosen.first, every=chosen.every, most=chosen.most, fresh=chosen.fresh,
-        survives=chosen.survives, lies=chosen.lie,
+        survives=chosen.survives, direct=chosen.direct, lies=chosen.lie,
     )  # fmt: skip
     sys.stdout.write(json.dumps(found) + "\n")
     return 1 if found["problems"] else 0

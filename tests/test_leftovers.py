@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import shutil
 import socket
@@ -165,7 +166,9 @@ def test_what_stores_have_named_is_known(name: str) -> None:
     assert is_leftover(name)
 
 
-def test_a_directory_whose_name_is_no_text(directory: Path) -> None:
+def test_a_directory_whose_name_is_no_text(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is logged names it, and pytest's processes tell each other of logs in UTF-8.
+    monkeypatch.setattr(logging.getLogger("checkflow"), "propagate", False)
     strange = directory / os.fsdecode(b"run \xff")
     with new_store(strange) as store:
         with pytest.raises(LockedError, match="process"):

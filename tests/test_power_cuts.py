@@ -34,8 +34,10 @@ def cut(*arguments: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "least"),
     [
-        pytest.param(["ext4"], 75, id="ext4"),
-        pytest.param(["xfs", "--every", "3"], 27, id="xfs"),
+        pytest.param(["ext4"], 70, id="ext4"),
+        pytest.param(["xfs", "--every", "3"], 23, id="xfs"),
+        pytest.param(["ext4", "--direct", "--every", "3"], 30, id="ext4, around the page cache"),
+        pytest.param(["xfs", "--direct", "--every", "4"], 22, id="xfs, around the page cache"),
         pytest.param(["ext4", "--fresh", "--every", "2"], 12, id="ext4, a new directory"),
         pytest.param(["xfs", "--fresh", "--every", "3"], 8, id="xfs, a new directory"),
     ],

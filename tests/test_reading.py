@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from checkflow.runtime.layout import PAGE_BYTES, make_layout
 from checkflow.runtime.manifest import BLOCK_BYTES, FileEntry
 from checkflow.runtime.opening import OpenFile
 from checkflow.runtime.reader import Checkpoint, open_checkpoint
-from checkflow.runtime.reading import THREADS, read_blocks, read_one
+from checkflow.runtime.reading import THREADS, Ahead, read_blocks, read_one
 from checkflow.runtime.store import Store
 from tests.faults import all_direct
 from tests.store_tools import fill, read_all, record
@@ -255,6 +256,48 @@ def test_what_the_user_of_a_block_raises_is_raised(written: Path, error: BaseExc
     assert caught.value is error
 
 
+def test_an_interrupt_while_threads_are_awaited_waits_for_them_all_the_same(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would go on writing into memory, and reading files, that are others' by then."""
+    meeting, go_on = threading.Barrier(THREADS), threading.Event()
+    real, used = threading.Thread.join, []
+
+    def join(self: threading.Thread, timeout: float | None = None) -> None:
+        if not go_on.is_set():
+            go_on.set()
+            signal.raise_signal(signal.SIGINT)
+        real(self, timeout)
+
+    def use(number: int, data: memoryview) -> None:
+        meeting.wait(120)
+        if threading.current_thread() is not threading.main_thread():
+            go_on.wait(120)
+        used.append(number)
+
+    monkeypatch.setattr(threading.Thread, "join", join)
+    with opened(written) as file, pytest.raises(KeyboardInterrupt):
+        read_blocks([(file, block) for block in range(THREADS)], use)
+    assert sorted(used) == [*range(THREADS)]
+    assert not [one.name for one in threading.enumerate() if one.name == "checkflow-reader"]
+
+
+def test_a_forked_child_does_not_keep_what_is_read_around_the_page_cache(written: Path) -> None:
+    with opened(written) as file:
+        try:
+            direct = files.open_direct(file.fd)
+        except OSError:
+            pytest.skip("this file system has no O_DIRECT")
+        if (child := os.fork()) == 0:
+            try:
+                os.fstat(direct)
+            except OSError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        files.close(direct)
+
+
 def test_an_interrupt_is_told_before_damage(written: Path) -> None:
     meeting = threading.Barrier(2)
 
@@ -328,3 +371,71 @@ def test_of_many_tensors_none_gets_anything_of_a_damaged_block(checkpoint: Check
                 assert not any(found[name][begin - placed.file_offset : max(begin, end) - placed.file_offset])
             os.pwrite(raw.fileno(), before, block * BLOCK_BYTES + 500)
     checkpoint.read_many_into(targets(checkpoint).items())
+
+
+# ---------------------------------------------------------------------------------------------------------------- ahead
+
+
+def test_blocks_are_read_before_their_use_is_known(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each thread, and no more."""
+    read_so_far: set[int] = set()
+    all_wait = threading.Event()
+    real = files.preadv
+
+    def preadv(fd: int, buffers: Any, offset: int) -> int:
+        count = real(fd, buffers, offset)
+        read_so_far.add(offset)
+        if len(read_so_far) == THREADS:
+            all_wait.set()
+        return count
+
+    monkeypatch.setattr(files, "preadv", preadv)
+    out = bytearray(SIZE_BYTES)
+    with opened(written) as file:
+        ahead = Ahead([(file, block) for block in range(BLOCKS)])
+        assert all_wait.wait(120)
+        assert len(read_so_far) == THREADS
+
+        def use(number: int, data: memoryview) -> None:
+            out[number * BLOCK_BYTES : number * BLOCK_BYTES + len(data)] = data
+
+        ahead.finish(use)
+        ahead.close()
+    assert bytes(out) == CONTENT
+
+
+def test_what_is_read_ahead_and_not_wanted_is_forgotten(written: Path) -> None:
+    with opened(written) as file:
+        Ahead([(file, block) for block in range(BLOCKS)]).close()
+        Ahead([]).close()
+
+
+@pytest.mark.parametrize("block", [0, BLOCKS - 1])
+def test_damage_met_ahead_is_told_when_it_is_wanted(tmp_path: Path, block: int) -> None:
+    changed = bytearray(CONTENT)
+    changed[block * BLOCK_BYTES] ^= 1
+    (tmp_path / "x").write_bytes(changed)
+    used: list[int] = []
+    with opened(tmp_path / "x") as file:
+        ahead = Ahead([(file, one) for one in range(BLOCKS)])
+        with pytest.raises(CorruptCheckpointError, match=f"bytes {block * BLOCK_BYTES} to"):
+            ahead.finish(lambda number, _: used.append(number))
+    assert block not in used
+
+
+def test_a_checkpoint_is_read_ahead(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    for wanted in (EXPECTED, ["model/0500"], []):
+        with open_checkpoint(checkpoint.path, ahead=True) as one:
+            found = {name: memoryview(bytearray(one.size_bytes(name))) for name in wanted}
+            one.read_many_into(found.items())
+            assert {name: bytes(data) for name, data in found.items()} == {name: EXPECTED[name] for name in wanted}
+    with open_checkpoint(checkpoint.path, ahead=True) as one:
+        one.verify()
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with open_checkpoint(checkpoint.path, ahead=True) as one:
+        one.read_many_into((found := targets(one)).items())
+    assert {name: bytes(data) for name, data in found.items()} == EXPECTED

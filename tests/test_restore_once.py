@@ -219,7 +219,7 @@ def test_without_any_whole_one_the_job_cannot_train(
         assert job.restore(other) == 5
     assert_same(job, saved[1][2])
     job.step()
-    assert not half_restored.lift(*job.parts[:2])
+    assert not half_restored.is_marked(*job.parts[:2])
 
 
 def test_a_job_that_must_resume_is_told_that_it_cannot_train(store: Store) -> None:

@@ -110,18 +110,30 @@ def test_files_of_whole_blocks_and_a_little_more_or_less(tmp_path: Path, folder:
     assert_written(tmp_path, write_file(folder, "x", iter([memoryview(header), rest])), data)
 
 
-def test_pieces_may_be_made_in_one_place(tmp_path: Path, folder: int) -> None:
-    """What a piece showed may change when the next one is asked for: checksums are of what was written."""
+def test_pieces_may_be_made_in_one_place(tmp_path: Path, folder: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a piece showed may change when the next one is asked for: checksums are of what was written.
+
+    Each checksum is made as late as it can be: it is waited for, or else made of the next piece.
+    """
     view = scratch(2 * files.LEAST_DIRECT_BYTES)
+    asked = threading.Semaphore(0)
+    real = writing.Checksums._update
+
+    def update(self: writing.Checksums, data: memoryview) -> None:
+        asked.acquire(timeout=0.05)
+        real(self, data)
 
     def pieces() -> Iterator[memoryview]:
-        for number in range(6):
+        for number in range(4):
             view[:] = bytes([number]) * len(view)
+            if number:
+                asked.release()
             yield view
-            yield memoryview(b"between")
+        yield memoryview(b"end")
 
+    monkeypatch.setattr(writing.Checksums, "_update", update)
     entry = write_file(folder, "x", pieces())
-    assert_written(tmp_path, entry, b"".join(bytes([n]) * len(view) + b"between" for n in range(6)))
+    assert_written(tmp_path, entry, b"".join(bytes([n]) * len(view) for n in range(4)) + b"end")
 
 
 # ---------------------------------------------------------------------------------------- around the page cache, or not
