@@ -282,6 +282,69 @@ def test_an_interrupt_while_threads_are_awaited_waits_for_them_all_the_same(
     assert not [one.name for one in threading.enumerate() if one.name == "checkflow-reader"]
 
 
+def interrupt_before(name: str, times: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """So many calls of a thread's method are interrupted: a start when it is done, others before they do anything."""
+    real: Callable[..., None] = getattr(threading.Thread, name)
+    calls: list[str] = []
+
+    def method(self: threading.Thread, *arguments: Any) -> None:
+        here = threading.current_thread() is threading.main_thread()
+        if here:
+            calls.append(name)
+        if name == "start":
+            real(self)
+        if here and len(calls) <= times:
+            signal.raise_signal(signal.SIGINT)
+        if name != "start":
+            real(self, *arguments)
+
+    monkeypatch.setattr(threading.Thread, name, method)
+    return calls
+
+
+def test_an_interrupt_as_reading_ahead_begins_leaves_nothing_behind(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No thread that waits for ever to be told what blocks are for: the fixture looks for one."""
+    calls = interrupt_before("start", 1, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        open_checkpoint(checkpoint.path, ahead=True)
+    assert calls
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_interrupts_as_reading_ahead_ends_leave_nothing_behind(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    found = targets(checkpoint)
+    with open_checkpoint(checkpoint.path, ahead=True) as one:
+        calls = interrupt_before("join", times, monkeypatch)
+        with pytest.raises(KeyboardInterrupt):
+            one.read_many_into(found.items())
+        assert len(calls) > times
+        assert not [one.name for one in threading.enumerate() if one.name == "checkflow-reader"]
+        again = targets(checkpoint)  # nothing that was read for another call is taken for this one's
+        one.read_many_into(again.items())
+        assert {name: bytes(data) for name, data in again.items()} == EXPECTED
+
+
+def test_a_handlers_error_in_a_threads_start_is_raised_and_the_thread_ends(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not taken for a process that has no threads left. PyTorch's handler raises this type."""
+
+    def handler(*_: object) -> None:
+        raise RuntimeError("a worker was killed")
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        interrupt_before("start", 1, monkeypatch)
+        with opened(written) as file, pytest.raises(RuntimeError, match="a worker was killed"):
+            read(file)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_forked_child_does_not_keep_what_is_read_around_the_page_cache(written: Path) -> None:
     with opened(written) as file:
         try:
