@@ -69,11 +69,11 @@ class Ahead:
         self._uses: queue.SimpleQueue[Use | None] = queue.SimpleQueue()  # no lock of Python's: see interrupts.py
         self._ended = False
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = threading.Thread(target=self._run, name="checkflow-reader", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
         """Read the first block of each thread."""
-        assert self._thread is not None
+        self._thread = threading.Thread(target=self._run, name="checkflow-reader", daemon=True)
         if not _start(self._thread):
             self._thread = None
 

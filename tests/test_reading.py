@@ -456,6 +456,7 @@ def test_blocks_are_read_before_their_use_is_known(written: Path, monkeypatch: p
     out = bytearray(SIZE_BYTES)
     with opened(written) as file:
         ahead = Ahead([(file, block) for block in range(BLOCKS)])
+        ahead.begin()
         assert all_wait.wait(120)
         assert len(read_so_far) == THREADS
 
@@ -469,7 +470,13 @@ def test_blocks_are_read_before_their_use_is_known(written: Path, monkeypatch: p
 
 def test_what_is_read_ahead_and_not_wanted_is_forgotten(written: Path) -> None:
     with opened(written) as file:
-        Ahead([(file, block) for block in range(BLOCKS)]).close()
+        for blocks in ([(file, block) for block in range(BLOCKS)], []):
+            ahead = Ahead(blocks)
+            ahead.begin()
+            ahead.close()
+            ahead.close()
+            with pytest.raises(StorageError, match="closed while it was read"):
+                ahead.finish(lambda number, data: None)
         Ahead([]).close()
 
 
@@ -481,6 +488,7 @@ def test_damage_met_ahead_is_told_when_it_is_wanted(tmp_path: Path, block: int) 
     used: list[int] = []
     with opened(tmp_path / "x") as file:
         ahead = Ahead([(file, one) for one in range(BLOCKS)])
+        ahead.begin()
         with pytest.raises(CorruptCheckpointError, match=f"bytes {block * BLOCK_BYTES} to"):
             ahead.finish(lambda number, _: used.append(number))
     assert block not in used
