@@ -17,7 +17,7 @@ import pytest
 import xxhash
 
 from checkflow.errors import CorruptCheckpointError, StorageError
-from checkflow.runtime import files
+from checkflow.runtime import files, reading
 from checkflow.runtime.layout import PAGE_BYTES, make_layout
 from checkflow.runtime.manifest import BLOCK_BYTES, FileEntry
 from checkflow.runtime.opening import OpenFile
@@ -283,7 +283,7 @@ def test_an_interrupt_while_threads_are_awaited_waits_for_them_all_the_same(
 
 
 def interrupt_before(name: str, times: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """So many calls of a thread's method are interrupted: a start when it is done, others before they do anything."""
+    """So many calls by the main thread are interrupted: a start when it is done, others before they do anything."""
     real: Callable[..., None] = getattr(threading.Thread, name)
     calls: list[str] = []
 
@@ -305,11 +305,25 @@ def interrupt_before(name: str, times: int, monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_interrupt_as_reading_ahead_begins_leaves_nothing_behind(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No thread that waits for ever to be told what blocks are for: the fixture looks for one."""
-    calls = interrupt_before("start", 1, monkeypatch)
+    """No thread that waits for ever to be told what blocks are for."""
+    real, waits, read_block = threading.Thread.start, threading.Event(), reading.read_block
+
+    def start(self: threading.Thread) -> None:
+        real(self)
+        if threading.current_thread() is threading.main_thread():
+            assert waits.wait(120)
+            signal.raise_signal(signal.SIGINT)
+
+    def read(*arguments: Any) -> memoryview:
+        block = read_block(*arguments)
+        waits.set()
+        return block
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(reading, "read_block", read)
     with pytest.raises(KeyboardInterrupt):
         open_checkpoint(checkpoint.path, ahead=True)
-    assert calls
+    assert not [one.name for one in threading.enumerate() if one.name == "checkflow-reader"]
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
