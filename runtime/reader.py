@@ -81,6 +81,8 @@ class Checkpoint:
             rest = [(file, n) for file in held.values() for n in range(len(file.entry.blocks))]
             self._ahead = Ahead([one for one in rest if self._cached((one[0].path.name, one[1])) is None])
         try:
+            if self._ahead is not None:
+                self._ahead.begin()
             self._look(headers)
         except BaseException:
             self._stop_ahead()
@@ -205,13 +207,14 @@ class Checkpoint:
                 missing.append(key)
             else:
                 use(key, data)
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            begun = [(file.path.name, block) for file, block in ahead.blocks]
-            if missing == sorted(begun):
-                ahead.finish(lambda n, data: use(begun[n], data))
-                return
-            ahead.close()
+        if self._ahead is not None:
+            begun = [(file.path.name, block) for file, block in self._ahead.blocks]
+            try:
+                if missing == sorted(begun):
+                    self._ahead.finish(lambda n, data: use(begun[n], data))
+                    return
+            finally:
+                self._stop_ahead()
         read_blocks([(self._file(name), block) for name, block in missing], lambda n, data: use(missing[n], data))
 
     def read_rows_into(self, piece: Piece, first: int, buffer: memoryview) -> None:
@@ -247,9 +250,9 @@ class Checkpoint:
         self._verify([one for one in self._blocks() if (one[0].path.name, one[1]) not in self._verified])
 
     def _stop_ahead(self) -> None:
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead.close()
+        if self._ahead is not None:
+            self._ahead.close()  # first: what an interrupt comes before is closed later
+            self._ahead = None
 
     def _blocks(self) -> list[Block]:
         return [(file, block) for file in self._files.values() for block in range(len(file.entry.blocks))]

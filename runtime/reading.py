@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from checkflow.errors import StorageError
 from checkflow.runtime import files
+from checkflow.runtime.interrupts import raised_by_handler
 from checkflow.runtime.manifest import BLOCK_BYTES
 from checkflow.runtime.memory import scratch
 from checkflow.runtime.opening import OpenFile, memory_bytes, read_block
@@ -60,7 +61,7 @@ def read_one(file: OpenFile, block: int) -> memoryview:
 class Ahead:
     """:func:`read_blocks`, begun before it is known what blocks are used for: each thread reads one, and waits.
 
-    To be closed, whatever comes between.
+    Made first, and then begun: to be closed, whatever comes between, the begin's own errors too.
     """
 
     def __init__(self, blocks: Sequence[Block]) -> None:
@@ -68,14 +69,18 @@ class Ahead:
         self._uses: queue.SimpleQueue[Use | None] = queue.SimpleQueue()  # no lock of Python's: see interrupts.py
         self._ended = False
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = threading.Thread(target=self._run, name="checkflow-reader", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:  # no more threads for this process
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Read the first block of each thread."""
+        self._thread = threading.Thread(target=self._run, name="checkflow-reader", daemon=True)
+        if not _start(self._thread):
             self._thread = None
 
     def finish(self, use: Use) -> None:
         """Go on, to the end; raises as :func:`read_blocks`."""
+        if self._ended:
+            raise StorageError("the checkpoint was closed while it was read")
         if self._thread is None:
             read_blocks(self.blocks, use)
             return
@@ -88,14 +93,15 @@ class Ahead:
             raise self._error
 
     def close(self) -> None:
-        """End the threads; what they have read is forgotten."""
+        """End the threads; what they have read is forgotten. Once more is harmless."""
         self._ended = True
         self._uses.put(None)
         if self._thread is not None:
-            with contextlib.suppress(RuntimeError):  # a signal's handler raised in its very start: it ends by itself
-                self._thread.join()
+            await_end([self._thread])
 
     def _run(self) -> None:
+        if self._ended:
+            return
         try:
             read_blocks(self.blocks, self._use)
         except BaseException as error:  # noqa: BLE001 - finish() raises it
@@ -147,9 +153,7 @@ def _share(count: int, memory_bytes: int, work: Callable[[int, memoryview], None
     try:
         for part in parts[1:]:
             started.append(threading.Thread(target=run, args=(part,), name="checkflow-reader", daemon=True))
-            try:
-                started[-1].start()
-            except RuntimeError:  # no more threads for this process: fewer do it
+            if not _start(started[-1]):  # fewer do it
                 started.pop()
                 break
         run(parts[0])
@@ -158,6 +162,17 @@ def _share(count: int, memory_bytes: int, work: Callable[[int, memoryview], None
         await_end(started)
     if errors:
         raise errors[min(errors, key=lambda number: (isinstance(errors[number], Exception), number))]
+
+
+def _start(thread: threading.Thread) -> bool:
+    """Whether there was a thread to be had for this process."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if raised_by_handler(error):  # and the thread may run
+            raise
+        return False
+    return True
 
 
 def await_end(threads: Sequence[threading.Thread]) -> None:

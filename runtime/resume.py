@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 from checkflow.errors import CheckflowError, CorruptCheckpointError, MismatchError, StorageError
@@ -332,6 +333,18 @@ def _refuse_mismatch(
         owner = name.partition("/")[0]
         if name not in live and name not in tied and owner not in optimizers:
             raise MismatchError(f"{checkpoint.path}: the checkpoint's {name} is not in the job")
+        other = sources.get(tied.get(name, name), name)
+        if other != name and _digest(checkpoint, name) != _digest(checkpoint, other):
+            raise MismatchError(
+                f"{checkpoint.path} has different values for {other} and {name}, which are one tensor in the job"
+            )
+
+
+def _digest(checkpoint: Checkpoint, name: str) -> str:
+    data = bytearray(checkpoint.size_bytes(name))
+    checkpoint.read_into(name, memoryview(data))
+    entry = checkpoint.tensors[name]
+    return f"{entry.dtype}{list(entry.shape)} {xxhash.xxh3_128_hexdigest(data)}"
 
 
 def _compare(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, entry: TensorEntry) -> None:

@@ -17,7 +17,7 @@ import pytest
 import xxhash
 
 from checkflow.errors import CorruptCheckpointError, StorageError
-from checkflow.runtime import files
+from checkflow.runtime import files, reading
 from checkflow.runtime.layout import PAGE_BYTES, make_layout
 from checkflow.runtime.manifest import BLOCK_BYTES, FileEntry
 from checkflow.runtime.opening import OpenFile
@@ -282,6 +282,83 @@ def test_an_interrupt_while_threads_are_awaited_waits_for_them_all_the_same(
     assert not [one.name for one in threading.enumerate() if one.name == "checkflow-reader"]
 
 
+def interrupt_before(name: str, times: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """So many calls by the main thread are interrupted: a start when it is done, others before they do anything."""
+    real: Callable[..., None] = getattr(threading.Thread, name)
+    calls: list[str] = []
+
+    def method(self: threading.Thread, *arguments: Any) -> None:
+        here = threading.current_thread() is threading.main_thread()
+        if here:
+            calls.append(name)
+        if name == "start":
+            real(self)
+        if here and len(calls) <= times:
+            signal.raise_signal(signal.SIGINT)
+        if name != "start":
+            real(self, *arguments)
+
+    monkeypatch.setattr(threading.Thread, name, method)
+    return calls
+
+
+def test_an_interrupt_as_reading_ahead_begins_leaves_nothing_behind(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No thread that waits for ever to be told what blocks are for."""
+    real, waits, read_block = threading.Thread.start, threading.Event(), reading.read_block
+
+    def start(self: threading.Thread) -> None:
+        real(self)
+        if threading.current_thread() is threading.main_thread():
+            assert waits.wait(120)
+            signal.raise_signal(signal.SIGINT)
+
+    def read(*arguments: Any) -> memoryview:
+        block = read_block(*arguments)
+        waits.set()
+        return block
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(reading, "read_block", read)
+    with pytest.raises(KeyboardInterrupt):
+        open_checkpoint(checkpoint.path, ahead=True)
+    assert not [one.name for one in threading.enumerate() if one.name == "checkflow-reader"]
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_interrupts_as_reading_ahead_ends_leave_nothing_behind(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    found = targets(checkpoint)
+    with open_checkpoint(checkpoint.path, ahead=True) as one:
+        calls = interrupt_before("join", times, monkeypatch)
+        with pytest.raises(KeyboardInterrupt):
+            one.read_many_into(found.items())
+        assert len(calls) > times
+        assert not [one.name for one in threading.enumerate() if one.name == "checkflow-reader"]
+        again = targets(checkpoint)  # nothing that was read for another call is taken for this one's
+        one.read_many_into(again.items())
+        assert {name: bytes(data) for name, data in again.items()} == EXPECTED
+
+
+def test_a_handlers_error_in_a_threads_start_is_raised_and_the_thread_ends(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not taken for a process that has no threads left. PyTorch's handler raises this type."""
+
+    def handler(*_: object) -> None:
+        raise RuntimeError("a worker was killed")
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        interrupt_before("start", 1, monkeypatch)
+        with opened(written) as file, pytest.raises(RuntimeError, match="a worker was killed"):
+            read(file)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_forked_child_does_not_keep_what_is_read_around_the_page_cache(written: Path) -> None:
     with opened(written) as file:
         try:
@@ -393,6 +470,7 @@ def test_blocks_are_read_before_their_use_is_known(written: Path, monkeypatch: p
     out = bytearray(SIZE_BYTES)
     with opened(written) as file:
         ahead = Ahead([(file, block) for block in range(BLOCKS)])
+        ahead.begin()
         assert all_wait.wait(120)
         assert len(read_so_far) == THREADS
 
@@ -406,7 +484,13 @@ def test_blocks_are_read_before_their_use_is_known(written: Path, monkeypatch: p
 
 def test_what_is_read_ahead_and_not_wanted_is_forgotten(written: Path) -> None:
     with opened(written) as file:
-        Ahead([(file, block) for block in range(BLOCKS)]).close()
+        for blocks in ([(file, block) for block in range(BLOCKS)], []):
+            ahead = Ahead(blocks)
+            ahead.begin()
+            ahead.close()
+            ahead.close()
+            with pytest.raises(StorageError, match="closed while it was read"):
+                ahead.finish(lambda number, data: None)
         Ahead([]).close()
 
 
@@ -418,6 +502,7 @@ def test_damage_met_ahead_is_told_when_it_is_wanted(tmp_path: Path, block: int) 
     used: list[int] = []
     with opened(tmp_path / "x") as file:
         ahead = Ahead([(file, one) for one in range(BLOCKS)])
+        ahead.begin()
         with pytest.raises(CorruptCheckpointError, match=f"bytes {block * BLOCK_BYTES} to"):
             ahead.finish(lambda number, _: used.append(number))
     assert block not in used

@@ -17,9 +17,11 @@ from torch.utils.data import TensorDataset
 from checkflow import Checkpointer, DataLoader, load_weights
 from checkflow.errors import CorruptCheckpointError, LockedError, MismatchError
 from checkflow.runtime import files, half_restored
+from checkflow.runtime.importing import import_weights
 from checkflow.runtime.lock import DirectoryLock
 from checkflow.runtime.resume import resume_from
 from checkflow.runtime.store import Store
+from checkflow.runtime.weights import open_weights
 
 
 class Shared(torch.optim.Optimizer):
@@ -126,6 +128,46 @@ def test_state_that_parameters_share_goes_from_all_of_them(tmp_path: Path) -> No
         resumed = resume_from(store, "must", {"model": job.model}, {"optimizer": job.optimizer}, {})
     assert resumed is not None
     assert not job.optimizer.state
+
+
+@pytest.mark.parametrize("imported", [False, True])
+@pytest.mark.parametrize("alike", [False, True])
+def test_two_tensors_do_not_become_one_unless_they_are_alike(tmp_path: Path, imported: bool, alike: bool) -> None:
+    """One of the two would be lost without a word."""
+
+    def make(tied: bool) -> nn.ModuleDict:
+        torch.manual_seed(5)
+        model = nn.ModuleDict({"first": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+        if tied:
+            model["head"].weight = model["first"].weight
+        elif alike:
+            model["head"].weight.data.copy_(model["first"].weight)
+        return model
+
+    def run(model: nn.ModuleDict, steps: int) -> None:
+        optimizer = torch.optim.SGD([model["first"].bias, model["head"].bias], lr=0.1)
+        with Checkpointer(model, optimizer, directory=tmp_path / "checkpoints", every=1) as checkpointer:
+            for _ in checkpointer.steps(steps):
+                model["head"](model["first"](torch.ones(2, 2))).sum().backward()
+                optimizer.step()
+
+    saved = make(tied=False)
+    if imported:
+        torch.save(saved.state_dict(), tmp_path / "weights.pt")
+        with open_weights(tmp_path / "weights.pt") as weights:
+            import_weights(weights, tmp_path / "checkpoints")
+    else:
+        run(saved, 1)
+    job = make(tied=True)
+    with torch.no_grad():
+        job["first"].weight.zero_()
+    if alike:
+        run(job, 1)
+        assert same_bits(job["head"].weight, saved["head"].weight)
+    else:
+        with pytest.raises(MismatchError, match=r"different values for .*first.weight and .*head.weight"):
+            run(job, 1)
+        assert not job["first"].weight.any()
 
 
 def test_a_loader_that_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) -> None:
