@@ -52,16 +52,19 @@ class Holdings:
         """
         if self.closed:
             return None
+        error: Exception | None = None
         self.preemption.begin_closing()
         if self.loader is not None and self.loader.listener is self.boundaries:
             self.loader.listener = None
             self.loader.epochs_counted_elsewhere = False
-            self.loader.end_workers()
-        error: Exception | None = None
+            try:
+                self.loader.end_workers()
+            except Exception as reason:  # noqa: BLE001 - as below; torch's handler raises here that a worker was killed
+                error = reason
         try:
             self.boundaries.close()
         except Exception as reason:  # noqa: BLE001 - the caller says it: what else there is must be given back first
-            error = reason
+            error = error or reason
         self.saving.close()
         if self.store.locked:  # otherwise this was done already, and the directory may be somebody else's
             self.reporter.write(closed=True)

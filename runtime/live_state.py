@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from checkflow.errors import MismatchError
+from checkflow.runtime.variables import Variables
 from checkflow.state import (
     TrainingState,
     collect_state,
@@ -217,6 +218,9 @@ def refuse_extra_mismatch(
         if odd := sorted(set(have) ^ set(saved)):
             where = "the checkpoint" if odd[0] in saved else "the job"
             raise MismatchError(f"{what.format(odd[0])} is only in {where}")
+    for name, one in objects.items():
+        if isinstance(one, Variables):
+            one.refuse_mismatch(extra["objects"][name])
     for name, optimizer in optimizers.items():
         names = {id(parameter): path for path, parameter in optimizer_parameters(models, optimizer)}
         groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]

@@ -131,20 +131,27 @@ class Preemption:
             raise self._exception()
 
     def begin_closing(self) -> None:
-        """From here on the training thread is not interrupted."""
+        """From here on the training thread is not interrupted, and no worker outlasts a signal.
+
+        Whatever becomes of the closing: at its exit Python waits for ever for a worker that takes no SIGTERM.
+        """
         self._saving = True
+        self._lower_shield()
 
     def close(self) -> None:
         """Give everything back; once more is harmless."""
         self._closed = True
         if self in _listening:
             _listening.remove(self)
-        if self._shield is not None and all(one._shield is not self._shield for one in _listening):
-            self._shield.lower()
+        self._lower_shield()
         self._restore()
         self._news.put(None)
         if self._watchdog is not None and self._watchdog is not threading.current_thread():
             self._watchdog.join()
+
+    def _lower_shield(self) -> None:
+        if self._shield is not None and not any(one._shield is self._shield for one in _listening if one is not self):
+            self._shield.lower()
 
     def _restore(self) -> None:
         if threading.current_thread() is not threading.main_thread():

@@ -56,15 +56,23 @@ class Variables:
         """The values as they are now, by name."""
         return {name: self._namespace[name] for name in self._names}
 
+    def refuse_mismatch(self, state: Mapping[str, Any]) -> None:
+        """Hold what ``state_dict`` gave against these variables; nothing is set.
+
+        Raises:
+            MismatchError: the values are of other variables.
+        """
+        if odd := sorted(set(self._names) ^ set(state)):
+            where = "the checkpoint" if odd[0] in state else "the job"
+            raise MismatchError(f"Variables: the variable {odd[0]!r} is only in {where}")
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the variables.
 
         Raises:
             MismatchError: the values are of other variables; none was set.
         """
-        if odd := sorted(set(self._names) ^ set(state)):
-            where = "the checkpoint" if odd[0] in state else "the job"
-            raise MismatchError(f"Variables: the variable {odd[0]!r} is only in {where}")
+        self.refuse_mismatch(state)
         for name, value in state.items():
             present = self._namespace[name]
             on_device = isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor)

@@ -395,6 +395,51 @@ def test_a_script_that_forgets_to_close(tmp_path: Path) -> None:
     assert not list((tmp_path / "checkpoints").glob(".tmp-*"))
 
 
+UNENDED = """
+import multiprocessing, sys, torch, checkflow
+from torch.utils.data import TensorDataset
+error = {"RuntimeError": RuntimeError, "KeyboardInterrupt": KeyboardInterrupt}[sys.argv[1]]
+
+kept = []
+
+def train():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.ones(8, 2))
+    loader = checkflow.DataLoader(data, 2, num_workers=1, persistent_workers=True)
+    def failing():  # as torch's handler does when it finds that a worker was killed
+        raise error("planted")
+    loader.end_workers = failing
+    try:
+        with checkflow.Checkpointer(model, optimizer, loader, directory="checkpoints", every=1) as checkpointer:
+            kept.extend([loader, checkpointer])  # as the traceback of an error does: dropped, they would end
+            for epoch in checkpointer.epochs(2):
+                for (x,) in loader:
+                    optimizer.zero_grad()
+                    model(x).sum().backward()
+                    optimizer.step()
+    except error as found:
+        print(found, flush=True)
+
+job = multiprocessing.get_context("fork").Process(target=train)
+job.start()
+job.join()
+sys.exit(job.exitcode)
+"""
+
+
+@pytest.mark.parametrize("error", ["RuntimeError", "KeyboardInterrupt"])
+def test_workers_that_could_not_be_ended_hold_up_no_exit(error: str, tmp_path: Path) -> None:
+    """One of multiprocessing's asks them by SIGTERM, which they outlast while a job trains, and waits for ever."""
+    done = subprocess.run(
+        [sys.executable, "-c", UNENDED, error],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "planted\n"), done.stderr
+    assert steps(tmp_path / "checkpoints")[-1] == 8
+    Store(tmp_path / "checkpoints", run_id="next").close()
+
+
 def test_an_error_in_the_block_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was complete is committed; what fails on the way out is logged."""
     job = make()
