@@ -436,7 +436,8 @@ def test_workers_that_could_not_be_ended_hold_up_no_exit(error: str, tmp_path: P
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "planted\n"), done.stderr
-    assert steps(tmp_path / "checkpoints")[-1] == 8
+    if error == "RuntimeError":  # an interrupt ends the closing where it is
+        assert steps(tmp_path / "checkpoints")[-1] == 8
     Store(tmp_path / "checkpoints", run_id="next").close()
 
 
