@@ -105,7 +105,7 @@ class Reader:
             how = "hangs"
             self._process.send_signal(signal.SIGABRT)  # its last words are where it is
         except (EOFError, ConnectionResetError):
-            pass
+            pass  # it ended: its exit code, below, says how
         try:
             status = self._process.wait(patience_seconds)
         except subprocess.TimeoutExpired:
