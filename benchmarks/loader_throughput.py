@@ -1,7 +1,7 @@
 """What the resumable loader costs: its throughput against torch's own, and the time to skip to a position.
 
-``python benchmarks/loader_throughput.py [--only image-1ms …] [--batch-sizes 1 32 256] [--workers 0 4] [--rounds 41]
-[--seconds 0.25] [--output FILE]``: a table, and the same as JSON in FILE, by default
+``python benchmarks/loader_throughput.py [--only image-1ms …] [--batch-sizes 1 32 256] [--workers 0 4] [--rounds 200]
+[--seconds 0.25] [--case-seconds 25] [--output FILE]``: a table, and the same as JSON in FILE, by default
 benchmarks/results/loader-throughput-<cores>-cores.json.
 
 Items:
@@ -14,19 +14,16 @@ Items:
   no numbers.
 
 Each case has one torch loader and one of ours, shuffled, with workers that stay; each loads an epoch that is not
-counted, and then, round by round, epochs of ``--seconds`` (with workers four times as long) at least, as many as
-``--rounds`` says or take half a minute. The machine may be one that others share, and change its speed from second to
-second. So the two epochs of a round go side by side: without workers a batch of the one and a batch of the other, in
-turns the first; with workers in two processes at the same time, all the time, which share the cores evenly, so that a
-sample takes about twice as long as alone: four times, each with processes of its own, since some processes are faster
-than others for good. Items that only wait need no cores to themselves, and eight workers that wake up at once would
-wait for each other: of these, with workers, an epoch of the one follows an epoch of the other in one process.
+counted, and then, round by round, epochs of ``--seconds``, of two batches a worker at least, as many as ``--rounds``
+says or take ``--case-seconds`` (twice that with workers). The machine may be one that others share, and change its
+speed from second to second. So the two epochs of a round go side by side, in turns the first: without workers a batch
+of the one and a batch of the other; with workers, which make batches ahead, an epoch of the one and one of the other.
 
 A figure is the median of the rounds; "of torch's" is the ratio of all rounds' times, "added" the mean of their
 differences; "CPU" the same of the CPU's time, workers included. Beside both stands how far they may be off (95 %, by
-Student's t, over the races, or over eight stretches of rounds where there are no races). Two targets: at least 97 % of
-torch's throughput where an item costs 1 ms or more, and at most 10 µs a sample beyond torch's where items are only
-tensors. A row has met its target, or MISSED it, if all within its error does; else the two are not told apart.
+Student's t, over eight stretches of rounds). Two targets: at least 97 % of torch's throughput where an item costs 1 ms
+or more, and at most 10 µs a sample beyond torch's where items are only tensors. A row has met its target, or MISSED it,
+if all within its error does; else the two are not told apart.
 
 "skip" is a shuffled data set of 1,280,000 samples of which nothing is loaded before the position: the seconds from
 ``iter`` to the first batch at the begin, in the middle and before the end, torch's at the begin beside it, and the
@@ -69,8 +66,7 @@ LONG_SECONDS = 1e-3
 MOST_ADDED_SECONDS = 10e-6  # a sample, where items are only tensors
 SIDE, VIEW, FEATURES = 96, 64, 16
 LEAST_ROUNDS, CASE_SECONDS = 16, 25.0  # a case takes as many rounds as that allows
-RACES, STRETCHES = 4, 8
-STUDENTS_T = {RACES: 3.182, STRETCHES: 2.365}  # 95 %, both sides, by the number of means
+STRETCHES, STUDENTS_T = 8, 2.365  # 95 %, both sides, of so many means
 TRIALS = 5  # of how long an item takes: the machine's speed changes
 POSITIONS = (0, 640_000, 1_279_872)
 ORDER = 1_280_000
@@ -135,10 +131,11 @@ class OwnTensors:
 
 @dataclass(frozen=True)
 class Asked:
-    """How long a case is measured: rounds at most, and seconds of one epoch, about."""
+    """How long a case is measured: rounds at most, seconds of one epoch, about, and of all of them."""
 
     rounds: int
     seconds: float
+    case_seconds: float
 
 
 def item_seconds(dataset: Any, items: int = 50) -> float:
@@ -219,86 +216,48 @@ def make_loaders(dataset: Any, batch_size: int, workers: int) -> tuple[Any, Any]
     return theirs, checkflow.DataLoader(dataset, batch_size, True, **options)
 
 
-def race(which: int, dataset: Any, batch_size: int, workers: int, rounds: int, gate: Any, told: Any, over: Any) -> None:
-    """One loader's epochs in a process of its own; more of them, uncounted, until the other's are over."""
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", "This DataLoader will create")
-    loader = make_loaders(dataset, batch_size, workers)[which]
-    epoch_seconds(loader, len(dataset))
-    gate.wait()
-    times = [epoch_seconds(loader, len(dataset)) for _ in range(rounds)]
-    told.put((which, times))
-    while not over.is_set():
-        for _ in loader:
-            if over.is_set():
-                break
-
-
 Times = list[tuple[float, float]]  # of each round: seconds a sample, torch's and ours
 
 
-def race_both(dataset: Any, batch_size: int, workers: int, rounds: int) -> tuple[Times, Times]:
-    """One race: seconds passed, and of CPU time."""
-    context = multiprocessing.get_context("spawn")
-    gate, told, over = context.Barrier(2), context.Queue(), context.Event()
-    both = [
-        context.Process(target=race, args=(which, dataset, batch_size, workers, rounds, gate, told, over))
-        for which in (0, 1)
-    ]
-    for process in both:
-        process.start()
-    found = dict(told.get(timeout=600) for _ in both)
-    over.set()
-    for process in both:
-        process.join()
-    pairs = list(zip(found[0], found[1], strict=True))
-    passed, cpu = ([(theirs[kind], ours[kind]) for theirs, ours in pairs] for kind in (0, 1))
-    return passed, cpu
+def in_turns(loaders: Sequence[Any], samples: int, first: int) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Seconds of one epoch of each, a sample, one after the other: passed, and of CPU time."""
+    taken = {which: epoch_seconds(loaders[which], samples) for which in (first, 1 - first)}
+    return (taken[0][0], taken[1][0]), (taken[0][1], taken[1][1])
 
 
-def in_turns(loaders: Sequence[Any], samples: int, first: int) -> tuple[float, float]:
-    """Seconds of one epoch of each, a sample, one after the other."""
-    seconds = [0.0, 0.0]
-    for which in (first, 1 - first):
-        seconds[which] = epoch_seconds(loaders[which], samples)[0]
-    return seconds[0], seconds[1]
-
-
-def measure(kind: str, make: Callable[[int], Any], batch_size: int, workers: int, asked: Asked) -> dict[str, Any]:
+def measure(make: Callable[[int], Any], batch_size: int, workers: int, asked: Asked) -> dict[str, Any]:
     """One case: both loaders, round by round."""
     trial = make(max(2, 2 * workers) * batch_size)
     loader = make_loaders(trial, batch_size, workers)[0]
     one = min(epoch_seconds(loader, len(trial))[0] for _ in range(2))
     del loader  # its workers end
-    seconds = asked.seconds * 4 if workers else asked.seconds  # beginning an epoch takes them a while
-    dataset = make(max(2, 2 * workers, round(seconds / one / batch_size)) * batch_size)
-    groups: list[Times]
-    cpu: list[Times] = []
-    if workers and kind != "wait-1ms":
-        rounds = max(LEAST_ROUNDS, min(asked.rounds, round(CASE_SECONDS / (2 * one * len(dataset))))) // RACES
-        races = [race_both(dataset, batch_size, workers, rounds) for _ in range(RACES)]
-        groups, cpu = [passed for passed, _ in races], [used for _, used in races]
-    else:
-        loaders, begun = make_loaders(dataset, batch_size, workers), time.perf_counter()
-        both, times = in_turns if workers else side_by_side, []
-        for loader in loaders:
-            epoch_seconds(loader, len(dataset))
-        while len(times) < LEAST_ROUNDS or (len(times) < asked.rounds and time.perf_counter() - begun < CASE_SECONDS):
-            times.append(both(loaders, len(dataset), len(times) % 2))
-        groups = stretches(times)
-    flat = [pair for group in groups for pair in group]
-    row: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "samples": len(dataset), "rounds": len(flat)}
+    dataset = make(max(2, 2 * workers, round(asked.seconds / one / batch_size)) * batch_size)
+    loaders, begun = make_loaders(dataset, batch_size, workers), time.perf_counter()
+    most_seconds = asked.case_seconds * (2 if workers else 1)  # an epoch of the one is farther from the other's
+    for loader in loaders:
+        epoch_seconds(loader, len(dataset))
+    times: Times = []
+    cpu: Times = []
+    while len(times) < LEAST_ROUNDS or (len(times) < asked.rounds and time.perf_counter() - begun < most_seconds):
+        if workers:
+            passed, used = in_turns(loaders, len(dataset), len(times) % 2)
+            cpu.append(used)
+        else:
+            passed = side_by_side(loaders, len(dataset), len(times) % 2)
+        times.append(passed)
+    groups = stretches(times)
+    row: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "samples": len(dataset), "rounds": len(times)}
     return row | {
         "item_seconds": item_seconds(dataset),
-        "torch_seconds_a_sample": statistics.median(theirs for theirs, _ in flat),
-        "seconds_a_sample": statistics.median(ours for _, ours in flat),
-        "added_seconds_a_sample": added(flat),
+        "torch_seconds_a_sample": statistics.median(theirs for theirs, _ in times),
+        "seconds_a_sample": statistics.median(ours for _, ours in times),
+        "added_seconds_a_sample": added(times),
         "added_seconds_error": error_of([added(group) for group in groups]),
-        "of_torchs_throughput": share(flat),
+        "of_torchs_throughput": share(times),
         "of_torchs_throughput_error": error_of([share(group) for group in groups]),
-        "torch_cpu_seconds_a_sample": statistics.median(t for group in cpu for t, _ in group) if cpu else None,
-        "added_cpu_seconds_a_sample": added([pair for group in cpu for pair in group]) if cpu else None,
-        "torchs_share_of_cpu": share([pair for group in cpu for pair in group]) if cpu else None,
+        "torch_cpu_seconds_a_sample": statistics.median(theirs for theirs, _ in cpu) if cpu else None,
+        "added_cpu_seconds_a_sample": added(cpu) if cpu else None,
+        "torchs_share_of_cpu": share(cpu) if cpu else None,
     }
 
 
@@ -319,7 +278,7 @@ def share(times: Times) -> float:
 
 def error_of(means: Sequence[float]) -> float:
     """How far the mean of these means may be off."""
-    return STUDENTS_T[len(means)] * statistics.stdev(means) / math.sqrt(len(means))
+    return STUDENTS_T * statistics.stdev(means) / math.sqrt(len(means))
 
 
 MET, MISSED, OPEN = "met", "MISSED", "not told apart"
@@ -394,21 +353,22 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--batch-sizes", nargs="*", type=int, default=[1, 32, 256])
     parser.add_argument("--workers", nargs="*", type=int, default=[0, 4])
-    parser.add_argument("--rounds", type=int, default=41, help="at most")
+    parser.add_argument("--rounds", type=int, default=200, help="at most")
     parser.add_argument("--seconds", type=float, default=0.25, help="of one epoch, about")
+    parser.add_argument("--case-seconds", type=float, default=CASE_SECONDS, help="of a case, about; with workers twice")
     parser.add_argument("--note", default="", help="about the machine, for the file")
     results = Path(__file__).parent / "results" / f"loader-throughput-{cores}-cores.json"
     parser.add_argument("--output", type=Path, default=results)
     asked = parser.parse_args()
     torch.set_num_threads(1)  # as in workers
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
-    rows = []
+    rows, limits = [], Asked(asked.rounds, asked.seconds, asked.case_seconds)
     head = f"{'items':12} {'batch':>5} {'workers':>7} {'item':>9} {'torch':>9} {'ours':>9}"
     print(f"{head} {'of torch':>15} {'added':>16} {'added CPU':>9} {'CPU':>6}  target")
     for (kind, make), workers, batch_size in itertools.product(
         makers(asked.only).items(), asked.workers, asked.batch_sizes
     ):
-        row = {"items": kind, **measure(kind, make, batch_size, workers, Asked(asked.rounds, asked.seconds))}
+        row = {"items": kind, **measure(make, batch_size, workers, limits)}
         row |= judge(kind, row)
         rows.append(row)
         print(line_of(row), flush=True)

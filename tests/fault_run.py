@@ -51,6 +51,16 @@ def machine() -> str:
     )
 
 
+def source() -> str:
+    """Which state of the project that is, in words."""
+    git = ["git", "-C", str(ROOT)]
+    commit = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=False)
+    if commit.returncode:
+        return "of no commit"
+    changed = subprocess.run([*git, "status", "--porcelain", "--", "*.py"], capture_output=True, text=True, check=True)
+    return f"commit {commit.stdout.strip()}" + (" with changes" if changed.stdout.strip() else "")
+
+
 def run_part(part: Part) -> dict[str, Any]:
     """One part to its end: what it tried, how much of it passed, and what went wrong."""
     begun = time.monotonic()
@@ -175,8 +185,8 @@ def page(rows: list[dict[str, Any]]) -> str:
         " the newest acknowledged checkpoint is there; what is restored is, bit for bit, one state that was"
         " written; damage is refused by the name of a file and never returned as good; the next save works; nothing"
         " hangs.", "",
-        f"On {machine()}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}. Seconds are wall time beside other work. A"
-        " part is one process; where not all are done, the run was ended before.", "",
+        f"Of {source()}, on {machine()}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}. Seconds are wall time beside"
+        " other work. A part is one process; where not all are done, the run was ended before.", "",
         "| | fault | parts done | tried | passed | seconds |", "| --- | --- | ---: | ---: | ---: | ---: |",
     ]  # fmt: skip
     for row in rows:
@@ -218,7 +228,7 @@ def main() -> int:
     rows = summary(everything, outcomes)
     show(rows, console)
     if chosen.output is not None:
-        chosen.output.write_text(json.dumps({"machine": machine(), "faults": rows}, indent=2) + "\n")
+        chosen.output.write_text(json.dumps({"source": source(), "machine": machine(), "faults": rows}, indent=2) + "\n")
     if chosen.page is not None:
         chosen.page.write_text(page(rows))
     return 1 if any(row["problems"] for row in rows) else 0
