@@ -1,7 +1,7 @@
 """What the resumable loader costs: its throughput against torch's own, and the time to skip to a position.
 
-``python benchmarks/loader_throughput.py [--only image-1ms …] [--batch-sizes 1 32 256] [--workers 0 4] [--rounds 200]
-[--seconds 0.25] [--case-seconds 25] [--output FILE]``: a table, and the same as JSON in FILE, by default
+``python benchmarks/loader_throughput.py [--only image-1ms …] [--batch-sizes 1 32 256] [--workers 0 4] [--seconds 0.25]
+[--case-seconds 120] [--output FILE]``: a table, and the same as JSON in FILE, by default
 benchmarks/results/loader-throughput-<cores>-cores.json.
 
 Items:
@@ -14,10 +14,10 @@ Items:
   no numbers.
 
 Each case has one torch loader and one of ours, shuffled, with workers that stay; each loads an epoch that is not
-counted, and then, round by round, epochs of ``--seconds``, of two batches a worker at least, as many as ``--rounds``
-says or take ``--case-seconds`` (twice that with workers). The machine may be one that others share, and change its
-speed from second to second. So the two epochs of a round go side by side, in turns the first: without workers a batch
-of the one and a batch of the other; with workers, which make batches ahead, an epoch of the one and one of the other.
+counted, and then, round by round, epochs of ``--seconds`` (of a batch a worker at least), until it is known well enough
+how they compare, or ``--case-seconds`` are over. The machine may be one that others share, and change its speed from
+second to second. So the two epochs of a round go side by side, in turns the first: without workers a batch of the one
+and a batch of the other; with workers, which make batches ahead, an epoch of the one and one of the other.
 
 A figure is the median of the rounds; "of torch's" is the ratio of all rounds' times, "added" the mean of their
 differences; "CPU" the same of the CPU's time, workers included. Beside both stands how far they may be off (95 %, by
@@ -65,9 +65,10 @@ LEAST_SHARE = 0.97  # of torch's throughput, where an item costs LONG_SECONDS or
 LONG_SECONDS = 1e-3
 MOST_ADDED_SECONDS = 10e-6  # a sample, where items are only tensors
 SIDE, VIEW, FEATURES = 96, 64, 16
-LEAST_ROUNDS, CASE_SECONDS = 16, 25.0  # a case takes as many rounds as that allows
+LEAST_ROUNDS, CASE_SECONDS = 24, 120.0
+SHARE_ERROR, ADDED_ERROR_SECONDS = 0.01, 0.5e-6  # enough is known when a figure may be off by no more than that
 STRETCHES, STUDENTS_T = 8, 2.365  # 95 %, both sides, of so many means
-TRIALS = 5  # of how long an item takes: the machine's speed changes
+TRIALS, FASTER = 20, 1.2  # of how long an item takes: the machine's speed changes, and it may become faster yet
 POSITIONS = (0, 640_000, 1_279_872)
 ORDER = 1_280_000
 
@@ -131,9 +132,8 @@ class OwnTensors:
 
 @dataclass(frozen=True)
 class Asked:
-    """How long a case is measured: rounds at most, seconds of one epoch, about, and of all of them."""
+    """How long a case is measured: seconds of one epoch, about, and of all of them at most."""
 
-    rounds: int
     seconds: float
     case_seconds: float
 
@@ -149,7 +149,8 @@ def item_seconds(dataset: Any, items: int = 50) -> float:
 
 
 def views_for(seconds: float) -> int:
-    """How many views make an item cost so much here, at least."""
+    """How many views make an item cost so much here, at least, and somewhat more when that is found out."""
+    seconds *= FASTER
     one, many = item_seconds(Images(1, 1)), item_seconds(Images(1, 11))
     views = 1 + max(0, round((seconds - one) / (many - one) * 10))
     while min(item_seconds(Images(1, views)) for _ in range(TRIALS)) < seconds:
@@ -231,14 +232,13 @@ def measure(make: Callable[[int], Any], batch_size: int, workers: int, asked: As
     loader = make_loaders(trial, batch_size, workers)[0]
     one = min(epoch_seconds(loader, len(trial))[0] for _ in range(2))
     del loader  # its workers end
-    dataset = make(max(2, 2 * workers, round(asked.seconds / one / batch_size)) * batch_size)
+    dataset = make(max(2, workers, round(asked.seconds / one / batch_size)) * batch_size)
     loaders, begun = make_loaders(dataset, batch_size, workers), time.perf_counter()
-    most_seconds = asked.case_seconds * (2 if workers else 1)  # an epoch of the one is farther from the other's
     for loader in loaders:
         epoch_seconds(loader, len(dataset))
     times: Times = []
     cpu: Times = []
-    while len(times) < LEAST_ROUNDS or (len(times) < asked.rounds and time.perf_counter() - begun < most_seconds):
+    while not (len(times) >= LEAST_ROUNDS and (enough(times) or time.perf_counter() - begun > asked.case_seconds)):
         if workers:
             passed, used = in_turns(loaders, len(dataset), len(times) % 2)
             cpu.append(used)
@@ -279,6 +279,13 @@ def share(times: Times) -> float:
 def error_of(means: Sequence[float]) -> float:
     """How far the mean of these means may be off."""
     return STUDENTS_T * statistics.stdev(means) / math.sqrt(len(means))
+
+
+def enough(times: Times) -> bool:
+    """Whether it is known well enough how they compare."""
+    groups = stretches(times)
+    share_error, added_error = (error_of([figure(group) for group in groups]) for figure in (share, added))
+    return share_error <= SHARE_ERROR or added_error <= ADDED_ERROR_SECONDS
 
 
 MET, MISSED, OPEN = "met", "MISSED", "not told apart"
@@ -353,16 +360,15 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--batch-sizes", nargs="*", type=int, default=[1, 32, 256])
     parser.add_argument("--workers", nargs="*", type=int, default=[0, 4])
-    parser.add_argument("--rounds", type=int, default=200, help="at most")
     parser.add_argument("--seconds", type=float, default=0.25, help="of one epoch, about")
-    parser.add_argument("--case-seconds", type=float, default=CASE_SECONDS, help="of a case, about; with workers twice")
+    parser.add_argument("--case-seconds", type=float, default=CASE_SECONDS, help="of a case, at most")
     parser.add_argument("--note", default="", help="about the machine, for the file")
     results = Path(__file__).parent / "results" / f"loader-throughput-{cores}-cores.json"
     parser.add_argument("--output", type=Path, default=results)
     asked = parser.parse_args()
     torch.set_num_threads(1)  # as in workers
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
-    rows, limits = [], Asked(asked.rounds, asked.seconds, asked.case_seconds)
+    rows, limits = [], Asked(asked.seconds, asked.case_seconds)
     head = f"{'items':12} {'batch':>5} {'workers':>7} {'item':>9} {'torch':>9} {'ours':>9}"
     print(f"{head} {'of torch':>15} {'added':>16} {'added CPU':>9} {'CPU':>6}  target")
     for (kind, make), workers, batch_size in itertools.product(
@@ -372,7 +378,7 @@ def main() -> None:
         row |= judge(kind, row)
         rows.append(row)
         print(line_of(row), flush=True)
-    skip = measure_skip(min(asked.rounds, LEAST_ROUNDS))
+    skip = measure_skip(LEAST_ROUNDS)
     for name, seconds in skip["first_batch_seconds"].items():
         print(f"first batch of {ORDER:,} shuffled samples, {name}: {seconds * 1e3:.1f} ms")
     for name, size in skip["order_bytes"].items():

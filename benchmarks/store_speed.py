@@ -2,11 +2,12 @@
 
 ``python -m benchmarks.store_speed [--directory DIR] [--mib 256] [--rounds 9] [--output FILE]``
 
-Write: ``Store.commit`` from a filled staging buffer to its return (checksums, fsyncs, renames and the removal of an old
-checkpoint included), beside raw ways to make as many bytes durable in one new file: buffered writes and fsync, the
-same around the page cache (O_DIRECT), and both with four threads. A training loop of torch's runs on a thread of this
-process all the while, for all of them; its iterations in that time are told, too. Once with one large tensor, and once
-with 1,000 small ones of the same bytes.
+Write: ``Store.commit`` from a filled staging buffer to its return (checksums, fsyncs and renames included), beside raw
+ways to make as many bytes durable in one new file: buffered writes and fsync, the same around the page cache
+(O_DIRECT), and both with four threads. A training loop of torch's runs on a thread of this process all the while, for
+all of them; its iterations in that time are told, too. Once with one large tensor, and once with 1,000 small ones of
+the same bytes. What is written is removed between the measurements. Then the same with a removal in it: the commit
+removes an old checkpoint, as retention has it do, and the raw ways remove the file.
 
 Read: a checkpoint that the page cache was told to drop (``posix_fadvise``; a virtual machine's host may still have it),
 into memory that is there. "read": open it and read all tensors, each byte verified as it is read. "restore": what a
@@ -25,6 +26,7 @@ import argparse
 import json
 import mmap
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -86,8 +88,8 @@ def in_threads(count: int, blocks: range, work: Callable[[int], object]) -> None
         thread.join()
 
 
-def write_raw(path: Path, source: mmap.mmap, *, flags: int, threads: int) -> float:
-    """Seconds until a new file of these bytes is durable."""
+def write_raw(path: Path, source: mmap.mmap, *, flags: int, threads: int, removed: bool = False) -> float:
+    """Seconds until a new file of these bytes is durable, and until it is ``removed`` if that is to be counted."""
     view = memoryview(source)
     begun = time.perf_counter()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags, 0o666)
@@ -101,7 +103,7 @@ def write_raw(path: Path, source: mmap.mmap, *, flags: int, threads: int) -> flo
     os.close(fd)
     seconds = time.perf_counter() - begun
     path.unlink()
-    return seconds
+    return time.perf_counter() - begun if removed else seconds
 
 
 def read_raw(path: Path, target: mmap.mmap, *, flags: int, threads: int) -> float:
@@ -159,10 +161,14 @@ def filled(layout: Layout, source: mmap.mmap) -> mmap.mmap:
 
 
 class Commits:
-    """A store that is written again and again; two checkpoints stay."""
+    """A store that is written again and again; two checkpoints stay.
 
-    def __init__(self, directory: Path, layout: Layout, source: mmap.mmap) -> None:
-        self.store = Store(directory, run_id="benchmark")
+    Args:
+        retention: whether the store removes the others, as part of a commit.
+    """
+
+    def __init__(self, directory: Path, layout: Layout, source: mmap.mmap, *, retention: bool = False) -> None:
+        self.store = Store(directory, run_id="benchmark", keep_latest=2 if retention else 10**6)
         self._layout, self._staging = layout, filled(layout, source)
         self._step = 0
 
@@ -170,7 +176,10 @@ class Commits:
         self._step += 1
         begun = time.perf_counter()
         self.store.commit(self._step, self._layout, memoryview(self._staging), EXTRA, {})
-        return time.perf_counter() - begun
+        seconds = time.perf_counter() - begun
+        for old in self.store.checkpoints()[2:]:
+            shutil.rmtree(old)
+        return seconds
 
 
 def model_of(checkpoint: Checkpoint) -> torch.nn.Module:
@@ -313,19 +322,23 @@ def main() -> int:
         target[:] = source[:]
         one = Commits(Path(folder) / "one", layout_of(size_bytes, 1), source)
         many = Commits(Path(folder) / "many", layout_of(size_bytes, SMALL_TENSORS), source)
+        retaining = Commits(Path(folder) / "retaining", layout_of(size_bytes, 1), source, retention=True)
         ours = {"one tensor": one.commit, f"{SMALL_TENSORS} tensors": many.commit}
         raw = raw_ways(write_raw, Path(folder) / "raw", source)
+        removed = {name: partial(way, removed=True) for name, way in raw.items()}
         with Training() as training:
             writes = take_turns({**raw, **ours}, arguments.rounds, training)
+            replacing = take_turns({**removed, "one tensor": retaining.commit}, arguments.rounds, training)
         memory: dict[str, list[int]] = {"commit": [], "restore": []}
         with risen(memory["commit"]):
             one.commit()
             many.commit()
         reads, restored = measure_reads(Path(folder), one.store, many.store, target, arguments.rounds)
         memory["restore"] = restored
-        one.store.close()
-        many.store.close()
+        for commits in (one, many, retaining):
+            commits.store.close()
     show("durable write, beside a training loop", writes, size_bytes)
+    show("the same, and as much removed", replacing, size_bytes)
     show("read from the disk", reads, size_bytes)
     figures = {
         "size_bytes": size_bytes,
@@ -333,8 +346,10 @@ def main() -> int:
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         "write": writes,
+        "write_and_remove": replacing,
         "read": reads,
         "write_of_raw": rate_of_raw(writes, "one tensor"),
+        "write_and_remove_of_raw": rate_of_raw(replacing, "one tensor"),
         "read_of_raw": rate_of_raw(reads, "read one"),
         "restore_of_raw": rate_of_raw(reads, "restore one"),
         "many_commit_of_one": ratio(writes, f"{SMALL_TENSORS} tensors", "one tensor"),
@@ -349,7 +364,8 @@ def main() -> int:
 
 def targets(figures: dict[str, Any]) -> list[tuple[str, bool]]:
     """Each target with the figure that stands for it, and whether it was met."""
-    write, back = figures["write_of_raw"], figures["restore_of_raw"]
+    write = min(figures["write_of_raw"], figures["write_and_remove_of_raw"])
+    back = figures["restore_of_raw"]
     many = max(figures["many_commit_of_one"], figures["many_restore_of_one"])
     memory = max(figures["memory_risen_bytes"].values())
     return [

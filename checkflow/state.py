@@ -276,6 +276,10 @@ def _in_parts(item: StateTensor) -> Iterator[StateTensor]:
         UnsupportedError: there are none such.
     """
     tensor = item.tensor
+    if type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_nested:  # nearly all
+        _refuse_memory(item.name, tensor)
+        yield item
+        return
     if is_lazy(tensor):
         raise UnsupportedError(
             f"state tensor {item.name} has no shape yet: run the model once on a batch first, as lazy modules need"
@@ -311,7 +315,7 @@ def _refuse_memory(name: str, tensor: torch.Tensor) -> None:
             f"state tensor {name} is quantized ({tensor.dtype}), which no safetensors file can hold: keep its "
             ".int_repr(), scale and zero point instead"
         )
-    if tensor.numel() and memory_order(tensor) is None:
+    if not tensor.is_contiguous() and tensor.numel() and memory_order(tensor) is None:
         raise UnsupportedError(f"state tensor {name} is expanded or has gaps in memory: call .contiguous() on it")
 
 

@@ -117,8 +117,8 @@ def dumps(manifest: Manifest) -> bytes:
         UnsupportedError: ``info`` holds something that JSON has not, or the whole is too large to be read back.
     """
     try:
-        data = _ADAPTER.dump_python(manifest, mode="json")
-        body = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=True).encode()[:-1]
+        json.dumps(manifest.info, allow_nan=False)  # pydantic would write null
+        body = _ADAPTER.dump_json(manifest, ensure_ascii=True)[:-1]
     except (PydanticSerializationError, ValueError, TypeError, RecursionError) as error:
         raise UnsupportedError(f"the checkpoint's information cannot be written as JSON: {error}") from None
     if len(body) + _DIGEST_BYTES > MAX_MANIFEST_BYTES:

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 
 MADV_WIPEONFORK = 18  # of Linux; Python has no name for it
-_LEAST_COPY_BYTES = 65536  # less is copied before another thread could make use of the interpreter
+_LEAST_COPY_BYTES = 1 << 20  # less is copied before another thread could make much use of the interpreter
 
 
 def scratch(size_bytes: int, *, large_pages: bool = False) -> memoryview:

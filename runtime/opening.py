@@ -87,9 +87,9 @@ def read_block(file: OpenFile, block: int, memory: memoryview, direct: int | Non
     """
     begin, out = block * BLOCK_BYTES, memory[: block_bytes(file, block)]
     try:
-        count = (
-            0 if direct is None else min(len(out), files.read_pages(direct, memory[: memory_bytes(file, block)], begin))
-        )
+        count = 0
+        if direct is not None:
+            count = min(len(out), files.read_pages(direct, memory[: memory_bytes(file, block)], begin))
         count += files.read_all(file.fd, out[count:], begin + count)
     except OSError as error:
         raise StorageError(f"cannot read {file.path}: {error.strerror}") from error

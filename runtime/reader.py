@@ -75,9 +75,11 @@ class Checkpoint:
         self._verified: set[Key] = set()
         self._names = dict(manifest.ties)
         self._ahead: Ahead | None = None
+        self._extra: bytes | None = None
         held = {name: file for name, file in opened.items() if name.endswith(".safetensors")}
         headers = {name: self._header(file) for name, file in held.items()}
         if ahead:
+            self._extra = self._read_extra()  # later it would wait for the disk to be done with all that was asked for
             rest = [(file, n) for file in held.values() for n in range(len(file.entry.blocks))]
             self._ahead = Ahead([one for one in rest if self._cached((one[0].path.name, one[1])) is None])
         try:
@@ -135,6 +137,9 @@ class Checkpoint:
         Raises:
             CorruptCheckpointError, StorageError: as :meth:`read_into`.
         """
+        return self._read_extra() if self._extra is None else self._extra
+
+    def _read_extra(self) -> bytes:
         file = self._file(EXTRA)
         if file.entry.size_bytes > MAX_EXTRA_BYTES:
             raise CorruptCheckpointError(f"{file.path} has {file.entry.size_bytes} bytes, more than {MAX_EXTRA_BYTES}")

@@ -21,17 +21,25 @@ from checkflow.runtime.memory import scratch
 from checkflow.runtime.opening import OpenFile, memory_bytes, read_block
 
 #: So many blocks are in memory at once. More threads do not read faster from disks of some GB/s.
-THREADS = 4
+THREADS = 5
 Block = tuple[OpenFile, int]  # an open file, and the number of a block of it
 Use = Callable[[int, memoryview], None]
 
 
-def read_blocks(blocks: Sequence[Block], use: Use) -> None:
+def read_blocks(
+    blocks: Sequence[Block],
+    use: Use,
+    *,
+    begin: Callable[[], None] = lambda: None,
+    started: Callable[[int], None] = lambda threads: None,
+) -> None:
     """Read blocks, verified.
 
     Args:
         use: called with the number of each in ``blocks`` and its bytes, which are others after that; by several
             threads, in no order. What it raises is raised here.
+        begin: called by each of these threads before it reads the first and any further one, and at its end.
+        started: called with the number of threads when all run.
 
     Raises:
         CorruptCheckpointError: of the blocks that were read, the first in order that is damaged. Others may have been
@@ -45,6 +53,8 @@ def read_blocks(blocks: Sequence[Block], use: Use) -> None:
             len(blocks),
             max(memory_bytes(*block) for block in blocks),
             lambda number, memory: use(number, read_block(*blocks[number], memory, direct.get(blocks[number][0].fd))),
+            begin,
+            started,
         )
 
 
@@ -55,7 +65,8 @@ def read_one(file: OpenFile, block: int) -> memoryview:
         CorruptCheckpointError, StorageError: as :func:`read_blocks`.
     """
     with _around_the_cache([(file, block)]) as direct:
-        return read_block(file, block, scratch(memory_bytes(file, block)), direct.get(file.fd))
+        size = memory_bytes(file, block)
+        return read_block(file, block, scratch(size, large_pages=size == BLOCK_BYTES), direct.get(file.fd))
 
 
 class Ahead:
@@ -66,16 +77,27 @@ class Ahead:
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self.blocks = blocks
-        self._uses: queue.SimpleQueue[Use | None] = queue.SimpleQueue()  # no lock of Python's: see interrupts.py
+        # No lock of Python's own: see interrupts.py.
+        self._uses: queue.SimpleQueue[Use | None] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[int] = queue.SimpleQueue()  # how many threads; 0: one reads, or has ended
         self._ended = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Read the first block of each thread."""
+        """Have each thread read a block; returns when the disk is at it.
+
+        Not before that: what comes next keeps the interpreter busy, and a thread that only wants to begin would wait
+        for it several times, longer than a read takes.
+        """
         self._thread = threading.Thread(target=self._run, name="checkflow-reader", daemon=True)
         if not _start(self._thread):
             self._thread = None
+            return
+        reading, threads = 0, THREADS
+        while reading < threads:
+            news = self._news.get()
+            reading, threads = (reading, news) if news else (reading + 1, threads)
 
     def finish(self, use: Use) -> None:
         """Go on, to the end; raises as :func:`read_blocks`."""
@@ -100,12 +122,14 @@ class Ahead:
             await_end([self._thread])
 
     def _run(self) -> None:
-        if self._ended:
-            return
         try:
-            read_blocks(self.blocks, self._use)
+            if not self._ended:
+                read_blocks(self.blocks, self._use, begin=lambda: self._news.put(0), started=self._news.put)
         except BaseException as error:  # noqa: BLE001 - finish() raises it
             self._error = error
+        finally:
+            for _ in range(THREADS):  # nobody waits for those that never ran
+                self._news.put(0)
 
     def _use(self, number: int, data: memoryview) -> None:
         use = self._uses.get()
@@ -131,7 +155,13 @@ def _around_the_cache(blocks: Sequence[Block]) -> Iterator[dict[int, int]]:
                 files.close(fd)
 
 
-def _share(count: int, memory_bytes: int, work: Callable[[int, memoryview], None]) -> None:
+def _share(
+    count: int,
+    memory_bytes: int,
+    work: Callable[[int, memoryview], None],
+    begin: Callable[[], None],
+    all_started: Callable[[int], None],
+) -> None:
     """Do ``work`` for all numbers below ``count``, each thread with memory of its own; this thread is one of them."""
     threads = min(THREADS, count)
     memory = scratch(threads * memory_bytes, large_pages=memory_bytes == BLOCK_BYTES)
@@ -144,10 +174,12 @@ def _share(count: int, memory_bytes: int, work: Callable[[int, memoryview], None
         nonlocal ended
         while not ended and (number := next(numbers)) < count:
             try:
+                begin()
                 work(number, part)
             except BaseException as error:  # noqa: BLE001 - the caller raises the first of all threads
                 errors[number] = error
                 ended = True
+        begin()
 
     started: list[threading.Thread] = []
     try:
@@ -156,6 +188,7 @@ def _share(count: int, memory_bytes: int, work: Callable[[int, memoryview], None
             if not _start(started[-1]):  # fewer do it
                 started.pop()
                 break
+        all_started(1 + len(started))
         run(parts[0])
     finally:
         ended = True  # what was begun is done, all of it unless something was raised

@@ -11,6 +11,7 @@ job is marked (:mod:`.half_restored`), and cannot train.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -107,8 +108,27 @@ def resume_from(
         MismatchError, CorruptCheckpointError: as :func:`restore`. Where the job's state was changed by then, the
             message says so, and the job is marked.
     """
+    with _no_collection():
+        return _resume_marked(store, mode, (models, optimizers, objects, host_tensors), place)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Of cyclic garbage. There is none, and where there are thousands of tensors the collector would look at all that
+    torch has made, more than once."""
+    collecting = gc.isenabled()
+    try:
+        gc.disable()
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _resume_marked(store: Store, mode: str | int, job: _Job, place: Callable[[_Extra], None]) -> Resumed | None:
+    models, optimizers = job[:2]
     begun = half_restored.is_marked(models, optimizers)
-    found = _Restore((models, optimizers, objects, host_tensors), place, begun=begun)
+    found = _Restore(job, place, begun=begun)
     try:
         half_restored.lift(models, optimizers)
         resumed = _resume(store, mode, found)
@@ -348,6 +368,7 @@ def _digest(checkpoint: Checkpoint, name: str) -> str:
 
 
 def _compare(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, entry: TensorEntry) -> None:
+    if tensor.shape == entry.shape and dtype_name(tensor.dtype) == entry.dtype:  # as nearly all: text takes a while
+        return
     have, want = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}", f"{entry.dtype}{list(entry.shape)}"
-    if have != want:
-        raise MismatchError(f"{checkpoint.path}: {name} is {want} in the checkpoint, {have} in the job")
+    raise MismatchError(f"{checkpoint.path}: {name} is {want} in the checkpoint, {have} in the job")

@@ -228,7 +228,9 @@ def main() -> int:
     rows = summary(everything, outcomes)
     show(rows, console)
     if chosen.output is not None:
-        chosen.output.write_text(json.dumps({"source": source(), "machine": machine(), "faults": rows}, indent=2) + "\n")
+        chosen.output.write_text(
+            json.dumps({"source": source(), "machine": machine(), "faults": rows}, indent=2) + "\n"
+        )
     if chosen.page is not None:
         chosen.page.write_text(page(rows))
     return 1 if any(row["problems"] for row in rows) else 0

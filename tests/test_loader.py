@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -326,8 +327,9 @@ def test_a_worker_whose_trainer_died_before_it_looked_ends(tmp_path: Path) -> No
     trainer = os.fork()
     if trainer == 0:
         shield = WorkerShield(lambda _: started.write_text(str(os.getpid())))
-        shield.workers_start()
-        if os.fork() == 0:
+        with shield.workers_start():
+            worker = os.fork()
+        if worker == 0:
             while os.getppid() == shield._trainer:
                 time.sleep(0.001)
             shield(0)
@@ -341,10 +343,31 @@ def test_a_worker_whose_trainer_died_before_it_looked_ends(tmp_path: Path) -> No
         time.sleep(0.001)
 
 
+@pytest.mark.parametrize("lowered", [False, True])
+def test_a_signal_that_meets_a_worker_as_it_is_born_waits_for_its_shield(lowered: bool) -> None:
+    shield = WorkerShield(None)
+    shield.raise_for([signal.SIGTERM])
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with shield.workers_start():
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            if lowered:
+                shield.lower()
+            shield(0)
+            os._exit(7)
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (-signal.SIGTERM if lowered else 7)
+    child = os.fork()  # no worker
+    if child == 0:
+        os._exit(int(signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_a_worker_whose_trainer_lives_goes_on() -> None:
     shield = WorkerShield(None)
-    shield.workers_start()
-    child = os.fork()
+    with shield.workers_start():
+        child = os.fork()
     if child == 0:
         shield(0)
         os._exit(7)

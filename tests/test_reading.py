@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import queue
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from checkflow.runtime.reading import THREADS, Ahead, read_blocks, read_one
 from checkflow.runtime.store import Store
 from tests.faults import all_direct
 from tests.store_tools import fill, read_all, record
+from tests.waiting import wait_for
 
 BLOCKS = 6
 SIZE_BYTES = (BLOCKS - 1) * BLOCK_BYTES + 5 * PAGE_BYTES + 77
@@ -330,7 +332,14 @@ def test_an_interrupt_as_reading_ahead_begins_leaves_nothing_behind(
 def test_interrupts_as_reading_ahead_ends_leave_nothing_behind(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    found = targets(checkpoint)
+    found, real, calls = targets(checkpoint), Ahead._run, []
+
+    def run(self: Ahead) -> None:
+        """Not over before it has been awaited so often."""
+        real(self)
+        wait_for(lambda: len(calls) > times)
+
+    monkeypatch.setattr(Ahead, "_run", run)
     with open_checkpoint(checkpoint.path, ahead=True) as one:
         calls = interrupt_before("join", times, monkeypatch)
         with pytest.raises(KeyboardInterrupt):
@@ -492,6 +501,60 @@ def test_what_is_read_ahead_and_not_wanted_is_forgotten(written: Path) -> None:
             with pytest.raises(StorageError, match="closed while it was read"):
                 ahead.finish(lambda number, data: None)
         Ahead([]).close()
+
+
+@pytest.mark.parametrize("threads", range(1, THREADS + 1))
+def test_reading_ahead_has_begun_when_so_many_threads_as_there_are_read(
+    written: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    real_start, real_read = reading._start, reading.read_block
+    started: list[threading.Thread] = []
+    reads: queue.SimpleQueue[int] = queue.SimpleQueue()
+    goes_on, used = threading.Event(), []
+
+    def start(thread: threading.Thread) -> bool:
+        """As where the system has so many threads to give; the last one after a while."""
+        if len(started) == threads:
+            return False
+        started.append(thread)
+        assert len(started) < threads or threads == 1 or goes_on.wait(120)
+        return real_start(thread)
+
+    def read_block(file: OpenFile, block: int, *rest: Any) -> memoryview:
+        reads.put(block)
+        return real_read(file, block, *rest)
+
+    monkeypatch.setattr(reading, "_start", start)
+    monkeypatch.setattr(reading, "read_block", read_block)
+    with opened(written) as file:
+        ahead = Ahead([(file, block) for block in range(BLOCKS)])
+        beginning = threading.Thread(target=ahead.begin)
+        beginning.start()
+        for _ in range(threads - 2):  # all but the last, and the one that starts the others
+            reads.get(timeout=120)
+        assert threads == 1 or beginning.is_alive()
+        goes_on.set()
+        beginning.join(120)
+        assert not beginning.is_alive()
+        ahead.finish(lambda number, _: used.append(number))
+    assert sorted(used) == list(range(BLOCKS))
+
+
+@pytest.mark.parametrize("where", ["read_block", "scratch"])
+def test_reading_ahead_that_fails_at_once_has_begun_too(
+    written: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The first thread may have ended before another one starts."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise StorageError("the disk is gone")
+
+    monkeypatch.setattr(reading, where, fail)
+    with opened(written) as file:
+        ahead = Ahead([(file, block) for block in range(BLOCKS)])
+        ahead.begin()
+        with pytest.raises(StorageError, match="the disk is gone"):
+            ahead.finish(lambda number, data: None)
 
 
 @pytest.mark.parametrize("block", [0, BLOCKS - 1])
