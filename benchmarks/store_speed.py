@@ -4,15 +4,16 @@
 
 Write: ``Store.commit`` from a filled staging buffer to its return (checksums, fsyncs and renames included), beside raw
 ways to make as many bytes durable in one new file: buffered writes and fsync, the same around the page cache
-(O_DIRECT), and both with four threads. A training loop of torch's runs on a thread of this process all the while, for
-all of them; its iterations in that time are told, too. Once with one large tensor, and once with 1,000 small ones of
-the same bytes. What is written is removed between the measurements. Then the same with a removal in it: the commit
-removes an old checkpoint, as retention has it do, and the raw ways remove the file.
+(O_DIRECT), and both with four and six threads. A training loop of torch's runs on a thread of this process all the
+while, for all of them; its iterations in that time are told, too. Once with one large tensor, and once with 1,000 small
+ones of the same bytes. What is written is removed between the measurements. Then the same with a removal in it: the
+commit removes an old checkpoint, as retention has it do, and the raw ways remove the file.
 
 Read: a checkpoint that the page cache was told to drop (``posix_fadvise``; a virtual machine's host may still have it),
 into memory that is there. "read": open it and read all tensors, each byte verified as it is read. "restore": what a
 job does (``resume_from``): the newest checkpoint's state into a model, each byte verified, another checkpoint being
-there to make good what damage would leave half done. Beside raw reads: buffered, O_DIRECT, and both with four threads.
+there to make good what damage would leave half done. Beside raw reads: buffered, O_DIRECT, and both with four and six
+threads.
 
 Ways take turns, so that a disk whose speed drifts drifts for all; medians, and the raw way with the best one counts.
 Memory: how far the process's resident memory rises in a commit and in a restore, at the highest.
@@ -34,6 +35,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,14 +50,22 @@ from checkflow.runtime.resume import resume_from
 from checkflow.runtime.store import Store
 
 BLOCK_BYTES = 8 * 2**20  # of one raw write or read
-THREADS = 4
+THREADS = (1, 4, 6)
 SMALL_TENSORS = 1000
 LEAST_WRITE_OF_RAW, LEAST_RESTORE_OF_RAW = 0.90, 0.85
 MOST_MANY_OF_ONE = 1.10
 MOST_MEMORY_BYTES = 64 * 2**20  # beside the staging buffer and the state itself
 EXTRA = extra_state.encode({"job": {"modules": {}, "optimizers": {}, "objects": {}}})
 RESULTS = Path(__file__).parent / "results"
-Way = Callable[[], float]  # seconds
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to do it, and what surrounds that without counting."""
+
+    work: Callable[[], object]
+    before: Callable[[], object] = lambda: None
+    after: Callable[[], object] = lambda: None
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -73,6 +83,9 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+Ways = dict[str, Way]
+
+
 # Raw
 
 
@@ -88,10 +101,9 @@ def in_threads(count: int, blocks: range, work: Callable[[int], object]) -> None
         thread.join()
 
 
-def write_raw(path: Path, source: mmap.mmap, *, flags: int, threads: int, removed: bool = False) -> float:
-    """Seconds until a new file of these bytes is durable, and until it is ``removed`` if that is to be counted."""
+def write_raw(path: Path, source: mmap.mmap, *, flags: int, threads: int) -> None:
+    """A new file of these bytes, durable."""
     view = memoryview(source)
-    begun = time.perf_counter()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags, 0o666)
 
     def write(offset: int) -> None:
@@ -101,15 +113,16 @@ def write_raw(path: Path, source: mmap.mmap, *, flags: int, threads: int, remove
     in_threads(threads, range(0, len(view), BLOCK_BYTES), write)
     os.fsync(fd)
     os.close(fd)
-    seconds = time.perf_counter() - begun
+
+
+def replace_raw(path: Path, source: mmap.mmap, *, flags: int, threads: int) -> None:
+    """The same, and as much is removed."""
+    write_raw(path, source, flags=flags, threads=threads)
     path.unlink()
-    return time.perf_counter() - begun if removed else seconds
 
 
-def read_raw(path: Path, target: mmap.mmap, *, flags: int, threads: int) -> float:
+def read_raw(path: Path, target: mmap.mmap, *, flags: int, threads: int) -> None:
     view = memoryview(target)
-    drop(path)
-    begun = time.perf_counter()
     fd = os.open(path, os.O_RDONLY | flags)
 
     def read(offset: int) -> None:
@@ -118,7 +131,6 @@ def read_raw(path: Path, target: mmap.mmap, *, flags: int, threads: int) -> floa
 
     in_threads(threads, range(0, len(view), BLOCK_BYTES), read)
     os.close(fd)
-    return time.perf_counter() - begun
 
 
 def drop(path: Path) -> None:
@@ -128,14 +140,14 @@ def drop(path: Path) -> None:
     os.close(fd)
 
 
-def raw_ways(function: Callable[..., float], path: Path, memory: mmap.mmap) -> dict[str, Way]:
+def raw_ways(function: Callable[..., None], path: Path, memory: mmap.mmap, **around: Callable[[], object]) -> Ways:
     kinds = {"buffered": 0, "direct": os.O_DIRECT}
     return {
-        f"raw {kind}" + (f", {count} threads" if count > 1 else ""): partial(
-            function, path, memory, flags=flags, threads=count
+        f"raw {kind}" + (f", {count} threads" if count > 1 else ""): Way(
+            partial(function, path, memory, flags=flags, threads=count), **around
         )
         for kind, flags in kinds.items()
-        for count in (1, THREADS)
+        for count in THREADS
     }
 
 
@@ -172,14 +184,17 @@ class Commits:
         self._layout, self._staging = layout, filled(layout, source)
         self._step = 0
 
-    def commit(self) -> float:
+    @property
+    def way(self) -> Way:
+        return Way(self.commit, after=self._remove_old)
+
+    def commit(self) -> None:
         self._step += 1
-        begun = time.perf_counter()
         self.store.commit(self._step, self._layout, memoryview(self._staging), EXTRA, {})
-        seconds = time.perf_counter() - begun
+
+    def _remove_old(self) -> None:
         for old in self.store.checkpoints()[2:]:
             shutil.rmtree(old)
-        return seconds
 
 
 def model_of(checkpoint: Checkpoint) -> torch.nn.Module:
@@ -203,23 +218,17 @@ def drop_all(store: Store) -> None:
             drop(file)
 
 
-def read_checkpoint(store: Store, targets: list[tuple[str, memoryview]]) -> float:
+def read_checkpoint(store: Store, targets: list[tuple[str, memoryview]]) -> None:
     """Open the newest and read all of it: each byte verified, once."""
-    drop_all(store)
-    begun = time.perf_counter()
     with open_checkpoint(store.checkpoints()[0]) as checkpoint:
         checkpoint.read_many_into(targets)
         _ = checkpoint.extra_bytes
-    return time.perf_counter() - begun
 
 
-def restore(store: Store, model: torch.nn.Module) -> float:
+def restore(store: Store, model: torch.nn.Module) -> None:
     """What a job does."""
-    drop_all(store)
-    begun = time.perf_counter()
     if resume_from(store, "auto", {"model": model}, {}, {}) is None:
         raise SystemExit("the checkpoint is gone")
-    return time.perf_counter() - begun
 
 
 # Training, and memory
@@ -270,17 +279,19 @@ def risen(found: list[int]) -> Iterator[None]:
 # The measurement
 
 
-def take_turns(ways: dict[str, Way], rounds: int, training: Training | None) -> dict[str, dict[str, Any]]:
+def take_turns(ways: Ways, rounds: int, training: Training | None) -> dict[str, dict[str, Any]]:
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     iterations: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 1):
         for name, way in ways.items():
-            before = 0 if training is None else training.iterations
-            taken = way()
+            way.before()
+            before, begun = 0 if training is None else training.iterations, time.perf_counter()
+            way.work()
+            taken, after = time.perf_counter() - begun, 0 if training is None else training.iterations
+            way.after()
             if turn:  # the first one warms up
                 seconds[name].append(taken)
-                if training is not None:
-                    iterations[name].append((training.iterations - before) / taken)
+                iterations[name].append((after - before) / taken)
     return {
         name: {
             "median_seconds": statistics.median(times),
@@ -323,12 +334,15 @@ def main() -> int:
         one = Commits(Path(folder) / "one", layout_of(size_bytes, 1), source)
         many = Commits(Path(folder) / "many", layout_of(size_bytes, SMALL_TENSORS), source)
         retaining = Commits(Path(folder) / "retaining", layout_of(size_bytes, 1), source, retention=True)
-        ours = {"one tensor": one.commit, f"{SMALL_TENSORS} tensors": many.commit}
-        raw = raw_ways(write_raw, Path(folder) / "raw", source)
-        removed = {name: partial(way, removed=True) for name, way in raw.items()}
+        ours = {"one tensor": one.way, f"{SMALL_TENSORS} tensors": many.way}
+        raw_path = Path(folder) / "raw"
+        raw = raw_ways(write_raw, raw_path, source, after=raw_path.unlink)
+        for _ in range(2):
+            retaining.commit()
         with Training() as training:
             writes = take_turns({**raw, **ours}, arguments.rounds, training)
-            replacing = take_turns({**removed, "one tensor": retaining.commit}, arguments.rounds, training)
+            ways = {**raw_ways(replace_raw, raw_path, source), "one tensor": Way(retaining.commit)}
+            replacing = take_turns(ways, arguments.rounds, training)
         memory: dict[str, list[int]] = {"commit": [], "restore": []}
         with risen(memory["commit"]):
             one.commit()
@@ -396,12 +410,13 @@ def measure_reads(
         model_one = model_of(checkpoint)
     with open_checkpoint(many.checkpoints()[0]) as checkpoint:
         model_many = model_of(checkpoint)
-    ways: dict[str, Way] = {
-        **raw_ways(read_raw, path, target),
-        "read one": partial(read_checkpoint, one, targets_of(model_one)),
-        "read many": partial(read_checkpoint, many, targets_of(model_many)),
-        "restore one": partial(restore, one, model_one),
-        "restore many": partial(restore, many, model_many),
+    drop_one, drop_many = partial(drop_all, one), partial(drop_all, many)
+    ways = {
+        **raw_ways(read_raw, path, target, before=partial(drop, path)),
+        "read one": Way(partial(read_checkpoint, one, targets_of(model_one)), drop_one),
+        "read many": Way(partial(read_checkpoint, many, targets_of(model_many)), drop_many),
+        "restore one": Way(partial(restore, one, model_one), drop_one),
+        "restore many": Way(partial(restore, many, model_many), drop_many),
     }
     rows = take_turns(ways, rounds, None)
     found: list[int] = []

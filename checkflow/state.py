@@ -16,7 +16,7 @@ import itertools
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -106,8 +106,7 @@ def module_names(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Modu
                 yield f"{owner}/{clean_key(path)}", module
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """What makes two tensors the same values in the same memory (real and fake tensors alike)."""
 
     storage: int
@@ -257,7 +256,7 @@ def collect_state(models: Mapping[str, nn.Module], optimizers: Mapping[str, torc
     if clash := set(models) & set(optimizers):
         raise UnsupportedError(f"a model and an optimizer are both named {sorted(clash)[0]}: give one another name")
     first: dict[Region, str] = {}
-    unique, ties = [], []
+    unique, places, ties = [], [], []
     for item in itertools.chain.from_iterable(map(_in_parts, held_tensors(models, optimizers))):
         here = region(item.tensor)
         if here in first and item.tensor.numel():
@@ -265,7 +264,8 @@ def collect_state(models: Mapping[str, nn.Module], optimizers: Mapping[str, torc
         else:
             first[here] = item.name
             unique.append(item)
-    _refuse_overlap(unique)
+            places.append(here)
+    _refuse_overlap(unique, places)
     return TrainingState(tuple(unique), tuple(ties))
 
 
@@ -319,16 +319,16 @@ def _refuse_memory(name: str, tensor: torch.Tensor) -> None:
         raise UnsupportedError(f"state tensor {name} is expanded or has gaps in memory: call .contiguous() on it")
 
 
-def _refuse_overlap(tensors: list[StateTensor]) -> None:
+def _refuse_overlap(tensors: list[StateTensor], places: list[Region]) -> None:
     """The ranges that tensors fill of their storages must be disjoint."""
     ranges: dict[int, list[tuple[int, int, str]]] = {}
-    for item in tensors:
-        tensor = item.tensor
-        if not tensor.numel():
-            continue
-        begin = int(tensor.storage_offset()) * tensor.element_size()
-        ranges.setdefault(tensor.untyped_storage()._cdata, []).append((begin, begin + tensor.nbytes, item.name))
+    for item, place in zip(tensors, places, strict=True):
+        if size_bytes := item.tensor.nbytes:
+            begin = place.offset * item.tensor.element_size()
+            ranges.setdefault(place.storage, []).append((begin, begin + size_bytes, item.name))
     for spans in ranges.values():
+        if len(spans) == 1:
+            continue
         spans.sort()
         for (_, end, one), (begin, _, other) in itertools.pairwise(spans):
             if begin < end:

@@ -126,15 +126,12 @@ class ForeignLoader(ResumableLoader):
             self.loader._iterator = None
 
     def _announce(self, epoch: int) -> None:
-        """Say which epoch comes, as loops otherwise do by hand."""
+        """Say which epoch comes, as loops otherwise do by hand; and that workers may start."""
         for one in parts(self.loader):
             if callable(set_epoch := getattr(one, "set_epoch", None)):
                 set_epoch(epoch)
-
-    def _iterate(self) -> Iterator[Any]:
-        """A new iterator of the loader."""
-        with self._workers_start():
-            return iter(self.loader)
+        if self.shield is not None:
+            self.shield.workers_start()
 
     def _begin_now(self) -> dict[str, Any]:
         """The generators that an epoch begins with: the process's, and the loader's own."""

@@ -241,8 +241,9 @@ class DataLoader(ResumableLoader):
             self._end(self._feed.steps.dropped, self._feed.steps.repeated)
             return iter(())
         self._base.manual_seed(derived_seed(seeds.samples, self.epoch, _OF_WORKERS))
-        with self._workers_start():
-            return _Rest(self, self._batches(), told=told)
+        if self.shield is not None:
+            self.shield.workers_start()
+        return _Rest(self, self._batches(), told=told)
 
     def _batches(self) -> Iterator[Any]:
         """What the feed's steps become."""

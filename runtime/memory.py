@@ -1,11 +1,13 @@
 """Memory of our own that files are read into and written from: aligned to pages, as reads and writes around the page
-cache demand it."""
+cache demand it. And what keeps Python's own memory from being looked through meanwhile."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import mmap
 import sys
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -27,6 +29,22 @@ def scratch(size_bytes: int, *, large_pages: bool = False) -> memoryview:
             with contextlib.suppress(OSError):  # a kernel without them
                 memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)[:size_bytes]
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """For code of ours that makes thousands of objects, all of which stay.
+
+    The collector of cyclic garbage would look at them, and at all that torch has made, more than once: that takes as
+    long as a restore does.
+    """
+    collecting = gc.isenabled()
+    try:
+        gc.disable()
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def address_of(view: memoryview) -> int:

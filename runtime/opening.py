@@ -35,6 +35,7 @@ from checkflow.runtime.manifest import (
     loads,
     no_duplicates,
 )
+from checkflow.runtime.memory import no_collection
 
 REPLACED = ".replaced-"  # before the name of a checkpoint that is just being exchanged for a new one
 _EXCHANGED_TRIES, _EXCHANGED_SECONDS = 50, 0.02
@@ -256,7 +257,9 @@ def _is_at(folder: int, path: Path) -> bool:
 
 def _read_manifest(fd: int, size: int, path: Path) -> Manifest:
     name = path / MANIFEST
-    manifest = loads(_read_small(fd, size, name), str(name))
+    data = _read_small(fd, size, name)
+    with no_collection():
+        manifest = loads(data, str(name))
     if (step := parse_step(path.name)) is not None and step != manifest.step:
         raise CorruptCheckpointError(f"{name} belongs to step {manifest.step}")
     return manifest

@@ -24,7 +24,7 @@ from checkflow.errors import CorruptCheckpointError, StorageError
 from checkflow.runtime import files
 from checkflow.runtime.layout import MAX_HEADER_BYTES, STORED_TYPES, element
 from checkflow.runtime.manifest import BLOCK_BYTES, EXTRA, MAX_EXTRA_BYTES, Manifest, Piece, TensorEntry
-from checkflow.runtime.memory import copy_bytes
+from checkflow.runtime.memory import copy_bytes, no_collection
 from checkflow.runtime.opening import (
     Narrow,
     OpenFile,
@@ -35,7 +35,7 @@ from checkflow.runtime.opening import (
     parse_step,
     whole,
 )
-from checkflow.runtime.reading import Ahead, Block, read_blocks, read_one
+from checkflow.runtime.reading import THREADS, Ahead, Block, read_blocks, read_one
 
 if TYPE_CHECKING:
     from checkflow.runtime.store import Store
@@ -81,11 +81,13 @@ class Checkpoint:
         if ahead:
             self._extra = self._read_extra()  # later it would wait for the disk to be done with all that was asked for
             rest = [(file, n) for file in held.values() for n in range(len(file.entry.blocks))]
-            self._ahead = Ahead([one for one in rest if self._cached((one[0].path.name, one[1])) is None])
+            rest = [one for one in rest if self._cached((one[0].path.name, one[1])) is None]
+            self._ahead = Ahead(rest, self._threads)
         try:
             if self._ahead is not None:
                 self._ahead.begin()
-            self._look(headers)
+            with no_collection():
+                self._look(headers)
         except BaseException:
             self._stop_ahead()
             raise
@@ -137,7 +139,8 @@ class Checkpoint:
         Raises:
             CorruptCheckpointError, StorageError: as :meth:`read_into`.
         """
-        return self._read_extra() if self._extra is None else self._extra
+        extra, self._extra = self._extra, None  # it may be large
+        return self._read_extra() if extra is None else extra
 
     def _read_extra(self) -> bytes:
         file = self._file(EXTRA)
@@ -189,17 +192,18 @@ class Checkpoint:
             self.read_into(*next(iter(targets)))
             return
         for name, buffer in targets:
-            tensor, out = self._tensor(name), buffer.cast("B")
-            if len(tensor.pieces) != 1 or len(out) != self.size_bytes(name):
+            (piece, *others), out = self._tensor(name).pieces, buffer.cast("B")
+            self._file(piece.file)  # not where all is closed
+            stored = self._stored[piece.file][piece.key]
+            begin, end = stored.begin, stored.end
+            if others or len(out) != end - begin:
                 self.read_into(name, buffer)
                 continue
-            file, begin = self._place(tensor.pieces[0])
-            end = begin + len(out)
             for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
                 low = block * BLOCK_BYTES
                 first, last = max(begin, low), min(end, low + BLOCK_BYTES)
                 part = first - low, out[first - begin : last - begin]
-                parts.setdefault((file.path.name, block), []).append(part)
+                parts.setdefault((piece.file, block), []).append(part)
 
         def use(key: Key, data: memoryview) -> None:
             self._verified.add(key)
@@ -220,7 +224,11 @@ class Checkpoint:
                     return
             finally:
                 self._stop_ahead()
-        read_blocks([(self._file(name), block) for name, block in missing], lambda n, data: use(missing[n], data))
+        read_blocks(
+            [(self._file(name), block) for name, block in missing],
+            lambda n, data: use(missing[n], data),
+            threads=self._threads,
+        )
 
     def read_rows_into(self, piece: Piece, first: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the row-major bytes of a piece, from row ``first`` of the piece on.
@@ -254,6 +262,11 @@ class Checkpoint:
         """:meth:`verify`, of what has not been read, and so verified, since this was opened."""
         self._verify([one for one in self._blocks() if (one[0].path.name, one[1]) not in self._verified])
 
+    @property
+    def _threads(self) -> int:
+        """How many may have a block, one block of the cache being in memory beside them; for a second, one fewer."""
+        return min(THREADS, THREADS + 1 - len(self._cache))
+
     def _stop_ahead(self) -> None:
         if self._ahead is not None:
             self._ahead.close()  # first: what an interrupt comes before is closed later
@@ -264,7 +277,7 @@ class Checkpoint:
 
     def _verify(self, blocks: list[Block], progress: Callable[[int], None] = lambda size_bytes: None) -> None:
         self._stop_ahead()
-        read_blocks(blocks, lambda _, data: progress(len(data)))
+        read_blocks(blocks, lambda _, data: progress(len(data)), threads=self._threads)
         self._verified.update((file.path.name, block) for file, block in blocks)
 
     def _tensor(self, name: str) -> TensorEntry:
@@ -291,7 +304,7 @@ class Checkpoint:
             at = whole[number] * BLOCK_BYTES - begin
             copy_bytes(out[at : at + len(data)], data)
 
-        read_blocks([(file, block) for block in whole], use)
+        read_blocks([(file, block) for block in whole], use, threads=self._threads)
         for block in sorted({begin // BLOCK_BYTES, (end - 1) // BLOCK_BYTES} - {*whole}) if out else ():
             low = block * BLOCK_BYTES
             first, last = max(begin, low), min(end, low + BLOCK_BYTES)

@@ -21,7 +21,7 @@ from checkflow.runtime.memory import scratch
 from checkflow.runtime.opening import OpenFile, memory_bytes, read_block
 
 #: So many blocks are in memory at once. More threads do not read faster from disks of some GB/s.
-THREADS = 5
+THREADS = 6
 Block = tuple[OpenFile, int]  # an open file, and the number of a block of it
 Use = Callable[[int, memoryview], None]
 
@@ -30,7 +30,8 @@ def read_blocks(
     blocks: Sequence[Block],
     use: Use,
     *,
-    begin: Callable[[], None] = lambda: None,
+    threads: int = THREADS,
+    busy: Callable[[], None] = lambda: None,
     started: Callable[[int], None] = lambda threads: None,
 ) -> None:
     """Read blocks, verified.
@@ -38,8 +39,9 @@ def read_blocks(
     Args:
         use: called with the number of each in ``blocks`` and its bytes, which are others after that; by several
             threads, in no order. What it raises is raised here.
-        begin: called by each of these threads before it reads the first and any further one, and at its end.
-        started: called with the number of threads when all run.
+        threads: at most.
+        busy: called by each of these threads before each read, and at its end: no thread ends without one.
+        started: called with the number of threads when no more are started.
 
     Raises:
         CorruptCheckpointError: of the blocks that were read, the first in order that is damaged. Others may have been
@@ -53,7 +55,8 @@ def read_blocks(
             len(blocks),
             max(memory_bytes(*block) for block in blocks),
             lambda number, memory: use(number, read_block(*blocks[number], memory, direct.get(blocks[number][0].fd))),
-            begin,
+            min(threads, len(blocks)),
+            busy,
             started,
         )
 
@@ -73,10 +76,14 @@ class Ahead:
     """:func:`read_blocks`, begun before it is known what blocks are used for: each thread reads one, and waits.
 
     Made first, and then begun: to be closed, whatever comes between, the begin's own errors too.
+
+    Args:
+        threads: at most.
     """
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
+    def __init__(self, blocks: Sequence[Block], threads: int = THREADS) -> None:
         self.blocks = blocks
+        self._threads = threads
         # No lock of Python's own: see interrupts.py.
         self._uses: queue.SimpleQueue[Use | None] = queue.SimpleQueue()
         self._news: queue.SimpleQueue[int] = queue.SimpleQueue()  # how many threads; 0: one reads, or has ended
@@ -85,7 +92,7 @@ class Ahead:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Have each thread read a block; returns when the disk is at it.
+        """Have each thread read a block; returns when they are about to.
 
         Not before that: what comes next keeps the interpreter busy, and a thread that only wants to begin would wait
         for it several times, longer than a read takes.
@@ -94,7 +101,7 @@ class Ahead:
         if not _start(self._thread):
             self._thread = None
             return
-        reading, threads = 0, THREADS
+        reading, threads = 0, self._threads
         while reading < threads:
             news = self._news.get()
             reading, threads = (reading, news) if news else (reading + 1, threads)
@@ -104,31 +111,44 @@ class Ahead:
         if self._ended:
             raise StorageError("the checkpoint was closed while it was read")
         if self._thread is None:
-            read_blocks(self.blocks, use)
+            read_blocks(self.blocks, use, threads=self._threads)
             return
         self._uses.put(use)
+        error: BaseException | None = None
         try:
-            self._thread.join()
+            try:
+                self._thread.join()
+            finally:
+                error = self._end()
+            if error is not None:
+                raise error
         finally:
-            self.close()
-        if self._error is not None:
-            raise self._error
+            del error  # it knows of this frame: the memory would stay
 
     def close(self) -> None:
         """End the threads; what they have read is forgotten. Once more is harmless."""
+        self._end()
+
+    def _end(self) -> BaseException | None:
+        """What the threads ended with; it is forgotten here."""
         self._ended = True
         self._uses.put(None)
         if self._thread is not None:
             await_end([self._thread])
+        error, self._error = self._error, None
+        return error
 
     def _run(self) -> None:
         try:
             if not self._ended:
-                read_blocks(self.blocks, self._use, begin=lambda: self._news.put(0), started=self._news.put)
+                read_blocks(
+                    self.blocks, self._use, threads=self._threads,
+                    busy=lambda: self._news.put(0), started=self._news.put,
+                )  # fmt: skip
         except BaseException as error:  # noqa: BLE001 - finish() raises it
             self._error = error
         finally:
-            for _ in range(THREADS):  # nobody waits for those that never ran
+            for _ in range(self._threads):  # nobody waits for those that never ran
                 self._news.put(0)
 
     def _use(self, number: int, data: memoryview) -> None:
@@ -159,11 +179,11 @@ def _share(
     count: int,
     memory_bytes: int,
     work: Callable[[int, memoryview], None],
-    begin: Callable[[], None],
+    threads: int,
+    busy: Callable[[], None],
     all_started: Callable[[int], None],
 ) -> None:
     """Do ``work`` for all numbers below ``count``, each thread with memory of its own; this thread is one of them."""
-    threads = min(THREADS, count)
     memory = scratch(threads * memory_bytes, large_pages=memory_bytes == BLOCK_BYTES)
     parts = [memory[i * memory_bytes : (i + 1) * memory_bytes] for i in range(threads)]
     numbers = itertools.count()
@@ -174,27 +194,34 @@ def _share(
         nonlocal ended
         while not ended and (number := next(numbers)) < count:
             try:
-                begin()
+                busy()
                 work(number, part)
             except BaseException as error:  # noqa: BLE001 - the caller raises the first of all threads
                 errors[number] = error
                 ended = True
-        begin()
+        busy()
 
     started: list[threading.Thread] = []
     try:
-        for part in parts[1:]:
-            started.append(threading.Thread(target=run, args=(part,), name="checkflow-reader", daemon=True))
-            if not _start(started[-1]):  # fewer do it
-                started.pop()
-                break
+        try:
+            for part in parts[1:]:
+                started.append(threading.Thread(target=run, args=(part,), name="checkflow-reader", daemon=True))
+                if not _start(started[-1]):  # fewer do it
+                    started.pop()
+                    break
+        except BaseException:  # no memory for a thread
+            all_started(max(1, sum(thread.ident is not None for thread in started)))
+            raise
         all_started(1 + len(started))
         run(parts[0])
     finally:
         ended = True  # what was begun is done, all of it unless something was raised
         await_end(started)
-    if errors:
-        raise errors[min(errors, key=lambda number: (isinstance(errors[number], Exception), number))]
+    try:
+        if errors:
+            raise errors[min(errors, key=lambda number: (isinstance(errors[number], Exception), number))]
+    finally:
+        errors.clear()  # it knows of this frame, and the frame of it: the memory would stay
 
 
 def _start(thread: threading.Thread) -> bool:

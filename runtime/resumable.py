@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
@@ -56,10 +55,6 @@ class ResumableLoader(abc.ABC):
         self._fresh = True  # the epoch was set, and not iterated since
         self._pass = 0  # counts iterations and changes of the place: an iteration begun before the last is over
         self._followed = False  # the place is where a Checkpointer's run left it
-
-    def _workers_start(self) -> contextlib.AbstractContextManager[None]:
-        """For what may start workers."""
-        return contextlib.nullcontext() if self.shield is None else self.shield.workers_start()
 
     @property
     def epoch(self) -> int:

@@ -11,7 +11,6 @@ job is marked (:mod:`.half_restored`), and cannot train.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from checkflow.runtime.live_state import (
     share_lazy_state,
 )
 from checkflow.runtime.manifest import TensorEntry
+from checkflow.runtime.memory import no_collection
 from checkflow.runtime.opening import has_manifest, step_name
 from checkflow.runtime.reader import Checkpoint, open_checkpoint, refuse
 from checkflow.runtime.store import Store
@@ -108,27 +108,8 @@ def resume_from(
         MismatchError, CorruptCheckpointError: as :func:`restore`. Where the job's state was changed by then, the
             message says so, and the job is marked.
     """
-    with _no_collection():
-        return _resume_marked(store, mode, (models, optimizers, objects, host_tensors), place)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Of cyclic garbage. There is none, and where there are thousands of tensors the collector would look at all that
-    torch has made, more than once."""
-    collecting = gc.isenabled()
-    try:
-        gc.disable()
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _resume_marked(store: Store, mode: str | int, job: _Job, place: Callable[[_Extra], None]) -> Resumed | None:
-    models, optimizers = job[:2]
     begun = half_restored.is_marked(models, optimizers)
-    found = _Restore(job, place, begun=begun)
+    found = _Restore((models, optimizers, objects, host_tensors), place, begun=begun)
     try:
         half_restored.lift(models, optimizers)
         resumed = _resume(store, mode, found)
@@ -234,7 +215,8 @@ def restore(
         CorruptCheckpointError, StorageError: a checksum does not fit, or a file cannot be read; if ``begin`` was
             called, the job's state is undefined.
     """
-    state = collect_state(models, optimizers)
+    with no_collection():
+        state = collect_state(models, optimizers)
     live = {item.name: item.tensor for item in state.tensors}
     sources = {**{name: name for name in checkpoint.tensors}, **dict(checkpoint.ties)}
     extra = extra_state.decode(checkpoint.extra_bytes)
@@ -265,7 +247,8 @@ def restore(
         owner = further.partition("/")[0]
         if owner in optimizers and further not in live and further not in ties:
             share_lazy_state(further, live[ties.get(name, name)], models, optimizers[owner])
-    fill_all(checkpoint, [(sources[name], tensor) for name, tensor in live.items()])
+    with no_collection():
+        fill_all(checkpoint, [(sources[name], tensor) for name, tensor in live.items()])
     checkpoint.verify_rest()
     restore_extra(extra["job"], models, optimizers, objects)
     return Resumed(checkpoint.step, extra)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -106,9 +106,9 @@ class StateLoader(ForeignLoader):
         self._announce(self._epoch)
         with drawing_from(again):
             self._running, self._fetched = (self._epoch, self._begin_now()), 0
-            iterator = self._iterate()
+            iterator = iter(self.loader)
             if left is not None and not left.ended:
-                iterator = _OrTheNext(iterator, self._iterate)
+                iterator = _OrTheNext(iterator, self.loader)
             if again is not None:
                 self._again[place] = capture_generators()  # the first batch goes on from here
         return iterator
@@ -148,7 +148,7 @@ class StateLoader(ForeignLoader):
         self._announce(at.epoch)
         with self._as_at(at.begin):  # what is drawn in setting up is drawn as it was then
             self._load(at)
-            iterator = self._iterate()
+            iterator = iter(self.loader)
         if self._draws_late:
             for generator, state in zip(self._own, at.own, strict=True):
                 generator.set_state(state)
@@ -270,8 +270,8 @@ class StateLoader(ForeignLoader):
 class _OrTheNext(Iterator[Any]):
     """The rest of an epoch that was left, or the next one if that is nothing."""
 
-    def __init__(self, rest: Iterator[Any], begin_next: Callable[[], Iterator[Any]]) -> None:
-        self._batches, self._begin_next = rest, begin_next
+    def __init__(self, rest: Iterator[Any], loader: StatefulLoader) -> None:
+        self._batches, self._loader = rest, loader
         self._first = True
 
     def __next__(self) -> Any:
@@ -281,7 +281,7 @@ class _OrTheNext(Iterator[Any]):
             return batch
         if not first:
             raise StopIteration
-        self._batches = self._begin_next()
+        self._batches = iter(self._loader)
         return next(self._batches)
 
 

@@ -2,18 +2,17 @@
 
 Schedulers signal every process of a job, and a terminal its whole process group. A worker that died of it at once would
 take the iteration with it: torch raises an error in the main process when a worker dies. So workers outlast these
-signals as long as the job trains, and no longer: torch, and Python at its exit, end workers by SIGTERM. Forked ones are
-born with them blocked, until they have come to say what is to become of them.
+signals as long as the job trains, and no longer: torch, and Python at its exit, end workers by SIGTERM. Forked ones do
+so from the fork on, but for the moment between torch's own handler of SIGTERM and theirs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing.sharedctypes
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable
 from types import FrameType
 
 import psutil
@@ -42,23 +41,20 @@ class WorkerShield:
         """The job has ended: whatever is signalled from now on ends a worker."""
         self._training.value = 0
 
-    @contextlib.contextmanager
-    def workers_start(self) -> Iterator[None]:
-        """Around their start, in the process that trains."""
+    def workers_start(self) -> None:
+        """In the process that trains."""
         self._trainer = os.getpid()
-        _forking.blocked = self._numbers if self._training.value else ()
-        try:
-            yield
-        finally:
-            _forking.blocked = ()
 
-    def __call__(self, worker: int) -> None:
-        """In a worker, before its first sample."""
+    def put_up(self) -> None:
+        """In a worker: from now on it outlasts them."""
         self._parent = os.getppid()
         if self._training.value:
             for number in self._numbers:
                 signal.signal(number, self._arrived)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)
+
+    def __call__(self, worker: int) -> None:
+        """In a worker, before its first sample."""
+        self.put_up()  # again: torch has handlers of its own by now
         if self._then is not None:
             self._then(worker)
         # torch's worker looks from here on whether its parent has become another one: it would wait for ever if that
@@ -79,26 +75,13 @@ def has_ended(process: int) -> bool:
         return True
 
 
-class _Forking(threading.local):
-    """What the thread that forks has at that moment."""
-
-    blocked: tuple[int, ...] = ()  # signals, for as long as it takes, and in the child until that unblocks them
-    before: set[int | signal.Signals] | None = None  # what was blocked anyway; None: nothing is to be put back
-
-
-_forking = _Forking()
+def _forked() -> None:
+    """In a forked child, a worker perhaps: what multiprocessing starts is a variable of the function that forks."""
+    process = sys._getframe(1).f_locals.get("process_obj")
+    for argument in getattr(process, "_args", ()):
+        if isinstance(argument, WorkerShield):
+            argument.put_up()
 
 
-def _about_to_fork() -> None:
-    if _forking.blocked:
-        _forking.before = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # apart: a handler may raise in the next call
-        signal.pthread_sigmask(signal.SIG_BLOCK, _forking.blocked)
-
-
-def _has_forked() -> None:
-    before, _forking.before = _forking.before, None
-    if before is not None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-os.register_at_fork(before=_about_to_fork, after_in_parent=_has_forked)
+# Before those of modules that import this one: what they would put back is replaced by then.
+os.register_at_fork(after_in_child=_forked)

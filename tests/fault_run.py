@@ -53,11 +53,12 @@ def machine() -> str:
 
 def source() -> str:
     """Which state of the project that is, in words."""
-    git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=False)
-    if commit.returncode:
-        return "of no commit"
-    changed = subprocess.run([*git, "status", "--porcelain", "--", "*.py"], capture_output=True, text=True, check=True)
+    git = ("git", "-C", str(ROOT))
+    try:
+        commit = subprocess.run((*git, "rev-parse", "--short=10", "HEAD"), capture_output=True, text=True, check=True)
+        changed = subprocess.run((*git, "status", "--porcelain", "*.py"), capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "no commit"
     return f"commit {commit.stdout.strip()}" + (" with changes" if changed.stdout.strip() else "")
 
 
@@ -176,8 +177,8 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
             console.print(f"{row['fault']} {problem}", markup=False)
 
 
-def page(rows: list[dict[str, Any]]) -> str:
-    """The same as a page of docs/."""
+def page(rows: list[dict[str, Any]], tried: str) -> str:
+    """The same as a page of docs/; ``tried`` is the state of the project."""
     lines = [
         "# Faults: what was tried, and what came of it", "",
         "Made by `make faults` (`tests/fault_run.py`), which tries every fault that store, plans and solvers are to"
@@ -185,7 +186,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         " the newest acknowledged checkpoint is there; what is restored is, bit for bit, one state that was"
         " written; damage is refused by the name of a file and never returned as good; the next save works; nothing"
         " hangs.", "",
-        f"Of {source()}, on {machine()}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}. Seconds are wall time beside"
+        f"Of {tried}, on {machine()}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}. Seconds are wall time beside"
         " other work. A part is one process; where not all are done, the run was ended before.", "",
         "| | fault | parts done | tried | passed | seconds |", "| --- | --- | ---: | ---: | ---: | ---: |",
     ]  # fmt: skip
@@ -208,7 +209,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=None, help="the table as JSON")
     parser.add_argument("--page", type=Path, default=None, help="the table as Markdown")
     chosen = parser.parse_args()
-    console, digest, begun = Console(), digest_of_source(), time.monotonic()
+    console, digest, tried, begun = Console(), digest_of_source(), source(), time.monotonic()
     outcomes = {} if chosen.fresh else load_state(chosen.state, digest)
     everything, taken = parts(), dict.fromkeys(TITLES, 0)
     for part in everything:
@@ -228,11 +229,9 @@ def main() -> int:
     rows = summary(everything, outcomes)
     show(rows, console)
     if chosen.output is not None:
-        chosen.output.write_text(
-            json.dumps({"source": source(), "machine": machine(), "faults": rows}, indent=2) + "\n"
-        )
+        chosen.output.write_text(json.dumps({"source": tried, "machine": machine(), "faults": rows}, indent=2) + "\n")
     if chosen.page is not None:
-        chosen.page.write_text(page(rows))
+        chosen.page.write_text(page(rows, tried))
     return 1 if any(row["problems"] for row in rows) else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import random
 import signal
@@ -327,9 +328,8 @@ def test_a_worker_whose_trainer_died_before_it_looked_ends(tmp_path: Path) -> No
     trainer = os.fork()
     if trainer == 0:
         shield = WorkerShield(lambda _: started.write_text(str(os.getpid())))
-        with shield.workers_start():
-            worker = os.fork()
-        if worker == 0:
+        shield.workers_start()
+        if os.fork() == 0:
             while os.getppid() == shield._trainer:
                 time.sleep(0.001)
             shield(0)
@@ -343,31 +343,57 @@ def test_a_worker_whose_trainer_died_before_it_looked_ends(tmp_path: Path) -> No
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("lowered", [False, True])
-def test_a_signal_that_meets_a_worker_as_it_is_born_waits_for_its_shield(lowered: bool) -> None:
+class Numbers:
+    """Two items."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize("make", [
+    lambda **options: DataLoader(Numbers(), **options),
+    lambda **options: resumable(TorchDataLoader(Numbers(), **options)),
+    lambda **options: resumable(StatefulDataLoader(Numbers(), **options)),
+], ids=["ours", "torch's", "torchdata's"])  # fmt: skip
+@pytest.mark.parametrize("training", [True, False])
+def test_a_forked_worker_outlasts_signals_from_the_fork_on(
+    make: Any, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each looks as soon as multiprocessing runs it, before torch does anything."""
+    seen = multiprocessing.get_context("fork").Array("i", 2)
+    real = multiprocessing.process.BaseProcess.run
+
+    def run(process: Any) -> None:
+        number = process._args[process._args.index(shield) + 1]
+        seen[number] = 1 + (signal.getsignal(signal.SIGUSR2) == shield._arrived)
+        real(process)
+
+    loader = make(num_workers=2, multiprocessing_context="fork")
+    shield = loader.shield
+    if training:
+        shield.raise_for([signal.SIGUSR2])
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "run", run)
+    assert [int(batch) for batch in loader] == [0, 1]
+    shield.lower()
+    assert list(seen) == [1 + training] * 2
+
+
+def test_a_forked_process_that_is_no_worker_keeps_its_handlers() -> None:
     shield = WorkerShield(None)
-    shield.raise_for([signal.SIGTERM])
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    with shield.workers_start():
-        child = os.fork()
-        if child == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-            if lowered:
-                shield.lower()
-            shield(0)
-            os._exit(7)
-        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (-signal.SIGTERM if lowered else 7)
-    child = os.fork()  # no worker
+    shield.raise_for([signal.SIGUSR2])
+    child = os.fork()
     if child == 0:
-        os._exit(int(signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+        os._exit(int(signal.getsignal(signal.SIGUSR2) == shield._arrived))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_worker_whose_trainer_lives_goes_on() -> None:
     shield = WorkerShield(None)
-    with shield.workers_start():
-        child = os.fork()
+    shield.workers_start()
+    child = os.fork()
     if child == 0:
         shield(0)
         os._exit(7)

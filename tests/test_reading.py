@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import os
 import queue
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from checkflow.errors import CorruptCheckpointError, StorageError
 from checkflow.runtime import files, reading
 from checkflow.runtime.layout import PAGE_BYTES, make_layout
 from checkflow.runtime.manifest import BLOCK_BYTES, FileEntry
+from checkflow.runtime.memory import no_collection
 from checkflow.runtime.opening import OpenFile
 from checkflow.runtime.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.reading import THREADS, Ahead, read_blocks, read_one
@@ -29,7 +32,7 @@ from tests.faults import all_direct
 from tests.store_tools import fill, read_all, record
 from tests.waiting import wait_for
 
-BLOCKS = 6
+BLOCKS = THREADS + 2
 SIZE_BYTES = (BLOCKS - 1) * BLOCK_BYTES + 5 * PAGE_BYTES + 77
 CONTENT = np.random.default_rng(3).integers(0, 256, SIZE_BYTES, np.uint8).tobytes()
 LAYOUT = make_layout([record(f"model/{i:04d}", (5_000 + 7 * i,)) for i in range(1000)])
@@ -532,7 +535,9 @@ def test_reading_ahead_has_begun_when_so_many_threads_as_there_are_read(
         beginning.start()
         for _ in range(threads - 2):  # all but the last, and the one that starts the others
             reads.get(timeout=120)
-        assert threads == 1 or beginning.is_alive()
+        if threads > 1:
+            beginning.join(0.2)
+            assert beginning.is_alive()
         goes_on.set()
         beginning.join(120)
         assert not beginning.is_alive()
@@ -555,6 +560,75 @@ def test_reading_ahead_that_fails_at_once_has_begun_too(
         ahead.begin()
         with pytest.raises(StorageError, match="the disk is gone"):
             ahead.finish(lambda number, data: None)
+
+
+@pytest.mark.parametrize("others", [0, 1, 3])
+def test_reading_ahead_without_memory_for_a_further_thread(
+    written: Path, monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
+    real, started = reading._start, []
+
+    def start(thread: threading.Thread) -> bool:
+        started.append(thread)
+        if len(started) == others + 2:
+            raise MemoryError("no stack for another thread")
+        return real(thread)
+
+    monkeypatch.setattr(reading, "_start", start)
+    with opened(written) as file:
+        ahead = Ahead([(file, block) for block in range(BLOCKS)])
+        ahead.begin()
+        with pytest.raises(MemoryError, match="no stack"):
+            ahead.finish(lambda number, data: None)
+
+
+def read_ahead(blocks: list[Any], use: Any) -> None:
+    ahead = Ahead(blocks)
+    ahead.begin()
+    ahead.finish(use)
+
+
+def unread(blocks: list[Any], use: Any) -> None:
+    ahead = Ahead(blocks)
+    ahead.begin()
+    ahead.close()
+
+
+@pytest.mark.parametrize("attempt", [read_blocks, read_ahead, unread])
+def test_what_failed_keeps_no_memory(written: Path, monkeypatch: pytest.MonkeyPatch, attempt: Any) -> None:
+    """Without the help of the collector, which may be off."""
+    scratches: list[weakref.ref[Any]] = []
+    real = reading.scratch
+
+    def scratch(size_bytes: int, **options: Any) -> memoryview:
+        view = real(size_bytes, **options)
+        scratches.append(weakref.ref(view))
+        return view
+
+    def use(number: int, data: memoryview) -> None:
+        raise StorageError("no use")
+
+    monkeypatch.setattr(reading, "scratch", scratch)
+    with opened(written) as file, no_collection():
+        blocks = [(file, block) for block in range(BLOCKS)]
+        with contextlib.suppress(StorageError):
+            attempt(blocks, use)
+        assert len(scratches) == 1
+        assert scratches.pop()() is None
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+@pytest.mark.parametrize("error", [None, ValueError()])
+def test_the_collector_is_what_it_was(collecting: bool, error: Exception | None) -> None:
+    try:
+        (gc.enable if collecting else gc.disable)()
+        with contextlib.suppress(ValueError), no_collection():
+            assert not gc.isenabled()
+            if error is not None:
+                raise error
+        assert gc.isenabled() == collecting
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("block", [0, BLOCKS - 1])
