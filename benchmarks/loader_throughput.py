@@ -1,7 +1,7 @@
 """What the resumable loader costs: its throughput against torch's own, and the time to skip to a position.
 
 ``python benchmarks/loader_throughput.py [--only image-1ms …] [--batch-sizes 1 32 256] [--workers 0 4] [--seconds 0.25]
-[--case-seconds 120] [--output FILE]``: a table, and the same as JSON in FILE, by default
+[--case-seconds 60] [--output FILE]``: a table, and the same as JSON in FILE, by default
 benchmarks/results/loader-throughput-<cores>-cores.json.
 
 Items:
@@ -15,7 +15,7 @@ Items:
 
 Each case has one torch loader and one of ours, shuffled, with workers that stay; each loads an epoch that is not
 counted, and then, round by round, epochs of ``--seconds``, with workers four times as long (two batches a worker at
-least): 24 rounds, and twice as many and twice again until the figure that is judged may be off by less than 1 %, or
+least): 16 rounds, and twice as many and twice again until the figure that is judged may be off by less than 1 %, or
 0.5 µs, or the next ones would not be done in ``--case-seconds``. The machine may be one that others share, and change
 its speed from second to second. So the two epochs of a round go side by side, in turns the first: without workers a
 batch of the one and a batch of the other; with workers, which make batches ahead, an epoch of the one and one of the
@@ -67,7 +67,7 @@ LEAST_SHARE = 0.97  # of torch's throughput, where an item costs LONG_SECONDS or
 LONG_SECONDS = 1e-3
 MOST_ADDED_SECONDS = 10e-6  # a sample, where items are only tensors
 SIDE, VIEW, FEATURES = 96, 64, 16
-LEAST_ROUNDS, CASE_SECONDS = 24, 120.0
+LEAST_ROUNDS, CASE_SECONDS = 16, 60.0
 SHARE_ERROR, ADDED_ERROR_SECONDS = 0.01, 0.5e-6  # enough is known when a figure may be off by no more than that
 STRETCHES, STUDENTS_T = 8, 2.365  # 95 %, both sides, of so many means
 TRIALS, FASTER = 20, 1.1  # of how long an item takes: the machine's speed changes, and it may become faster yet
@@ -367,7 +367,7 @@ def main() -> None:
     parser.add_argument("--batch-sizes", nargs="*", type=int, default=[1, 32, 256])
     parser.add_argument("--workers", nargs="*", type=int, default=[0, 4])
     parser.add_argument("--seconds", type=float, default=0.25, help="of one epoch, about")
-    parser.add_argument("--case-seconds", type=float, default=CASE_SECONDS, help="of a case, at most")
+    parser.add_argument("--case-seconds", type=float, default=CASE_SECONDS, help="of a case, about, at most")
     parser.add_argument("--note", default="", help="about the machine, for the file")
     results = Path(__file__).parent / "results" / f"loader-throughput-{cores}-cores.json"
     parser.add_argument("--output", type=Path, default=results)
