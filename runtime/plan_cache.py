@@ -23,8 +23,8 @@ logger = logging.getLogger("checkflow")
 
 FOLDER = "plans"
 KEPT = 16
-# A plan, and what a process that was killed left half written.
-_OURS = re.compile(r"[0-9a-f]{32}\.json|\.[0-9a-f]{32}\.json\.[0-9]+\.tmp", re.ASCII)
+_HALF = re.compile(r"\.[0-9a-f]{32}\.json\.[0-9]+\.tmp", re.ASCII)  # written, by a process that was killed
+_OURS = re.compile(rf"[0-9a-f]{{32}}\.json|{_HALF.pattern}", re.ASCII)
 
 
 class PlanCache:
@@ -91,6 +91,17 @@ class PlanCache:
                 files.close(folder)
         except OSError as error:
             logger.warning("cannot keep the plan in %s: %s", self.folder, error.strerror or error)
+
+    def tidy(self) -> None:
+        """Remove what was left half written; no process is writing a plan now."""
+        if not self.folder.exists():
+            return
+        try:
+            with files.folder(str(self.folder)) as folder:
+                for name in filter(_HALF.fullmatch, files.names(folder)):
+                    files.unlink(name, dir_fd=folder)
+        except OSError as error:
+            logger.warning("cannot tidy up %s: %s", self.folder, error.strerror or error)
 
     def drop(self, plan: Plan) -> None:
         """Remove a plan that the job has refuted, if it is kept."""

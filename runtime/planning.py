@@ -123,6 +123,7 @@ class Planning:
         self._hopeless: Any = None  # the job for which planning was given up
         self._kept = False  # the plan is one that was found at the start
         self._unlike: tuple[Traits, int] | None = None  # traits that were not as planned, and for how long
+        cache.tidy()  # of an earlier life
 
     # What the Checkpointer asks
 
@@ -214,6 +215,7 @@ class Planning:
         making, self._making = self._making, None
         if making is not None:
             making.close()
+            self._cache.tidy()
 
     # Recording and timing
 
@@ -279,6 +281,7 @@ class Planning:
 
     def _accept(self, answer: Answer) -> Arrival | None:
         if answer.path is None:
+            self._cache.tidy()
             if answer.final:
                 self._give_up(answer.reason)
             else:

@@ -18,6 +18,7 @@ from checkflow import plan as plans
 from checkflow.errors import PlanError, StorageError
 from checkflow.handover import Wishes
 from checkflow.plan import Plan, dumps, load, loads, save
+from checkflow.runtime import files
 from checkflow.runtime.plan_cache import FOLDER, PlanCache
 from tests.faults import ERRORS, Killed
 from tests.plan_faults import good_plan
@@ -313,6 +314,33 @@ def test_the_writer_follows_no_link(tmp_path: Path) -> None:
     save(PLAN, path)
     assert (precious.read_bytes(), load(path), path.is_symlink()) == (b"x", PLAN.sealed(), False)
     assert sorted(os.listdir(tmp_path)) == ["plan.json", "precious"]
+
+
+def test_what_killed_writers_left_is_removed_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = PlanCache(tmp_path, Wishes())
+    cache.tidy()  # there is no folder yet
+    path = cache.file(PLAN.fingerprint)
+    save(PLAN, path)
+    half = cache.folder / f".{path.name}.4711.tmp"
+    others = [".hidden", f".{path.name}.tmp", f"{path.name}.1.tmp", f".{path.name}.x.tmp", "notes"]
+    for name in (half.name, *others):
+        (cache.folder / name).write_text("x")
+    monkeypatch.setattr(files, "unlink", lambda name, *, dir_fd: os.stat("/nowhere"))
+    cache.tidy()
+    assert half.exists()
+    assert "cannot tidy up" in caplog.text
+    monkeypatch.undo()
+    cache.tidy()
+    assert sorted(os.listdir(cache.folder)) == sorted([path.name, *others])
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / half.name).write_text("x")
+    other = PlanCache(tmp_path / "other", Wishes())
+    (tmp_path / "other").mkdir()
+    other.folder.symlink_to(tmp_path / "elsewhere")
+    other.tidy()  # follows no link
+    assert (tmp_path / "elsewhere" / half.name).exists()
 
 
 def test_a_folder_of_plans_that_leads_elsewhere_is_not_used(tmp_path: Path) -> None:

@@ -137,6 +137,39 @@ def test_a_job_whose_planning_is_killed_is_planned_later(tmp_path: Path, caplog:
     assert all_planned(tmp_path, after=9)  # four to the first try, two that see it fail, three more
 
 
+@pytest.mark.parametrize("when", ["before the start", "while it is made", "as the job ends"])
+def test_what_a_killed_planner_left_half_written_is_removed(tmp_path: Path, when: str) -> None:
+    """A job may end before it is planned again."""
+    job, half = Job(), tmp_path / "plans" / f".{'0123456789abcdef' * 2}.json.4711.tmp"
+
+    def leave() -> None:
+        half.parent.mkdir(exist_ok=True)
+        half.write_text("{")
+
+    def before(_: int) -> None:
+        making = process_of(checkpointer)
+        if making is not None and when == "while it is made":
+            if not killed:
+                killed.append(making.pid)
+                leave()
+                os.kill(making.pid, signal.SIGKILL)
+            making._process.wait()
+
+    killed: list[int] = []
+    if when == "before the start":
+        leave()
+    with open_job(job, tmp_path, every=1, on_error="warn") as checkpointer:
+        assert not half.exists()
+        train(job, checkpointer, 6, before)
+        if when == "as the job ends":
+            making = process_of(checkpointer)
+            assert making is not None
+            making._process.kill()
+            leave()
+    assert bool(killed) == (when == "while it is made")
+    assert list(half.parent.glob(".*")) == []
+
+
 def test_a_job_that_cannot_be_planned_goes_on_and_says_why(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
 
