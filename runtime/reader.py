@@ -395,21 +395,36 @@ def find_valid(directory: str | os.PathLike[str]) -> Checkpoint | None:
     Raises:
         StorageError: the directory, or every candidate, cannot be read.
     """
+    passed: list[Path] = []
 
     def pass_over(path: Path, error: StorageError) -> None:
         logger.warning("passing over %s: %s", path.name, error)
+        passed.append(path)
 
     paths = find(directory)
     while True:
+        passed.clear()
+        found, failed = None, None
         try:
-            if found := _newest_valid(paths, pass_over):
+            found = _newest_valid(paths, pass_over)
+        except StorageError as error:
+            failed = error
+        if found is not None and not passed:
+            return found
+        try:
+            before, paths = paths, find(directory)
+        except BaseException:
+            if found is not None:
+                found.close()
+            raise
+        # A running job may have made newer ones meanwhile, and deleted what was passed over.
+        if found is not None:
+            if not any((parse_step(path.name) or 0) > found.step for path in paths if path not in before):
                 return found
-        except StorageError:
-            if find(directory) == paths:
-                raise
-        # A running job may have replaced all that was listed meanwhile.
-        before, paths = paths, find(directory)
-        if paths == before:
+            found.close()
+        elif paths == before:
+            if failed is not None:
+                raise failed
             return None
 
 

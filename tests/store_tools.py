@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from checkflow.runtime.layout import STORED_TYPES, Layout, TensorRecord, make_layout, write_headers
-from checkflow.runtime.memory import scratch
 from checkflow.runtime.reader import Checkpoint
 
 Array = np.ndarray[Any, Any]
@@ -28,10 +28,11 @@ def record(
 def fill(layout: Layout, seed: int) -> tuple[memoryview, dict[str, bytes]]:
     """A staging buffer with every tensor in its memory order, and the row-major bytes of each.
 
-    The buffer is aligned as the runtime's are. All bytes follow from the seed; a boolean tensor has zeros and ones.
+    The buffer is aligned as the runtime's are, and forked children have it too. All bytes follow from the seed; a
+    boolean tensor has zeros and ones.
     """
     source = np.random.default_rng(seed)
-    staging = scratch(layout.buffer_bytes)
+    staging = memoryview(mmap.mmap(-1, max(1, layout.buffer_bytes)))[: layout.buffer_bytes]
     write_headers(layout, staging)
     expected = {}
     for name, placed in layout.tensors.items():

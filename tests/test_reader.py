@@ -21,7 +21,7 @@ import xxhash
 from pydantic import TypeAdapter
 
 from checkflow.errors import CorruptCheckpointError, MismatchError, StorageError
-from checkflow.runtime import files, manifest
+from checkflow.runtime import files, manifest, reader
 from checkflow.runtime.layout import Layout, file_image, make_layout
 from checkflow.runtime.reader import Checkpoint, find, find_valid, open_checkpoint, recover
 from checkflow.runtime.store import Store
@@ -254,6 +254,12 @@ def test_damage_in_a_later_block_is_found_by_every_way_of_reading(tmp_path: Path
         file.truncate(3 * manifest.BLOCK_BYTES - 6_000_000)
         with pytest.raises(CorruptCheckpointError, match="truncated"):
             checkpoint.verify()
+
+
+def test_a_manifest_of_impossible_length(directory: Path) -> None:
+    """No memory is taken for it; as a sparse file it costs the disk nothing."""
+    os.truncate(directory / "step-00000002" / "manifest.json", manifest.MAX_MANIFEST_BYTES + 1)
+    assert_refused(directory / "step-00000002", f"has {manifest.MAX_MANIFEST_BYTES + 1} bytes, more than")
 
 
 @pytest.mark.parametrize("name", [MODEL, OPTIMIZER, "state.msgpack", "manifest.json"])
@@ -553,6 +559,32 @@ def test_looking_renames_nothing(directory: Path) -> None:
     assert tree(directory) == before
     with pytest.raises(StorageError, match="cannot read"):
         find_valid(directory / "none")
+
+
+def test_what_a_running_job_made_while_one_was_deleted_under_the_reader_is_found(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the one before it, which another reader may hold."""
+    real = reader.open_checkpoint
+
+    def opened(path: Path, *rest: Any) -> Checkpoint:
+        if path.name == "step-00000002" and len(list(path.iterdir())) > 1:
+            with Store(directory, run_id="run", keep_latest=10) as store:
+                store.commit(3, LAYOUT, fill(LAYOUT, 3)[0], b"extra", {})
+            shutil.rmtree(path)
+        return real(path, *rest)
+
+    monkeypatch.setattr(reader, "open_checkpoint", opened)
+    found = find_valid(directory)
+    assert found is not None
+    with found:
+        assert found.step == 3
+    shutil.rmtree(directory / "step-00000003")
+    (directory / "step-00000002").mkdir()
+    found = find_valid(directory)  # nothing newer has come
+    assert found is not None
+    with found:
+        assert found.step == 1
 
 
 def test_broken_ones_with_the_same_name_are_kept_apart(directory: Path) -> None:
