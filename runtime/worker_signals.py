@@ -59,7 +59,7 @@ class WorkerShield:
             self._then(worker)
         # torch's worker looks from here on whether its parent has become another one: it would wait for ever if that
         # died before.
-        if self._parent != self._trainer and has_ended(self._trainer):
+        if os.getppid() != self._trainer and has_ended(self._trainer):
             os._exit(0)
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
