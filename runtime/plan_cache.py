@@ -23,7 +23,7 @@ logger = logging.getLogger("checkflow")
 
 FOLDER = "plans"
 KEPT = 16
-_HALF = re.compile(r"\.[0-9a-f]{32}\.json\.[0-9]+\.tmp", re.ASCII)  # written, by a process that was killed
+_HALF = re.compile(r"\.[0-9a-f]{32}\.json\.[0-9]+\.tmp", re.ASCII)  # left by a process that was killed as it wrote
 _OURS = re.compile(rf"[0-9a-f]{{32}}\.json|{_HALF.pattern}", re.ASCII)
 
 
