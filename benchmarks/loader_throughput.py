@@ -1,8 +1,9 @@
 """What the resumable loader costs: its throughput against torch's own, and the time to skip to a position.
 
 ``python benchmarks/loader_throughput.py [--only image-1ms …] [--batch-sizes 1 32 256] [--workers 0 4] [--seconds 0.25]
-[--case-seconds 60] [--output FILE]``: a table, and the same as JSON in FILE, by default
-benchmarks/results/loader-throughput-<cores>-cores.json.
+[--case-seconds 240] [--output FILE] [--again]``: a table, and the same as JSON in FILE, by default
+benchmarks/results/loader-throughput-<cores>-cores.json. With ``--again`` only those rows of FILE are measured that were
+not told apart; the others stay.
 
 Items:
 
@@ -15,17 +16,19 @@ Items:
 
 Each case has one torch loader and one of ours, shuffled, with workers that stay; each loads an epoch that is not
 counted, and then, round by round, epochs of ``--seconds``, with workers four times as long (two batches a worker at
-least): 16 rounds, and twice as many and twice again until the figure that is judged may be off by less than 1 %, or
-0.5 µs, or the next ones would not be done in ``--case-seconds``. The machine may be one that others share, and change
-its speed from second to second. So the two epochs of a round go side by side, in turns the first: without workers a
-batch of the one and a batch of the other; with workers, which make batches ahead, an epoch of the one and one of the
-other.
+least): 16 rounds, and half as many again and again until the figure that is judged may be off by less than 1 %, or
+0.5 µs, and is told from its target, or the next ones would not be done in ``--case-seconds``. The machine may be one
+that others share, and change its speed from second to second. So the two epochs of a round go side by side, in turns
+the first: without workers a batch of the one and a batch of the other; with workers, which make batches ahead, an epoch
+of the one and one of the other.
 
-A figure is the median of the rounds; "of torch's" is the ratio of all rounds' times, "added" the mean of their
-differences; "CPU" the same of the CPU's time, workers included. Beside both stands how far they may be off (95 %, by
-Student's t, over eight stretches of rounds). Two targets: at least 97 % of torch's throughput where an item costs 1 ms
-or more, and at most 10 µs a sample beyond torch's where items are only tensors. A row has met its target, or MISSED it,
-if all within its error does; else the two are not told apart.
+A figure is the median of the rounds. "of torch's" is the ratio of the rounds' times, "added" their difference, each the
+mean of what two rounds together give, in which each loader was first once, without the fifth of them that is highest
+and the fifth that is lowest: a pause of the machine lies in one epoch and makes either loader look slow; "CPU" the same
+of the CPU's time, workers included. Beside both stands how far they may be off (95 %, by Student's t and the winsorized
+spread). "in all" is the ratio of the sums, pauses and all. Two targets: at least 97 % of torch's throughput where an
+item costs 1 ms or more, and at most 10 µs a sample beyond torch's where items are only tensors. A row has met its
+target, or MISSED it, if all within its error does; else the two are not told apart.
 
 "skip" is a shuffled data set of 1,280,000 samples of which nothing is loaded before the position: the seconds from
 ``iter`` to the first batch at the begin, in the middle and before the end, torch's at the begin beside it, and the
@@ -58,6 +61,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from scipy.stats import mstats
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import TensorDataset
 
@@ -67,9 +71,9 @@ LEAST_SHARE = 0.97  # of torch's throughput, where an item costs LONG_SECONDS or
 LONG_SECONDS = 1e-3
 MOST_ADDED_SECONDS = 10e-6  # a sample, where items are only tensors
 SIDE, VIEW, FEATURES = 96, 64, 16
-LEAST_ROUNDS, CASE_SECONDS = 16, 60.0
+LEAST_ROUNDS, CASE_SECONDS = 16, 240.0
 SHARE_ERROR, ADDED_ERROR_SECONDS = 0.01, 0.5e-6  # enough is known when a figure may be off by no more than that
-STRETCHES, STUDENTS_T = 8, 2.365  # 95 %, both sides, of so many means
+LEFT_OUT, DOUBT = 0.2, 0.05  # of the pairs of rounds, at either end; how often a figure is further off, both sides
 TRIALS, FASTER = 20, 1.1  # of how long an item takes: the machine's speed changes, and it may become faster yet
 POSITIONS = (0, 640_000, 1_279_872)
 ORDER = 1_280_000
@@ -249,62 +253,72 @@ def measure(make: Callable[[int], Any], batch_size: int, workers: int, asked: As
         else:
             passed = side_by_side(loaders, len(dataset), len(times) % 2)
         times.append(passed)
-        # Looked at seldom: the more often, the sooner the error would look small by chance.
-        if len(times) == rounds and not known(times, long) and 2 * (time.perf_counter() - begun) < asked.case_seconds:
-            rounds *= 2
-    groups = stretches(times)
+        # Looked at seldom: the more often, the sooner something would be told by chance.
+        if len(times) == rounds and not known(times, long):
+            more_rounds = rounds // 4 * 2
+            if (time.perf_counter() - begun) * (1 + more_rounds / rounds) < asked.case_seconds:
+                rounds += more_rounds
+    throughput, more = share(times), added(times)
     row: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "samples": len(dataset), "rounds": len(times)}
     return row | {
         "item_seconds": item_seconds(dataset),
         "torch_seconds_a_sample": statistics.median(theirs for theirs, _ in times),
         "seconds_a_sample": statistics.median(ours for _, ours in times),
-        "added_seconds_a_sample": added(times),
-        "added_seconds_error": error_of([added(group) for group in groups]),
-        "of_torchs_throughput": share(times),
-        "of_torchs_throughput_error": error_of([share(group) for group in groups]),
+        "added_seconds_a_sample": more.figure,
+        "added_seconds_error": more.error,
+        "of_torchs_throughput": throughput.figure,
+        "of_torchs_throughput_error": throughput.error,
+        "of_torchs_throughput_in_all": sum(theirs for theirs, _ in times) / sum(ours for _, ours in times),
         "torch_cpu_seconds_a_sample": statistics.median(theirs for theirs, _ in cpu) if cpu else None,
-        "added_cpu_seconds_a_sample": added(cpu) if cpu else None,
-        "torchs_share_of_cpu": share(cpu) if cpu else None,
+        "added_cpu_seconds_a_sample": added(cpu).figure if cpu else None,
+        "torchs_share_of_cpu": share(cpu).figure if cpu else None,
+        **judge(throughput, more, long),
     }
 
 
-def stretches(times: Times) -> list[Times]:
-    """Rounds that follow each other, in so many groups: what lies near in time errs alike."""
-    edges = [len(times) * number // STRETCHES for number in range(STRETCHES + 1)]
-    return [times[begin:end] for begin, end in itertools.pairwise(edges)]
+@dataclass(frozen=True)
+class Estimate:
+    """A figure, and how far it may be off."""
+
+    figure: float
+    error: float
 
 
-def added(times: Times) -> float:
-    return statistics.fmean(ours - theirs for theirs, ours in times)
+def estimate(values: Sequence[float]) -> Estimate:
+    """The trimmed mean of what two rounds together give, for each two."""
+    pairs = [statistics.fmean(pair) for pair in zip(values[::2], values[1::2], strict=True)]
+    least, most = mstats.trimmed_mean_ci(np.array(pairs), limits=(LEFT_OUT, LEFT_OUT), alpha=DOUBT)
+    return Estimate(float(most + least) / 2, float(most - least) / 2)
 
 
-def share(times: Times) -> float:
-    """Torch's seconds of ours, in all."""
-    return sum(theirs for theirs, _ in times) / sum(ours for _, ours in times)
+def added(times: Times) -> Estimate:
+    """Seconds a sample beyond torch's."""
+    return estimate([ours - theirs for theirs, ours in times])
 
 
-def error_of(means: Sequence[float]) -> float:
-    """How far the mean of these means may be off."""
-    return STUDENTS_T * statistics.stdev(means) / math.sqrt(len(means))
+def share(times: Times) -> Estimate:
+    """Torch's seconds, of ours."""
+    logarithm = estimate([math.log(theirs / ours) for theirs, ours in times])
+    return Estimate(math.exp(logarithm.figure), math.exp(logarithm.figure) * logarithm.error)
 
 
 def known(times: Times, long: bool) -> bool:
     """Whether it is known well enough how they compare: by the ratio where an item takes ``long``."""
-    figure, most = (share, SHARE_ERROR) if long else (added, ADDED_ERROR_SECONDS)
-    return error_of([figure(group) for group in stretches(times)]) <= most
+    throughput, more = share(times), added(times)
+    exact = throughput.error <= SHARE_ERROR if long else more.error <= ADDED_ERROR_SECONDS
+    return exact and judge(throughput, more, long)["verdict"] != OPEN
 
 
 MET, MISSED, OPEN = "met", "MISSED", "not told apart"
 
 
-def judge(kind: str, row: dict[str, Any]) -> dict[str, str]:
-    """The row's target, and what became of it."""
-    if KINDS[kind] >= LONG_SECONDS:
-        over = row["of_torchs_throughput"] - LEAST_SHARE
-        error, target = row["of_torchs_throughput_error"], f"at least {LEAST_SHARE:.0%}"
+def judge(throughput: Estimate, more: Estimate, long: bool) -> dict[str, str]:
+    """The target of items that take ``long``, or of tensors, and what became of it."""
+    if long:
+        over, error, target = throughput.figure - LEAST_SHARE, throughput.error, f"at least {LEAST_SHARE:.0%}"
     else:
-        over = MOST_ADDED_SECONDS - row["added_seconds_a_sample"]
-        error, target = row["added_seconds_error"], f"at most {MOST_ADDED_SECONDS * 1e6:g} µs added"
+        over, error = MOST_ADDED_SECONDS - more.figure, more.error
+        target = f"at most {MOST_ADDED_SECONDS * 1e6:g} µs added"
     return {"target": target, "verdict": MET if over >= error else MISSED if over < -error else OPEN}
 
 
@@ -371,19 +385,27 @@ def main() -> None:
     parser.add_argument("--note", default="", help="about the machine, for the file")
     results = Path(__file__).parent / "results" / f"loader-throughput-{cores}-cores.json"
     parser.add_argument("--output", type=Path, default=results)
+    parser.add_argument("--again", action="store_true", help="only rows of the file that were not told apart")
     asked = parser.parse_args()
     torch.set_num_threads(1)  # as in workers
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
+    before = json.loads(asked.output.read_text()) if asked.again else {"rows": []}
+    done = {case_of(row): row for row in before["rows"] if row["verdict"] != OPEN or row["items"] not in asked.only}
+    cases = [case_of(row) for row in before["rows"]] or [
+        (kind, batch_size, workers)
+        for kind, workers, batch_size in itertools.product(asked.only, asked.workers, asked.batch_sizes)
+    ]
+    make = makers([kind for kind in asked.only if any(case[0] == kind and case not in done for case in cases)])
     rows, limits = [], Asked(asked.seconds, asked.case_seconds)
     head = f"{'items':12} {'batch':>5} {'workers':>7} {'item':>9} {'torch':>9} {'ours':>9}"
-    print(f"{head} {'of torch':>15} {'added':>16} {'added CPU':>9} {'CPU':>6}  target")
-    for (kind, make), workers, batch_size in itertools.product(
-        makers(asked.only).items(), asked.workers, asked.batch_sizes
-    ):
-        row = {"items": kind, **measure(make, batch_size, workers, limits, long=KINDS[kind] >= LONG_SECONDS)}
-        row |= judge(kind, row)
+    print(f"{head} {'of torch':>15} {'in all':>7} {'added':>16} {'added CPU':>9} {'CPU':>6}  target")
+    for case in cases:
+        row = done.get(case)
+        if row is None:
+            kind, batch_size, workers = case
+            row = {"items": kind, **measure(make[kind], batch_size, workers, limits, long=KINDS[kind] >= LONG_SECONDS)}
+            print(line_of(row), flush=True)
         rows.append(row)
-        print(line_of(row), flush=True)
     skip = measure_skip(LEAST_ROUNDS)
     for name, seconds in skip["first_batch_seconds"].items():
         print(f"first batch of {ORDER:,} shuffled samples, {name}: {seconds * 1e3:.1f} ms")
@@ -398,11 +420,16 @@ def main() -> None:
         raise SystemExit(f"targets missed (items/batch size/workers): {', '.join(missed)}")
 
 
+def case_of(row: dict[str, Any]) -> tuple[str, int, int]:
+    return row["items"], row["batch_size"], row["workers"]
+
+
 def line_of(row: dict[str, Any]) -> str:
     return (
         f"{row['items']:12} {row['batch_size']:5} {row['workers']:7} {micro(row['item_seconds'])}"
         f" {micro(row['torch_seconds_a_sample'])} {micro(row['seconds_a_sample'])}"
         f" {row['of_torchs_throughput']:7.1%} ±{row['of_torchs_throughput_error']:6.1%}"
+        f" {row['of_torchs_throughput_in_all']:7.1%}"
         f" {micro(row['added_seconds_a_sample'])} ±{row['added_seconds_error'] * 1e6:5.1f}"
         f" {micro(row['added_cpu_seconds_a_sample'])} {percent(row['torchs_share_of_cpu'])}"
         f"  {row['target']}: {row['verdict']}"

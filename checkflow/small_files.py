@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Sized
 
-_MOST_MEMBERS = 64  # of an object that has fields of its own: the largest has some forty
+MOST_MEMBERS = 64  # of an object that has fields of its own: the largest has some forty
 
 
 def read_regular(path: str | os.PathLike[str], most_bytes: int) -> bytes:
@@ -40,5 +40,5 @@ def check_members(found: Sized) -> None:
     Raises:
         ValueError: there are more members than any such object has.
     """
-    if len(found) > _MOST_MEMBERS:
+    if len(found) > MOST_MEMBERS:
         raise ValueError(f"an object of it has {len(found)} members")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Collection
 
 import torch
@@ -35,12 +34,11 @@ def fill_all(checkpoint: Checkpoint, targets: Collection[tuple[str, torch.Tensor
     first = dict(checkpoint.ties)
     with torch.no_grad():
         for name, tensor in sorted(targets, key=lambda one: place[first.get(one[0], one[0])]):
-            size_bytes = math.prod(tensor.shape) * tensor.element_size()
+            size_bytes = tensor.nbytes
             if not size_bytes:
                 continue
-            lazy = tensor.is_conj() or tensor.is_neg()
             target = tensor
-            if tensor.device.type != "cpu" or not tensor.is_contiguous() or lazy:
+            if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
                 target = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                 apart.append((tensor, target))
             memory = (ctypes.c_char * size_bytes).from_address(target.data_ptr())

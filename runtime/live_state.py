@@ -314,9 +314,8 @@ def _restore_optimizer(models: Models, optimizer: torch.optim.Optimizer, saved: 
 
 def make_lazy_state(
     name: str,
-    owner: str,
-    models: Models,
     optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.Tensor],
     *,
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -325,12 +324,13 @@ def make_lazy_state(
     """Create an optimizer state tensor that the optimizer would create at its first step, and return it.
 
     Args:
+        parameters: all that the optimizer updates, by name.
         on_host: whether it lies in host memory, wherever its parameter does; None: if it has no dimension.
 
     Raises:
         MismatchError: the optimizer has no such parameter.
     """
-    parameter, key = _place_of(name, owner, models, optimizer)
+    parameter, key = _place_of(name, parameters)
     if on_host is None:
         (group,) = (g for g in optimizer.param_groups if any(one is parameter for one in g["params"]))
         on_host = not shape and not (group.get("capturable") or group.get("fused"))  # as torch makes its step counters
@@ -342,20 +342,23 @@ def make_lazy_state(
     return tensor
 
 
-def share_lazy_state(name: str, tensor: torch.Tensor, models: Models, optimizer: torch.optim.Optimizer) -> None:
+def share_lazy_state(
+    name: str, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], tensor: torch.Tensor
+) -> None:
     """As :func:`make_lazy_state`, of one that several parameters share, such as a counter of steps: it is there.
 
     Raises:
         MismatchError: as there.
     """
-    parameter, key = _place_of(name, name.partition("/")[0], models, optimizer)
+    parameter, key = _place_of(name, parameters)
     optimizer.state[parameter][key] = tensor
 
 
-def _place_of(name: str, owner: str, models: Models, optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, str]:
+def _place_of(name: str, parameters: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, str]:
     """The parameter that a state tensor belongs to, and its key there."""
-    path, _, key = name.partition("/")[2].rpartition(".")
-    parameter = dict(optimizer_parameters(models, optimizer)).get(path)
+    owner, _, rest = name.partition("/")
+    path, _, key = rest.rpartition(".")
+    parameter = parameters.get(path)
     if parameter is None:
         raise MismatchError(f"the checkpoint has {name}, but optimizer {owner} has no parameter {path!r}")
     return parameter, key
@@ -387,6 +390,8 @@ def make_state_by_stepping(optimizer: torch.optim.Optimizer) -> None:
 
 def drop_state(names: set[str], models: Models, optimizers: Optimizers) -> None:
     """Take optimizer state tensors of these names out of their optimizers: the checkpoint says that they are absent."""
+    if not names:
+        return
     for owner, optimizer in optimizers.items():
         for path, parameter in optimizer_parameters(models, optimizer):
             table = optimizer.state.get(parameter)

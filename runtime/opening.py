@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
@@ -31,6 +31,7 @@ from checkflow.runtime.manifest import (
     MAX_MANIFEST_BYTES,
     FileEntry,
     Manifest,
+    files_of,
     is_whole,
     loads,
     no_duplicates,
@@ -60,8 +61,7 @@ class OpenFile:
     entry: FileEntry
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """An entry of a safetensors header, its range counted from the begin of the file."""
 
     code: str
@@ -157,9 +157,40 @@ def open_all(
         passing: whether children that are forked meanwhile do not have them open.
         shared: False: retention is not told.
     """
+
+    def look(data: bytes) -> tuple[Manifest, Mapping[str, FileEntry]]:
+        manifest = narrow(_parse_manifest(data, path))
+        return manifest, manifest.files
+
+    return _open(path, look, passing=passing, shared=shared)
+
+
+def open_early(path: Path) -> tuple[Callable[[], Manifest], dict[str, OpenFile]]:
+    """The files as :func:`open_all` opens them; of the manifest no more was looked at than what it says of them.
+
+    Returns:
+        What looks at the rest of it, and raises what :func:`open_all` does; and the files.
+    """
+
+    def look(data: bytes) -> tuple[Callable[[], Manifest], Mapping[str, FileEntry]]:
+        if (found := files_of(data, str(path / MANIFEST))) is not None:
+            return (lambda: _parse_manifest(data, path)), found
+        manifest = _parse_manifest(data, path)
+        return (lambda: manifest), manifest.files
+
+    return _open(path, look)
+
+
+_Looked = TypeVar("_Looked")
+_Look = Callable[[bytes], tuple[_Looked, Mapping[str, FileEntry]]]  # of a manifest's bytes; with the files to be opened
+
+
+def _open(
+    path: Path, look: _Look[_Looked], *, passing: bool = False, shared: bool = True
+) -> tuple[_Looked, dict[str, OpenFile]]:
     for _ in range(_EXCHANGED_TRIES):
         try:
-            return _open_all(path, narrow, passing=passing, shared=shared)
+            return _open_there(path, look, passing=passing, shared=shared)
         except _GoneError as error:
             gone = error
             # Exchanged for another of the same step, which takes two renames, or else gone for good.
@@ -169,7 +200,9 @@ def open_all(
     raise StorageError(str(gone)) from gone
 
 
-def _open_all(path: Path, narrow: Narrow, *, passing: bool, shared: bool) -> tuple[Manifest, dict[str, OpenFile]]:
+def _open_there(
+    path: Path, look: _Look[_Looked], *, passing: bool, shared: bool
+) -> tuple[_Looked, dict[str, OpenFile]]:
     opened: dict[str, OpenFile] = {}
     try:
         folder = files.open_folder(str(path))
@@ -180,9 +213,9 @@ def _open_all(path: Path, narrow: Narrow, *, passing: bool, shared: bool) -> tup
     except OSError as error:
         raise StorageError(f"cannot open the checkpoint {path}: {error.strerror}") from error
     try:
-        manifest, opened[MANIFEST] = _open_manifest(folder, path, passing=passing, shared=shared)
-        manifest = narrow(manifest)
-        for name, entry in manifest.files.items():
+        data, opened[MANIFEST] = _open_manifest(folder, path, passing=passing, shared=shared)
+        looked, entries = look(data)
+        for name, entry in entries.items():
             fd, size = _open_regular(folder, path / name, passing=passing)
             opened[name] = OpenFile(path / name, fd, entry)
             if size != entry.size_bytes:
@@ -192,7 +225,7 @@ def _open_all(path: Path, narrow: Narrow, *, passing: bool, shared: bool) -> tup
         raise
     finally:
         files.close_quietly(folder)
-    return manifest, opened
+    return looked, opened
 
 
 def close_all(opened: Mapping[str, OpenFile]) -> None:
@@ -222,8 +255,8 @@ def _open_regular(folder: int, path: Path, *, passing: bool) -> tuple[int, int]:
     return fd, size
 
 
-def _open_manifest(folder: int, path: Path, *, passing: bool, shared: bool) -> tuple[Manifest, OpenFile]:
-    """The manifest, and its file: as long as that is open, and shared, nobody deletes the checkpoint."""
+def _open_manifest(folder: int, path: Path, *, passing: bool, shared: bool) -> tuple[bytes, OpenFile]:
+    """The manifest's bytes, and its file: as long as that is open, and shared, nobody deletes the checkpoint."""
     name = path / MANIFEST
     try:
         fd, size = _open_regular(folder, name, passing=passing)
@@ -239,7 +272,7 @@ def _open_manifest(folder: int, path: Path, *, passing: bool, shared: bool) -> t
             raise _GoneError(f"cannot open the checkpoint {path}: it is being deleted") from None
         if not _is_at(folder, path):
             raise _GoneError(f"cannot open the checkpoint {path}: it was deleted meanwhile")
-        return _read_manifest(fd, size, path), OpenFile(name, fd, FileEntry(size, ()))
+        return _read_small(fd, size, name), OpenFile(name, fd, FileEntry(size, ()))
     except OSError as error:
         files.close_quietly(fd)
         raise StorageError(f"cannot open {name}: {error.strerror}") from error
@@ -255,9 +288,8 @@ def _is_at(folder: int, path: Path) -> bool:
         raise StorageError(f"cannot open the checkpoint {path}: {error.strerror}") from error
 
 
-def _read_manifest(fd: int, size: int, path: Path) -> Manifest:
+def _parse_manifest(data: bytes, path: Path) -> Manifest:
     name = path / MANIFEST
-    data = _read_small(fd, size, name)
     with no_collection():
         manifest = loads(data, str(name))
     if (step := parse_step(path.name)) is not None and step != manifest.step:

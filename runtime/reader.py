@@ -31,6 +31,7 @@ from checkflow.runtime.opening import (
     StoredTensor,
     close_all,
     open_all,
+    open_early,
     parse_header,
     parse_step,
     whole,
@@ -66,14 +67,16 @@ class Checkpoint:
     Made by :func:`open_checkpoint`. Reading from several threads at once is fine.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, opened: Mapping[str, OpenFile], *, ahead: bool = False) -> None:
+    manifest: Manifest
+
+    def __init__(
+        self, path: Path, manifest: Callable[[], Manifest], opened: Mapping[str, OpenFile], *, ahead: bool = False
+    ) -> None:
         self.path = path
-        self.manifest = manifest
         self._files = opened
         self._cache: collections.OrderedDict[Key, memoryview] = collections.OrderedDict()
         self._mutex = threading.Lock()
         self._verified: set[Key] = set()
-        self._names = dict(manifest.ties)
         self._ahead: Ahead | None = None
         self._extra: bytes | None = None
         held = {name: file for name, file in opened.items() if name.endswith(".safetensors")}
@@ -87,6 +90,7 @@ class Checkpoint:
             if self._ahead is not None:
                 self._ahead.begin()
             with no_collection():
+                self.manifest = manifest()
                 self._look(headers)
         except BaseException:
             self._stop_ahead()
@@ -95,6 +99,7 @@ class Checkpoint:
     def _look(self, headers: Mapping[str, bytes]) -> None:
         """Hold the headers against the manifest."""
         manifest, opened = self.manifest, self._files
+        self._names = dict(manifest.ties)
         self._stored = {
             name: parse_header(opened[name].path, text, opened[name].entry.size_bytes) for name, text in headers.items()
         }
@@ -379,7 +384,12 @@ def open_checkpoint(path: str | os.PathLike[str], narrow: Narrow = whole, *, ahe
         StorageError: it cannot be read.
     """
     absolute = Path(path).absolute()
-    manifest, opened = open_all(absolute, narrow)
+    manifest: Callable[[], Manifest]
+    if ahead and narrow is whole:
+        manifest, opened = open_early(absolute)
+    else:
+        found, opened = open_all(absolute, narrow)
+        manifest = lambda: found  # noqa: E731
     try:
         return Checkpoint(absolute, manifest, opened, ahead=ahead)
     except BaseException:

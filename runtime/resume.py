@@ -235,18 +235,20 @@ def restore(
     drop_state({name for name in (*live, *dict(state.ties)) if name not in sources}, models, optimizers)
     live = {name: tensor for name, tensor in live.items() if name in sources}
     ties = {further: name for further, name in state.ties if name in live}
+    # Once for all: an optimizer that has not stepped yet lacks as many as there are.
+    parameters = {owner: dict(optimizer_parameters(models, optimizer)) for owner, optimizer in optimizers.items()}
     for name, entry in checkpoint.tensors.items():
         owner = name.partition("/")[0]
         if name not in live and name not in ties:
             live[name] = make_lazy_state(
-                name, owner, models, optimizers[owner],
+                name, optimizers[owner], parameters[owner],
                 shape=tuple(entry.shape), dtype=getattr(torch, entry.dtype),
                 on_host=None if host_tensors is None else name in host_tensors,
             )  # fmt: skip
     for further, name in checkpoint.ties:
         owner = further.partition("/")[0]
         if owner in optimizers and further not in live and further not in ties:
-            share_lazy_state(further, live[ties.get(name, name)], models, optimizers[owner])
+            share_lazy_state(further, optimizers[owner], parameters[owner], live[ties.get(name, name)])
     with no_collection():
         fill_all(checkpoint, [(sources[name], tensor) for name, tensor in live.items()])
     checkpoint.verify_rest()

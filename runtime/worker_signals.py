@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 
 import psutil
+from torch.utils.data._utils.worker import ManagerWatchdog
 
 
 class WorkerShield:
@@ -57,14 +58,26 @@ class WorkerShield:
         self.put_up()  # again: torch has handlers of its own by now
         if self._then is not None:
             self._then(worker)
-        # torch's worker looks from here on whether its parent has become another one: it would wait for ever if that
-        # died before.
+        # torch's worker looks from here on whether its parent has become another one than it finds then: it would wait
+        # for ever if that died before.
+        _watch(self._parent)
         if os.getppid() != self._trainer and has_ended(self._trainer):
             os._exit(0)
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         if not self._training.value or os.getppid() != self._parent:
             os._exit(0)  # as torch's workers end: any other code would be an error in the main process
+
+
+def _watch(parent: int) -> None:
+    """Have torch's watch, which begins in this worker a little later, take this process for its parent."""
+    begin = ManagerWatchdog.__init__
+
+    def begin_with(watch: ManagerWatchdog) -> None:
+        begin(watch)
+        watch.manager_pid = parent
+
+    ManagerWatchdog.__init__ = begin_with  # type: ignore[method-assign, assignment] # torchdata has the class by name
 
 
 def has_ended(process: int) -> bool:

@@ -52,7 +52,9 @@ def make_feeds(directory: Path) -> dict[str, Feed]:
 
 
 def feed_manifest(data: bytes) -> str:
+    files = manifest.files_of(data, "manifest.json")
     read = manifest.loads(data, "manifest.json")
+    assert files in (None, read.files)
     assert manifest.loads(manifest.dumps(read), "again") == read
     return "valid"
 

@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
+from waiting import wait_for
 
 from checkflow.errors import MismatchError, UnsupportedError
 from checkflow.runtime import extra_state
@@ -341,6 +344,46 @@ def test_a_worker_whose_trainer_died_before_it_looked_ends(tmp_path: Path) -> No
     worker = int(started.read_text())
     while not has_ended(worker):
         time.sleep(0.001)
+
+
+JOB_OF_WORKERS = """
+import os, sys, time
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.worker import ManagerWatchdog
+from torchdata.stateful_dataloader import StatefulDataLoader
+import checkflow
+
+begin, trainer = ManagerWatchdog.__init__, os.getpid()
+
+def late(watch):
+    print(os.getpid(), flush=True)
+    while os.getppid() == trainer:
+        time.sleep(0.001)
+    begin(watch)
+
+ManagerWatchdog.__init__ = late
+options = {"num_workers": 1, "multiprocessing_context": "fork"}
+loader = {
+    "ours": lambda: checkflow.DataLoader(range(2), **options),
+    "torch's": lambda: checkflow.resumable(DataLoader(range(2), **options)),
+    "torchdata's": lambda: checkflow.resumable(StatefulDataLoader(range(2), **options)),
+}[sys.argv[1]]()
+list(loader)
+"""
+
+
+@pytest.mark.parametrize("kind", ["ours", "torch's", "torchdata's"])
+def test_a_worker_whose_trainer_dies_just_before_torch_looks_ends(kind: str) -> None:
+    """By then it has looked itself, and torch's watch finds another parent: that is not the one it is to watch."""
+    with subprocess.Popen([sys.executable, "-c", JOB_OF_WORKERS, kind], stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        worker = int(trainer.stdout.readline())
+        trainer.kill()
+        try:
+            wait_for(lambda: has_ended(worker))
+        finally:
+            if not has_ended(worker):
+                os.kill(worker, signal.SIGKILL)
 
 
 class Numbers:

@@ -9,6 +9,7 @@ import os
 import random
 import re
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import xxhash
 from pydantic import TypeAdapter
 
 from checkflow.errors import CorruptCheckpointError, MismatchError, StorageError
-from checkflow.runtime import files, manifest, reader
+from checkflow.runtime import files, manifest, opening, reader, reading
 from checkflow.runtime.layout import Layout, file_image, make_layout
 from checkflow.runtime.reader import Checkpoint, find, find_valid, open_checkpoint, recover
 from checkflow.runtime.store import Store
@@ -54,18 +55,19 @@ def directory(good: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(good, tmp_path / "checkpoints"))
 
 
-def read_everything(path: Path) -> tuple[int, dict[str, bytes], bytes]:
-    with open_checkpoint(path) as checkpoint:
+def read_everything(path: Path, *, ahead: bool = False) -> tuple[int, dict[str, bytes], bytes]:
+    with open_checkpoint(path, ahead=ahead) as checkpoint:
         checkpoint.verify()
         return checkpoint.step, read_all(checkpoint), checkpoint.extra_bytes
 
 
 def assert_refused(path: Path, message: str | None = None, error: type[StorageError] = CorruptCheckpointError) -> None:
-    with pytest.raises(StorageError, match=message) as caught:
-        read_everything(path)
-    assert type(caught.value) is error
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    for ahead in (False, True):
+        with pytest.raises(StorageError, match=message) as caught:
+            read_everything(path, ahead=ahead)
+        assert type(caught.value) is error
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def reseal(path: Path, change: Callable[[dict[str, Any]], object] = lambda content: None) -> None:
@@ -89,8 +91,9 @@ def reseal(path: Path, change: Callable[[dict[str, Any]], object] = lambda conte
 # --------------------------------------------------------------------------------------------------------- good ones
 
 
-def test_reading_gives_what_was_written(good: Path) -> None:
-    assert read_everything(good / "step-00000002") == (2, fill(LAYOUT, 2)[1], b"extra 2" * 10)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_reading_gives_what_was_written(good: Path, ahead: bool) -> None:
+    assert read_everything(good / "step-00000002", ahead=ahead) == (2, fill(LAYOUT, 2)[1], b"extra 2" * 10)
 
 
 def test_resealing_alone_changes_nothing(directory: Path) -> None:
@@ -435,8 +438,9 @@ def test_a_manifest_made_by_an_attacker(directory: Path, name: str) -> None:
 
 def test_a_manifest_of_a_newer_version_is_not_damaged(directory: Path) -> None:
     reseal(directory / "step-00000002", _set("version", 2))
-    with pytest.raises(MismatchError, match="format version 2"):
-        open_checkpoint(directory / "step-00000002")
+    for ahead in (False, True):
+        with pytest.raises(MismatchError, match="format version 2"):
+            open_checkpoint(directory / "step-00000002", ahead=ahead)
     with Store(directory, run_id="later") as store, pytest.raises(MismatchError):
         recover(store)
     assert (directory / "step-00000002").is_dir()
@@ -509,8 +513,9 @@ def test_random_changes_to_a_resealed_manifest_are_refused_or_harmless(directory
             changed[source.randrange(len(changed))] = source.choice(b'0123456789{}[]",:abcxyz-.')
         digest = xxhash.xxh3_128_hexdigest(bytes(changed)).encode()
         (path / "manifest.json").write_bytes(bytes(changed) + b',"digest":"' + digest + b'"}\n')
+        ahead = source.random() < 0.5
         try:
-            found = read_everything(path)[1]
+            found = read_everything(path, ahead=ahead)[1]
         except (StorageError, MismatchError):
             refused += 1
         else:
@@ -625,7 +630,8 @@ def test_a_read_error_sets_nothing_aside(
     assert recover_step(directory) == 2
 
 
-def test_no_descriptor_stays_open(directory: Path) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_no_descriptor_stays_open(directory: Path, ahead: bool) -> None:
     """Also when opening fails, wherever it fails."""
 
     def count() -> int:
@@ -635,8 +641,9 @@ def test_no_descriptor_stays_open(directory: Path) -> None:
     for at in range(1, 200):
         faults = Faults(at, errno.EIO)
         with faults(), contextlib.suppress(StorageError):
-            open_checkpoint(directory / "step-00000002").close()
+            open_checkpoint(directory / "step-00000002", ahead=ahead).close()
         assert count() == before
+        assert "checkflow-reader" not in [thread.name for thread in threading.enumerate()]
         if not faults.met:
             break
     flip(directory / "step-00000002" / MODEL)
@@ -700,3 +707,57 @@ def test_checkpoints_are_read_from_several_threads(good: Path) -> None:
         with ThreadPoolExecutor(8) as pool:
             assert all(found == expected for found in pool.map(read, range(200)))
     assert isinstance(checkpoint, Checkpoint)
+
+
+def test_what_a_manifest_says_of_its_files_is_read_by_itself(directory: Path) -> None:
+    """Where it stands as the writer puts it; any other order is for the whole manifest's reader."""
+    name = directory / "step-00000002" / "manifest.json"
+    data, body = name.read_bytes(), name.read_bytes()[: -len(b',"digest":""}\n') - 32]
+
+    def found(changed: bytes) -> Any:
+        digest = xxhash.xxh3_128_hexdigest(changed).encode()
+        return manifest.files_of(changed + b',"digest":"' + digest + b'"}\n', "m")
+
+    whole = manifest.loads(data, "m")
+    assert found(body) == manifest.files_of(data, "m") == whole.files != {}
+    first = whole.files[MODEL].blocks[0].encode()
+    for old, new in (
+        (b'{"step":', b'{"world_size":1,"step":'),
+        (b'"run_id":"run"', b'"run_id":"\\"files\\":"'),
+        (b'"files":{', b'"files":[{'),
+        (b'"files":{', b'"files":{"state.msgpack":{},'),
+        (b'"files":{', b'"files":{"manifest.json":{"size_bytes":0,"blocks":[]},'),
+        (b'"files":{', b'"files":{"../x":{"size_bytes":0,"blocks":[]},'),
+        (b'"files":{', b'"files":' + b"[" * 100_000),
+        (b'"state.msgpack"', b'"other"'),
+        (b'["' + first, b'["0' + first),
+        (b'["' + first + b'"', b'["' + first + b'","' + first + b'"'),
+        (MODEL.encode(), b"\xff"),
+    ):
+        assert old in body
+        assert found(body.replace(old, new, 1)) is None
+    with pytest.raises(CorruptCheckpointError, match="digest"):
+        manifest.files_of(data.replace(b'"files"', b'"filez"'), "m")
+
+
+def test_what_is_read_ahead_begins_before_the_manifest_is_looked_at_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = make_layout([record("model/w", (5 * manifest.BLOCK_BYTES,), "uint8")])
+    with Store(tmp_path / "checkpoints", run_id="run") as store:
+        path = store.commit(1, layout, memoryview(bytearray(layout.buffer_bytes)), b"", {})
+    begun, read, parse = threading.Event(), opening.read_block, opening.loads
+
+    def read_block(file: opening.OpenFile, block: int, *others: Any) -> memoryview:
+        if block == 3:
+            begun.set()
+        return read(file, block, *others)
+
+    def loads(data: bytes, name: str) -> manifest.Manifest:
+        assert begun.wait(600)
+        return parse(data, name)
+
+    monkeypatch.setattr(reading, "read_block", read_block)
+    monkeypatch.setattr(opening, "loads", loads)
+    with open_checkpoint(path, ahead=True) as checkpoint:
+        assert list(checkpoint.tensors) == ["model/w"]

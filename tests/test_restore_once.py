@@ -337,3 +337,38 @@ def test_what_is_not_wanted_of_it_is_verified_too(store: Store, saved: tuple[Pat
     assert job.restore(store) == 2
     assert_same(job, saved[1][2])
     assert broken(store) == [".broken-step-00000003"]
+
+
+class Deep(Job):
+    """So many small layers, each with two parameters, and two optimizer states for each of them."""
+
+    def __init__(self, layers: int, *, steps: int) -> None:
+        torch.manual_seed(layers + steps)
+        self.model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers)))
+        self.optimizer = torch.optim.Adam(self.model.parameters())  # type: ignore[assignment]
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+        for _ in range(steps):
+            self.step()
+
+
+def test_state_that_is_not_there_yet_is_made_with_as_few_walks_for_many_tensors_as_for_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walks: collections.Counter[nn.Module] = collections.Counter()
+    real = nn.Module.named_modules
+
+    def named_modules(self: nn.Module, *arguments: Any, **options: Any) -> Any:
+        walks[self] += 1
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(nn.Module, "named_modules", named_modules)
+    counts = []
+    for layers in (1, 2, 40):
+        trained, fresh = Deep(layers, steps=1), Deep(layers, steps=0)
+        with Store(tmp_path / str(layers), run_id="run") as store:
+            trained.save(store, 1)
+            walks.clear()
+            assert fresh.restore(store) == 1
+        counts.append(walks[fresh.model])
+        assert_same(fresh, trained.state())
+    assert counts[0] == counts[1] == counts[2]
