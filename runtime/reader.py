@@ -78,23 +78,29 @@ class Checkpoint:
         self._mutex = threading.Lock()
         self._verified: set[Key] = set()
         self._ahead: Ahead | None = None
+        self._heads: dict[str, int] = {}  # by file, the number of its first block among those that are read ahead
         self._extra: bytes | None = None
         held = {name: file for name, file in opened.items() if name.endswith(".safetensors")}
-        headers = {name: self._header(file) for name, file in held.items()}
-        if ahead:
-            self._extra = self._read_extra()  # later it would wait for the disk to be done with all that was asked for
-            rest = [(file, n) for file in held.values() for n in range(len(file.entry.blocks))]
-            rest = [one for one in rest if self._cached((one[0].path.name, one[1])) is None]
-            self._ahead = Ahead(rest, self._threads)
         try:
-            if self._ahead is not None:
-                self._ahead.begin()
+            if ahead:
+                self._begin([file for file in held.values() if file.entry.blocks])
             with no_collection():
                 self.manifest = manifest()
-                self._look(headers)
+                self._look({name: self._header(file) for name, file in held.items()})
         except BaseException:
             self._stop_ahead()
             raise
+
+    def _begin(self, held: list[OpenFile]) -> None:
+        """Have the disk read meanwhile, first what has the headers; extra state before that, or it would wait."""
+        self._extra = self._read_extra()
+        first = [(file, 0) for file in held]
+        others = [(file, block) for file in held for block in range(1, len(file.entry.blocks))]
+        # A header that no thread has is read by way of the cache.
+        threads = THREADS + 1 if len(held) <= THREADS + 1 else THREADS + 1 - _CACHED_BLOCKS
+        self._heads = {file.path.name: number for number, file in enumerate(held)}
+        self._ahead = Ahead(first + others, threads, looks=len(held), look=_head)
+        self._ahead.begin()
 
     def _look(self, headers: Mapping[str, bytes]) -> None:
         """Hold the headers against the manifest."""
@@ -212,7 +218,7 @@ class Checkpoint:
 
         def use(key: Key, data: memoryview) -> None:
             self._verified.add(key)
-            for first, target in parts[key]:
+            for first, target in parts.get(key, ()):
                 copy_bytes(target, data[first : first + len(target)])
 
         missing = []
@@ -224,7 +230,7 @@ class Checkpoint:
         if self._ahead is not None:
             begun = [(file.path.name, block) for file, block in self._ahead.blocks]
             try:
-                if missing == sorted(begun):
+                if set(missing) <= set(begun) <= parts.keys() | {(name, 0) for name in self._heads}:
                     self._ahead.finish(lambda n, data: use(begun[n], data))
                     return
             finally:
@@ -339,11 +345,16 @@ class Checkpoint:
         size = file.entry.size_bytes
         if size < 8:
             raise CorruptCheckpointError(f"{file.path} is no safetensors file: it has {size} bytes")
-        prefix = bytearray(8)
-        self._read(file, 0, memoryview(prefix))
-        length = int.from_bytes(prefix, "little")
+        head = None if self._ahead is None else self._ahead.looked(self._heads[file.path.name])
+        if head is None:
+            prefix = bytearray(8)
+            self._read(file, 0, memoryview(prefix))
+            head = bytes(prefix)
+        length = int.from_bytes(head[:8], "little")
         if length > min(MAX_HEADER_BYTES, size - 8):
             raise CorruptCheckpointError(f"{file.path} claims a header of {length} bytes")
+        if len(head) == 8 + length:
+            return head[8:]
         text = bytearray(length)
         self._read(file, 8, memoryview(text))
         return bytes(text)
@@ -364,6 +375,11 @@ class Checkpoint:
         if stored.end - stored.begin != math.prod(piece.lengths) * kind.element_bytes:
             raise CorruptCheckpointError(f"{self.path / piece.file} gives {piece.key!r} a range of another size")
         return stored
+
+
+def _head(block: memoryview) -> bytes:
+    """The length of a safetensors header, and as much of its text as lies in the file's first block."""
+    return bytes(block[: 8 + min(int.from_bytes(block[:8], "little"), MAX_HEADER_BYTES)])
 
 
 def open_checkpoint(path: str | os.PathLike[str], narrow: Narrow = whole, *, ahead: bool = False) -> Checkpoint:

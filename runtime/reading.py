@@ -26,22 +26,26 @@ Block = tuple[OpenFile, int]  # an open file, and the number of a block of it
 Use = Callable[[int, memoryview], None]
 
 
-def read_blocks(
-    blocks: Sequence[Block],
-    use: Use,
-    *,
-    threads: int = THREADS,
-    busy: Callable[[], None] = lambda: None,
-    started: Callable[[int], None] = lambda threads: None,
-) -> None:
+class Watcher:
+    """What is told how a reading by threads goes on. This one does not listen."""
+
+    def started(self, threads: int) -> None:
+        """No more than these are started."""
+
+    def reads(self) -> None:
+        """A thread is about to read, or has ended: none ends without having said so."""
+
+    def failed(self, number: int) -> None:
+        """This block cannot be read, or is damaged, or could not be used."""
+
+
+def read_blocks(blocks: Sequence[Block], use: Use, *, threads: int = THREADS, watcher: Watcher | None = None) -> None:
     """Read blocks, verified.
 
     Args:
         use: called with the number of each in ``blocks`` and its bytes, which are others after that; by several
             threads, in no order. What it raises is raised here.
         threads: at most.
-        busy: called by each of these threads before each read, and at its end: no thread ends without one.
-        started: called with the number of threads when no more are started.
 
     Raises:
         CorruptCheckpointError: of the blocks that were read, the first in order that is damaged. Others may have been
@@ -56,8 +60,7 @@ def read_blocks(
             max(memory_bytes(*block) for block in blocks),
             lambda number, memory: use(number, read_block(*blocks[number], memory, direct.get(blocks[number][0].fd))),
             min(threads, len(blocks)),
-            busy,
-            started,
+            watcher or Watcher(),
         )
 
 
@@ -72,21 +75,35 @@ def read_one(file: OpenFile, block: int) -> memoryview:
         return read_block(file, block, scratch(size, large_pages=size == BLOCK_BYTES), direct.get(file.fd))
 
 
-class Ahead:
+class Ahead(Watcher):
     """:func:`read_blocks`, begun before it is known what blocks are used for: each thread reads one, and waits.
 
     Made first, and then begun: to be closed, whatever comes between, the begin's own errors too.
 
     Args:
         threads: at most.
+        looks: for so many of the first blocks, what ``look`` makes of their bytes can be asked for meanwhile.
+        look: called by the thread that has such a block.
     """
 
-    def __init__(self, blocks: Sequence[Block], threads: int = THREADS) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        threads: int = THREADS,
+        *,
+        looks: int = 0,
+        look: Callable[[memoryview], bytes] = bytes,
+    ) -> None:
         self.blocks = blocks
         self._threads = threads
+        self._looks, self._look = looks, look
         # No lock of Python's own: see interrupts.py.
         self._uses: queue.SimpleQueue[Use | None] = queue.SimpleQueue()
         self._news: queue.SimpleQueue[int] = queue.SimpleQueue()  # how many threads; 0: one reads, or has ended
+        # By block: what was made of it, or None where that failed. None at the end.
+        self._looked: queue.SimpleQueue[tuple[int, bytes | None] | None] = queue.SimpleQueue()
+        self._seen: dict[int, bytes | None] = {}
+        self._reading = 0  # threads, each with one of the first blocks
         self._ended = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -101,10 +118,30 @@ class Ahead:
         if not _start(self._thread):
             self._thread = None
             return
-        reading, threads = 0, self._threads
-        while reading < threads:
-            news = self._news.get()
-            reading, threads = (reading, news) if news else (reading + 1, threads)
+        reads, threads = 0, None
+        while threads is None or reads < threads:
+            if news := self._news.get():
+                threads = news
+            else:
+                reads += 1
+        self._reading = threads
+
+    def looked(self, number: int) -> bytes | None:
+        """What ``look`` made of a block; None where none of the threads that there are has it.
+
+        Raises:
+            CorruptCheckpointError, StorageError: as :func:`read_blocks`; nothing was used.
+        """
+        if number >= min(self._looks, self._reading):
+            return None
+        while number not in self._seen:
+            if (news := self._looked.get()) is None:
+                break
+            self._seen[news[0]] = news[1]
+        if (found := self._seen.get(number)) is None:
+            self.finish(lambda number, data: None)  # which raises what failed
+            raise StorageError("the checkpoint was closed while it was read")
+        return found
 
     def finish(self, use: Use) -> None:
         """Go on, to the end; raises as :func:`read_blocks`."""
@@ -129,6 +166,16 @@ class Ahead:
         """End the threads; what they have read is forgotten. Once more is harmless."""
         self._end()
 
+    def started(self, threads: int) -> None:
+        self._news.put(threads)
+
+    def reads(self) -> None:
+        self._news.put(0)
+
+    def failed(self, number: int) -> None:
+        if number < self._looks:
+            self._looked.put((number, None))
+
     def _end(self) -> BaseException | None:
         """What the threads ended with; it is forgotten here."""
         self._ended = True
@@ -141,17 +188,18 @@ class Ahead:
     def _run(self) -> None:
         try:
             if not self._ended:
-                read_blocks(
-                    self.blocks, self._use, threads=self._threads,
-                    busy=lambda: self._news.put(0), started=self._news.put,
-                )  # fmt: skip
+                read_blocks(self.blocks, self._use, threads=self._threads, watcher=self)
         except BaseException as error:  # noqa: BLE001 - finish() raises it
             self._error = error
         finally:
+            self._looked.put(None)
+            self._news.put(self._threads)
             for _ in range(self._threads):  # nobody waits for those that never ran
                 self._news.put(0)
 
     def _use(self, number: int, data: memoryview) -> None:
+        if number < self._looks:
+            self._looked.put((number, self._look(data)))
         use = self._uses.get()
         self._uses.put(use)  # for the others
         if use is None or self._ended:
@@ -180,8 +228,7 @@ def _share(
     memory_bytes: int,
     work: Callable[[int, memoryview], None],
     threads: int,
-    busy: Callable[[], None],
-    all_started: Callable[[int], None],
+    watcher: Watcher,
 ) -> None:
     """Do ``work`` for all numbers below ``count``, each thread with memory of its own; this thread is one of them."""
     memory = scratch(threads * memory_bytes, large_pages=memory_bytes == BLOCK_BYTES)
@@ -192,14 +239,17 @@ def _share(
 
     def run(part: memoryview) -> None:
         nonlocal ended
-        while not ended and (number := next(numbers)) < count:
+        first = True  # each begins with one: whoever waits for what is to be had of the first blocks does not in vain
+        while (first or not ended) and (number := next(numbers)) < count:
+            first = False
             try:
-                busy()
+                watcher.reads()
                 work(number, part)
             except BaseException as error:  # noqa: BLE001 - the caller raises the first of all threads
                 errors[number] = error
                 ended = True
-        busy()
+                watcher.failed(number)
+        watcher.reads()
 
     started: list[threading.Thread] = []
     try:
@@ -210,9 +260,9 @@ def _share(
                     started.pop()
                     break
         except BaseException:  # no memory for a thread
-            all_started(max(1, sum(thread.ident is not None for thread in started)))
+            watcher.started(max(1, sum(thread.ident is not None for thread in started)))
             raise
-        all_started(1 + len(started))
+        watcher.started(1 + len(started))
         run(parts[0])
     finally:
         ended = True  # what was begun is done, all of it unless something was raised

@@ -7,36 +7,36 @@ import errno
 import fcntl
 import gc
 import os
-import queue
 import signal
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import xxhash
+from reading_tools import (
+    BLOCKS,
+    CONTENT,
+    EXPECTED,
+    LAYOUT,
+    SIZE_BYTES,
+    STAGING,
+    interrupt_before,
+    opened,
+    targets,
+)
 
 from checkflow.errors import CorruptCheckpointError, StorageError
-from checkflow.runtime import files, reading
-from checkflow.runtime.layout import PAGE_BYTES, make_layout
-from checkflow.runtime.manifest import BLOCK_BYTES, FileEntry
+from checkflow.runtime import files
+from checkflow.runtime.layout import PAGE_BYTES
+from checkflow.runtime.manifest import BLOCK_BYTES
 from checkflow.runtime.memory import no_collection
 from checkflow.runtime.opening import OpenFile
 from checkflow.runtime.reader import Checkpoint, open_checkpoint
-from checkflow.runtime.reading import THREADS, Ahead, read_blocks, read_one
+from checkflow.runtime.reading import THREADS, read_blocks, read_one
 from checkflow.runtime.store import Store
 from tests.faults import all_direct
-from tests.store_tools import fill, read_all, record
-from tests.waiting import wait_for
-
-BLOCKS = THREADS + 2
-SIZE_BYTES = (BLOCKS - 1) * BLOCK_BYTES + 5 * PAGE_BYTES + 77
-CONTENT = np.random.default_rng(3).integers(0, 256, SIZE_BYTES, np.uint8).tobytes()
-LAYOUT = make_layout([record(f"model/{i:04d}", (5_000 + 7 * i,)) for i in range(1000)])
-STAGING, EXPECTED = fill(LAYOUT, 4)
+from tests.store_tools import read_all
 
 
 @pytest.fixture(autouse=True)
@@ -52,16 +52,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("reading") / "x"
     path.write_bytes(CONTENT)
     return path
-
-
-@contextlib.contextmanager
-def opened(path: Path, content: bytes = CONTENT) -> Iterator[OpenFile]:
-    blocks = [xxhash.xxh3_64_hexdigest(content[i : i + BLOCK_BYTES]) for i in range(0, len(content), BLOCK_BYTES)]
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        yield OpenFile(path, fd, FileEntry(len(content), tuple(blocks)))
-    finally:
-        os.close(fd)
 
 
 def read(file: OpenFile) -> bytes:
@@ -287,73 +277,6 @@ def test_an_interrupt_while_threads_are_awaited_waits_for_them_all_the_same(
     assert not [one.name for one in threading.enumerate() if one.name == "checkflow-reader"]
 
 
-def interrupt_before(name: str, times: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """So many calls by the main thread are interrupted: a start when it is done, others before they do anything."""
-    real: Callable[..., None] = getattr(threading.Thread, name)
-    calls: list[str] = []
-
-    def method(self: threading.Thread, *arguments: Any) -> None:
-        here = threading.current_thread() is threading.main_thread()
-        if here:
-            calls.append(name)
-        if name == "start":
-            real(self)
-        if here and len(calls) <= times:
-            signal.raise_signal(signal.SIGINT)
-        if name != "start":
-            real(self, *arguments)
-
-    monkeypatch.setattr(threading.Thread, name, method)
-    return calls
-
-
-def test_an_interrupt_as_reading_ahead_begins_leaves_nothing_behind(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No thread that waits for ever to be told what blocks are for."""
-    real, waits, read_block = threading.Thread.start, threading.Event(), reading.read_block
-
-    def start(self: threading.Thread) -> None:
-        real(self)
-        if threading.current_thread() is threading.main_thread():
-            assert waits.wait(120)
-            signal.raise_signal(signal.SIGINT)
-
-    def read(*arguments: Any) -> memoryview:
-        block = read_block(*arguments)
-        waits.set()
-        return block
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    monkeypatch.setattr(reading, "read_block", read)
-    with pytest.raises(KeyboardInterrupt):
-        open_checkpoint(checkpoint.path, ahead=True)
-    assert not [one.name for one in threading.enumerate() if one.name == "checkflow-reader"]
-
-
-@pytest.mark.parametrize("times", [1, 2, 3])
-def test_interrupts_as_reading_ahead_ends_leave_nothing_behind(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, times: int
-) -> None:
-    found, real, calls = targets(checkpoint), Ahead._run, []
-
-    def run(self: Ahead) -> None:
-        """Not over before it has been awaited so often."""
-        real(self)
-        wait_for(lambda: len(calls) > times)
-
-    monkeypatch.setattr(Ahead, "_run", run)
-    with open_checkpoint(checkpoint.path, ahead=True) as one:
-        calls = interrupt_before("join", times, monkeypatch)
-        with pytest.raises(KeyboardInterrupt):
-            one.read_many_into(found.items())
-        assert len(calls) > times
-        assert not [one.name for one in threading.enumerate() if one.name == "checkflow-reader"]
-        again = targets(checkpoint)  # nothing that was read for another call is taken for this one's
-        one.read_many_into(again.items())
-        assert {name: bytes(data) for name, data in again.items()} == EXPECTED
-
-
 def test_a_handlers_error_in_a_threads_start_is_raised_and_the_thread_ends(
     written: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,10 +332,6 @@ def checkpoint(tmp_path: Path) -> Iterator[Checkpoint]:
         yield one
 
 
-def targets(checkpoint: Checkpoint) -> dict[str, memoryview]:
-    return {name: memoryview(bytearray(checkpoint.size_bytes(name))) for name in checkpoint.tensors}
-
-
 def test_many_tensors_are_read_at_once_and_each_block_once(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -462,161 +381,6 @@ def test_of_many_tensors_none_gets_anything_of_a_damaged_block(checkpoint: Check
     checkpoint.read_many_into(targets(checkpoint).items())
 
 
-# ---------------------------------------------------------------------------------------------------------------- ahead
-
-
-def test_blocks_are_read_before_their_use_is_known(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for each thread, and no more."""
-    read_so_far: set[int] = set()
-    all_wait = threading.Event()
-    real = files.preadv
-
-    def preadv(fd: int, buffers: Any, offset: int) -> int:
-        count = real(fd, buffers, offset)
-        read_so_far.add(offset)
-        if len(read_so_far) == THREADS:
-            all_wait.set()
-        return count
-
-    monkeypatch.setattr(files, "preadv", preadv)
-    out = bytearray(SIZE_BYTES)
-    with opened(written) as file:
-        ahead = Ahead([(file, block) for block in range(BLOCKS)])
-        ahead.begin()
-        assert all_wait.wait(120)
-        assert len(read_so_far) == THREADS
-
-        def use(number: int, data: memoryview) -> None:
-            out[number * BLOCK_BYTES : number * BLOCK_BYTES + len(data)] = data
-
-        ahead.finish(use)
-        ahead.close()
-    assert bytes(out) == CONTENT
-
-
-def test_what_is_read_ahead_and_not_wanted_is_forgotten(written: Path) -> None:
-    with opened(written) as file:
-        for blocks in ([(file, block) for block in range(BLOCKS)], []):
-            ahead = Ahead(blocks)
-            ahead.begin()
-            ahead.close()
-            ahead.close()
-            with pytest.raises(StorageError, match="closed while it was read"):
-                ahead.finish(lambda number, data: None)
-        Ahead([]).close()
-
-
-@pytest.mark.parametrize("threads", range(1, THREADS + 1))
-def test_reading_ahead_has_begun_when_so_many_threads_as_there_are_read(
-    written: Path, monkeypatch: pytest.MonkeyPatch, threads: int
-) -> None:
-    real_start, real_read = reading._start, reading.read_block
-    started: list[threading.Thread] = []
-    reads: queue.SimpleQueue[int] = queue.SimpleQueue()
-    goes_on, used = threading.Event(), []
-
-    def start(thread: threading.Thread) -> bool:
-        """As where the system has so many threads to give; the last one after a while."""
-        if len(started) == threads:
-            return False
-        started.append(thread)
-        assert len(started) < threads or threads == 1 or goes_on.wait(120)
-        return real_start(thread)
-
-    def read_block(file: OpenFile, block: int, *rest: Any) -> memoryview:
-        reads.put(block)
-        return real_read(file, block, *rest)
-
-    monkeypatch.setattr(reading, "_start", start)
-    monkeypatch.setattr(reading, "read_block", read_block)
-    with opened(written) as file:
-        ahead = Ahead([(file, block) for block in range(BLOCKS)])
-        beginning = threading.Thread(target=ahead.begin)
-        beginning.start()
-        for _ in range(threads - 2):  # all but the last, and the one that starts the others
-            reads.get(timeout=120)
-        if threads > 1:
-            beginning.join(0.2)
-            assert beginning.is_alive()
-        goes_on.set()
-        beginning.join(120)
-        assert not beginning.is_alive()
-        ahead.finish(lambda number, _: used.append(number))
-    assert sorted(used) == list(range(BLOCKS))
-
-
-@pytest.mark.parametrize("where", ["read_block", "scratch"])
-def test_reading_ahead_that_fails_at_once_has_begun_too(
-    written: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    """The first thread may have ended before another one starts."""
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise StorageError("the disk is gone")
-
-    monkeypatch.setattr(reading, where, fail)
-    with opened(written) as file:
-        ahead = Ahead([(file, block) for block in range(BLOCKS)])
-        ahead.begin()
-        with pytest.raises(StorageError, match="the disk is gone"):
-            ahead.finish(lambda number, data: None)
-
-
-@pytest.mark.parametrize("others", [0, 1, 3])
-def test_reading_ahead_without_memory_for_a_further_thread(
-    written: Path, monkeypatch: pytest.MonkeyPatch, others: int
-) -> None:
-    real, started = reading._start, []
-
-    def start(thread: threading.Thread) -> bool:
-        started.append(thread)
-        if len(started) == others + 2:
-            raise MemoryError("no stack for another thread")
-        return real(thread)
-
-    monkeypatch.setattr(reading, "_start", start)
-    with opened(written) as file:
-        ahead = Ahead([(file, block) for block in range(BLOCKS)])
-        ahead.begin()
-        with pytest.raises(MemoryError, match="no stack"):
-            ahead.finish(lambda number, data: None)
-
-
-def read_ahead(blocks: list[Any], use: Any) -> None:
-    ahead = Ahead(blocks)
-    ahead.begin()
-    ahead.finish(use)
-
-
-def unread(blocks: list[Any], use: Any) -> None:
-    ahead = Ahead(blocks)
-    ahead.begin()
-    ahead.close()
-
-
-@pytest.mark.parametrize("attempt", [read_blocks, read_ahead, unread])
-def test_what_failed_keeps_no_memory(written: Path, monkeypatch: pytest.MonkeyPatch, attempt: Any) -> None:
-    """Without the help of the collector, which may be off."""
-    scratches: list[weakref.ref[Any]] = []
-    real = reading.scratch
-
-    def scratch(size_bytes: int, **options: Any) -> memoryview:
-        view = real(size_bytes, **options)
-        scratches.append(weakref.ref(view))
-        return view
-
-    def use(number: int, data: memoryview) -> None:
-        raise StorageError("no use")
-
-    monkeypatch.setattr(reading, "scratch", scratch)
-    with opened(written) as file, no_collection():
-        blocks = [(file, block) for block in range(BLOCKS)]
-        with contextlib.suppress(StorageError):
-            attempt(blocks, use)
-        assert len(scratches) == 1
-        assert scratches.pop()() is None
-
-
 @pytest.mark.parametrize("collecting", [True, False])
 @pytest.mark.parametrize("error", [None, ValueError()])
 def test_the_collector_is_what_it_was(collecting: bool, error: Exception | None) -> None:
@@ -629,35 +393,3 @@ def test_the_collector_is_what_it_was(collecting: bool, error: Exception | None)
         assert gc.isenabled() == collecting
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("block", [0, BLOCKS - 1])
-def test_damage_met_ahead_is_told_when_it_is_wanted(tmp_path: Path, block: int) -> None:
-    changed = bytearray(CONTENT)
-    changed[block * BLOCK_BYTES] ^= 1
-    (tmp_path / "x").write_bytes(changed)
-    used: list[int] = []
-    with opened(tmp_path / "x") as file:
-        ahead = Ahead([(file, one) for one in range(BLOCKS)])
-        ahead.begin()
-        with pytest.raises(CorruptCheckpointError, match=f"bytes {block * BLOCK_BYTES} to"):
-            ahead.finish(lambda number, _: used.append(number))
-    assert block not in used
-
-
-def test_a_checkpoint_is_read_ahead(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    for wanted in (EXPECTED, ["model/0500"], []):
-        with open_checkpoint(checkpoint.path, ahead=True) as one:
-            found = {name: memoryview(bytearray(one.size_bytes(name))) for name in wanted}
-            one.read_many_into(found.items())
-            assert {name: bytes(data) for name, data in found.items()} == {name: EXPECTED[name] for name in wanted}
-    with open_checkpoint(checkpoint.path, ahead=True) as one:
-        one.verify()
-
-    def start(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    with open_checkpoint(checkpoint.path, ahead=True) as one:
-        one.read_many_into((found := targets(one)).items())
-    assert {name: bytes(data) for name, data in found.items()} == EXPECTED
