@@ -2,8 +2,8 @@
 
 ``python benchmarks/loader_throughput.py [--only image-1ms …] [--batch-sizes 1 32 256] [--workers 0 4] [--seconds 0.25]
 [--case-seconds 240] [--output FILE] [--again]``: a table, and the same as JSON in FILE, by default
-benchmarks/results/loader-throughput-<cores>-cores.json. With ``--again`` only those rows of FILE are measured that were
-not told apart; the others stay.
+benchmarks/results/loader-throughput-<cores>-cores.json. With ``--again`` only those rows of FILE are measured, of the kinds,
+batch sizes and workers that are asked for, that were not told apart; the others stay.
 
 Items:
 
@@ -23,12 +23,13 @@ the first: without workers a batch of the one and a batch of the other; with wor
 of the one and one of the other.
 
 A figure is the median of the rounds. "of torch's" is the ratio of the rounds' times, "added" their difference, each the
-mean of what two rounds together give, in which each loader was first once, without the fifth of them that is highest
-and the fifth that is lowest: a pause of the machine lies in one epoch and makes either loader look slow; "CPU" the same
+mean (of ratios the geometric one) of what two rounds together give, in which each loader was first once, without a
+fifth of them at either end: a pause of the machine lies in one epoch and makes either loader look slow; "CPU" the same
 of the CPU's time, workers included. Beside both stands how far they may be off (95 %, by Student's t and the winsorized
 spread). "in all" is the ratio of the sums, pauses and all. Two targets: at least 97 % of torch's throughput where an
 item costs 1 ms or more, and at most 10 µs a sample beyond torch's where items are only tensors. A row has met its
-target, or MISSED it, if all within its error does; else the two are not told apart.
+target, or MISSED it, if all within its error does; else the two are not told apart. Each look at the rounds so far, and
+each row measured again, is a chance to be told so wrongly: of one whose true figure is the target, more than 5 % are.
 
 "skip" is a shuffled data set of 1,280,000 samples of which nothing is loaded before the position: the seconds from
 ``iter`` to the first batch at the begin, in the middle and before the end, torch's at the begin beside it, and the
@@ -390,11 +391,12 @@ def main() -> None:
     torch.set_num_threads(1)  # as in workers
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
     before = json.loads(asked.output.read_text()) if asked.again else {"rows": []}
-    done = {case_of(row): row for row in before["rows"] if row["verdict"] != OPEN or row["items"] not in asked.only}
-    cases = [case_of(row) for row in before["rows"]] or [
+    chosen = [
         (kind, batch_size, workers)
         for kind, workers, batch_size in itertools.product(asked.only, asked.workers, asked.batch_sizes)
     ]
+    done = {case_of(row): row for row in before["rows"] if row["verdict"] != OPEN or case_of(row) not in chosen}
+    cases = [case_of(row) for row in before["rows"]] or chosen
     make = makers([kind for kind in asked.only if any(case[0] == kind and case not in done for case in cases)])
     rows, limits = [], Asked(asked.seconds, asked.case_seconds)
     head = f"{'items':12} {'batch':>5} {'workers':>7} {'item':>9} {'torch':>9} {'ours':>9}"
@@ -411,7 +413,12 @@ def main() -> None:
         print(f"first batch of {ORDER:,} shuffled samples, {name}: {seconds * 1e3:.1f} ms")
     for name, size in skip["order_bytes"].items():
         print(f"the order's memory, {name}: {size / 1e6:.1f} MB")
-    where = {"cores": cores, "python": platform.python_version(), "torch": torch.__version__, "note": asked.note}
+    where = {
+        "cores": cores,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "note": asked.note or before.get("note", ""),
+    }
     content = {**where, "rows": rows, "skip": skip}
     asked.output.write_text(json.dumps(content, indent=1) + "\n")
     for verdict, count in collections.Counter(row["verdict"] for row in rows).items():

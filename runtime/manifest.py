@@ -33,6 +33,7 @@ _FILE = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,249}"
 _DIGEST = re.compile(rb',"digest":"([0-9a-f]{32})"}\n')
 _DIGEST_BYTES = len(b',"digest":""}\n') + 32
 _VERSION = re.compile(rb'"version":([0-9]{1,9})\Z')
+_TWICE = "a key occurs twice"
 # A manifest as it is written here, up to what it says of its files.
 _BEGIN = re.compile(rb'{"step":[0-9]+,"run_id":"[^"\\]*","plan_digest":"[^"\\]*","world_size":[0-9]+,"files":')
 
@@ -147,22 +148,8 @@ def loads(data: bytes, name: str) -> Manifest:
         MismatchError: it is whole, but of a format that this version does not know.
     """
     text = _whole_text(data, name)
-    large: list[dict[str, Any]] = []
-
-    def no_duplicates_and(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)  # no_duplicates, without the call: a job may have thousands of tensors
-        if len(found) != len(pairs):
-            raise ValueError(_TWICE)
-        if len(found) > MOST_MEMBERS:
-            large.append(found)
-        return found
-
     try:
-        # Another reader of JSON must find the same in it: no key twice, no number that JSON has not.
-        plain = json.loads(text, object_pairs_hook=no_duplicates_and, parse_constant=_refuse_constant)
-        named = (plain.get("files"), plain.get("tensors")) if isinstance(plain, dict) else ()
-        if not all(any(one is other for other in named) for one in large):
-            _check_objects(plain)
+        _check_plain(text)
         manifest = _ADAPTER.validate_json(text)
         json.dumps(manifest.info, allow_nan=False)
     except ValidationError as error:
@@ -175,7 +162,7 @@ def loads(data: bytes, name: str) -> Manifest:
 
 
 def files_of(data: bytes, name: str) -> dict[str, FileEntry] | None:
-    """What a manifest says of its files, so that they can be read while :func:`loads` takes a hundred times as long.
+    """What a manifest says of its files, so that they can be read meanwhile: :func:`loads` takes far longer.
 
     Returns:
         None: :func:`loads` is to tell that, or what is wrong with it.
@@ -188,9 +175,7 @@ def files_of(data: bytes, name: str) -> dict[str, FileEntry] | None:
         return None
     try:
         text = text[begin.end() :]
-        plain, end = _DECODER.raw_decode(text.decode("ascii"))
-        _check_objects({"files": plain})
-        found = _FILES_ADAPTER.validate_json(text[:end])
+        found = _FILES_ADAPTER.validate_json(text[: _end_of_files(text)])
     except (ValueError, RecursionError):
         return None
     return None if _files_problem(found) else found
@@ -206,7 +191,33 @@ def _whole_text(data: bytes, name: str) -> bytes:
     return data[:-_DIGEST_BYTES] + b"}"
 
 
-_TWICE = "a key occurs twice"
+# What these two parse is forgotten before pydantic parses it again: of a hostile file it may be much.
+
+
+def _check_plain(text: bytes) -> None:
+    """Another reader of JSON must find the same in it: no key twice, no number that JSON has not."""
+    large: list[dict[str, Any]] = []
+
+    def no_duplicates_and(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)  # no_duplicates, without the call: a job may have thousands of tensors
+        if len(found) != len(pairs):
+            raise ValueError(_TWICE)
+        if len(found) > MOST_MEMBERS:
+            large.append(found)
+        return found
+
+    plain = json.loads(text, object_pairs_hook=no_duplicates_and, parse_constant=_refuse_constant)
+    named = (plain.get("files"), plain.get("tensors")) if isinstance(plain, dict) else ()
+    if not all(any(one is other for other in named) for one in large):
+        _check_objects(plain)
+
+
+def _end_of_files(text: bytes) -> int:
+    """Where the object ends with which this begins: what a manifest says of files, checked as :func:`loads` does."""
+    decoder = json.JSONDecoder(object_pairs_hook=no_duplicates, parse_constant=_refuse_constant)
+    plain, end = decoder.raw_decode(text.decode("ascii"))
+    _check_objects({"files": plain})
+    return end
 
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -231,9 +242,6 @@ def _check_objects(plain: Any) -> None:
 
 def _refuse_constant(text: str) -> None:
     raise ValueError(f"{text} is no number")
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=no_duplicates, parse_constant=_refuse_constant)
 
 
 def _contradiction(manifest: Manifest) -> str | None:

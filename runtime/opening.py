@@ -135,6 +135,10 @@ def parse_header(path: Path, text: bytes, size_bytes: int) -> dict[str, StoredTe
     return found
 
 
+_Looked = TypeVar("_Looked")
+_Look = Callable[[bytes], tuple[_Looked, Mapping[str, FileEntry]]]  # of a manifest's bytes; with the files to be opened
+
+
 class _GoneError(Exception):
     """The directory was renamed or deleted while it was being opened."""
 
@@ -147,42 +151,37 @@ def whole(manifest: Manifest) -> Manifest:
     return manifest
 
 
-def open_all(
-    path: Path, narrow: Narrow = whole, *, passing: bool = False, shared: bool = True
-) -> tuple[Manifest, dict[str, OpenFile]]:
+def open_all(path: Path, *, passing: bool = False, shared: bool = True) -> tuple[Manifest, dict[str, OpenFile]]:
     """The manifest and all files of a checkpoint, open, of the right type and size; retention leaves them alone.
 
     Args:
-        narrow: what of the manifest is of interest; files that it leaves out are not opened.
         passing: whether children that are forked meanwhile do not have them open.
         shared: False: retention is not told.
     """
 
     def look(data: bytes) -> tuple[Manifest, Mapping[str, FileEntry]]:
-        manifest = narrow(_parse_manifest(data, path))
+        manifest = _parse_manifest(data, path)
         return manifest, manifest.files
 
     return _open(path, look, passing=passing, shared=shared)
 
 
-def open_early(path: Path) -> tuple[Callable[[], Manifest], dict[str, OpenFile]]:
-    """The files as :func:`open_all` opens them; of the manifest no more was looked at than what it says of them.
+def open_files(path: Path, narrow: Narrow, *, early: bool) -> tuple[Callable[[], Manifest], dict[str, OpenFile]]:
+    """What gives the manifest, and the files as :func:`open_all` opens them.
 
-    Returns:
-        What looks at the rest of it, and raises what :func:`open_all` does; and the files.
+    Args:
+        narrow: what of the manifest is of interest; files that it leaves out are not opened.
+        early: of the manifest no more was looked at, where that is possible, than what it says of its files, and all of
+            them are opened; what gives it raises what is wrong with the rest.
     """
 
     def look(data: bytes) -> tuple[Callable[[], Manifest], Mapping[str, FileEntry]]:
-        if (found := files_of(data, str(path / MANIFEST))) is not None:
-            return (lambda: _parse_manifest(data, path)), found
-        manifest = _parse_manifest(data, path)
+        if early and (found := files_of(data, str(path / MANIFEST))) is not None:
+            return (lambda: narrow(_parse_manifest(data, path))), found
+        manifest = narrow(_parse_manifest(data, path))
         return (lambda: manifest), manifest.files
 
     return _open(path, look)
-
-
-_Looked = TypeVar("_Looked")
-_Look = Callable[[bytes], tuple[_Looked, Mapping[str, FileEntry]]]  # of a manifest's bytes; with the files to be opened
 
 
 def _open(

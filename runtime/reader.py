@@ -30,8 +30,7 @@ from checkflow.runtime.opening import (
     OpenFile,
     StoredTensor,
     close_all,
-    open_all,
-    open_early,
+    open_files,
     parse_header,
     parse_step,
     whole,
@@ -69,9 +68,7 @@ class Checkpoint:
 
     manifest: Manifest
 
-    def __init__(
-        self, path: Path, manifest: Callable[[], Manifest], opened: Mapping[str, OpenFile], *, ahead: bool = False
-    ) -> None:
+    def __init__(self, path: Path, opened: Mapping[str, OpenFile]) -> None:
         self.path = path
         self._files = opened
         self._cache: collections.OrderedDict[Key, memoryview] = collections.OrderedDict()
@@ -80,23 +77,22 @@ class Checkpoint:
         self._ahead: Ahead | None = None
         self._heads: dict[str, int] = {}  # by file, the number of its first block among those that are read ahead
         self._extra: bytes | None = None
-        held = {name: file for name, file in opened.items() if name.endswith(".safetensors")}
-        try:
-            if ahead:
-                self._begin([file for file in held.values() if file.entry.blocks])
-            with no_collection():
-                self.manifest = manifest()
-                self._look({name: self._header(file) for name, file in held.items()})
-        except BaseException:
-            self._stop_ahead()
-            raise
 
-    def _begin(self, held: list[OpenFile]) -> None:
+    def begin(self, manifest: Callable[[], Manifest], *, ahead: bool) -> None:
+        """Once, by :func:`open_checkpoint`; after an error it is to be closed."""
+        held = {name: file for name, file in self._files.items() if name.endswith(".safetensors")}
+        if ahead:
+            self._begin_ahead([file for file in held.values() if file.entry.blocks])
+        with no_collection():
+            self.manifest = manifest()
+            self._look({name: self._header(file) for name, file in held.items()})
+
+    def _begin_ahead(self, held: list[OpenFile]) -> None:
         """Have the disk read meanwhile, first what has the headers; extra state before that, or it would wait."""
         self._extra = self._read_extra()
         first = [(file, 0) for file in held]
         others = [(file, block) for file in held for block in range(1, len(file.entry.blocks))]
-        # A header that no thread has is read by way of the cache.
+        # So many blocks in all, of threads and of the cache: headers that no thread has are read by way of that.
         threads = THREADS + 1 if len(held) <= THREADS + 1 else THREADS + 1 - _CACHED_BLOCKS
         self._heads = {file.path.name: number for number, file in enumerate(held)}
         self._ahead = Ahead(first + others, threads, looks=len(held), look=_head)
@@ -230,7 +226,7 @@ class Checkpoint:
         if self._ahead is not None:
             begun = [(file.path.name, block) for file, block in self._ahead.blocks]
             try:
-                if set(missing) <= set(begun) <= parts.keys() | {(name, 0) for name in self._heads}:
+                if set(begun) <= parts.keys() | {(name, 0) for name in self._heads}:  # all of it is wanted
                     self._ahead.finish(lambda n, data: use(begun[n], data))
                     return
             finally:
@@ -353,10 +349,9 @@ class Checkpoint:
         length = int.from_bytes(head[:8], "little")
         if length > min(MAX_HEADER_BYTES, size - 8):
             raise CorruptCheckpointError(f"{file.path} claims a header of {length} bytes")
-        if len(head) == 8 + length:
-            return head[8:]
         text = bytearray(length)
-        self._read(file, 8, memoryview(text))
+        text[: len(head) - 8] = head[8:]
+        self._read(file, len(head), memoryview(text)[len(head) - 8 :])  # what the first block has not: usually nothing
         return bytes(text)
 
     def _piece(self, name: str, tensor: TensorEntry, piece: Piece) -> StoredTensor:
@@ -400,16 +395,13 @@ def open_checkpoint(path: str | os.PathLike[str], narrow: Narrow = whole, *, ahe
         StorageError: it cannot be read.
     """
     absolute = Path(path).absolute()
-    manifest: Callable[[], Manifest]
-    if ahead and narrow is whole:
-        manifest, opened = open_early(absolute)
-    else:
-        found, opened = open_all(absolute, narrow)
-        manifest = lambda: found  # noqa: E731
+    manifest, opened = open_files(absolute, narrow, early=ahead)
+    checkpoint = Checkpoint(absolute, opened)
     try:
-        return Checkpoint(absolute, manifest, opened, ahead=ahead)
+        checkpoint.begin(manifest, ahead=ahead)
+        return checkpoint
     except BaseException:
-        close_all(opened)
+        checkpoint.close()
         raise
 
 

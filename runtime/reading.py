@@ -8,6 +8,7 @@ is handed on. Memory is that of one block for each thread, whatever is read.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import queue
 import threading
@@ -20,7 +21,7 @@ from checkflow.runtime.manifest import BLOCK_BYTES
 from checkflow.runtime.memory import scratch
 from checkflow.runtime.opening import OpenFile, memory_bytes, read_block
 
-#: So many blocks are in memory at once. More threads do not read faster from disks of some GB/s.
+#: So many threads read, each with memory for a block. More do not read faster from disks of some GB/s.
 THREADS = 6
 Block = tuple[OpenFile, int]  # an open file, and the number of a block of it
 Use = Callable[[int, memoryview], None]
@@ -28,6 +29,9 @@ Use = Callable[[int, memoryview], None]
 
 class Watcher:
     """What is told how a reading by threads goes on. This one does not listen."""
+
+    #: Whether each thread that is started takes a block, be there an error by then or not.
+    each_reads = False
 
     def started(self, threads: int) -> None:
         """No more than these are started."""
@@ -86,6 +90,8 @@ class Ahead(Watcher):
         look: called by the thread that has such a block.
     """
 
+    each_reads = True  # or who waits for what is to be had of a block might do so in vain
+
     def __init__(
         self,
         blocks: Sequence[Block],
@@ -106,7 +112,7 @@ class Ahead(Watcher):
         self._reading = 0  # threads, each with one of the first blocks
         self._ended = False
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: Reader | None = None
 
     def begin(self) -> None:
         """Have each thread read a block; returns when they are about to.
@@ -114,7 +120,7 @@ class Ahead(Watcher):
         Not before that: what comes next keeps the interpreter busy, and a thread that only wants to begin would wait
         for it several times, longer than a read takes.
         """
-        self._thread = threading.Thread(target=self._run, name="checkflow-reader", daemon=True)
+        self._thread = Reader(self._run)
         if not _start(self._thread):
             self._thread = None
             return
@@ -137,7 +143,7 @@ class Ahead(Watcher):
         while number not in self._seen:
             if (news := self._looked.get()) is None:
                 break
-            self._seen[news[0]] = news[1]
+            self._seen.setdefault(*news)
         if (found := self._seen.get(number)) is None:
             self.finish(lambda number, data: None)  # which raises what failed
             raise StorageError("the checkpoint was closed while it was read")
@@ -154,7 +160,7 @@ class Ahead(Watcher):
         error: BaseException | None = None
         try:
             try:
-                self._thread.join()
+                self._thread.wait()
             finally:
                 error = self._end()
             if error is not None:
@@ -239,7 +245,7 @@ def _share(
 
     def run(part: memoryview) -> None:
         nonlocal ended
-        first = True  # each begins with one: whoever waits for what is to be had of the first blocks does not in vain
+        first = watcher.each_reads
         while (first or not ended) and (number := next(numbers)) < count:
             first = False
             try:
@@ -251,11 +257,11 @@ def _share(
                 watcher.failed(number)
         watcher.reads()
 
-    started: list[threading.Thread] = []
+    started: list[Reader] = []
     try:
         try:
             for part in parts[1:]:
-                started.append(threading.Thread(target=run, args=(part,), name="checkflow-reader", daemon=True))
+                started.append(Reader(functools.partial(run, part)))
                 if not _start(started[-1]):  # fewer do it
                     started.pop()
                     break
@@ -274,7 +280,36 @@ def _share(
         errors.clear()  # it knows of this frame, and the frame of it: the memory would stay
 
 
-def _start(thread: threading.Thread) -> bool:
+class Reader(threading.Thread):
+    """A thread that can be awaited whatever a signal's handler raises meanwhile.
+
+    ``Thread.join``, interrupted, takes a thread that still runs for one that has ended, in Python 3.11 and before.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__(name="checkflow-reader", daemon=True)
+        self._work: Callable[[], None] | None = work
+        self._over = False
+        self._end: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        try:
+            if self._work is not None:
+                self._work()
+        finally:
+            self._work = None  # it knows of the memory
+            self._over = True
+            self._end.put(None)
+
+    def wait(self) -> None:
+        """Until it has ended; again, where a handler raised. One that was interrupted in its very start is passed."""
+        while self.ident is not None and not self._over:
+            self._end.get()
+        if self.ident is not None:
+            self.join()
+
+
+def _start(thread: Reader) -> bool:
     """Whether there was a thread to be had for this process."""
     try:
         thread.start()
@@ -285,17 +320,18 @@ def _start(thread: threading.Thread) -> bool:
     return True
 
 
-def await_end(threads: Sequence[threading.Thread]) -> None:
+def await_end(threads: Sequence[Reader]) -> None:
     """Wait for threads that are about to end, whatever a signal's handler raises meanwhile: that is raised then.
 
     They read into memory of the caller's, and files that it closes.
     """
     raised: BaseException | None = None
-    for thread in threads:
-        while thread.is_alive():  # not where a handler raised in its very start: it ends by itself
-            try:
-                thread.join()
-            except BaseException as error:  # noqa: BLE001 - raised below
-                raised = raised or error
+    while True:
+        try:
+            for thread in threads:
+                thread.wait()
+            break
+        except BaseException as error:  # noqa: BLE001 - raised below
+            raised = raised or error
     if raised is not None:
         raise raised

@@ -70,10 +70,11 @@ class WorkerShield:
 
 
 def _watch(parent: int) -> None:
-    """Have torch's watch, which begins in this worker a little later, take this process for its parent."""
+    """Have torch's watch, which begins in this worker a little later, take the process of this id for its parent."""
     begin = ManagerWatchdog.__init__
 
     def begin_with(watch: ManagerWatchdog) -> None:
+        ManagerWatchdog.__init__ = begin  # type: ignore[method-assign] # for whatever this worker may start
         begin(watch)
         watch.manager_pid = parent
 

@@ -42,9 +42,11 @@ def targets(checkpoint: Checkpoint) -> dict[str, memoryview]:
     return {name: memoryview(bytearray(checkpoint.size_bytes(name))) for name in checkpoint.tensors}
 
 
-def interrupt_before(name: str, times: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def interrupt_before(
+    name: str, times: int, monkeypatch: pytest.MonkeyPatch, kind: type[threading.Thread] = threading.Thread
+) -> list[str]:
     """So many calls by the main thread are interrupted: a start when it is done, others before they do anything."""
-    real: Callable[..., None] = getattr(threading.Thread, name)
+    real: Callable[..., None] = getattr(kind, name)
     calls: list[str] = []
 
     def method(self: threading.Thread, *arguments: Any) -> None:
@@ -58,5 +60,5 @@ def interrupt_before(name: str, times: int, monkeypatch: pytest.MonkeyPatch) -> 
         if name != "start":
             real(self, *arguments)
 
-    monkeypatch.setattr(threading.Thread, name, method)
+    monkeypatch.setattr(kind, name, method)
     return calls

@@ -7,8 +7,10 @@ import errno
 import fcntl
 import gc
 import os
+import queue
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,10 +35,11 @@ from checkflow.runtime.manifest import BLOCK_BYTES
 from checkflow.runtime.memory import no_collection
 from checkflow.runtime.opening import OpenFile
 from checkflow.runtime.reader import Checkpoint, open_checkpoint
-from checkflow.runtime.reading import THREADS, read_blocks, read_one
+from checkflow.runtime.reading import THREADS, Ahead, Reader, read_blocks, read_one
 from checkflow.runtime.store import Store
 from tests.faults import all_direct
 from tests.store_tools import read_all
+from tests.waiting import wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -256,13 +259,13 @@ def test_an_interrupt_while_threads_are_awaited_waits_for_them_all_the_same(
 ) -> None:
     """They would go on writing into memory, and reading files, that are others' by then."""
     meeting, go_on = threading.Barrier(THREADS), threading.Event()
-    real, used = threading.Thread.join, []
+    real, used = Reader.wait, []
 
-    def join(self: threading.Thread, timeout: float | None = None) -> None:
+    def wait(self: Reader) -> None:
         if not go_on.is_set():
             go_on.set()
             signal.raise_signal(signal.SIGINT)
-        real(self, timeout)
+        real(self)
 
     def use(number: int, data: memoryview) -> None:
         meeting.wait(120)
@@ -270,11 +273,51 @@ def test_an_interrupt_while_threads_are_awaited_waits_for_them_all_the_same(
             go_on.wait(120)
         used.append(number)
 
-    monkeypatch.setattr(threading.Thread, "join", join)
+    monkeypatch.setattr(Reader, "wait", wait)
     with opened(written) as file, pytest.raises(KeyboardInterrupt):
         read_blocks([(file, block) for block in range(THREADS)], use)
     assert sorted(used) == [*range(THREADS)]
     assert not [one.name for one in threading.enumerate() if one.name == "checkflow-reader"]
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_signals_that_arrive_while_threads_are_awaited_are_raised_when_all_have_ended(
+    written: Path, ahead: bool, times: int
+) -> None:
+    """Real ones, while the main thread is held in the wait: ``Thread.join`` would call a running thread ended."""
+    meeting, signals = threading.Barrier(2), queue.SimpleQueue()
+    used, arrived = [], []
+    signals.put(times)
+
+    def handler(*_: object) -> None:
+        arrived.append(len(arrived))
+        raise KeyboardInterrupt
+
+    def use(number: int, data: memoryview) -> None:
+        meeting.wait(120)
+        if threading.current_thread() is not threading.main_thread() and not signals.empty():
+            for sent in range(signals.get()):
+                time.sleep(0.1)  # the main thread waits by now, and again
+                os.kill(os.getpid(), signal.SIGINT)
+                wait_for(lambda sent=sent: len(arrived) > sent)
+            time.sleep(0.3)  # an error that does not wait is out by now
+        used.append(number)
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with opened(written) as file, pytest.raises(KeyboardInterrupt):
+            blocks = [(file, 0), (file, 1)]
+            if ahead:
+                reader = Ahead(blocks)
+                reader.begin()
+                reader.finish(use)
+            else:
+                read_blocks(blocks, use)
+        assert sorted(used) == [0, 1]
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(arrived) == times
 
 
 def test_a_handlers_error_in_a_threads_start_is_raised_and_the_thread_ends(

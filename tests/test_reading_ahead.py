@@ -26,13 +26,13 @@ from reading_tools import (
 )
 
 from checkflow.errors import CorruptCheckpointError, StorageError
-from checkflow.runtime import files, reading
+from checkflow.runtime import files, opening, reader, reading
 from checkflow.runtime.layout import make_layout
 from checkflow.runtime.manifest import BLOCK_BYTES
 from checkflow.runtime.memory import no_collection
 from checkflow.runtime.opening import OpenFile
 from checkflow.runtime.reader import Checkpoint, open_checkpoint
-from checkflow.runtime.reading import THREADS, Ahead, read_blocks
+from checkflow.runtime.reading import THREADS, Ahead, Reader, read_blocks
 from checkflow.runtime.store import Store
 from tests.store_tools import fill, record
 from tests.waiting import wait_for
@@ -98,7 +98,7 @@ def test_interrupts_as_reading_ahead_ends_leave_nothing_behind(
 
     monkeypatch.setattr(Ahead, "_run", run)
     with open_checkpoint(checkpoint.path, ahead=True) as one:
-        calls = interrupt_before("join", times, monkeypatch)
+        calls = interrupt_before("wait", times, monkeypatch, Reader)
         with pytest.raises(KeyboardInterrupt):
             one.read_many_into(found.items())
         assert len(calls) > times
@@ -237,7 +237,16 @@ def unread(blocks: list[Any], use: Any) -> None:
     ahead.close()
 
 
-@pytest.mark.parametrize("attempt", [read_blocks, read_ahead, unread])
+def unseen(blocks: list[Any], use: Any) -> None:
+    def look(data: memoryview) -> bytes:
+        raise StorageError("no look")
+
+    ahead = Ahead(blocks, looks=1, look=look)
+    ahead.begin()
+    ahead.looked(0)
+
+
+@pytest.mark.parametrize("attempt", [read_blocks, read_ahead, unread, unseen])
 def test_what_failed_keeps_no_memory(written: Path, monkeypatch: pytest.MonkeyPatch, attempt: Any) -> None:
     """Without the help of the collector, which may be off."""
     scratches: list[weakref.ref[Any]] = []
@@ -327,13 +336,25 @@ def test_damage_of_a_first_block_is_told_to_whom_it_concerns(tmp_path: Path, blo
     assert used == []
 
 
-def test_what_is_closed_is_looked_at_no_more(written: Path) -> None:
+def test_what_was_looked_at_is_known_when_it_is_closed(written: Path) -> None:
     with opened(written) as file:
-        ahead = Ahead([(file, block) for block in range(BLOCKS)], looks=2)
+        ahead = Ahead([(file, block) for block in range(BLOCKS)], looks=2, look=lambda data: bytes(data[:9]))
         ahead.begin()
         ahead.close()
-        with contextlib.suppress(StorageError):  # what was seen before is known
-            ahead.looked(1)
+        assert ahead.looked(1) == CONTENT[BLOCK_BYTES:][:9]
+
+
+@pytest.mark.parametrize("where", ["loads", "parse_header"])
+def test_an_interrupt_while_others_read_leaves_nothing_behind(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def interrupted(*_: Any) -> None:
+        assert [one.name for one in threading.enumerate() if one.name == "checkflow-reader"]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(opening if where == "loads" else reader, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        open_checkpoint(checkpoint.path, ahead=True)
 
 
 @pytest.mark.parametrize("files_", [1, 2, THREADS + 1, THREADS + 2, 3 * THREADS])
