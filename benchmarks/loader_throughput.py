@@ -2,8 +2,8 @@
 
 ``python benchmarks/loader_throughput.py [--only image-1ms …] [--batch-sizes 1 32 256] [--workers 0 4] [--seconds 0.25]
 [--case-seconds 240] [--output FILE] [--again]``: a table, and the same as JSON in FILE, by default
-benchmarks/results/loader-throughput-<cores>-cores.json. With ``--again`` only those rows of FILE are measured, of the kinds,
-batch sizes and workers that are asked for, that were not told apart; the others stay.
+benchmarks/results/loader-throughput-<cores>-cores.json. With ``--again`` only those rows of FILE are measured that were
+not told apart, of the kinds, batch sizes and workers that are asked for; the others stay.
 
 Items:
 

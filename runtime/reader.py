@@ -76,6 +76,7 @@ class Checkpoint:
         self._verified: set[Key] = set()
         self._ahead: Ahead | None = None
         self._heads: dict[str, int] = {}  # by file, the number of its first block among those that are read ahead
+        self._unproved: dict[str, bytes] = {}  # by file, what was read of its header before its block was verified
         self._extra: bytes | None = None
 
     def begin(self, manifest: Callable[[], Manifest], *, ahead: bool) -> None:
@@ -85,11 +86,20 @@ class Checkpoint:
             self._begin_ahead([file for file in held.values() if file.entry.blocks])
         with no_collection():
             self.manifest = manifest()
-            self._look({name: self._header(file) for name, file in held.items()})
+            try:
+                self._look({name: self._header(file) for name, file in held.items()})
+            except CorruptCheckpointError:
+                self._prove()  # if a header was damaged on the disk, that is told
+                raise
 
     def _begin_ahead(self, held: list[OpenFile]) -> None:
-        """Have the disk read meanwhile, first what has the headers; extra state before that, or it would wait."""
+        """Have the disk read while manifest and headers are looked at.
+
+        What these need is read before that, or it would wait: extra state, and headers by themselves. Nothing is used
+        before their blocks are verified, and have the same.
+        """
         self._extra = self._read_extra()
+        self._unproved = {file.path.name: head for file in held if (head := _glimpse(file)) is not None}
         first = [(file, 0) for file in held]
         others = [(file, block) for file in held for block in range(1, len(file.entry.blocks))]
         # So many blocks in all, of threads and of the cache: headers that no thread has are read by way of that.
@@ -200,7 +210,7 @@ class Checkpoint:
             return
         for name, buffer in targets:
             (piece, *others), out = self._tensor(name).pieces, buffer.cast("B")
-            self._file(piece.file)  # not where all is closed
+            self._held(piece.file)  # not where all is closed
             stored = self._stored[piece.file][piece.key]
             begin, end = stored.begin, stored.end
             if others or len(out) != end - begin:
@@ -217,6 +227,7 @@ class Checkpoint:
             for first, target in parts.get(key, ()):
                 copy_bytes(target, data[first : first + len(target)])
 
+        self._prove()
         missing = []
         for key in sorted(parts):
             if (data := self._cached(key)) is None:
@@ -290,10 +301,27 @@ class Checkpoint:
     def _tensor(self, name: str) -> TensorEntry:
         return self.manifest.tensors[self._names.get(name, name)]
 
-    def _file(self, name: str) -> OpenFile:
+    def _held(self, name: str) -> OpenFile:
         if name not in self._files:
             raise StorageError(f"the checkpoint {self.path} is closed")
         return self._files[name]
+
+    def _file(self, name: str) -> OpenFile:
+        """A file that is about to be read."""
+        self._prove()
+        return self._held(name)
+
+    def _prove(self) -> None:
+        """Hold the headers that were read by themselves against the verified blocks that they lie in."""
+        for name, head in list(self._unproved.items()):
+            file, found = self._held(name), None
+            if self._ahead is not None:
+                found = self._ahead.looked(self._heads[name])
+            if found is None:  # no thread has it
+                found = _head(self._one_block(file, 0))
+            if found != head:
+                raise CorruptCheckpointError(f"{file.path} has a header that reads otherwise each time")
+            self._unproved.pop(name, None)
 
     def _place(self, piece: Piece) -> tuple[OpenFile, int]:
         """The file that a piece lies in, and where it begins there."""
@@ -338,20 +366,18 @@ class Checkpoint:
 
     def _header(self, file: OpenFile) -> bytes:
         """The text of a safetensors header. Its length is checked before memory is taken for it."""
+        if (head := self._unproved.get(file.path.name)) is not None:
+            return head[8:]
         size = file.entry.size_bytes
         if size < 8:
             raise CorruptCheckpointError(f"{file.path} is no safetensors file: it has {size} bytes")
-        head = None if self._ahead is None else self._ahead.looked(self._heads[file.path.name])
-        if head is None:
-            prefix = bytearray(8)
-            self._read(file, 0, memoryview(prefix))
-            head = bytes(prefix)
-        length = int.from_bytes(head[:8], "little")
+        prefix = bytearray(8)
+        self._read(file, 0, memoryview(prefix))
+        length = int.from_bytes(prefix, "little")
         if length > min(MAX_HEADER_BYTES, size - 8):
             raise CorruptCheckpointError(f"{file.path} claims a header of {length} bytes")
         text = bytearray(length)
-        text[: len(head) - 8] = head[8:]
-        self._read(file, len(head), memoryview(text)[len(head) - 8 :])  # what the first block has not: usually nothing
+        self._read(file, 8, memoryview(text))
         return bytes(text)
 
     def _piece(self, name: str, tensor: TensorEntry, piece: Piece) -> StoredTensor:
@@ -372,9 +398,28 @@ class Checkpoint:
         return stored
 
 
+def _glimpse(file: OpenFile) -> bytes | None:
+    """The header of a safetensors file, its length before it, as it reads before its block is verified.
+
+    Returns:
+        None: it does not lie in the first block, or cannot be read: the verified block tells.
+    """
+    room, prefix = min(file.entry.size_bytes, BLOCK_BYTES) - 8, bytearray(8)
+    try:
+        if room < 0 or files.read_all(file.fd, memoryview(prefix), 0) < 8:
+            return None
+        if (length := int.from_bytes(prefix, "little")) > room:
+            return None
+        text = bytearray(length)
+        count = files.read_all(file.fd, memoryview(text), 8)
+    except OSError:
+        return None
+    return bytes(prefix + text) if count == length else None
+
+
 def _head(block: memoryview) -> bytes:
-    """The length of a safetensors header, and as much of its text as lies in the file's first block."""
-    return bytes(block[: 8 + min(int.from_bytes(block[:8], "little"), MAX_HEADER_BYTES)])
+    """The same of the verified block."""
+    return bytes(block[: 8 + int.from_bytes(block[:8], "little")])
 
 
 def open_checkpoint(path: str | os.PathLike[str], narrow: Narrow = whole, *, ahead: bool = False) -> Checkpoint:
