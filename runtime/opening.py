@@ -170,7 +170,7 @@ def open_files(path: Path, narrow: Narrow, *, early: bool) -> tuple[Callable[[],
     """What gives the manifest, and the files as :func:`open_all` opens them.
 
     Args:
-        narrow: what of the manifest is of interest; files that it leaves out are not opened.
+        narrow: what of the manifest is of interest; files that it leaves out are not opened. Not with ``early``.
         early: of the manifest no more was looked at, where that is possible, than what it says of its files, and all of
             them are opened; what gives it raises what is wrong with the rest.
     """

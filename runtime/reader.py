@@ -63,7 +63,8 @@ def find(directory: str | os.PathLike[str]) -> tuple[Path, ...]:
 class Checkpoint:
     """An open checkpoint: its manifest and headers are verified, its data is as it is read. Close it after use.
 
-    Made by :func:`open_checkpoint`. Reading from several threads at once is fine.
+    Made by :func:`open_checkpoint`. Reading from several threads at once is fine; where it is read ahead, once the call
+    that this is for has returned. Headers are then verified with the first data that is read.
     """
 
     manifest: Manifest
@@ -72,7 +73,7 @@ class Checkpoint:
         self.path = path
         self._files = opened
         self._cache: collections.OrderedDict[Key, memoryview] = collections.OrderedDict()
-        self._mutex = threading.Lock()
+        self._mutex, self._proving = threading.Lock(), threading.Lock()
         self._verified: set[Key] = set()
         self._ahead: Ahead | None = None
         self._heads: dict[str, int] = {}  # by file, the number of its first block among those that are read ahead
@@ -131,10 +132,17 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Close the files; once more is harmless."""
-        self._stop_ahead()
+        """Close the files; once more is harmless. Whatever a signal's handler raises: first nobody reads any more."""
+        raised: BaseException | None = None
+        while self._ahead is not None:
+            try:
+                self._stop_ahead()
+            except BaseException as error:  # noqa: BLE001 - raised below
+                raised = raised or error
         opened, self._files = self._files, {}
         close_all(opened)
+        if raised is not None:
+            raise raised
 
     @property
     def step(self) -> int:
@@ -313,15 +321,22 @@ class Checkpoint:
 
     def _prove(self) -> None:
         """Hold the headers that were read by themselves against the verified blocks that they lie in."""
-        for name, head in list(self._unproved.items()):
-            file, found = self._held(name), None
-            if self._ahead is not None:
-                found = self._ahead.looked(self._heads[name])
-            if found is None:  # no thread has it
-                found = _head(self._one_block(file, 0))
-            if found != head:
-                raise CorruptCheckpointError(f"{file.path} has a header that reads otherwise each time")
-            self._unproved.pop(name, None)
+        if not self._unproved:
+            return
+        with self._proving:
+            try:
+                for name, head in list(self._unproved.items()):
+                    file, found = self._held(name), None
+                    if self._ahead is not None:
+                        found = self._ahead.looked(self._heads[name])
+                    if found is None:  # no thread has it
+                        found = _head(self._one_block(file, 0))
+                    if found != head:  # and yet the block is whole: that is no damage of the file
+                        raise StorageError(f"cannot read {file.path}: its header reads otherwise each time")
+                    self._unproved.pop(name, None)
+            except BaseException:
+                self._stop_ahead()  # what comes next reads for itself
+                raise
 
     def _place(self, piece: Piece) -> tuple[OpenFile, int]:
         """The file that a piece lies in, and where it begins there."""
@@ -432,7 +447,7 @@ def open_checkpoint(path: str | os.PathLike[str], narrow: Narrow = whole, *, ahe
         narrow: what of the manifest is of interest, once it is verified: fewer tensors, pieces, files. Of what it
             leaves out nothing is read.
         ahead: all of it is going to be read into memory that is there, in one call of ``read_many_into``: what that
-            begins with is read from now on.
+            begins with is read from now on. Not with ``narrow``.
 
     Raises:
         CorruptCheckpointError: it is damaged; the message names the file.
@@ -441,7 +456,11 @@ def open_checkpoint(path: str | os.PathLike[str], narrow: Narrow = whole, *, ahe
     """
     absolute = Path(path).absolute()
     manifest, opened = open_files(absolute, narrow, early=ahead)
-    checkpoint = Checkpoint(absolute, opened)
+    try:
+        checkpoint = Checkpoint(absolute, opened)
+    except BaseException:
+        close_all(opened)
+        raise
     try:
         checkpoint.begin(manifest, ahead=ahead)
         return checkpoint

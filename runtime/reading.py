@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,8 @@ from checkflow.runtime.manifest import BLOCK_BYTES
 from checkflow.runtime.memory import scratch
 from checkflow.runtime.opening import OpenFile, memory_bytes, read_block
 
-#: So many threads read, each with memory for a block. More do not read faster from disks of some GB/s.
+#: So many threads read, each with memory for a block, where nothing else is said. More do not read faster from disks
+#: of some GB/s.
 THREADS = 6
 Block = tuple[OpenFile, int]  # an open file, and the number of a block of it
 Use = Callable[[int, memoryview], None]
@@ -136,7 +138,7 @@ class Ahead(Watcher):
         """What ``look`` made of a block; None where none of the threads that there are has it.
 
         Raises:
-            CorruptCheckpointError, StorageError: as :func:`read_blocks`; nothing was used.
+            CorruptCheckpointError, StorageError: as :func:`read_blocks`; nothing was used, and this is to be closed.
         """
         if number >= min(self._looks, self._reading):
             return None
@@ -283,13 +285,13 @@ def _share(
 class Reader(threading.Thread):
     """A thread that can be awaited whatever a signal's handler raises meanwhile.
 
-    ``Thread.join``, interrupted, takes a thread that still runs for one that has ended, in Python 3.11 and before.
+    ``Thread.join``, interrupted, takes a thread that still runs for one that has ended, in Python 3.11 for one.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
         super().__init__(name="checkflow-reader", daemon=True)
         self._work: Callable[[], None] | None = work
-        self._over = False
+        self._over, self._process = False, os.getpid()
         self._end: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def run(self) -> None:
@@ -302,11 +304,14 @@ class Reader(threading.Thread):
             self._end.put(None)
 
     def wait(self) -> None:
-        """Until it has ended; again, where a handler raised. One that was interrupted in its very start is passed."""
-        while self.ident is not None and not self._over:
+        """Until it has ended; again, where a handler raised. One that was interrupted in its very start is passed, and
+        in a forked child there is none."""
+        if self.ident is None or self._process != os.getpid():
+            return
+        while not self._over:
             self._end.get()
-        if self.ident is not None:
-            self.join()
+        self._end.put(None)  # for whoever else waits
+        self.join()
 
 
 def _start(thread: Reader) -> bool:
@@ -328,8 +333,13 @@ def await_end(threads: Sequence[Reader]) -> None:
     raised: BaseException | None = None
     while True:
         try:
-            for thread in threads:
-                thread.wait()
+            while True:  # of two handlers that are due at once the second has its turn behind the inner ``except``
+                try:
+                    for thread in threads:
+                        thread.wait()
+                    break
+                except BaseException as error:  # noqa: BLE001 - raised below
+                    raised = raised or error
             break
         except BaseException as error:  # noqa: BLE001 - raised below
             raised = raised or error

@@ -283,7 +283,7 @@ def test_an_interrupt_while_threads_are_awaited_waits_for_them_all_the_same(
 @pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_signals_that_arrive_while_threads_are_awaited_are_raised_when_all_have_ended(
-    written: Path, ahead: bool, times: int
+    written: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool, times: int
 ) -> None:
     """Real ones, while the main thread is held in the wait: ``Thread.join`` would call a running thread ended."""
     meeting, signals = threading.Barrier(2), queue.SimpleQueue()
@@ -294,16 +294,29 @@ def test_signals_that_arrive_while_threads_are_awaited_are_raised_when_all_have_
         arrived.append(len(arrived))
         raise KeyboardInterrupt
 
+    real, waits = Reader.wait, threading.Event()
+
+    def wait(self: Reader) -> None:
+        if threading.current_thread() is threading.main_thread():
+            waits.set()
+        real(self)
+
     def use(number: int, data: memoryview) -> None:
         meeting.wait(120)
-        if threading.current_thread() is not threading.main_thread() and not signals.empty():
-            for sent in range(signals.get()):
-                time.sleep(0.1)  # the main thread waits by now, and again
+        told = 0
+        if threading.current_thread() is not threading.main_thread():
+            with contextlib.suppress(queue.Empty):
+                told = signals.get_nowait()
+        if told:
+            assert waits.wait(120)
+            for sent in range(told):
+                time.sleep(0.1)  # the main thread is held in the wait by now, and again
                 os.kill(os.getpid(), signal.SIGINT)
                 wait_for(lambda sent=sent: len(arrived) > sent)
             time.sleep(0.3)  # an error that does not wait is out by now
         used.append(number)
 
+    monkeypatch.setattr(Reader, "wait", wait)
     before = signal.signal(signal.SIGINT, handler)
     try:
         with opened(written) as file, pytest.raises(KeyboardInterrupt):

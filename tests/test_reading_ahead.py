@@ -392,3 +392,146 @@ def test_headers_of_any_length_are_read_ahead(tmp_path: Path, letters: int) -> N
     with open_checkpoint(path, ahead=True) as one:
         one.read_many_into((found := targets(one)).items())
     assert {name: bytes(data) for name, data in found.items()} == expected
+
+
+# Headers, which are looked at before their blocks are verified
+
+
+SAME = make_layout([record(f"model/{name}", (1_500_000,)) for name in "abcd"])  # 24 MB: several blocks
+SAME_STAGING, SAME_EXPECTED = fill(SAME, 6)
+
+
+@pytest.fixture
+def same(tmp_path: Path) -> Path:
+    with Store(tmp_path / "same", run_id="run") as store:
+        return store.commit(1, SAME, SAME_STAGING, b"", {})
+
+
+def few_threads(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    real, started = reading._start, []
+
+    def start(thread: Reader) -> bool:
+        if len(started) == threads:
+            return False
+        started.append(thread)
+        return real(thread)
+
+    monkeypatch.setattr(reading, "_start", start)
+
+
+def read_many(checkpoint: Checkpoint, found: dict[str, memoryview]) -> None:
+    checkpoint.read_many_into(found.items())
+
+
+def read_single(checkpoint: Checkpoint, found: dict[str, memoryview]) -> None:
+    for name, buffer in found.items():
+        checkpoint.read_into(name, buffer)
+
+
+def read_rows(checkpoint: Checkpoint, found: dict[str, memoryview]) -> None:
+    for name, buffer in found.items():
+        checkpoint.read_rows_into(checkpoint.tensors[name].pieces[0], 0, buffer)
+
+
+WAYS = [read_many, read_single, read_rows]
+
+
+@pytest.mark.parametrize("threads", [0, 1, THREADS + 1])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("old", "new"), [(b"     ", b"\t    "), (b'"a"', b'"c"'), (b'{"', b'["')])
+def test_a_damaged_header_is_told_by_its_checksum_and_nothing_is_used(
+    same: Path, monkeypatch: pytest.MonkeyPatch, threads: int, way: Any, old: bytes, new: bytes
+) -> None:
+    """Whether it still is a header, or none that fits."""
+    path = same / SAME.files[0].name
+    data = path.read_bytes()
+    assert old in data[8:4096]
+    at = data.index(old, 8)
+    path.write_bytes(data[:at] + new + data[at + len(old) :])
+    few_threads(monkeypatch, threads)
+    found = {name: memoryview(bytearray(len(content))) for name, content in SAME_EXPECTED.items()}
+    expected = pytest.raises(CorruptCheckpointError, match=r"bytes 0 to \d+ do not match their checksum")
+    with expected, open_checkpoint(same, ahead=True) as one:
+        way(one, found)
+    assert not any(any(buffer) for buffer in found.values())
+
+
+@pytest.mark.parametrize("threads", [0, 1, THREADS + 1])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_header_that_was_read_wrongly_is_no_damage_and_nothing_is_used(
+    same: Path, monkeypatch: pytest.MonkeyPatch, threads: int, way: Any
+) -> None:
+    """It says the same as the manifest, but has two tensors in each other's place: only its block tells."""
+    real = reader._glimpse
+
+    def glimpse(file: OpenFile) -> bytes | None:
+        text = real(file)
+        assert text is not None
+        return text.replace(b'"a"', b'"x"').replace(b'"c"', b'"a"').replace(b'"x"', b'"c"')
+
+    monkeypatch.setattr(reader, "_glimpse", glimpse)
+    few_threads(monkeypatch, threads)
+    found = {name: memoryview(bytearray(len(content))) for name, content in SAME_EXPECTED.items()}
+    with open_checkpoint(same, ahead=True) as one:
+        for _ in range(2):
+            with pytest.raises(StorageError, match="reads otherwise each time") as caught:
+                way(one, found)
+            assert not isinstance(caught.value, CorruptCheckpointError)
+    assert not any(any(buffer) for buffer in found.values())
+
+
+def test_what_could_not_be_read_ahead_is_read_when_it_is_wanted(same: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, failed = reading.scratch, []
+
+    def scratch(size_bytes: int, **options: Any) -> memoryview:
+        if not failed:
+            failed.append(size_bytes)
+            raise MemoryError("no room")
+        return real(size_bytes, **options)
+
+    monkeypatch.setattr(reading, "scratch", scratch)
+    found = {name: memoryview(bytearray(len(content))) for name, content in SAME_EXPECTED.items()}
+    with open_checkpoint(same, ahead=True) as one:
+        with pytest.raises(MemoryError, match="no room"):
+            one.read_many_into(found.items())
+        one.read_many_into(found.items())
+    assert {name: bytes(data) for name, data in found.items()} == SAME_EXPECTED
+
+
+@pytest.mark.parametrize("where", ["loads", "parse_header"])
+def test_a_second_interrupt_leaves_nothing_behind_either(
+    same: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(opening if where == "loads" else reader, where, interrupted)
+    calls = interrupt_before("wait", 1, monkeypatch, Reader)
+    with pytest.raises(KeyboardInterrupt):
+        open_checkpoint(same, ahead=True)
+    assert len(calls) > 1
+
+
+def test_a_forked_child_does_not_wait_for_threads_that_it_has_not(same: Path) -> None:
+    with open_checkpoint(same, ahead=True) as one:
+        if (child := os.fork()) == 0:
+            try:
+                one.close()
+            finally:
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        one.read_many_into((found := targets(one)).items())
+    assert {name: bytes(data) for name, data in found.items()} == SAME_EXPECTED
+
+
+def test_several_may_wait_for_the_same_thread() -> None:
+    goes_on = threading.Event()
+    thread = Reader(goes_on.wait)
+    thread.start()
+    waiting = [threading.Thread(target=thread.wait) for _ in range(3)]
+    for one in waiting:
+        one.start()
+    goes_on.set()
+    for one in waiting:
+        one.join(120)
+        assert not one.is_alive()

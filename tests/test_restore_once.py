@@ -134,7 +134,7 @@ def test_each_block_is_read_once(
     real = files.preadv
 
     def preadv(fd: int, buffers: Any, offset: int) -> int:
-        if len(buffers[0]) > 4096:  # of a header a glimpse is had before
+        if offset or len(buffers[0]) > 8:  # the length of a header is read before
             reads[os.fstat(fd).st_ino, offset] += 1
         return real(fd, buffers, offset)
 
@@ -143,9 +143,10 @@ def test_each_block_is_read_once(
     assert job.restore(store) == 2
     assert_same(job, saved[1][2])
     for path in store.directory.glob("step-00000002/*"):
-        if path.suffix == ".safetensors":
-            offsets = range(0, path.stat().st_size, BLOCK_BYTES)
-            assert [reads[path.stat().st_ino, offset] for offset in offsets] == [1 for _ in offsets]
+        offsets = range(0, path.stat().st_size, BLOCK_BYTES)
+        assert [reads[path.stat().st_ino, offset] for offset in offsets if path.suffix != ".json"] == [
+            1 for _ in offsets if path.suffix != ".json"
+        ]
 
 
 @pytest.mark.parametrize(
