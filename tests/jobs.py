@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -19,6 +20,7 @@ from torch.utils.data import TensorDataset
 from checkflow import plan as plans
 from checkflow.plan import Plan
 from checkflow.runtime import checkpointer as checkpointers
+from checkflow.runtime import reporting
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.loader import DataLoader
 
@@ -42,6 +44,7 @@ class Job:
     number: int = signal.SIGKILL  # of the signal
     group: bool = False  # loader workers get it too, as from a scheduler or a terminal
     accumulate: int = 1  # micro-batches of an iteration
+    reports: bool = False  # with each checkpoint, however long the last report took
     options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the Checkpointer
 
 
@@ -91,6 +94,8 @@ def run(job: Job) -> None:
         os.setpgid(0, 0)
     torch.set_num_threads(1)
     checkpointers.check_plan = plans.validate  # a random plan obeys deadlines, and no link
+    if job.reports:
+        reporting.MOST_SHARE = math.inf
     model, optimizer, scheduler = make()
     killer = Killer(job)
     # Forked workers end when their parent is killed; a fork server of their own would keep them waiting.
