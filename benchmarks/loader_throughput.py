@@ -388,6 +388,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=results)
     parser.add_argument("--again", action="store_true", help="only rows of the file that were not told apart")
     asked = parser.parse_args()
+    if asked.again and not asked.output.is_file():
+        parser.error(f"there is no {asked.output} of which to measure rows again")
     torch.set_num_threads(1)  # as in workers
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
     before = json.loads(asked.output.read_text()) if asked.again else {"rows": []}

@@ -304,6 +304,19 @@ def test_a_checkpoint_is_read_ahead(checkpoint: Checkpoint, monkeypatch: pytest.
 # What is looked at of the first blocks
 
 
+def few_threads(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """As where the system has so many to give."""
+    real, started = reading._start, []
+
+    def start(thread: Reader) -> bool:
+        if len(started) == threads:
+            return False
+        started.append(thread)
+        return real(thread)
+
+    monkeypatch.setattr(reading, "_start", start)
+
+
 def test_of_the_first_blocks_it_is_known_early_what_they_begin_with(written: Path) -> None:
     used: list[int] = []
     with opened(written) as file:
@@ -367,15 +380,7 @@ def test_checkpoints_of_many_files_are_read_ahead_with_any_number_of_threads(
     staging, expected = fill(layout, 1)
     with Store(tmp_path / "checkpoints", run_id="run") as store:
         path = store.commit(1, layout, staging, b"", {})
-    real, started = reading._start, []
-
-    def start(thread: threading.Thread) -> bool:
-        if len(started) == threads:
-            return False
-        started.append(thread)
-        return real(thread)
-
-    monkeypatch.setattr(reading, "_start", start)
+    few_threads(monkeypatch, threads)
     with open_checkpoint(path, ahead=True) as one:
         one.read_many_into((found := targets(one)).items())
     assert {name: bytes(data) for name, data in found.items()} == expected
@@ -405,18 +410,6 @@ SAME_STAGING, SAME_EXPECTED = fill(SAME, 6)
 def same(tmp_path: Path) -> Path:
     with Store(tmp_path / "same", run_id="run") as store:
         return store.commit(1, SAME, SAME_STAGING, b"", {})
-
-
-def few_threads(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
-    real, started = reading._start, []
-
-    def start(thread: Reader) -> bool:
-        if len(started) == threads:
-            return False
-        started.append(thread)
-        return real(thread)
-
-    monkeypatch.setattr(reading, "_start", start)
 
 
 def read_many(checkpoint: Checkpoint, found: dict[str, memoryview]) -> None:
