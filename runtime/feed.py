@@ -10,6 +10,7 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
+from checkflow.runtime.by_value import by_value
 from checkflow.runtime.order import SampleSteps, Share, Steps
 from checkflow.runtime.sample_randomness import Batch, SeededDataset
 
@@ -79,7 +80,8 @@ class Caught(Dataset[Any]):
 
     def __getitems__(self, batch: Batch) -> Any:
         try:
-            return self._dataset.__getitems__(batch)
+            made = self._dataset.__getitems__(batch)
+            return made if get_worker_info() is None else by_value(made)
         except Exception as error:  # noqa: BLE001 - raised again where the batch is handed out
             return Failure(error)
 
