@@ -10,6 +10,7 @@ that many state tensors, each named after the whole and its part: ``model/adjace
 
 from __future__ import annotations
 
+import collections
 import functools
 import inspect
 import itertools
@@ -255,17 +256,23 @@ def collect_state(models: Mapping[str, nn.Module], optimizers: Mapping[str, torc
     """
     if clash := set(models) & set(optimizers):
         raise UnsupportedError(f"a model and an optimizer are both named {sorted(clash)[0]}: give one another name")
+    items = list(itertools.chain.from_iterable(map(_in_parts, held_tensors(models, optimizers))))
+    storages = [item.tensor.untyped_storage()._cdata for item in items]
+    tensors_of = collections.Counter(storages)
     first: dict[Region, str] = {}
     unique, places, ties = [], [], []
-    for item in itertools.chain.from_iterable(map(_in_parts, held_tensors(models, optimizers))):
+    for item, storage in zip(items, storages, strict=True):
+        if tensors_of[storage] == 1:  # nearly all: what is alone in its memory is no other's tie, and overlaps none
+            unique.append(item)
+            continue
         here = region(item.tensor)
         if here in first and item.tensor.numel():
             ties.append((item.name, first[here]))
         else:
             first[here] = item.name
             unique.append(item)
-            places.append(here)
-    _refuse_overlap(unique, places)
+            places.append((item, here))
+    _refuse_overlap(places)
     return TrainingState(tuple(unique), tuple(ties))
 
 
@@ -319,10 +326,10 @@ def _refuse_memory(name: str, tensor: torch.Tensor) -> None:
         raise UnsupportedError(f"state tensor {name} is expanded or has gaps in memory: call .contiguous() on it")
 
 
-def _refuse_overlap(tensors: list[StateTensor], places: list[Region]) -> None:
+def _refuse_overlap(tensors: list[tuple[StateTensor, Region]]) -> None:
     """The ranges that tensors fill of their storages must be disjoint."""
     ranges: dict[int, list[tuple[int, int, str]]] = {}
-    for item, place in zip(tensors, places, strict=True):
+    for item, place in tensors:
         if size_bytes := item.tensor.nbytes:
             begin = place.offset * item.tensor.element_size()
             ranges.setdefault(place.storage, []).append((begin, begin + size_bytes, item.name))

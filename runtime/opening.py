@@ -107,11 +107,11 @@ def read_block(file: OpenFile, block: int, memory: memoryview, direct: int | Non
 
 def _stored(entry: Any, data: int) -> StoredTensor:
     """A tensor's entry in a header; its offsets count from ``data``."""
-    shape, (begin, end) = entry["shape"], entry["data_offsets"]
+    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
     for number in (*shape, begin, end):
         if type(number) is not int or number < 0:
             raise ValueError(f"{str(number)[:60]!r} is no length")
-    return StoredTensor(str(entry["dtype"]), tuple(shape), data + begin, data + end)
+    return StoredTensor(str(entry["dtype"]), shape, data + begin, data + end)
 
 
 def parse_header(path: Path, text: bytes, size_bytes: int) -> dict[str, StoredTensor]:
@@ -126,13 +126,18 @@ def parse_header(path: Path, text: bytes, size_bytes: int) -> dict[str, StoredTe
             f"{path} has no valid safetensors header: {' '.join(str(error).split())[:200]}"
         ) from None
     reached = data
-    for key, stored in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if stored.begin != reached or stored.end < stored.begin:
+    for key, (_, _, begin, end) in sorted(found.items(), key=_range):
+        if begin != reached or end < begin:
             raise CorruptCheckpointError(f"{path} has a hole or an overlap before {key!r}")
-        reached = stored.end
+        reached = end
     if reached != size_bytes:
         raise CorruptCheckpointError(f"{path} has {size_bytes} bytes, its header describes {reached}")
     return found
+
+
+def _range(item: tuple[str, StoredTensor]) -> tuple[int, int]:
+    """Where a tensor lies, of those by key."""
+    return item[1][2:]
 
 
 _Looked = TypeVar("_Looked")

@@ -100,7 +100,10 @@ class Checkpoint:
         before their blocks are verified, and have the same.
         """
         self._extra = self._read_extra()
-        self._unproved = {file.path.name: head for file in held if (head := _glimpse(file)) is not None}
+        heads = {file.path.name: head for file in held if (head := _glimpse(file)) is not None}
+        if len(heads) < len(held):  # one is longer than a block: to read it takes the memory
+            return
+        self._unproved = heads
         first = [(file, 0) for file in held]
         others = [(file, block) for file in held for block in range(1, len(file.entry.blocks))]
         # So many blocks in all, of threads and of the cache: headers that no thread has are read by way of that.
@@ -120,8 +123,9 @@ class Checkpoint:
         for name, tensor in manifest.tensors.items():
             stored = [self._piece(name, tensor, piece) for piece in tensor.pieces]
             order.append((tensor.pieces[0].file, stored[0].begin, name))
+        order.sort()
         #: Name to entry of every state tensor, in file order: reading in this order touches each block once.
-        self.tensors: Mapping[str, TensorEntry] = {name: manifest.tensors[name] for _, _, name in sorted(order)}
+        self.tensors: Mapping[str, TensorEntry] = {name: manifest.tensors[name] for _, _, name in order}
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -219,15 +223,17 @@ class Checkpoint:
         for name, buffer in targets:
             (piece, *others), out = self._tensor(name).pieces, buffer.cast("B")
             self._held(piece.file)  # not where all is closed
-            stored = self._stored[piece.file][piece.key]
-            begin, end = stored.begin, stored.end
+            _, _, begin, end = self._stored[piece.file][piece.key]
             if others or len(out) != end - begin:
                 self.read_into(name, buffer)
                 continue
             for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
                 low = block * BLOCK_BYTES
-                first, last = max(begin, low), min(end, low + BLOCK_BYTES)
-                part = first - low, out[first - begin : last - begin]
+                if low <= begin and end <= low + BLOCK_BYTES:  # of small ones there may be thousands
+                    part = begin - low, out
+                else:
+                    first, last = max(begin, low), min(end, low + BLOCK_BYTES)
+                    part = first - low, out[first - begin : last - begin]
                 parts.setdefault((piece.file, block), []).append(part)
 
         def use(key: Key, data: memoryview) -> None:
@@ -398,17 +404,18 @@ class Checkpoint:
     def _piece(self, name: str, tensor: TensorEntry, piece: Piece) -> StoredTensor:
         """The header's entry for a piece; it must say the same as the manifest."""
         stored = self._stored.get(piece.file, {}).get(piece.key)
-        kind = STORED_TYPES[tensor.dtype]
+        kind, lengths = STORED_TYPES[tensor.dtype], piece.lengths
         if stored is None:
             raise CorruptCheckpointError(
                 f"{self.path / piece.file} lacks {piece.key!r}, which the manifest places there"
             )
-        if stored.code != kind.code or stored.shape != kind.stored_shape(piece.lengths):
+        code, shape, begin, end = stored
+        if code != kind.code or shape != (kind.stored_shape(lengths) if kind.pair or kind.packed else lengths):
             raise CorruptCheckpointError(
-                f"{self.path / piece.file} has {piece.key!r} as {stored.code!r}{list(stored.shape)}, the manifest has "
-                f"{name!r} as {tensor.dtype}{list(piece.lengths)}"
+                f"{self.path / piece.file} has {piece.key!r} as {code!r}{list(shape)}, the manifest has "
+                f"{name!r} as {tensor.dtype}{list(lengths)}"
             )
-        if stored.end - stored.begin != math.prod(piece.lengths) * kind.element_bytes:
+        if end - begin != math.prod(lengths) * kind.element_bytes:
             raise CorruptCheckpointError(f"{self.path / piece.file} gives {piece.key!r} a range of another size")
         return stored
 

@@ -140,7 +140,7 @@ class Ahead(Watcher):
         Raises:
             CorruptCheckpointError, StorageError: as :func:`read_blocks`; nothing was used, and this is to be closed.
         """
-        if number >= min(self._looks, self._reading):
+        if number >= min(self._looks, self._reading) or self._thread is None or self._thread.process != os.getpid():
             return None
         while number not in self._seen:
             if (news := self._looked.get()) is None:
@@ -155,7 +155,7 @@ class Ahead(Watcher):
         """Go on, to the end; raises as :func:`read_blocks`."""
         if self._ended:
             raise StorageError("the checkpoint was closed while it was read")
-        if self._thread is None:
+        if self._thread is None or self._thread.process != os.getpid():  # a forked child has neither it nor its blocks
             read_blocks(self.blocks, use, threads=self._threads)
             return
         self._uses.put(use)
@@ -291,7 +291,7 @@ class Reader(threading.Thread):
     def __init__(self, work: Callable[[], None]) -> None:
         super().__init__(name="checkflow-reader", daemon=True)
         self._work: Callable[[], None] | None = work
-        self._over, self._process = False, os.getpid()
+        self._over, self.process = False, os.getpid()  # that which started it
         self._end: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def run(self) -> None:
@@ -306,7 +306,7 @@ class Reader(threading.Thread):
     def wait(self) -> None:
         """Until it has ended; again, where a handler raised. One that was interrupted in its very start is passed, and
         in a forked child there is none."""
-        if self.ident is None or self._process != os.getpid():
+        if self.ident is None or self.process != os.getpid():
             return
         while not self._over:
             self._end.get()

@@ -505,13 +505,19 @@ def test_a_second_interrupt_leaves_nothing_behind_either(
     assert len(calls) > 1
 
 
-def test_a_forked_child_does_not_wait_for_threads_that_it_has_not(same: Path) -> None:
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_forked_child_does_not_wait_for_threads_that_it_has_not(same: Path, reads: bool) -> None:
     with open_checkpoint(same, ahead=True) as one:
         if (child := os.fork()) == 0:
+            code = 1
             try:
+                if reads:  # for itself: what its parent reads is not there
+                    one.read_many_into((found := targets(one)).items())
+                    assert {name: bytes(data) for name, data in found.items()} == SAME_EXPECTED
                 one.close()
+                code = 0
             finally:
-                os._exit(0)
+                os._exit(code)
         assert os.waitpid(child, 0)[1] == 0
         one.read_many_into((found := targets(one)).items())
     assert {name: bytes(data) for name, data in found.items()} == SAME_EXPECTED
