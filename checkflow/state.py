@@ -326,10 +326,10 @@ def _refuse_memory(name: str, tensor: torch.Tensor) -> None:
         raise UnsupportedError(f"state tensor {name} is expanded or has gaps in memory: call .contiguous() on it")
 
 
-def _refuse_overlap(tensors: list[tuple[StateTensor, Region]]) -> None:
+def _refuse_overlap(places: list[tuple[StateTensor, Region]]) -> None:
     """The ranges that tensors fill of their storages must be disjoint."""
     ranges: dict[int, list[tuple[int, int, str]]] = {}
-    for item, place in tensors:
+    for item, place in places:
         if size_bytes := item.tensor.nbytes:
             begin = place.offset * item.tensor.element_size()
             ranges.setdefault(place.storage, []).append((begin, begin + size_bytes, item.name))

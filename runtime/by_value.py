@@ -12,22 +12,25 @@ half of such a message behind, for the rest of which its reader would wait.
 from __future__ import annotations
 
 import ctypes
+import functools
 import io
 import pickle
 import select
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import reduce_tensor
 
 _ENVELOPE_BYTES = 256  # of a message at most, beside the batch: its length, the batch's number, how to read it
-#: What a batch may have as its message.
+#: What a batch may have, pickled.
 MOST_BYTES = getattr(select, "PIPE_BUF", 512) - _ENVELOPE_BYTES
 _MOST_PARTS = 100  # containers, and what is in them; some tens of bytes each
-_CONTAINERS, _NUMBERS = frozenset({tuple, list, dict}), frozenset({int, float, bool, type(None)})
+_CONTAINERS, _OTHERS = frozenset({tuple, list, dict}), frozenset({float, bool, type(None)})
 
 
-class Message:
-    """A batch as bytes. Whoever unpickles this gets the batch."""
+class Pickled:
+    """A batch that is pickled already. To be pickled itself, and nothing else: what is unpickled then is the batch."""
 
     def __init__(self, text: bytes) -> None:
         self._text = text
@@ -36,45 +39,57 @@ class Message:
         return pickle.loads, (self._text,)
 
 
-def by_value(batch: Any) -> Any:
-    """What to send in place of a batch: a :class:`Message`, or itself where it is large, or of other types.
+def by_value(batch: Any, *, shared: bool) -> Any:
+    """What to send in place of a batch: :class:`Pickled`, or itself where it is large, or of other types.
 
     What arrives has the same values, shapes and strides, in memory of its own that is shared with nobody; tensors
     that share memory within the batch do so there too.
+
+    Args:
+        shared: tensors in shared memory are sent so, too. Not where that may be the user's, who shares it on purpose.
     """
-    if not _is_small(batch):
+    if not _is_small(batch, shared=shared):
         return batch
-    out = io.BytesIO()
-    _Pickler(out).dump(batch)
-    return Message(out.getvalue()) if out.tell() <= MOST_BYTES else batch
+    out, memories = io.BytesIO(), dict[int, _Memory]()
+    pickler = pickle.Pickler(out, pickle.HIGHEST_PROTOCOL)
+    # No method of a pickler's own: that would be a cycle, and hold the batch's memory until the collector comes.
+    pickler.dispatch_table = {torch.Tensor: functools.partial(_reduce, memories)}
+    pickler.dump(batch)
+    return Pickled(out.getvalue()) if out.tell() <= MOST_BYTES else batch
 
 
-def _is_small(batch: Any) -> bool:
-    """Whether it may fit, and is made of nothing whose pickling torch, or its user, may have an opinion on."""
-    left_bytes, left_parts, waiting = MOST_BYTES, _MOST_PARTS, [batch]
+def _is_small(batch: Any, *, shared: bool) -> bool:
+    """Whether it may fit, has tensors, and is made of nothing that anyone else may want to be sent in a way of its own.
+
+    Without a tensor it is as soon there as it is, in the message as well.
+    """
+    left_bytes, left_parts, waiting, tensors = MOST_BYTES, _MOST_PARTS, [batch], 0
     while waiting:
         one = waiting.pop()
         kind = type(one)
         left_parts -= 1
         if kind is torch.Tensor:
-            if not _is_plain(one):
+            if not _is_plain(one) or (one.is_shared() and not shared):
                 return False
             left_bytes -= one.untyped_storage().nbytes()
+            tensors += 1
         elif kind in _CONTAINERS:
             if len(one) > left_parts:
                 return False
             waiting += [*one.keys(), *one.values()] if kind is dict else one
         elif kind is str or kind is bytes:
             left_bytes -= len(one)
-        elif kind not in _NUMBERS:
+        elif kind is int:
+            left_bytes -= one.bit_length() // 8
+        elif kind not in _OTHERS:
             return False
         if left_bytes < 0 or left_parts < 0:
             return False
-    return True
+    return tensors > 0 and ForkingPickler._extra_reducers.get(torch.Tensor) is reduce_tensor  # type: ignore[attr-defined]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its bytes, sizes and strides are all there is of it."""
+    """Whether its bytes, sizes and strides are all that its receiver needs."""
     return not (
         tensor.requires_grad
         or not tensor.is_cpu
@@ -83,6 +98,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         or tensor.is_nested
         or tensor.is_conj()
         or tensor.is_neg()
+        or tensor._is_zerotensor()
     )
 
 
@@ -98,16 +114,10 @@ class _Memory:
         return _storage, (ctypes.string_at(storage.data_ptr(), size_bytes) if size_bytes else b"",)
 
 
-class _Pickler(pickle.Pickler):
-    def __init__(self, out: io.BytesIO) -> None:
-        super().__init__(out, pickle.HIGHEST_PROTOCOL)
-        self.dispatch_table = {torch.Tensor: self._reduce}
-        self._memories: dict[int, _Memory] = {}
-
-    def _reduce(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        storage = tensor.untyped_storage()
-        memory = self._memories.setdefault(storage._cdata, _Memory(storage))
-        return _tensor, (memory, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+def _reduce(memories: dict[int, _Memory], tensor: torch.Tensor) -> tuple[Any, ...]:
+    storage = tensor.untyped_storage()
+    memory = memories.setdefault(storage._cdata, _Memory(storage))
+    return _tensor, (memory, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
 
 def _storage(data: bytes) -> torch.UntypedStorage:
@@ -119,4 +129,5 @@ def _storage(data: bytes) -> torch.UntypedStorage:
 def _tensor(
     storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> torch.Tensor:
+    """As torch makes it of a storage that has arrived."""
     return torch.empty((0,), dtype=dtype, device="cpu").set_(storage, offset, shape, stride)

@@ -73,15 +73,20 @@ class Failure:
 
 
 class Caught(Dataset[Any]):
-    """Batches, and errors in their places: what is raised beside them is of torch's loader or of a sampler."""
+    """Batches, and errors in their places: what is raised beside them is of torch's loader or of a sampler.
 
-    def __init__(self, dataset: SeededDataset) -> None:
-        self._dataset = dataset
+    Args:
+        sends: workers make them, and send them (:mod:`.by_value`).
+        own: what is in shared memory was put there by ``default_collate``.
+    """
+
+    def __init__(self, dataset: SeededDataset, *, sends: bool, own: bool) -> None:
+        self._dataset, self._sends, self._own = dataset, sends, own
 
     def __getitems__(self, batch: Batch) -> Any:
         try:
             made = self._dataset.__getitems__(batch)
-            return made if get_worker_info() is None else by_value(made)
+            return by_value(made, shared=self._own) if self._sends else made
         except Exception as error:  # noqa: BLE001 - raised again where the batch is handed out
             return Failure(error)
 

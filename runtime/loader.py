@@ -72,7 +72,8 @@ class DataLoader(ResumableLoader):
             smaller last batches, "drop" leaves them out (so does ``drop_last``), "pad" takes the epoch's first samples
             again. ``dropped`` and ``repeated`` say how many these were.
         others: as torch's. A batch that a sample or ``collate_fn`` raises an error in is passed over by who goes on
-            after it, as torch's is.
+            after it, as torch's is. Workers send a batch of less than 4 KB by value, in a fifth of the time: its
+            tensors are in no shared memory, unless the data set put them there.
 
     But for the draws of seeds the generators of the main process are left as they were, so that dropout does not repeat
     from batch to batch.
@@ -140,7 +141,8 @@ class DataLoader(ResumableLoader):
         collate = collate_fn or (default_convert if batch_size is None and batch_sampler is None else default_collate)
         self.collate_fn = collate
         device: dict[str, Any] = {"pin_memory_device": pin_memory_device} if pin_memory_device else {}
-        self._caught = Caught(SeededDataset(dataset, collate, batched=self._batched, reseed=reseed))
+        seeded = SeededDataset(dataset, collate, batched=self._batched, reseed=reseed)
+        self._caught = Caught(seeded, sends=num_workers > 0, own=collate is default_collate)
         self._loader: TorchDataLoader[Any] = TorchDataLoader(
             self._caught,
             batch_sampler=self._feed,

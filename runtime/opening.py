@@ -136,7 +136,7 @@ def parse_header(path: Path, text: bytes, size_bytes: int) -> dict[str, StoredTe
 
 
 def _range(item: tuple[str, StoredTensor]) -> tuple[int, int]:
-    """Where a tensor lies, of those by key."""
+    """Begin and end of a tensor, as :func:`parse_header` has it by key."""
     return item[1][2:]
 
 

@@ -73,6 +73,7 @@ class Checkpoint:
         self.path = path
         self._files = opened
         self._cache: collections.OrderedDict[Key, memoryview] = collections.OrderedDict()
+        self._process = os.getpid()  # that the cache is of
         self._mutex, self._proving = threading.Lock(), threading.Lock()
         self._verified: set[Key] = set()
         self._ahead: Ahead | None = None
@@ -101,8 +102,8 @@ class Checkpoint:
         """
         self._extra = self._read_extra()
         heads = {file.path.name: head for file in held if (head := _glimpse(file)) is not None}
-        if len(heads) < len(held):  # one is longer than a block: to read it takes the memory
-            return
+        if len(heads) < len(held):
+            return  # one is longer than a block, or cannot be read so: to read it takes memory as blocks ahead would
         self._unproved = heads
         first = [(file, 0) for file in held]
         others = [(file, block) for file in held for block in range(1, len(file.entry.blocks))]
@@ -381,6 +382,9 @@ class Checkpoint:
 
     def _cached(self, key: Key) -> memoryview | None:
         with self._mutex:
+            if self._process != os.getpid():  # a forked child has zeros where its parent has blocks
+                self._cache.clear()
+                self._process = os.getpid()
             if key in self._cache:
                 self._cache.move_to_end(key)
             return self._cache.get(key)

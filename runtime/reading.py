@@ -140,7 +140,7 @@ class Ahead(Watcher):
         Raises:
             CorruptCheckpointError, StorageError: as :func:`read_blocks`; nothing was used, and this is to be closed.
         """
-        if number >= min(self._looks, self._reading) or self._thread is None or self._thread.process != os.getpid():
+        if number >= min(self._looks, self._reading) or not self._is_here:
             return None
         while number not in self._seen:
             if (news := self._looked.get()) is None:
@@ -155,7 +155,7 @@ class Ahead(Watcher):
         """Go on, to the end; raises as :func:`read_blocks`."""
         if self._ended:
             raise StorageError("the checkpoint was closed while it was read")
-        if self._thread is None or self._thread.process != os.getpid():  # a forked child has neither it nor its blocks
+        if self._thread is None or not self._is_here:
             read_blocks(self.blocks, use, threads=self._threads)
             return
         self._uses.put(use)
@@ -169,6 +169,11 @@ class Ahead(Watcher):
                 raise error
         finally:
             del error  # it knows of this frame: the memory would stay
+
+    @property
+    def _is_here(self) -> bool:
+        """Whether there are threads, in this process: a forked child has neither them nor what they read."""
+        return self._thread is not None and self._thread.process == os.getpid()
 
     def close(self) -> None:
         """End the threads; what they have read is forgotten. Once more is harmless."""

@@ -8,7 +8,7 @@ import queue
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -387,16 +387,38 @@ def test_checkpoints_of_many_files_are_read_ahead_with_any_number_of_threads(
 
 
 @pytest.mark.parametrize("letters", [1, 400_000])
-def test_headers_of_any_length_are_read_ahead(tmp_path: Path, letters: int) -> None:
-    """The longer one fills the first block, and has its end in the next one."""
+def test_checkpoints_with_headers_of_any_length_are_read(tmp_path: Path, letters: int) -> None:
+    """The longer one fills the first block, and has its end in the next one: ahead is read only where it need not be.
+
+    In a forked child, too, for which nothing is there of what its parent read.
+    """
     layout = make_layout([record(f"model/{'w' * letters}{i}", (3, 5)) for i in range(30)])
     staging, expected = fill(layout, 1)
     with Store(tmp_path / "checkpoints", run_id="run") as store:
         path = store.commit(1, layout, staging, b"", {})
     assert ((path / layout.files[0].name).stat().st_size > BLOCK_BYTES) == (letters > 1)
-    with open_checkpoint(path, ahead=True) as one:
-        one.read_many_into((found := targets(one)).items())
-    assert {name: bytes(data) for name, data in found.items()} == expected
+    for ahead in (True, False):
+        with open_checkpoint(path, ahead=ahead) as one:
+            assert (one._ahead is not None) == (ahead and letters == 1)
+            code = in_a_child(lambda one=one: same_as(expected, one))  # type: ignore[misc]
+            assert code == 0
+            assert same_as(expected, one)
+
+
+def same_as(expected: dict[str, bytes], checkpoint: Checkpoint) -> bool:
+    checkpoint.read_many_into((found := targets(checkpoint)).items())
+    return {name: bytes(data) for name, data in found.items()} == expected
+
+
+def in_a_child(work: Callable[[], bool]) -> int:
+    """The exit code of a forked child: 0 where it is true there."""
+    if (child := os.fork()) == 0:
+        code = 1
+        try:
+            code = 0 if work() else 2
+        finally:
+            os._exit(code)
+    return os.waitpid(child, 0)[1]
 
 
 # Headers, which are looked at before their blocks are verified
@@ -507,20 +529,16 @@ def test_a_second_interrupt_leaves_nothing_behind_either(
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_forked_child_does_not_wait_for_threads_that_it_has_not(same: Path, reads: bool) -> None:
+    """And what its parent reads ahead is not there."""
     with open_checkpoint(same, ahead=True) as one:
-        if (child := os.fork()) == 0:
-            code = 1
-            try:
-                if reads:  # for itself: what its parent reads is not there
-                    one.read_many_into((found := targets(one)).items())
-                    assert {name: bytes(data) for name, data in found.items()} == SAME_EXPECTED
-                one.close()
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitpid(child, 0)[1] == 0
-        one.read_many_into((found := targets(one)).items())
-    assert {name: bytes(data) for name, data in found.items()} == SAME_EXPECTED
+
+        def work() -> bool:
+            good = same_as(SAME_EXPECTED, one) if reads else True
+            one.close()
+            return good
+
+        assert in_a_child(work) == 0
+        assert same_as(SAME_EXPECTED, one)
 
 
 def test_several_may_wait_for_the_same_thread() -> None:
