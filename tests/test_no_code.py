@@ -15,15 +15,20 @@ import pytest
 ROOT = Path(__file__).parent.parent
 WINGS = ("checkflow", "planner", "runtime", "models")
 PICKLING = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "copyreg"}
-# Copies of a loader's state in memory, between a process and its own workers: no file, and nobody else's bytes.
+# Copies of a loader's state and its batches in memory, between a process and its own workers: no file, and nobody
+# else's bytes.
 # ``torch.distributed.checkpoint`` describes what it wrote in a pickle: an unpickler that knows its few classes and no
 # other reads that, when weights are imported from there.
 IN_MEMORY = {
+    "runtime/by_value.py": {"Pickler", "HIGHEST_PROTOCOL", "loads"},
     "runtime/frozen_state.py": {"Pickler", "HIGHEST_PROTOCOL", "loads"},
     "runtime/state_loader.py": {"PicklingError"},  # what the other one raises
     "runtime/torch_weights.py": {"Unpickler", "UnpicklingError"},
 }
-IN_MEMORY_USERS = {"runtime/state_loader.py", "runtime/worker_streams.py"}
+IN_MEMORY_USERS = {
+    "frozen_state": {"runtime/state_loader.py", "runtime/worker_streams.py"},
+    "by_value": {"runtime/feed.py"},
+}
 
 
 def sources(*folders: str) -> Iterator[tuple[str, ast.Module]]:
@@ -57,10 +62,9 @@ def test_pickle_is_called_nowhere_but_in_memory() -> None:
 
 
 def test_what_pickles_in_memory_is_not_in_the_stores_way() -> None:
-    users = {
-        name for name, tree in sources(*WINGS) if any("frozen_state" in module for module in imported(tree))
-    }  # fmt: skip
-    assert users == IN_MEMORY_USERS
+    trees = [(name, imported(tree)) for name, tree in sources(*WINGS)]
+    for module, expected in IN_MEMORY_USERS.items():
+        assert {name for name, found in trees if f"checkflow.runtime.{module}" in found} == expected
     modules = [
         "store",
         "reader",
@@ -76,10 +80,10 @@ def test_what_pickles_in_memory_is_not_in_the_stores_way() -> None:
     ]
     program = (
         f"import sys\nfor name in {modules}: __import__('checkflow.runtime.' + name)\nimport checkflow.plan\n"
-        "print('checkflow.runtime.frozen_state' in sys.modules)"
+        f"print([one for one in {[*IN_MEMORY_USERS]} if 'checkflow.runtime.' + one in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout == "False\n"
+    assert done.stdout == "[]\n"
 
 
 def unsafe_loads(tree: ast.AST) -> list[int]:
