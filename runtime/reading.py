@@ -25,6 +25,7 @@ from checkflow.runtime.opening import OpenFile, memory_bytes, read_block
 #: So many threads read, each with memory for a block, where nothing else is said. More do not read faster from disks
 #: of some GB/s.
 THREADS = 6
+_BUSY = 2  # so many of them keep a disk busy until the others get the interpreter
 Block = tuple[OpenFile, int]  # an open file, and the number of a block of it
 Use = Callable[[int, memoryview], None]
 
@@ -117,17 +118,18 @@ class Ahead(Watcher):
         self._thread: Reader | None = None
 
     def begin(self) -> None:
-        """Have each thread read a block; returns when they are about to.
+        """Have each thread read a block; returns when all have started and some are about to read.
 
         Not before that: what comes next keeps the interpreter busy, and a thread that only wants to begin would wait
-        for it several times, longer than a read takes.
+        for it several times, longer than a read takes. Not much later either: those that read take the processors from
+        the others as long as the kernel makes pages for them.
         """
         self._thread = Reader(self._run)
         if not _start(self._thread):
             self._thread = None
             return
         reads, threads = 0, None
-        while threads is None or reads < threads:
+        while threads is None or reads < min(threads, _BUSY):
             if news := self._news.get():
                 threads = news
             else:
@@ -248,10 +250,18 @@ def _share(
     parts = [memory[i * memory_bytes : (i + 1) * memory_bytes] for i in range(threads)]
     numbers = itertools.count()
     errors: dict[int, BaseException] = {}
-    ended = False  # no lock: an error of a signal's handler must not leave one taken (interrupts.py)
+    # No locks: an error of a signal's handler must not leave one taken (interrupts.py).
+    ended = False
+    all_started: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def go() -> None:
+        all_started.put(None)
 
     def run(part: memoryview) -> None:
         nonlocal ended
+        # A thread that reads holds up the start of others: the kernel makes pages for its memory meanwhile.
+        all_started.get()
+        all_started.put(None)  # for the next thread
         first = watcher.each_reads
         while (first or not ended) and (number := next(numbers)) < count:
             first = False
@@ -276,10 +286,11 @@ def _share(
             watcher.started(max(1, sum(thread.ident is not None for thread in started)))
             raise
         watcher.started(1 + len(started))
+        go()
         run(parts[0])
     finally:
         ended = True  # what was begun is done, all of it unless something was raised
-        await_end(started)
+        await_end(started, go)
     try:
         if errors:
             raise errors[min(errors, key=lambda number: (isinstance(errors[number], Exception), number))]
@@ -330,16 +341,20 @@ def _start(thread: Reader) -> bool:
     return True
 
 
-def await_end(threads: Sequence[Reader]) -> None:
+def await_end(threads: Sequence[Reader], go: Callable[[], None] = lambda: None) -> None:
     """Wait for threads that are about to end, whatever a signal's handler raises meanwhile: that is raised then.
 
     They read into memory of the caller's, and files that it closes.
+
+    Args:
+        go: has threads go on that wait for something; once more is harmless.
     """
     raised: BaseException | None = None
     while True:
         try:
             while True:  # of two handlers that are due at once the second has its turn behind the inner ``except``
                 try:
+                    go()
                     for thread in threads:
                         thread.wait()
                     break

@@ -150,24 +150,26 @@ def test_what_is_read_ahead_and_not_wanted_is_forgotten(written: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", range(1, THREADS + 1))
-def test_reading_ahead_has_begun_when_so_many_threads_as_there_are_read(
+def test_reading_ahead_has_begun_when_all_threads_that_there_are_have_started_and_some_read(
     written: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
+    """And no thread reads before that: it would hold up the start of the others."""
     real_start, real_read = reading._start, reading.read_block
     started: list[threading.Thread] = []
     reads: queue.SimpleQueue[int] = queue.SimpleQueue()
-    goes_on, used = threading.Event(), []
+    may_start, may_read, used = threading.Event(), threading.Event(), list[int]()
 
     def start(thread: threading.Thread) -> bool:
         """As where the system has so many threads to give; the last one after a while."""
         if len(started) == threads:
             return False
         started.append(thread)
-        assert len(started) < threads or threads == 1 or goes_on.wait(120)
+        assert len(started) < threads or threads == 1 or may_start.wait(120)
         return real_start(thread)
 
     def read_block(file: OpenFile, block: int, *rest: Any) -> memoryview:
         reads.put(block)
+        assert may_read.wait(120)
         return real_read(file, block, *rest)
 
     monkeypatch.setattr(reading, "_start", start)
@@ -176,14 +178,14 @@ def test_reading_ahead_has_begun_when_so_many_threads_as_there_are_read(
         ahead = Ahead([(file, block) for block in range(BLOCKS)])
         beginning = threading.Thread(target=ahead.begin)
         beginning.start()
-        for _ in range(threads - 2):  # all but the last, and the one that starts the others
-            reads.get(timeout=120)
         if threads > 1:
             beginning.join(0.2)
             assert beginning.is_alive()
-        goes_on.set()
-        beginning.join(120)
+            assert reads.empty()
+        may_start.set()
+        beginning.join(120)  # whatever those do that read
         assert not beginning.is_alive()
+        may_read.set()
         ahead.finish(lambda number, _: used.append(number))
     assert sorted(used) == list(range(BLOCKS))
 
