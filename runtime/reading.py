@@ -146,6 +146,7 @@ class Ahead(Watcher):
             return None
         while number not in self._seen:
             if (news := self._looked.get()) is None:
+                self._looked.put(None)  # for the next time
                 break
             self._seen.setdefault(*news)
         if (found := self._seen.get(number)) is None:

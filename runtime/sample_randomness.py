@@ -92,7 +92,7 @@ class SeededDataset(Dataset[Any]):
         self.dataset, self.collate = dataset, collate
         self._batched, self._reseed = batched, reseed
         self._whole = batched and _fetches_batches(dataset)
-        plain = _is_torchs(collate)
+        plain = is_torchs(collate)
         # Torch's own draws nothing; samples of classes that do when they are looked at go on from the last one's seed.
         self._seeds_collating = batched and not plain
         self._seeds = reseed is not None or not plain or not draws_nothing(dataset)
@@ -143,7 +143,7 @@ def _fetches_batches(dataset: Any) -> bool:
     return callable(getattr(dataset, "__getitems__", None))
 
 
-def _is_torchs(collate: Callable[[Any], Any]) -> bool:
+def is_torchs(collate: Callable[[Any], Any]) -> bool:
     """Whether it is torch's default, nothing registered with it."""
     known = torch_collate.default_collate_fn_map.values()
     default = collate is default_collate or collate is default_convert

@@ -7,6 +7,7 @@ import os
 import queue
 import signal
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -188,6 +189,47 @@ def test_reading_ahead_has_begun_when_all_threads_that_there_are_have_started_an
         may_read.set()
         ahead.finish(lambda number, _: used.append(number))
     assert sorted(used) == list(range(BLOCKS))
+
+
+@pytest.mark.parametrize("threads", range(1, THREADS + 1))
+def test_reading_ahead_has_begun_when_some_are_about_to_read(
+    written: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """Two, or the only one; not one fewer, and whatever the others do."""
+    real, tickets = Ahead.reads, threading.Semaphore(0)
+    few_threads(monkeypatch, threads)
+
+    def reads(self: Ahead) -> None:
+        assert tickets.acquire(timeout=120)
+        real(self)
+
+    monkeypatch.setattr(Ahead, "reads", reads)
+    with opened(written) as file:
+        ahead = Ahead([(file, block) for block in range(BLOCKS)])
+        beginning = threading.Thread(target=ahead.begin)
+        beginning.start()
+        for _ in range(min(threads, 2)):
+            beginning.join(0.1)
+            assert beginning.is_alive()
+            tickets.release()
+        beginning.join(120)
+        assert not beginning.is_alive()
+        tickets.release(3 * BLOCKS)
+        ahead.close()
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_what_cannot_be_looked_at_is_told_each_time(written: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise StorageError("no memory")
+
+    monkeypatch.setattr(reading, "scratch", fail)
+    with opened(written) as file:
+        ahead = Ahead([(file, 0)], looks=1)
+        ahead.begin()
+        for _ in range(times):
+            with pytest.raises(StorageError):
+                ahead.looked(0)
 
 
 @pytest.mark.parametrize("where", ["read_block", "scratch"])
@@ -416,8 +458,11 @@ def in_a_child(work: Callable[[], bool]) -> int:
     """The exit code of a forked child: 0 where it is true there."""
     if (child := os.fork()) == 0:
         code = 1
+        signal.alarm(300)
         try:
             code = 0 if work() else 2
+        except BaseException:  # noqa: BLE001 - what becomes of a child is told by its exit code
+            traceback.print_exc()
         finally:
             os._exit(code)
     return os.waitpid(child, 0)[1]
