@@ -20,9 +20,9 @@ import xxhash
 from fuzz_feeds import IDENTITY, Folder, content_of
 from fuzz_mutation import Pairs, Raw
 from oracle import random_plan
+from plan_faults import good_plan
 from pydantic import TypeAdapter, ValidationError
 from store_tools import fill, record, small_layout
-from test_plan import good_plan
 from torch import nn
 
 from checkflow import plan as plans

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,3 +49,12 @@ def test_each_file_that_is_named_exists() -> None:
     tables = [name if "/" in name else f"{folder}/{name}" for folder, names in named().items() for name in names]
     missing = [name for name in (*tables, *outside_of_tables()) if not (ROOT / name).is_file()]
     assert missing == []
+
+
+@pytest.mark.parametrize("script", sorted(set(re.findall(r"python (tests/\w+\.py)", (ROOT / "Makefile").read_text()))))
+def test_what_make_runs_begins_without_the_tests_around_it(script: str) -> None:
+    """The long runs are started by hand, and seldom."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, script, "--help"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
