@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from checkflow.errors import CheckflowError, StorageError
 from checkflow.runtime import extra_state, files
+from checkflow.runtime.finding import find
 from checkflow.runtime.leftovers import BROKEN, SUPERSEDED, is_leftover
 from checkflow.runtime.manifest import MANIFEST, MAX_STEP
 from checkflow.runtime.opening import glance, parse_step, step_name
-from checkflow.runtime.reader import Checkpoint, find, open_checkpoint
+from checkflow.runtime.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.retention import Known, Rules, best, known, read_metrics, rules_of, write_metrics
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The reading side: find, open, verify and recover checkpoints. Nothing that is damaged is ever handed out.
+"""The reading side: open, read and verify checkpoints. Nothing that is damaged is ever handed out.
 
 Every byte is compared with the checksum of its block after it was read into memory and before anyone sees it; nothing
 is mapped, so a file that shrinks meanwhile is an error and not a signal. All files are opened at once, by name inside
@@ -9,14 +9,13 @@ deletes it, it stays readable.
 from __future__ import annotations
 
 import collections
-import logging
 import math
 import os
 import threading
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -32,32 +31,12 @@ from checkflow.runtime.opening import (
     close_all,
     open_files,
     parse_header,
-    parse_step,
     whole,
 )
 from checkflow.runtime.reading import THREADS, Ahead, Block, read_blocks, read_one
 
-if TYPE_CHECKING:
-    from checkflow.runtime.store import Store
-
-logger = logging.getLogger("checkflow")
-
 _CACHED_BLOCKS = 2  # neighbours of small tensors lie in one block, which is then read once
 Key = tuple[str, int]  # a file's name, and the number of a block
-
-
-def find(directory: str | os.PathLike[str]) -> tuple[Path, ...]:
-    """Paths of the checkpoints in a directory, newest (highest step) first. Reads names only; changes nothing.
-
-    Raises:
-        StorageError: the directory cannot be read.
-    """
-    root = Path(directory)
-    try:
-        found = [(step, name) for name in files.folder_names(str(root)) if (step := parse_step(name)) is not None]
-    except OSError as error:
-        raise StorageError(f"cannot read the checkpoint directory {root}: {error.strerror}") from error
-    return tuple(root / name for _, name in sorted(found, reverse=True))
 
 
 class Checkpoint:
@@ -478,92 +457,3 @@ def open_checkpoint(path: str | os.PathLike[str], narrow: Narrow = whole, *, ahe
     except BaseException:
         checkpoint.close()
         raise
-
-
-def find_valid(directory: str | os.PathLike[str]) -> Checkpoint | None:
-    """The newest checkpoint of a directory that is whole, byte for byte; nothing is renamed.
-
-    A checkpoint that vanishes while it is looked at (a running job's retention) is passed over.
-
-    Raises:
-        StorageError: the directory, or every candidate, cannot be read.
-    """
-    passed: list[Path] = []
-
-    def pass_over(path: Path, error: StorageError) -> None:
-        logger.warning("passing over %s: %s", path.name, error)
-        passed.append(path)
-
-    paths = find(directory)
-    while True:
-        passed.clear()
-        found, failed = None, None
-        try:
-            found = _newest_valid(paths, pass_over)
-        except StorageError as error:
-            failed = error
-        if found is not None and not passed:
-            return found
-        try:
-            before, paths = paths, find(directory)
-        except BaseException:
-            if found is not None:
-                found.close()
-            raise
-        # A running job may have made newer ones meanwhile, and deleted what was passed over.
-        if found is not None:
-            if not any((parse_step(path.name) or 0) > found.step for path in paths if path not in before):
-                return found
-            found.close()
-        elif paths == before:
-            if failed is not None:
-                raise failed
-            return None
-
-
-def recover(store: Store) -> Checkpoint | None:
-    """The newest checkpoint that is whole, byte for byte, for a training job to go on from; None if there is none.
-
-    (10) One that is proved damaged is set aside (``.broken-…``) and the next older one taken. One that merely cannot be
-    read at the moment is passed over, but stays where it is.
-
-    Raises:
-        MismatchError: the newest has a format that this version does not know.
-        StorageError: checkpoints exist, and none could be read: to start from scratch would be wrong.
-    """
-
-    return _newest_valid(store.checkpoints(), lambda path, error: refuse(store, path, error))
-
-
-def refuse(store: Store, path: Path, error: StorageError) -> None:
-    """Set a checkpoint of which this error speaks aside, if it is proved damaged; say what is done."""
-    if not isinstance(error, CorruptCheckpointError):
-        logger.error("cannot read the checkpoint %s, trying an older one: %s", path, error)
-        return
-    try:
-        moved = store.set_aside(path)
-    except StorageError as failed:
-        logger.error("the checkpoint %s is damaged (%s) and stays: %s", path, error, failed)
-    else:
-        logger.error("the checkpoint %s is damaged (%s); set aside as %s", path, error, moved.name)
-
-
-def _newest_valid(paths: tuple[Path, ...], refused: Callable[[Path, StorageError], None]) -> Checkpoint | None:
-    unreadable: StorageError | None = None
-    for path in paths:
-        try:
-            checkpoint = open_checkpoint(path)
-            try:
-                checkpoint.verify()
-            except BaseException:
-                checkpoint.close()
-                raise
-        except StorageError as error:
-            refused(path, error)
-            if not isinstance(error, CorruptCheckpointError):
-                unreadable = unreadable or error
-        else:
-            return checkpoint
-    if unreadable is not None:
-        raise unreadable
-    return None

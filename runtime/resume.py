@@ -24,6 +24,7 @@ from torch import nn
 from checkflow.errors import CheckflowError, CorruptCheckpointError, MismatchError, StorageError
 from checkflow.runtime import extra_state, half_restored
 from checkflow.runtime.filling import fill_all
+from checkflow.runtime.finding import refuse
 from checkflow.runtime.live_state import (
     Stateful,
     drop_state,
@@ -37,7 +38,7 @@ from checkflow.runtime.live_state import (
 from checkflow.runtime.manifest import TensorEntry
 from checkflow.runtime.memory import no_collection
 from checkflow.runtime.opening import has_manifest, step_name
-from checkflow.runtime.reader import Checkpoint, open_checkpoint, refuse
+from checkflow.runtime.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.store import Store
 from checkflow.state import collect_state, dtype_name, optimizer_parameters
 
@@ -144,7 +145,7 @@ def _resume(store: Store, mode: str | int, found: _Restore) -> Resumed | None:
 
 
 def _restore_newest(store: Store, found: _Restore, *, anew: bool) -> Resumed | None:
-    """Restore the newest checkpoint that is whole, as :func:`.reader.recover` finds it, and read it once.
+    """Restore the newest checkpoint that is whole, as :func:`.finding.recover` finds it, and read it once.
 
     Args:
         anew: where there is none the job begins anew. It needs the state that it has then: before a checkpoint that has

@@ -19,10 +19,11 @@ from pydantic import TypeAdapter, ValidationError
 from checkflow.errors import CorruptCheckpointError, MismatchError, StorageError
 from checkflow.graph import Named
 from checkflow.runtime import extra_state
+from checkflow.runtime.finding import find, find_valid
 from checkflow.runtime.layout import STORED_TYPES
 from checkflow.runtime.manifest import BLOCK_BYTES, EXTRA, Manifest, Piece, TensorEntry
 from checkflow.runtime.opening import glance, step_name
-from checkflow.runtime.reader import Checkpoint, find, find_valid, open_checkpoint
+from checkflow.runtime.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.shard_arrays import Kind, from_bytes, numpy_type
 from checkflow.runtime.shard_writer import DENSE, IDS, INFO, ROWS, SLICES, TABLES
 from checkflow.runtime.sharding import (

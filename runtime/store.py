@@ -23,7 +23,7 @@ A commit has these steps, which are numbered where they are done:
      (7) the store's directory is fsynced: that name; only now the checkpoint is acknowledged
      (8) older ones are deleted
      (9) what fsync refused has failed for good: it is never tried again and then acknowledged
-    (10) a restore verifies every byte, and sets aside what is damaged (:mod:`.opening`, :mod:`.reader`)
+    (10) a restore verifies every byte (:mod:`.opening`, :mod:`.reader`); what is damaged is set aside (:mod:`.finding`)
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from typing import Any
 
 from checkflow.errors import CheckflowError, StorageError, UnsupportedError
 from checkflow.runtime import files, leftovers, manifest, retention
+from checkflow.runtime.finding import find
 from checkflow.runtime.layout import OWNER, FileLayout, Layout, file_image
 from checkflow.runtime.leftovers import BROKEN, SUPERSEDED, temporary_name
 from checkflow.runtime.lock import DirectoryLock
 from checkflow.runtime.opening import REPLACED, glance, parse_step, step_name
-from checkflow.runtime.reader import find
 from checkflow.runtime.retention import Known, Mode, Rules
 from checkflow.runtime.writing import write_file
 

@@ -20,10 +20,11 @@ from typing import Any, Literal
 
 from checkflow.errors import CorruptCheckpointError, MismatchError, StorageError
 from checkflow.runtime import extra_state, files
+from checkflow.runtime.finding import find
 from checkflow.runtime.layout import MAX_HEADER_BYTES, STORED_TYPES
 from checkflow.runtime.manifest import MANIFEST
 from checkflow.runtime.opening import StoredTensor, parse_header, parse_step
-from checkflow.runtime.reader import Checkpoint, find, open_checkpoint
+from checkflow.runtime.reader import Checkpoint, open_checkpoint
 
 Form = Literal["safetensors", "dcp", "torch", "checkflow"]
 INDEX = ".safetensors.index.json"

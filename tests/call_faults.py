@@ -19,8 +19,8 @@ from checkflow import plan as plans
 from checkflow.errors import PlanError, StorageError
 from checkflow.handover import Wishes
 from checkflow.runtime import files
+from checkflow.runtime.finding import recover
 from checkflow.runtime.plan_cache import FOLDER, KEPT, PlanCache
-from checkflow.runtime.reader import recover
 from tests.faults import Disk, Faults, Killed
 from tests.plan_faults import good_plan
 from tests.test_store import CUTS, commit, new_store, newest, prepare, steps

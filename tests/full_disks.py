@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkflow.errors import StorageError
-from checkflow.runtime.reader import find_valid
+from checkflow.runtime.finding import find_valid
 from checkflow.runtime.store import Store
 from tests.mounting import Image, scratch
 from tests.power_cuts import wrap_calls

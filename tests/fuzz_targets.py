@@ -30,9 +30,9 @@ from checkflow.plan import Plan
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import extra_state, layout, manifest, opening
 from checkflow.runtime.checkpointer import Checkpointer
+from checkflow.runtime.finding import find
 from checkflow.runtime.policy import Costs
 from checkflow.runtime.profile_cache import ProfileCache
-from checkflow.runtime.reader import find
 from checkflow.runtime.store import Store
 
 _DATA_START = 8

@@ -27,8 +27,9 @@ from killed_job import BATCHES, EPOCHS, KEEP, SAMPLES, Training, Variant
 from oracle import read_tensor
 
 from checkflow.errors import CheckflowError, CorruptCheckpointError
+from checkflow.runtime.finding import find
 from checkflow.runtime.opening import parse_step
-from checkflow.runtime.reader import find, open_checkpoint
+from checkflow.runtime.reader import open_checkpoint
 
 MIB = 2**20
 STATE = ("place", "tensors", "extra", "generators")

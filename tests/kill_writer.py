@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from checkflow.runtime.reader import recover
+from checkflow.runtime.finding import recover
 from checkflow.runtime.store import Store
 from tests.store_tools import fill, read_all, small_layout
 

@@ -37,7 +37,7 @@ from kill_notes import KINDS, STORAGE, TRAINING, Whereabouts, read_notes
 from kill_processes import abort, adopt_orphans, bury, children, descendants, fork, run, run_for, tail
 from killed_job import PLANNER, VARIANTS, Variant, live, make_plan, preload
 
-from checkflow.runtime.reader import find
+from checkflow.runtime.finding import find
 
 LOOK_SECONDS = 0.001
 BEFORE_A_PLAN = ("recording", "timing", "making the plan")

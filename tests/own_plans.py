@@ -18,7 +18,8 @@ from checkflow.planner import child
 from checkflow.planner.live import LivePlanner
 from checkflow.planner.record import Recorded
 from checkflow.runtime.checkpointer import Checkpointer
-from checkflow.runtime.reader import find, open_checkpoint
+from checkflow.runtime.finding import find
+from checkflow.runtime.reader import open_checkpoint
 
 RECORDED_BY = (
     4  # iterations: one that makes the state, one recorded, two timed; the plan is in place at the fifth's end

@@ -17,7 +17,7 @@ from checkflow.planner.schedule import Request, fingerprint_of, make_plan
 from checkflow.planner.steps import make_timeline
 from checkflow.planner.trace import trace
 from checkflow.runtime.checkpointer import Checkpointer
-from checkflow.runtime.reader import find
+from checkflow.runtime.finding import find
 from checkflow.training_step import TrainingStep
 
 

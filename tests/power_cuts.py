@@ -31,7 +31,7 @@ from typing import Any
 
 from checkflow.errors import CheckflowError
 from checkflow.runtime import files
-from checkflow.runtime.reader import find, recover
+from checkflow.runtime.finding import find, recover
 from checkflow.runtime.store import Store
 from tests.kill_writer import check, seed_of
 from tests.mounting import Image, scratch

@@ -21,7 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkflow.errors import LockedError
-from checkflow.runtime.reader import Checkpoint, find_valid, recover
+from checkflow.runtime.finding import find_valid, recover
+from checkflow.runtime.reader import Checkpoint
 from checkflow.runtime.store import Store
 from tests.kill_writer import check, seed_of
 from tests.store_tools import fill, read_all, small_layout

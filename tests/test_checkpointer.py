@@ -29,8 +29,9 @@ from checkflow.plan import Plan
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import extra_state
 from checkflow.runtime.checkpointer import Checkpointer
+from checkflow.runtime.finding import find
 from checkflow.runtime.loader import DataLoader
-from checkflow.runtime.reader import find, open_checkpoint
+from checkflow.runtime.reader import open_checkpoint
 from checkflow.runtime.store import Store
 
 Job = tuple[nn.Sequential, torch.optim.Optimizer, Any]

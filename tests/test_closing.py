@@ -32,11 +32,11 @@ from checkflow.runtime import holdings, lock
 from checkflow.runtime.boundaries import Boundaries
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.execution import Execution
+from checkflow.runtime.finding import find
 from checkflow.runtime.host_engine import HostCopyEngine
 from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.persist import Writer
 from checkflow.runtime.preemption import Preemption
-from checkflow.runtime.reader import find
 from checkflow.runtime.staging import StagingBuffers
 from checkflow.runtime.store import Store
 

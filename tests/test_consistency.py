@@ -17,7 +17,7 @@ from torch import nn
 from checkflow.errors import ConsistencyError, MismatchError
 from checkflow.plan import Plan
 from checkflow.runtime.checkpointer import Checkpointer
-from checkflow.runtime.reader import find
+from checkflow.runtime.finding import find
 
 
 class ConvNet(nn.Module):

@@ -29,7 +29,7 @@ from checkflow.planner.trace import trace
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.cuda_device import CudaDevice
-from checkflow.runtime.reader import find
+from checkflow.runtime.finding import find
 from checkflow.training_step import TrainingStep
 
 pytestmark = pytest.mark.cuda

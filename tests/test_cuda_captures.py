@@ -26,8 +26,8 @@ from checkflow.runtime.capture import Capturer
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.cuda_engine import CudaCopyEngine
 from checkflow.runtime.execution import Execution
+from checkflow.runtime.finding import find
 from checkflow.runtime.live_state import capture_generators, restore_generators
-from checkflow.runtime.reader import find
 from checkflow.runtime.staging import StagingBuffers
 from checkflow.state import TrainingState
 

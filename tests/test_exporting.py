@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import checkflow
 from checkflow.errors import MismatchError, StorageError
 from checkflow.runtime.exporting import export, format_of, state_dicts
-from checkflow.runtime.reader import find, open_checkpoint
+from checkflow.runtime.finding import find
+from checkflow.runtime.reader import open_checkpoint
 
 
 class Tied(nn.Module):

@@ -34,9 +34,9 @@ from checkflow.runtime import host_engine
 from checkflow.runtime.barriers import compile_plan
 from checkflow.runtime.capture import Capturer, CaptureReport
 from checkflow.runtime.checkpointer import Checkpointer
+from checkflow.runtime.finding import find
 from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.persist import Writer
-from checkflow.runtime.reader import find
 from checkflow.training_step import TrainingStep
 
 

@@ -32,9 +32,10 @@ from waiting import wait_for
 
 import checkflow
 from checkflow.errors import CorruptCheckpointError, LockedError, MismatchError, StorageError
+from checkflow.runtime.finding import find
 from checkflow.runtime.importing import import_weights
 from checkflow.runtime.layout import STORED_TYPES
-from checkflow.runtime.reader import find, open_checkpoint
+from checkflow.runtime.reader import open_checkpoint
 from checkflow.runtime.store import Store
 from checkflow.runtime.weights import open_weights
 

@@ -18,7 +18,7 @@ from kill_notes import Whereabouts
 from killed_job import BATCH, BATCHES, EPOCHS, KEEP, SAMPLES, VARIANTS
 
 import checkflow
-from checkflow.runtime.reader import find
+from checkflow.runtime.finding import find
 
 ROOT = Path(__file__).parent.parent
 KILLS = 12

@@ -21,9 +21,10 @@ import pytest
 
 from checkflow.errors import LockedError, StorageError
 from checkflow.runtime import files
+from checkflow.runtime.finding import recover
 from checkflow.runtime.leftovers import is_leftover, temporary_name
 from checkflow.runtime.opening import step_name
-from checkflow.runtime.reader import open_checkpoint, recover
+from checkflow.runtime.reader import open_checkpoint
 from checkflow.runtime.store import Image
 from tests.faults import CUTS, Disk, Faults, Killed
 from tests.store_tools import tree

@@ -25,9 +25,9 @@ from checkflow.cli import main
 from checkflow.plan import Plan
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.checkpointer import Checkpointer
+from checkflow.runtime.finding import find
 from checkflow.runtime.inspecting import choose, compare, list_directory
 from checkflow.runtime.opening import glance, step_name
-from checkflow.runtime.reader import find
 from checkflow.runtime.retention import read_metrics
 from checkflow.runtime.store import Store
 

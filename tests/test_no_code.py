@@ -68,6 +68,7 @@ def test_what_pickles_in_memory_is_not_in_the_stores_way() -> None:
     modules = [
         "store",
         "reader",
+        "finding",
         "opening",
         "manifest",
         "files",

@@ -27,7 +27,7 @@ from checkflow.plan import Plan
 from checkflow.planner.record import record_step
 from checkflow.planner.trace import trace
 from checkflow.runtime.checkpointer import Checkpointer
-from checkflow.runtime.reader import find
+from checkflow.runtime.finding import find
 from checkflow.training_step import TrainingStep
 
 Optimizer = torch.optim.Optimizer

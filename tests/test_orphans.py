@@ -12,9 +12,9 @@ import psutil
 import pytest
 from waiting import wait_for
 
+from checkflow.runtime.finding import find, recover
 from checkflow.runtime.lock import claimed
 from checkflow.runtime.manifest import MANIFEST
-from checkflow.runtime.reader import find, recover
 from checkflow.runtime.store import Store
 
 ROOT = Path(__file__).parent.parent

@@ -26,11 +26,11 @@ from checkflow.plan import Plan
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import pace
 from checkflow.runtime.checkpointer import Checkpointer
+from checkflow.runtime.finding import find
 from checkflow.runtime.frequency import GAP, Controller
 from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.persist import Persisted, Writer
 from checkflow.runtime.profile_cache import NAME
-from checkflow.runtime.reader import find
 
 
 class World:

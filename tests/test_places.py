@@ -11,7 +11,8 @@ from fuzz_targets import make_corpus
 from shard_tools import World
 
 from checkflow.runtime.exporting import export
-from checkflow.runtime.reader import find, open_checkpoint
+from checkflow.runtime.finding import find
+from checkflow.runtime.reader import open_checkpoint
 
 # Who may read what is written
 

@@ -30,8 +30,8 @@ from checkflow.planner.replay import check_plan
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import planning
 from checkflow.runtime.checkpointer import Checkpointer
+from checkflow.runtime.finding import find
 from checkflow.runtime.loader import DataLoader
-from checkflow.runtime.reader import find
 from checkflow.runtime.store import Store
 
 RECORDED_BY = 4  # iterations: one makes the state, one is recorded, two are timed; the next one waits for the plan

@@ -23,8 +23,9 @@ from pydantic import TypeAdapter
 
 from checkflow.errors import CorruptCheckpointError, MismatchError, StorageError
 from checkflow.runtime import files, manifest, opening, reader, reading
+from checkflow.runtime.finding import find, find_valid, recover
 from checkflow.runtime.layout import Layout, file_image, make_layout
-from checkflow.runtime.reader import Checkpoint, find, find_valid, open_checkpoint, recover
+from checkflow.runtime.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.store import Store
 from tests.faults import Faults
 from tests.store_tools import fill, read_all, record, small_layout, tree

@@ -18,11 +18,11 @@ from torch import nn
 
 from checkflow.errors import CheckflowError, CorruptCheckpointError, MismatchError, StorageError
 from checkflow.runtime import extra_state, files, half_restored
+from checkflow.runtime.finding import find
 from checkflow.runtime.layout import TensorRecord, make_layout, write_headers
 from checkflow.runtime.live_state import StateWalk, capture_extra
 from checkflow.runtime.manifest import BLOCK_BYTES
 from checkflow.runtime.memory import scratch
-from checkflow.runtime.reader import find
 from checkflow.runtime.resume import resume_from
 from checkflow.runtime.store import Store
 from checkflow.state import collect_state, dtype_name

@@ -13,7 +13,8 @@ import torch
 from oracle import same_bits
 from waiting import wait_for
 
-from checkflow.runtime.reader import find, open_checkpoint
+from checkflow.runtime.finding import find
+from checkflow.runtime.reader import open_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -22,9 +22,10 @@ from hypothesis import strategies as st
 
 from checkflow.errors import CorruptCheckpointError, StorageError
 from checkflow.runtime import files, retention
+from checkflow.runtime.finding import find, find_valid
 from checkflow.runtime.inspecting import choose, list_directory
 from checkflow.runtime.opening import step_name
-from checkflow.runtime.reader import Checkpoint, find, find_valid, open_checkpoint
+from checkflow.runtime.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.retention import Known, Rules, best, gives_way, kept, known, read_metrics, rules_of
 from checkflow.runtime.store import Store
 from tests.faults import CALLS, CUTS, Disk, Faults, Killed

@@ -35,7 +35,7 @@ from checkflow.run_report import RunReport
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import last_resort, reporting
 from checkflow.runtime.checkpointer import Checkpointer
-from checkflow.runtime.reader import find
+from checkflow.runtime.finding import find
 
 PAGE = Path(__file__).parent.parent / "docs" / "run-report.md"
 

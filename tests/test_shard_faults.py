@@ -18,8 +18,8 @@ import pytest
 from checkflow import shards
 from checkflow.errors import CheckflowError, MismatchError, MissingShardsError
 from checkflow.runtime import shard_meeting
+from checkflow.runtime.finding import find
 from checkflow.runtime.opening import glance
-from checkflow.runtime.reader import find
 from checkflow.runtime.store import Store
 from tests.faults import CALLS, CUTS, Disk, Faults, Killed
 from tests.shard_tools import World, together

@@ -12,7 +12,7 @@ import pytest
 from shard_worker import INITIALIZER, WIDTH, fresh_row, work
 
 from checkflow import shards
-from checkflow.runtime.reader import find
+from checkflow.runtime.finding import find
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(3600)  # eleven processes import torch, one after the other where there is one core

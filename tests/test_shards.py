@@ -29,7 +29,7 @@ from checkflow.errors import (
     StorageError,
     UnsupportedError,
 )
-from checkflow.runtime.reader import find
+from checkflow.runtime.finding import find
 from checkflow.runtime.sharding import may_hold
 from checkflow.runtime.store import Store
 from tests.shard_tools import World, together

@@ -29,8 +29,8 @@ from checkflow.errors import StorageError
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import preemption
 from checkflow.runtime.checkpointer import Checkpointer
+from checkflow.runtime.finding import find
 from checkflow.runtime.preemption import Preemption
-from checkflow.runtime.reader import find
 from checkflow.runtime.store import Store
 
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import checkflow
 from checkflow.errors import UnsupportedError
 from checkflow.planner.live import LivePlanner
-from checkflow.runtime.reader import find
+from checkflow.runtime.finding import find
 
 
 @pytest.fixture(autouse=True)

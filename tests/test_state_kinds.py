@@ -21,9 +21,9 @@ from checkflow.plan import Plan
 from checkflow.planner.record import record_step
 from checkflow.planner.trace import trace
 from checkflow.runtime.checkpointer import Checkpointer
+from checkflow.runtime.finding import find
 from checkflow.runtime.layout import STORED_TYPES
 from checkflow.runtime.loader import DataLoader
-from checkflow.runtime.reader import find
 from checkflow.state import collect_state
 from checkflow.training_step import TrainingStep
 

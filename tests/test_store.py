@@ -19,8 +19,9 @@ import pytest
 
 from checkflow.errors import LockedError, StorageError, UnsupportedError
 from checkflow.runtime import files
+from checkflow.runtime.finding import find, find_valid, recover
 from checkflow.runtime.opening import parse_step, step_name
-from checkflow.runtime.reader import Checkpoint, find, find_valid, open_checkpoint, recover
+from checkflow.runtime.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.store import Store
 from tests.faults import CALLS, CUTS, ERRORS, Disk, Faults, Killed, all_direct
 from tests.mounting import need_mount
@@ -799,7 +800,7 @@ def test_a_leftover_that_cannot_go_does_not_stop_the_next_commit(
 
 def test_the_store_needs_no_torch() -> None:
     program = (
-        "import sys, checkflow.runtime.store, checkflow.runtime.reader, checkflow.runtime.layout\n"
+        "import sys, checkflow.runtime.store, checkflow.runtime.finding, checkflow.runtime.layout\n"
         "print([name for name in ('torch', 'pulp', 'networkx') if name in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -26,8 +26,8 @@ from checkflow import run_report
 from checkflow.cli import main
 from checkflow.report_torture import torture_tables
 from checkflow.run_report import RunReport
+from checkflow.runtime.finding import find
 from checkflow.runtime.inspecting import verify
-from checkflow.runtime.reader import find
 from checkflow.runtime.store import Store
 from checkflow.torture_checks import (
     Found,

@@ -22,8 +22,8 @@ from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import planning
 from checkflow.runtime.capture import Capture
 from checkflow.runtime.digest import Digests
+from checkflow.runtime.finding import find
 from checkflow.runtime.persist import Writer
-from checkflow.runtime.reader import find
 
 DISTRUSTED = "the plan does not fit this job: from now on"
 

@@ -24,8 +24,8 @@ from checkflow.plan import Plan
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.execution import Execution
+from checkflow.runtime.finding import find
 from checkflow.runtime.loader import DataLoader
-from checkflow.runtime.reader import find
 from checkflow.training_step import TrainingStep
 
 Truths = dict[int, dict[str, torch.Tensor]]

@@ -19,7 +19,7 @@ from checkflow.graph import AnchorKind
 from checkflow.planner.record import record_step
 from checkflow.planner.trace import trace
 from checkflow.runtime.checkpointer import Checkpointer
-from checkflow.runtime.reader import find
+from checkflow.runtime.finding import find
 from checkflow.training_step import TrainingStep
 from tests.autograd_steps import Statistics, triple
 from tests.layer_steps import adam, mean_square, momentum, perceptron, step_of

@@ -11,7 +11,7 @@ import torch
 
 import checkflow
 from checkflow.cli import main
-from checkflow.runtime.reader import find
+from checkflow.runtime.finding import find
 
 PAGE = Path(__file__).parent.parent / "docs" / "weights.md"
 

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from checkflow.runtime.reader import find, recover
+from checkflow.runtime.finding import find, recover
 from checkflow.runtime.store import Store
 from tests.store_tools import fill, small_layout
 

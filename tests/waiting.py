@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from checkflow.runtime.reader import find
+from checkflow.runtime.finding import find
 
 PATIENCE_SECONDS = 600.0  # for what comes, however busy the machine is; a test that hangs ends later still
 
