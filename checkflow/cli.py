@@ -1,5 +1,5 @@
-"""The command line: ``checkflow plan | check | show | compare | probe | demo | torture | ls | verify | diff |
-export | import``.
+"""The command line: ``checkflow plan | check | show | compare | simulate | probe | demo | torture | ls | verify |
+diff | export | import``.
 
 Commands read options, call the planner or the demo, and print what :mod:`checkflow.report` makes of the answer. Errors
 become one line and an exit code in :func:`main`, and nowhere else. What is heavy is imported when it is needed.
@@ -11,30 +11,21 @@ import contextlib
 import os
 import signal
 import sys
-import tempfile
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from checkflow import cli_probe, cli_report, cli_store, cli_torture, options
+from checkflow import cli_ask, cli_demo, cli_probe, cli_report, cli_simulate, cli_store, cli_torture, options
 from checkflow.console import StoppedError, complain, print_json, print_parts, stoppable, warnings_shown, working
 from checkflow.errors import CheckflowError, InfeasibleError
 from checkflow.options import (
     Formulation,
     GranularityName,
-    Optimizer,
     PolicyName,
     SolverName,
 )
-
-if TYPE_CHECKING:
-    from checkflow.demo import Result
-    from checkflow.hardware import Device
-    from checkflow.planner.pipeline import Planned, Subject
-    from checkflow.planner.schedule import Request
 
 FOUND, FAILED, USAGE, INFEASIBLE, STOPPED = 0, 1, 2, 3, 128
 # Whatever typer's argument parser raises; the class itself is not part of typer's public names.
@@ -161,8 +152,8 @@ def plan(
     from checkflow import report
 
     options.check_solver_asked(formulation, solver)
-    chosen = _device(device)
-    request = _request(
+    chosen = cli_ask.device(device)
+    request = cli_ask.request(
         chosen,
         bandwidth,
         memory_limit,
@@ -177,8 +168,8 @@ def plan(
         max_interval=max_interval,
         overhead=overhead,
     )
-    planning = cli_probe.plan_measured if device == options.AUTO else _plan
-    planned = planning(_subject(model, batch_size, settings, optimizer), chosen, request, granularity)
+    planning = cli_probe.plan_measured if device == options.AUTO else cli_ask.plan
+    planned = planning(cli_ask.subject(model, batch_size, settings, optimizer), chosen, request, granularity)
     made = planned.outcome.plan
     if made is not None and file is not None:
         plans.save(made, file)
@@ -219,7 +210,7 @@ def check(
         from checkflow.planner.pipeline import check_model
 
         with working(f"tracing {model}"):
-            check_model(read, _subject(model, batch_size, settings, optimizer))
+            check_model(read, cli_ask.subject(model, batch_size, settings, optimizer))
     if as_json:
         print_json(report_show.check_json(read, replay))
     else:
@@ -292,9 +283,9 @@ def compare(
     if cli_report.any_report(subjects):
         cli_report.compare_reports(subjects, as_json=as_json)
         return FOUND
-    chosen = _device(device)
-    planning = cli_probe.plan_measured if device == options.AUTO else _plan
-    request = _request(
+    chosen = cli_ask.device(device)
+    planning = cli_probe.plan_measured if device == options.AUTO else cli_ask.plan
+    request = cli_ask.request(
         chosen, bandwidth, memory_limit, link_share, policy=policy.value, max_interval=max_interval, overhead=overhead
     )
     rows = []
@@ -304,7 +295,7 @@ def compare(
             check_plan(read)  # its claims are printed beside ours
             rows.append(compare_plan(subject, read))
         else:
-            asked = _subject(subject, batch_size, settings, optimizer)
+            asked = cli_ask.subject(subject, batch_size, settings, optimizer)
             from checkflow.planner.pipeline import compare_model
 
             rows.append(compare_model(planning(asked, chosen, request, granularity)))
@@ -318,97 +309,12 @@ def compare(
     return INFEASIBLE if missing else FOUND
 
 
+app.command()(cli_simulate.simulate)
 app.command()(cli_probe.probe)
+app.command()(cli_demo.demo)
 app.command()(cli_store.ls)
 app.command()(cli_store.verify)
 app.command()(cli_store.diff)
 app.command()(cli_store.export)
 app.command("import")(cli_store.import_)
 app.command(context_settings={"allow_interspersed_args": False})(cli_torture.torture)
-
-
-@app.command()
-def demo(
-    epochs: Annotated[int, typer.Option("--epochs", min=3, help="of training on the digits")] = 5,
-    seed: Annotated[int, typer.Option("--seed", help="of the training, and of the moments of the kills")] = 0,
-    as_json: options.Json = False,
-) -> int:
-    """Plan ResNet-18; then train on the CPU, kill the training three times, and prove that nothing is lost."""
-    from checkflow import report
-    from checkflow.planner.pipeline import compare_model
-
-    chosen = options.choose_device("RTX 3090")
-    planned = _plan(_subject("resnet18", 32, None, None), chosen, _request(chosen), GranularityName.SEGMENT)
-    if not as_json:
-        print_parts([*report.plan_tables(planned), *report.comparison_tables([compare_model(planned)])])
-    result = _train_and_kill(epochs, seed, quiet=as_json)
-    if as_json:
-        print_json(report.demo_json(planned, result))
-    else:
-        print_parts(report.demo_tables(result))
-    for check_ in result.checks:
-        if not check_.holds:
-            complain(f"this check fails: {check_.claim}: {check_.seen}")
-    return FOUND if result.passed and planned.outcome.plan is not None else FAILED
-
-
-def _train_and_kill(epochs: int, seed: int, *, quiet: bool) -> Result:
-    """The demo's training, in a folder that is gone afterwards."""
-    from checkflow import demo as demos
-    from checkflow import plan as plans
-    from checkflow.demo_training import BATCH_SIZE
-
-    with tempfile.TemporaryDirectory(prefix="checkflow-demo-") as folder:
-        cpu = options.choose_device("cpu")
-        planned = _plan(_subject("digits", BATCH_SIZE, None, None), cpu, _request(cpu), GranularityName.SEGMENT)
-        if planned.outcome.plan is None:
-            raise InfeasibleError(planned.outcome.explanation)
-        file = Path(folder) / "plan.json"
-        plans.save(planned.outcome.plan, file)
-        for news in demos.run(Path(folder), file, epochs=epochs, seed=seed):
-            if isinstance(news, demos.Result):
-                return news
-            if not quiet:
-                typer.echo(f"- {news}")
-    raise AssertionError("a demo ends with a result")
-
-
-def _device(text: str) -> Device:
-    return cli_probe.measure_device() if text == options.AUTO else options.choose_device(text)
-
-
-def _subject(model: str, batch_size: int | None, settings: list[str] | None, optimizer: Optimizer | None) -> Subject:
-    from checkflow.planner.pipeline import Subject
-
-    options.refuse_plan_file(model)
-    return Subject(
-        model, batch_size, options.read_settings(settings or []), None if optimizer is None else optimizer.value
-    )
-
-
-def _request(
-    device: Device,
-    bandwidth: float | None = None,
-    memory_limit: int | None = None,
-    link_share: float = 1.0,
-    **others: Any,
-) -> Request:
-    """What is asked of a plan; the device gives what the user does not."""
-    from checkflow.planner.pipeline import default_memory_limit_bytes
-    from checkflow.planner.schedule import Request
-
-    return Request(
-        bandwidth_bytes_per_second=link_share
-        * (device.link_bandwidth_bytes_per_second if bandwidth is None else bandwidth),
-        link_share=link_share,
-        memory_bandwidth_bytes_per_second=device.memory_bandwidth_bytes_per_second,
-        memory_limit_bytes=default_memory_limit_bytes(device) if memory_limit is None else memory_limit,
-        **others,
-    )
-
-
-def _plan(subject: Subject, device: Device, request: Request, granularity: GranularityName) -> Planned:
-    from checkflow.planner.pipeline import plan_model
-
-    with working(f"planning {subject.target} for {device.name}"):
-        return plan_model(subject, device, request, granularity.value)

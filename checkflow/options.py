@@ -131,7 +131,12 @@ def refuse_given(context: typer.Context, *, besides: Sequence[str], why: str) ->
             raise typer.BadParameter(f"{parameter.opts[0]} does nothing here: {why}")
 
 
-def _bandwidth(text: str) -> float:
+def read_bandwidth(text: str) -> float:
+    """Bytes per second, as an option gives them.
+
+    Raises:
+        typer.BadParameter: no bandwidth, or one that lacks its unit.
+    """
     from checkflow.hardware import parse_bandwidth
 
     _want_unit(text.removesuffix("/s"), "GB/s")
@@ -220,7 +225,9 @@ DeviceOption = Annotated[
 ]
 Bandwidth = Annotated[
     float | None,
-    typer.Option("--bandwidth", metavar="RATE", parser=_bandwidth, help="of the link, such as 63GB/s [the device's]"),
+    typer.Option(
+        "--bandwidth", metavar="RATE", parser=read_bandwidth, help="of the link, such as 63GB/s [the device's]"
+    ),
 ]
 LinkShare = Annotated[
     float,

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 # `checkflow plan`, whose ILP is one that takes hours; it says when the solver is asked.
 WHOLE = """
 from pathlib import Path
-from checkflow import cli
+from checkflow import cli, cli_ask
 from checkflow.planner import solvers
 from tests.test_solvers import hard
 
@@ -35,7 +35,7 @@ cli.entry()
 # The same without the model: it starts sooner.
 SHORT = """
 from pathlib import Path
-from checkflow import cli
+from checkflow import cli, cli_ask
 from checkflow.planner import solvers
 from tests.test_solvers import hard
 
@@ -43,9 +43,9 @@ def plan(subject, device, request, granularity):
     Path("asked").touch()
     return solvers.solve(hard(), request["solver"], request["time_limit_seconds"])
 
-cli._subject = lambda *given: None
-cli._request = lambda device, *given, **others: others
-cli._plan = plan
+cli_ask.subject = lambda *given: None
+cli_ask.request = lambda device, *given, **others: others
+cli_ask.plan = plan
 cli.entry()
 """
 STUBBORN = f"""
@@ -56,7 +56,7 @@ highspy.Highs.cancelSolve = lambda self: None
 DEMO = """
 import sys
 from pathlib import Path
-from checkflow import cli, demo
+from checkflow import cli, cli_ask, demo
 
 def plan(subject, device, request, granularity):
     training = demo.Run(Path("."), "run", 3, 0, None)
@@ -64,16 +64,16 @@ def plan(subject, device, request, granularity):
     Path("asked").touch()
     training.finish()
 
-cli._subject = lambda *given: None
-cli._request = lambda device, *given, **others: others
-cli._plan = plan
+cli_ask.subject = lambda *given: None
+cli_ask.request = lambda device, *given, **others: others
+cli_ask.plan = plan
 cli.entry()
 """
 # What is interrupted makes another error of it, or lets none out.
 DEAF = """
 from pathlib import Path
 import time
-from checkflow import cli
+from checkflow import cli, cli_ask
 from checkflow.console import StoppedError
 
 class Deaf:
@@ -90,9 +90,9 @@ def plan(subject, device, request, granularity):
     except StoppedError:
         raise ImportError("numpy is half imported") from None
 
-cli._subject = lambda *given: None
-cli._request = lambda device, *given, **others: others
-cli._plan = plan
+cli_ask.subject = lambda *given: None
+cli_ask.request = lambda device, *given, **others: others
+cli_ask.plan = plan
 cli.entry()
 """
 MODEL = """

@@ -1,0 +1,55 @@
+"""What commands ask of the planner: which device, which training step, within which limits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from checkflow import cli_probe, options
+from checkflow.console import working
+
+if TYPE_CHECKING:
+    from checkflow.hardware import Device
+    from checkflow.options import GranularityName, Optimizer
+    from checkflow.planner.pipeline import Planned, Subject
+    from checkflow.planner.schedule import Request
+
+
+def device(text: str) -> Device:
+    return cli_probe.measure_device() if text == options.AUTO else options.choose_device(text)
+
+
+def subject(model: str, batch_size: int | None, settings: list[str] | None, optimizer: Optimizer | None) -> Subject:
+    from checkflow.planner.pipeline import Subject
+
+    options.refuse_plan_file(model)
+    return Subject(
+        model, batch_size, options.read_settings(settings or []), None if optimizer is None else optimizer.value
+    )
+
+
+def request(
+    device: Device,
+    bandwidth: float | None = None,
+    memory_limit: int | None = None,
+    link_share: float = 1.0,
+    **others: Any,
+) -> Request:
+    """What is asked of a plan; the device gives what the user does not."""
+    from checkflow.planner.pipeline import default_memory_limit_bytes
+    from checkflow.planner.schedule import Request
+
+    return Request(
+        bandwidth_bytes_per_second=link_share
+        * (device.link_bandwidth_bytes_per_second if bandwidth is None else bandwidth),
+        link_share=link_share,
+        memory_bandwidth_bytes_per_second=device.memory_bandwidth_bytes_per_second,
+        memory_limit_bytes=default_memory_limit_bytes(device) if memory_limit is None else memory_limit,
+        **others,
+    )
+
+
+def plan(subject: Subject, device: Device, request: Request, granularity: GranularityName) -> Planned:
+    from checkflow.planner.pipeline import plan_model
+
+    with working(f"planning {subject.target} for {device.name}"):
+        return plan_model(subject, device, request, granularity.value)
