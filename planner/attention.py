@@ -3,24 +3,58 @@
 There, torch would choose by what its CPU has: attention with dropout in its plain form, which keeps every weight of it
 for backward, and dropout with a mask in the precision of its input. A GPU's kernels keep of attention its result and a
 number for each query, and of dropout a byte for each element.
+
+And what attention costs, in any of these kernels.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 
 aten = torch.ops.aten
 _REDUCED = (torch.float16, torch.bfloat16)
 _FLASH_HEAD = 256  # the widest head that the flash kernel takes
 _MASK_ALIGNMENT = 16  # elements, to which a mask's rows are padded for the efficient kernel
+
+
+def _forward_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Scores of each query and key, and what they make of the values."""
+    return _products(query, key) * (query.shape[-1] + value.shape[-1])
+
+
+def _backward_flops(
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> int:
+    """The scores once more, the gradients of scores and values, and those of queries and keys."""
+    return _products(query, key) * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+def _products(query: torch.Tensor, key: torch.Tensor) -> int:
+    """A multiply-add for each pair of a query and a key; several heads of queries may share one of keys."""
+    batch, heads, queries, _ = query.shape
+    return 2 * batch * heads * queries * key.shape[-2]
+
+
+#: torch's own formulas know no shared keys before its version 2.13, and nothing of the kernel that its CPU dispatch
+#: chooses. A causal product counts whole, of which the kernels skip half, at less than a plain product's efficiency.
+ATTENTION_FLOPS: Mapping[OpOverloadPacket, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention: _forward_flops,
+    aten._scaled_dot_product_efficient_attention: _forward_flops,
+    aten._scaled_dot_product_cudnn_attention: _forward_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu: _forward_flops,
+    aten._scaled_dot_product_flash_attention_backward: _backward_flops,
+    aten._scaled_dot_product_efficient_attention_backward: _backward_flops,
+    aten._scaled_dot_product_cudnn_attention_backward: _backward_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
+}
 
 
 @contextlib.contextmanager

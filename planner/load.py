@@ -328,7 +328,7 @@ def _shown(filename: str) -> str:
 
 def _advice(message: str) -> str:
     lowered = message.lower()
-    if "cuda" in lowered or "meta tensor; no data" in lowered:
+    if "cuda" in lowered or "nvidia driver" in lowered or "meta tensor; no data" in lowered:
         return "; leave the move to a device out: checkflow plans for --device without having it"
     return ""
 

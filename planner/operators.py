@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
+from checkflow.planner.attention import ATTENTION_FLOPS
 from checkflow.planner.convolutions import CONVOLUTION_FLOPS, CONVOLUTIONS, has_fast_algorithm, relaid_bytes
 from checkflow.planner.sparse import is_sparse, parts
 from checkflow.state import dtype_name
@@ -47,15 +48,6 @@ OVERWRITES = _named(
 LOOKUPS = _named("embedding index_select gather index take")
 BAGS = _named("_embedding_bag _embedding_bag_forward_only")  # likewise, a row for each index
 SCATTERS = _named("index_put_ _index_put_impl_ scatter_ scatter_add_ index_add_ index_copy_")
-# torch counts no flops for the attention that its CPU dispatch chooses; the CUDA kernels' formulas fit. (They count a
-# causal product whole, of which the kernels skip half, at less than a plain product's efficiency.)
-ATTENTION_FLOPS = {
-    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        aten._scaled_dot_product_flash_attention_backward
-    ],
-}
-
 # Operators that allocate without computing.
 ALLOCATIONS = _named("empty empty_like empty_strided new_empty new_empty_strided empty_permuted")
 

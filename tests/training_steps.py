@@ -76,10 +76,14 @@ def flop_counter() -> FlopCounterMode:
     counts the gradient of a grouped convolution's weight by group."""
 
     def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-        return sdpa_flop_count(query, key, value)
+        return sdpa_flop_count(query, shared(query, key), shared(query, value))
 
     def backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-        return sdpa_backward_flop_count(gradient, query, key, value)
+        return sdpa_backward_flop_count(gradient, query, shared(query, key), shared(query, value))
+
+    def shared(query: Any, key: Any) -> list[int]:
+        batch, _, *others = key  # before torch 2.13 its formulas want as many heads of keys as of queries
+        return [batch, query[1], *others]
 
     def convolution(gradient: Any, images: Any, weight: Any, *rest: Any, out_shape: Any, **_: Any) -> int:
         *others, groups, wanted = rest
