@@ -75,7 +75,7 @@ def parts() -> list[Part]:
                     "read_only or cannot_be_used or volatile or memory")]  # fmt: skip
     rows += [_program("F8", f"rivals {n}", "rivals.py", "{folder}/checkpoints", 100, n * 1000) for n in range(10)]
     rows += [_tests("F8", "locks", "tests/test_store.py", "-k", "writer or forked or reader")]
-    rows += [_tests("F9", "names", "tests/test_store.py", "tests/test_reader.py", "-k",
+    rows += [_tests("F9", "names", "tests/test_store.py", "tests/test_reader.py", "tests/test_finding.py", "-k",
                     "planted or linked or one_name or files_that_are_none or attacker or only_own or "
                     "impossible")]  # fmt: skip
     rows += [_tests("F10", "code", "tests/test_no_code.py")]
