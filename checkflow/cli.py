@@ -152,8 +152,8 @@ def plan(
     from checkflow import report
 
     options.check_solver_asked(formulation, solver)
-    chosen = cli_ask.device(device)
-    request = cli_ask.request(
+    chosen = cli_ask.device_of(device)
+    request = cli_ask.request_of(
         chosen,
         bandwidth,
         memory_limit,
@@ -168,8 +168,8 @@ def plan(
         max_interval=max_interval,
         overhead=overhead,
     )
-    planning = cli_probe.plan_measured if device == options.AUTO else cli_ask.plan
-    planned = planning(cli_ask.subject(model, batch_size, settings, optimizer), chosen, request, granularity)
+    planning = cli_ask.planner_for(device)
+    planned = planning(cli_ask.subject_of(model, batch_size, settings, optimizer), chosen, request, granularity)
     made = planned.outcome.plan
     if made is not None and file is not None:
         plans.save(made, file)
@@ -210,7 +210,7 @@ def check(
         from checkflow.planner.pipeline import check_model
 
         with working(f"tracing {model}"):
-            check_model(read, cli_ask.subject(model, batch_size, settings, optimizer))
+            check_model(read, cli_ask.subject_of(model, batch_size, settings, optimizer))
     if as_json:
         print_json(report_show.check_json(read, replay))
     else:
@@ -283,9 +283,9 @@ def compare(
     if cli_report.any_report(subjects):
         cli_report.compare_reports(subjects, as_json=as_json)
         return FOUND
-    chosen = cli_ask.device(device)
-    planning = cli_probe.plan_measured if device == options.AUTO else cli_ask.plan
-    request = cli_ask.request(
+    chosen = cli_ask.device_of(device)
+    planning = cli_ask.planner_for(device)
+    request = cli_ask.request_of(
         chosen, bandwidth, memory_limit, link_share, policy=policy.value, max_interval=max_interval, overhead=overhead
     )
     rows = []
@@ -295,7 +295,7 @@ def compare(
             check_plan(read)  # its claims are printed beside ours
             rows.append(compare_plan(subject, read))
         else:
-            asked = cli_ask.subject(subject, batch_size, settings, optimizer)
+            asked = cli_ask.subject_of(subject, batch_size, settings, optimizer)
             from checkflow.planner.pipeline import compare_model
 
             rows.append(compare_model(planning(asked, chosen, request, granularity)))

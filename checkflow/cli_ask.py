@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from checkflow import cli_probe, options
@@ -14,11 +15,21 @@ if TYPE_CHECKING:
     from checkflow.planner.schedule import Request
 
 
-def device(text: str) -> Device:
+def device_of(text: str) -> Device:
+    """A device by its name or file, or this machine, measured, for "auto".
+
+    Raises:
+        typer.BadParameter, CheckflowError: as :func:`.options.choose_device`.
+    """
     return cli_probe.measure_device() if text == options.AUTO else options.choose_device(text)
 
 
-def subject(model: str, batch_size: int | None, settings: list[str] | None, optimizer: Optimizer | None) -> Subject:
+def subject_of(model: str, batch_size: int | None, settings: list[str] | None, optimizer: Optimizer | None) -> Subject:
+    """What is to be planned, as options say it.
+
+    Raises:
+        typer.BadParameter: it is a plan file, or a setting is none.
+    """
     from checkflow.planner.pipeline import Subject
 
     options.refuse_plan_file(model)
@@ -27,7 +38,7 @@ def subject(model: str, batch_size: int | None, settings: list[str] | None, opti
     )
 
 
-def request(
+def request_of(
     device: Device,
     bandwidth: float | None = None,
     memory_limit: int | None = None,
@@ -48,8 +59,14 @@ def request(
     )
 
 
-def plan(subject: Subject, device: Device, request: Request, granularity: GranularityName) -> Planned:
+def plan_of(subject: Subject, device: Device, request: Request, granularity: GranularityName) -> Planned:
+    """Trace and plan, for a device that need not be here."""
     from checkflow.planner.pipeline import plan_model
 
     with working(f"planning {subject.target} for {device.name}"):
         return plan_model(subject, device, request, granularity.value)
+
+
+def planner_for(device: str) -> Callable[[Subject, Device, Request, GranularityName], Planned]:
+    """:func:`plan_of`; for "auto" what runs and measures the step on this machine, too."""
+    return cli_probe.plan_measured if device == options.AUTO else plan_of

@@ -29,8 +29,8 @@ def demo(
     from checkflow.planner.pipeline import compare_model
 
     chosen = options.choose_device("RTX 3090")
-    planned = cli_ask.plan(
-        cli_ask.subject("resnet18", 32, None, None), chosen, cli_ask.request(chosen), GranularityName.SEGMENT
+    planned = cli_ask.plan_of(
+        cli_ask.subject_of("resnet18", 32, None, None), chosen, cli_ask.request_of(chosen), GranularityName.SEGMENT
     )
     if not as_json:
         print_parts([*report.plan_tables(planned), *report.comparison_tables([compare_model(planned)])])
@@ -53,8 +53,8 @@ def _train_and_kill(epochs: int, seed: int, *, quiet: bool) -> Result:
 
     with tempfile.TemporaryDirectory(prefix="checkflow-demo-") as folder:
         cpu = options.choose_device("cpu")
-        planned = cli_ask.plan(
-            cli_ask.subject("digits", BATCH_SIZE, None, None), cpu, cli_ask.request(cpu), GranularityName.SEGMENT
+        planned = cli_ask.plan_of(
+            cli_ask.subject_of("digits", BATCH_SIZE, None, None), cpu, cli_ask.request_of(cpu), GranularityName.SEGMENT
         )
         if planned.outcome.plan is None:
             raise InfeasibleError(planned.outcome.explanation)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from checkflow import cli_ask, cli_probe, options
-from checkflow.console import print_json, print_parts, working
-from checkflow.errors import CheckflowError, InfeasibleError
+from checkflow import cli_ask, options
+from checkflow.console import complain, print_json, print_parts, working
+from checkflow.errors import CheckflowError, PlanError
 from checkflow.options import GranularityName, PolicyName
 
 if TYPE_CHECKING:
-    from checkflow.hardware import Device
-    from checkflow.simulating import Storage
+    from checkflow.plan import Plan
+    from checkflow.simulated_ways import Storage
 
-FOUND = 0
+FOUND, INFEASIBLE = 0, 3
 # What is asked of the failures, and not of the plan.
 OF_FAILURES = ("mtbf", "duration", "restart", "storage", "shape", "every", "runs", "seed", "overhead", "as_json")
+_NO_TIME = re.compile(r"\s*0+(\.0+)?\s*(ms|s|min|h|d)?\s*", re.ASCII)
+_MOST_SECONDS = 1e10  # three hundred years
 
 
 def _time(text: str | float) -> float:
@@ -26,13 +29,16 @@ def _time(text: str | float) -> float:
     if isinstance(text, float):  # a default
         return text
     try:
-        return parse_seconds(text)
+        seconds = parse_seconds(text)
     except CheckflowError as error:
         raise typer.BadParameter(str(error)) from None
+    if seconds > _MOST_SECONDS:
+        raise typer.BadParameter(f"{text} is longer than any training takes")
+    return seconds
 
 
 def _start(text: str | float) -> float:
-    return 0.0 if text in ("0", "0s") else _time(text)
+    return 0.0 if isinstance(text, str) and _NO_TIME.fullmatch(text) else _time(text)
 
 
 def _shape(text: str | float) -> float:
@@ -52,7 +58,10 @@ Mtbf = Annotated[
     typer.Option("--mtbf", metavar="TIME", parser=_time, help="mean time between failures of the job, such as 4h"),
 ]
 Duration = Annotated[
-    float, typer.Option("--duration", metavar="TIME", parser=_time, show_default="30d", help="of a run, starts and all")
+    float,
+    typer.Option(
+        "--duration", metavar="TIME", parser=_time, show_default="30d", help="of a run, in which the job does not end"
+    ),
 ]
 Restart = Annotated[
     float,
@@ -93,30 +102,42 @@ Every = Annotated[
         help="show synchronous checkpoints so far apart, too, such as 1h; may be repeated",
     ),
 ]
-Runs = Annotated[int, typer.Option("--runs", metavar="N", min=1, help="how many are simulated")]
+Runs = Annotated[int, typer.Option("--runs", metavar="N", min=1, max=100_000, help="how many are simulated")]
 Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="of the failures' times")]
 
 
-def storage_of(device: Device | None, asked: float | None) -> Storage:
+def _storage(device: str, asked: float | None, *, of_plan: bool) -> Storage:
     """What checkpoints are written to.
 
     Args:
-        device: None where a plan file brings its own, of which it says the name alone.
+        device: as it was asked for; a plan file brings its own, of which it says the name alone.
 
     Raises:
         typer.BadParameter: neither the user nor the device says it.
     """
-    from checkflow.simulating import Storage
+    from checkflow.simulated_ways import Storage
 
     if asked is not None:
         return Storage(asked, asked)
-    write = None if device is None else device.disk_write_bytes_per_second
-    if device is None or write is None:
+    known = None if of_plan or device == options.AUTO else options.choose_device(device)
+    if known is None or known.disk_write_bytes_per_second is None:
         raise typer.BadParameter(
             "how fast is storage? --storage RATE says it, such as 1GB/s; of a MODEL, --device FILE with a file that "
             "checkflow probe -o FILE has made does, too"
         )
-    return Storage(write, device.disk_read_bytes_per_second or write)
+    write = known.disk_write_bytes_per_second
+    return Storage(write, known.disk_read_bytes_per_second or write)
+
+
+def _device_limit_bytes(plan: Plan) -> int | None:
+    """What a job may use of a plan's device; None: nobody knows it."""
+    from checkflow.hardware import find_device
+    from checkflow.planner.pipeline import default_memory_limit_bytes
+
+    try:
+        return default_memory_limit_bytes(find_device(plan.fingerprint.device))
+    except CheckflowError:  # a device file's
+        return None
 
 
 def simulate(
@@ -145,25 +166,33 @@ def simulate(
 ) -> int:
     """Simulate long training with failures: what is left of its time under each way of making checkpoints.
 
-    Synchronous checkpoints as often as is best for them, CheckFreq's, and checkflow's by a plan; all meet the same
-    failures. A plan file brings its own device and link.
+    Synchronous checkpoints, CheckFreq's, and checkflow's by a plan; all meet the same failures. A plan file brings its
+    own device and link.
     """
     from checkflow import plan as plans
     from checkflow import report_simulation
     from checkflow.planner.replay import check_plan
-    from checkflow.simulating import Failures, restore_seconds, ways_of
-    from checkflow.simulating import simulate as run
+    from checkflow.simulated_ways import restore_seconds, ways_of
+    from checkflow.simulating import Failures, check_size, simulate_failures
 
-    plan, chosen = None, None
-    if subject.endswith(".json"):
-        options.refuse_given(context, besides=("subject", *OF_FAILURES), why="a plan file brings its own")
+    of_plan = subject.endswith(".json")
+    if of_plan:
+        options.refuse_given(
+            context, besides=("subject", "memory_limit", *OF_FAILURES), why="a plan file brings its own"
+        )
+    try:
+        check_size(mtbf, duration, runs)
+    except PlanError as error:
+        raise typer.BadParameter(str(error)) from None
+    if of_plan:
         plan = plans.load(subject)
         check_plan(plan)
-        written_to = storage_of(None, storage)
+        written_to = _storage(device, storage, of_plan=True)
+        limit_bytes = _device_limit_bytes(plan) if memory_limit is None else memory_limit
     else:
-        chosen = cli_ask.device(device)
-        written_to = storage_of(chosen, storage)
-        request = cli_ask.request(
+        written_to = _storage(device, storage, of_plan=False)
+        chosen = cli_ask.device_of(device)
+        request = cli_ask.request_of(
             chosen,
             bandwidth,
             memory_limit,
@@ -172,26 +201,29 @@ def simulate(
             max_interval=max_interval,
             overhead=overhead,
         )
-        planning = cli_probe.plan_measured if device == options.AUTO else cli_ask.plan
-        outcome = planning(
-            cli_ask.subject(subject, batch_size, settings, optimizer), chosen, request, granularity
-        ).outcome
+        limit_bytes = request.memory_limit_bytes
+        asked = cli_ask.subject_of(subject, batch_size, settings, optimizer)
+        outcome = cli_ask.planner_for(device)(asked, chosen, request, granularity).outcome
         if outcome.plan is None:
-            raise InfeasibleError(outcome.explanation)
+            if as_json:
+                print_json(report_simulation.no_simulation_json(subject, chosen.name, outcome.explanation))
+            complain(outcome.explanation)
+            return INFEASIBLE
         plan = outcome.plan
+    failures = Failures(mtbf, restart + restore_seconds(plan, written_to), shape)
     ways = ways_of(
         plan,
         written_to,
         mtbf_seconds=mtbf,
         overhead=overhead,
-        memory_bytes=None if chosen is None else chosen.memory_bytes,
+        memory_limit_bytes=limit_bytes,
         every_seconds=every or (),
     )
-    failures = Failures(mtbf, restart + restore_seconds(plan, written_to), shape)
-    with working("failing"):
-        found = run(ways, plan.timeline.iteration_seconds, failures, duration, runs=runs, seed=seed)
+    with working("simulating failures"):
+        found = simulate_failures(ways.ways, plan.timeline.iteration_seconds, failures, duration, runs=runs, seed=seed)
+    given = report_simulation.Given(plan, written_to, overhead, limit_bytes, ways.left_out)
     if as_json:
-        print_json(report_simulation.simulation_json(plan, written_to, found))
+        print_json(report_simulation.simulation_json(given, found))
     else:
-        print_parts(report_simulation.simulation_tables(plan, written_to, found))
+        print_parts(report_simulation.simulation_tables(given, found))
     return FOUND

@@ -112,6 +112,15 @@ def format_seconds(seconds: float) -> str:
     raise AssertionError("unreachable")
 
 
+def format_time(seconds: float) -> str:
+    """A time that may be long, for people: "2.5 h", "10 min", as in :func:`parse_seconds`; three digits."""
+    for unit in ("d", "h", "min"):
+        if seconds >= _SECONDS[unit] * 0.9995:
+            value = seconds / _SECONDS[unit]
+            return f"{value:,.0f} {unit}" if value >= 999.5 else f"{value:.3g} {unit}"
+    return format_seconds(seconds)
+
+
 def format_stall(seconds: float) -> str:
     """A stall for people."""
     return format_seconds(seconds) if seconds else "none"

@@ -95,6 +95,11 @@ class Fingerprint:
     device_kind: DeviceKind = "cuda"
     compiled: Many[str] = ()  # what torch.compile made: modules as in anchors, functions as "name()"
 
+    @property
+    def state_bytes(self) -> int:
+        """Of all state, in host memory too."""
+        return sum(spec.size_bytes for spec in self.state)
+
 
 @dataclass(frozen=True, slots=True)
 class Certificate:

@@ -2,56 +2,81 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
-from checkflow.hardware import format_rate, format_seconds, format_size, format_stall
+from checkflow.hardware import format_rate, format_seconds, format_size, format_time
 
 if TYPE_CHECKING:
     from checkflow.plan import Plan
-    from checkflow.simulating import Simulation, Storage, Way
+    from checkflow.simulated_ways import Storage
+    from checkflow.simulating import Simulation, Way
 
-_LONGER = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What was simulated, beside the failures."""
+
+    plan: Plan
+    storage: Storage
+    overhead: float
+    memory_limit_bytes: int | None  # None: not known, and taken to be enough for any way
+    left_out: tuple[str, ...]
 
 
-def simulation_json(plan: Plan, storage: Storage, found: Simulation) -> dict[str, Any]:
+def simulation_json(given: Given, found: Simulation) -> dict[str, Any]:
     """The object that ``checkflow simulate --json`` prints; shares are of all the time."""
+    plan, failures = given.plan, found.failures
     return {
         "model": plan.fingerprint.model,
         "device": plan.fingerprint.device,
-        "state_bytes": _state_bytes(plan),
-        "storage_write_bytes_per_second": storage.write_bytes_per_second,
-        "storage_read_bytes_per_second": storage.read_bytes_per_second,
-        **dataclasses.asdict(found),
+        "explanation": "",
+        "state_bytes": plan.fingerprint.state_bytes,
+        "iteration_seconds": found.iteration_seconds,
+        "bandwidth_bytes_per_second": plan.bandwidth_bytes_per_second,
+        "memory_limit_bytes": given.memory_limit_bytes,
+        "overhead": given.overhead,
+        "storage_write_bytes_per_second": given.storage.write_bytes_per_second,
+        "storage_read_bytes_per_second": given.storage.read_bytes_per_second,
+        "mtbf_seconds": failures.mtbf_seconds,
+        "shape": failures.shape,
+        "restart_seconds": failures.restart_seconds,
+        "duration_seconds": found.duration_seconds,
+        "runs": found.runs,
+        "seed": found.seed,
+        "failures_a_run": found.failures_a_run,
         "results": [
             {
-                "way": result.way.name,
-                "interval": result.way.interval,
-                "stall_seconds": result.way.stall_seconds,
-                "durable_seconds": result.way.durable_seconds,
-                "useful_share": dataclasses.asdict(result.useful),
+                **asdict(result.way),
+                "useful_share": asdict(result.useful),
                 "again_share": result.again,
-                "checkpoints_share": result.checkpoints,
-                "restarts_share": result.restarts,
+                "stalls_share": result.stalls,
+                "starts_share": result.starts,
                 "lost_seconds": result.lost_seconds,
                 "lost_iterations": result.lost_seconds / found.iteration_seconds,
                 "most_lost_seconds": result.most_lost_seconds,
             }
             for result in found.results
         ],
+        "left_out": list(given.left_out),
     }
 
 
-def simulation_tables(plan: Plan, storage: Storage, found: Simulation) -> Iterable[Table | Text]:
+def no_simulation_json(model: str, device: str, explanation: str) -> dict[str, Any]:
+    """The same where there is no plan, and so nothing to simulate."""
+    return {"model": model, "device": device, "explanation": explanation, "results": []}
+
+
+def simulation_tables(given: Given, found: Simulation) -> Iterable[Table | Text]:
     """Where the time goes, by the way in which checkpoints are made."""
-    failures = found.failures
+    failures, plan = found.failures, given.plan
     table = Table(
-        title=f"{plan.fingerprint.model} on {plan.fingerprint.device}: {_time(found.duration_seconds)} with a failure "
-        f"every {_time(failures.mtbf_seconds)}",
+        title=f"{plan.fingerprint.model} on {plan.fingerprint.device}: {format_time(found.duration_seconds)} with a "
+        f"failure every {format_time(failures.mtbf_seconds)}",
         title_justify="left",
     )
     table.add_column("way", no_wrap=True)
@@ -59,37 +84,47 @@ def simulation_tables(plan: Plan, storage: Storage, found: Simulation) -> Iterab
         table.add_column(column, justify="right", no_wrap=True)
     for result in found.results:
         useful = result.useful
+        lost = [format_time(seconds) for seconds in (result.lost_seconds, result.most_lost_seconds)]
         table.add_row(
             result.way.name,
-            _time(result.way.interval * found.iteration_seconds),
+            format_time(result.way.interval * found.iteration_seconds),
             _percent(useful.mean),
             f"{_number(useful.low)} to {_percent(useful.high)}",
             _percent(result.again),
-            _percent(result.checkpoints),
-            *((_time(result.lost_seconds), _time(result.most_lost_seconds)) if found.failures_a_run else ("-", "-")),
+            _percent(result.stalls),
+            *(lost if found.failures_a_run else "--"),
             style="bold" if result.way.name == "checkflow" else "",
         )
     yield table
-    starting = f"; starting takes {_percent(found.results[0].restarts)}" if found.results else ""
-    for line in (
-        f"shares of the time of {found.runs:,} runs (seed {found.seed}), {found.failures_a_run:,.3g} failures in each, "
-        f"the same for all ways{starting}",
-        "lost: training that a failure undoes, in the mean, and what 99 failures of 100 do not exceed",
-        f"an iteration takes {format_seconds(found.iteration_seconds)}; storage gets {format_size(_state_bytes(plan))} "
-        f"at {format_rate(storage.write_bytes_per_second)}; a start takes {_time(failures.restart_seconds)}",
-        *(_way_line(result.way) for result in found.results),
-    ):
+    for line in _notes(given, found):
         yield Text(f"- {line}")
+
+
+def _notes(given: Given, found: Simulation) -> Iterable[str]:
+    failures = found.failures
+    count = f"{found.failures_a_run:,.0f}" if found.failures_a_run >= 100 else f"{found.failures_a_run:.3g}"
+    yield (
+        f"shares of the time of {found.runs:,} runs (seed {found.seed}), {count} failures in each, the same for all "
+        f"ways; the rest is starts, {_percent(found.results[0].starts)}"
+    )
+    yield "lost: training that a failure undoes, in the mean, and what 99 failures of 100 do not exceed"
+    yield (
+        f"an iteration takes {format_seconds(found.iteration_seconds)}; storage takes "
+        f"{format_size(given.plan.fingerprint.state_bytes)} at {format_rate(given.storage.write_bytes_per_second)}; "
+        f"a start takes {format_time(failures.restart_seconds)}"
+    )
+    yield from (_way_line(result.way) for result in found.results)
+    yield from (f"left out: {reason}" for reason in given.left_out)
+    if given.memory_limit_bytes is None:
+        yield "the device's memory is not known, and taken to be enough for CheckFreq's snapshots (--memory-limit)"
+    if failures.shape != 1:
+        yield "the intervals are those that waste least where failures come at random (--shape 1)"
 
 
 def _way_line(way: Way) -> str:
     every = "each iteration" if way.interval == 1 else f"every {way.interval:,} iterations"
-    held = f"holds training for {format_stall(way.stall_seconds)}" if way.stall_seconds else "holds nothing up"
-    return f"{way.name}: {every}; a checkpoint {held}, and is durable after {_time(way.durable_seconds)}"
-
-
-def _state_bytes(plan: Plan) -> int:
-    return sum(spec.size_bytes for spec in plan.fingerprint.state)
+    held = f"holds training for {format_seconds(way.stall_seconds)}" if way.stall_seconds else "holds nothing up"
+    return f"{way.name}: {every}; a checkpoint {held}, and is durable after {format_time(way.durable_seconds)}"
 
 
 def _percent(share: float) -> str:
@@ -97,13 +132,5 @@ def _percent(share: float) -> str:
 
 
 def _number(share: float) -> str:
-    """Of a hundred; near all of it, what is missing is what tells."""
-    return f"{100 * share:.2f}" if share >= 0.1 else f"{100 * share:.2g}"
-
-
-def _time(seconds: float) -> str:
-    """A time for people, of days too."""
-    for scale, unit in _LONGER:
-        if seconds >= scale * 0.9995:
-            return f"{seconds / scale:.3g} {unit}"
-    return format_stall(seconds)
+    """Of a hundred."""
+    return f"{100 * share:.2f}" if share >= 0.0095 else f"{100 * share:.2g}"

@@ -2,14 +2,15 @@
 
 A failure ends the job. It starts anew, which takes a while, and goes on from the newest checkpoint that storage had;
 what was trained since that one's boundary is trained again. So time goes to training, to training again, to
-checkpoints, and to starting, and to nothing else. All ways meet the same failures.
+checkpoints, and to starting, and to nothing else. All ways meet the same failures. A run ends at its time, with the job
+in the middle of training: what its last life has trained counts, durable or not.
 
 Times between failures are drawn from a Weibull distribution; with shape 1, the default, it is the exponential one, of
 failures that come at random. (Shapes of 0.7 to 0.8 are what B. Schroeder and G. A. Gibson found in the records of
 clusters, "A large-scale study of failures in high-performance computing systems", 2006: one failure is soon followed by
 the next.)
 
-How often checkpoints are made is what :mod:`checkflow.runtime.policy` makes of it, as in a live job.
+Which ways there are, and how often each makes checkpoints, is :mod:`.simulated_ways`.
 """
 
 from __future__ import annotations
@@ -17,36 +18,41 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from checkflow.errors import PlanError
-from checkflow.hardware import MOST_BYTES
-from checkflow.planner.compare import compare_plan
-from checkflow.planner.replay import simulate as replay_of
-from checkflow.planner.replay import snapshot_stall_seconds
-from checkflow.runtime.policy import Costs, choose, in_iterations, join, least_waste
+from checkflow.hardware import format_time
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from checkflow.plan import Plan
-
 LEAST_SHAPE, MOST_SHAPE = 0.3, 10.0
+MOST_RUNS = 100_000
 MOST_FAILURES = 100_000  # of one run, in the mean: they come one after the other
 MOST_IN_ALL = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way of making checkpoints, as far as failures are concerned."""
+    """A way of making checkpoints, as far as failures are concerned.
+
+    Raises:
+        PlanError: a number makes no sense.
+    """
 
     name: str
     interval: int  # iterations from one checkpoint to the next
     stall_seconds: float  # by which one checkpoint lengthens training
     durable_seconds: float  # from a checkpoint's boundary until storage has all of it
+
+    def __post_init__(self) -> None:
+        if self.interval < 1:
+            raise PlanError(f"{self.name}: a checkpoint every {self.interval} iterations")
+        for seconds in (self.stall_seconds, self.durable_seconds):
+            if not 0 <= seconds < math.inf:
+                raise PlanError(f"{self.name}: a checkpoint that takes {seconds} s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +99,8 @@ class Result:
     way: Way
     useful: Span  # training that counts
     again: float  # training that was lost, and done again
-    checkpoints: float
-    restarts: float
+    stalls: float
+    starts: float
     lost_seconds: float  # of training, at a failure, in the mean; 0 where nothing failed
     most_lost_seconds: float  # 99 failures of 100 lose no more
 
@@ -112,7 +118,24 @@ class Simulation:
     results: tuple[Result, ...]
 
 
-def simulate(
+def check_size(mtbf_seconds: float, duration_seconds: float, runs: int) -> None:
+    """Refuse what would take too long.
+
+    Raises:
+        PlanError: more runs, or failures, than can be simulated soon; or none.
+    """
+    if not 0 < duration_seconds < math.inf or not 1 <= runs <= MOST_RUNS:
+        raise PlanError(f"{runs} runs of {duration_seconds} s: from 1 to {MOST_RUNS:,} runs of some time are simulated")
+    expected = duration_seconds / mtbf_seconds
+    if expected > MOST_FAILURES or expected * runs > MOST_IN_ALL:
+        raise PlanError(
+            f"in {runs:,} runs of {format_time(duration_seconds)} some {expected * runs:.3g} failures come, more than "
+            f"can be simulated soon: at most {MOST_FAILURES:,} a run and {MOST_IN_ALL:,} in all; ask for a shorter "
+            "--duration, or for fewer --runs"
+        )
+
+
+def simulate_failures(
     ways: Sequence[Way], iteration_seconds: float, failures: Failures, duration_seconds: float, *, runs: int, seed: int
 ) -> Simulation:
     """Many runs of a job, each as long as the others and with its own failures, under each way of making checkpoints.
@@ -120,42 +143,35 @@ def simulate(
     Args:
         iteration_seconds: of training without checkpoints.
         duration_seconds: of a run, from its first start; the job is not done by then.
-        runs: how many, one or more.
+        runs: how many.
         seed: of the failures' times.
 
     Raises:
-        PlanError: an iteration takes no time, there is nothing to simulate, or too much.
+        PlanError: an iteration takes no time; or as :func:`check_size`.
     """
     if not 0 < iteration_seconds < math.inf:
         raise PlanError(f"an iteration takes {iteration_seconds} s: there is nothing to simulate")
-    if not 0 < duration_seconds < math.inf or runs < 1:
-        raise PlanError(f"{runs} runs of {duration_seconds} s are nothing to simulate")
-    expected = duration_seconds / failures.mtbf_seconds
-    if expected > MOST_FAILURES or expected * runs > MOST_IN_ALL:
-        raise PlanError(
-            f"{runs} runs with {expected:,.0f} failures each are more than can be simulated soon: at most "
-            f"{MOST_FAILURES:,} a run and {MOST_IN_ALL:,} in all; ask for a shorter duration, or for fewer runs"
-        )
-    interval = np.array([way.interval for way in ways])[:, None] * iteration_seconds
-    stall = np.array([way.stall_seconds for way in ways])[:, None]
-    durable = np.array([way.durable_seconds for way in ways])[:, None]
+    check_size(failures.mtbf_seconds, duration_seconds, runs)
+    interval = np.array([[way.interval * iteration_seconds] for way in ways], dtype=float).reshape(-1, 1)
+    stall = np.array([[way.stall_seconds] for way in ways]).reshape(-1, 1)
+    durable = np.array([[way.durable_seconds] for way in ways]).reshape(-1, 1)
     useful, again, held, starting = (np.zeros((len(ways), runs)) for _ in range(4))
-    random, left = np.random.default_rng(seed), np.full(runs, float(duration_seconds))
+    random, going, left = np.random.default_rng(seed), np.arange(runs), np.full(runs, float(duration_seconds))
     lost: list[NDArray[np.float64]] = []
     start_seconds, count = 0.0, 0  # the first start is no failure's
-    while left.size and (left > 0).any():
-        drawn = failures.scale_seconds * random.weibull(failures.shape, runs)
+    while going.size:
+        drawn = failures.scale_seconds * random.weibull(failures.shape, going.size)
         lived, failed = np.minimum(drawn, left), drawn < left
         up = np.maximum(0.0, lived - start_seconds)
         trained = _trained(up, interval, stall)
         kept = np.where(failed, _durable(up, interval, stall, durable), trained)
-        useful += kept
-        again += trained - kept
-        held += up - trained
-        starting += lived - up
+        useful[:, going] += kept
+        again[:, going] += trained - kept
+        held[:, going] += up - trained
+        starting[:, going] += lived - up
         lost.append((trained - kept)[:, failed])
         count += int(failed.sum())
-        left -= lived
+        going, left = going[failed], (left - lived)[failed]
         start_seconds = failures.restart_seconds
     losses = np.concatenate(lost, axis=1)
     return Simulation(
@@ -170,8 +186,8 @@ def simulate(
                 way=way,
                 useful=_span(useful[n] / duration_seconds),
                 again=float(again[n].mean()) / duration_seconds,
-                checkpoints=float(held[n].mean()) / duration_seconds,
-                restarts=float(starting[n].mean()) / duration_seconds,
+                stalls=float(held[n].mean()) / duration_seconds,
+                starts=float(starting[n].mean()) / duration_seconds,
                 lost_seconds=float(losses[n].mean()) if count else 0.0,
                 most_lost_seconds=float(np.percentile(losses[n], 99)) if count else 0.0,
             )
@@ -203,92 +219,3 @@ def _durable(
 def _span(shares: NDArray[np.float64]) -> Span:
     low, high = np.percentile(shares, [5, 95])
     return Span(float(shares.mean()), float(low), float(high))
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """What checkpoints are written to, and read from when a job starts again."""
-
-    write_bytes_per_second: float
-    read_bytes_per_second: float
-
-
-def ways_of(
-    plan: Plan,
-    storage: Storage,
-    *,
-    mtbf_seconds: float,
-    overhead: float,
-    memory_bytes: int | None = None,
-    every_seconds: Sequence[float] = (),
-) -> tuple[Way, ...]:
-    """Synchronous checkpoints, CheckFreq's and checkflow's of a plan's training step, each as often as is best for it.
-
-    Synchronous ones stop training until storage has them, and come as often as wastes least (:func:`least_waste`), or
-    as the user says. CheckFreq's come as its Algorithm 1 says, with its stalls at their best (:mod:`.baselines`);
-    checkflow's as its controller chooses where it is told the time between failures. What writing to storage takes from
-    training beside that is not counted, for none of them.
-
-    Args:
-        overhead: of training's time, that CheckFreq's and checkflow's checkpoints may take.
-        memory_bytes: of the device, for CheckFreq's snapshots; None: enough.
-        every_seconds: further rows: synchronous checkpoints so far apart.
-
-    Raises:
-        PlanError: an iteration takes no time.
-    """
-    known = compare_plan("", plan)
-    iteration_seconds, state_bytes = known.iteration_seconds, known.state_bytes
-    if not iteration_seconds > 0:
-        raise PlanError("an iteration of this plan takes no time: there is nothing to simulate")
-    write_seconds = state_bytes / storage.write_bytes_per_second
-    stop_seconds = known.synchronous_stall_seconds + write_seconds
-    best = least_waste(1, iteration_seconds, stop_seconds, mtbf_seconds)
-    ways = [
-        *(
-            Way("synchronous", in_iterations(1, iteration_seconds, seconds), stop_seconds, stop_seconds)
-            for seconds in every_seconds
-        ),
-        Way("synchronous, least waste", best, stop_seconds, stop_seconds),
-    ]
-    checkfreq = _checkfreq(plan, memory_bytes or MOST_BYTES, write_seconds, overhead)
-    finish_seconds = _finish_seconds(plan)
-    chosen = choose(
-        Costs(iteration_seconds, plan.stall_seconds, write_seconds, 0.0),
-        plan.interval,
-        overhead,
-        mtbf_seconds=mtbf_seconds,
-    )
-    ways += [] if checkfreq is None else [checkfreq]
-    if chosen is not None:
-        ways.append(Way("checkflow", chosen.disk, plan.stall_seconds, finish_seconds + write_seconds))
-    return tuple(ways)
-
-
-def _checkfreq(plan: Plan, memory_bytes: int, write_seconds: float, overhead: float) -> Way | None:
-    """CheckFreq's Algorithm 1; None where no interval is long enough for this overhead."""
-    known = compare_plan("", plan)
-    copy_seconds = known.state_bytes / plan.bandwidth_bytes_per_second
-    on_gpu_seconds = snapshot_stall_seconds(plan.timeline.state_bytes, plan.memory_bandwidth_bytes_per_second)
-    fits = memory_bytes - known.training_peak_bytes > plan.timeline.state_bytes
-    on_gpu = fits and on_gpu_seconds <= known.checkfreq_cpu_stall_seconds
-    stall_seconds = on_gpu_seconds if on_gpu else known.checkfreq_cpu_stall_seconds
-    under_way_seconds = copy_seconds + write_seconds - stall_seconds
-    interval = join(1, known.iteration_seconds, under_way_seconds, stall_seconds, overhead)
-    if interval is None:
-        return None
-    copied_seconds = stall_seconds + copy_seconds if on_gpu else max(stall_seconds, copy_seconds)
-    durable_seconds = copied_seconds + write_seconds
-    return Way(f"CheckFreq, {'GPU' if on_gpu else 'CPU'} snapshot", interval, stall_seconds, durable_seconds)
-
-
-def _finish_seconds(plan: Plan) -> float:
-    """From a checkpoint's boundary until host memory has all of it, its stall included."""
-    ends = list(accumulate(step.duration_seconds for step in plan.timeline.steps))
-    iterations, step = divmod(replay_of(plan).finish_step, len(ends))
-    return iterations * ends[-1] + ends[step] + plan.stall_seconds if plan.chunks else 0.0
-
-
-def restore_seconds(plan: Plan, storage: Storage) -> float:
-    """What a job that starts again takes to read its checkpoint."""
-    return sum(spec.size_bytes for spec in plan.fingerprint.state) / storage.read_bytes_per_second

@@ -98,7 +98,7 @@ def make_comparison(
         bandwidth_bytes_per_second=bandwidth_bytes_per_second,
         link_share=link_share,
         iteration_seconds=timeline.iteration_seconds,
-        state_bytes=sum(spec.size_bytes for spec in fingerprint.state),
+        state_bytes=fingerprint.state_bytes,
         training_peak_bytes=timeline.training_peak_bytes,
         synchronous_stall_seconds=base.synchronous_stall_seconds,
         checkfreq_peak_bytes=base.checkfreq_peak_bytes,

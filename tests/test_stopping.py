@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 # `checkflow plan`, whose ILP is one that takes hours; it says when the solver is asked.
 WHOLE = """
 from pathlib import Path
-from checkflow import cli, cli_ask
+from checkflow import cli
 from checkflow.planner import solvers
 from tests.test_solvers import hard
 
@@ -43,9 +43,9 @@ def plan(subject, device, request, granularity):
     Path("asked").touch()
     return solvers.solve(hard(), request["solver"], request["time_limit_seconds"])
 
-cli_ask.subject = lambda *given: None
-cli_ask.request = lambda device, *given, **others: others
-cli_ask.plan = plan
+cli_ask.subject_of = lambda *given: None
+cli_ask.request_of = lambda device, *given, **others: others
+cli_ask.plan_of = plan
 cli.entry()
 """
 STUBBORN = f"""
@@ -64,9 +64,9 @@ def plan(subject, device, request, granularity):
     Path("asked").touch()
     training.finish()
 
-cli_ask.subject = lambda *given: None
-cli_ask.request = lambda device, *given, **others: others
-cli_ask.plan = plan
+cli_ask.subject_of = lambda *given: None
+cli_ask.request_of = lambda device, *given, **others: others
+cli_ask.plan_of = plan
 cli.entry()
 """
 # What is interrupted makes another error of it, or lets none out.
@@ -90,9 +90,9 @@ def plan(subject, device, request, granularity):
     except StoppedError:
         raise ImportError("numpy is half imported") from None
 
-cli_ask.subject = lambda *given: None
-cli_ask.request = lambda device, *given, **others: others
-cli_ask.plan = plan
+cli_ask.subject_of = lambda *given: None
+cli_ask.request_of = lambda device, *given, **others: others
+cli_ask.plan_of = plan
 cli.entry()
 """
 MODEL = """
