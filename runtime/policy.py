@@ -149,8 +149,7 @@ def choose(
     Storage comes first, since it is what survives: :func:`join`, over what a capture and its persist cost together, or
     the interval that wastes least, if that is longer. Captures in between take what of ``overhead`` that leaves, or a
     quarter (``BETWEEN``), for which storage then waits a little longer; where it would have to wait for longer than a
-    third more, every capture is written. Where the user has said how often failures come, there are none in between
-    that cost anything: a capture that storage does not take ends with the job, so that it wastes what it costs.
+    third more, every capture is written.
 
     Args:
         unit: the plan's interval.
@@ -167,10 +166,8 @@ def choose(
     reason = "plan"
     if disk > unit:
         reason = "persist" if least_multiple(unit, costs.persist_seconds / seconds) == disk else "overhead"
-    if mtbf_seconds is not None:
-        if (best := least_waste(unit, seconds, capture + interference, mtbf_seconds)) > disk:
-            disk, reason = best, "mtbf"
-        tiers = tiers and capture <= 0
+    if mtbf_seconds is not None and (best := least_waste(unit, seconds, capture + interference, mtbf_seconds)) > disk:
+        disk, reason = best, "mtbf"
     if tiers and capture > 0:
         allowed_seconds = overhead * seconds  # of each iteration
         memory = least_multiple(unit, capture / max(allowed_seconds - interference / disk, BETWEEN * allowed_seconds))
@@ -178,7 +175,7 @@ def choose(
         by_overhead = 0.0 if interference <= 0 else interference / left_seconds if left_seconds > 0 else math.inf
         later = least_multiple(memory, max(disk, by_overhead)) if by_overhead * (1 - BETWEEN) <= disk else None
         if later is not None and later * (1 - BETWEEN) <= disk:
-            return Intervals(memory, later, "overhead" if later >= disk + unit else reason)
+            return Intervals(memory, later, "overhead" if later >= disk + unit and reason != "mtbf" else reason)
         return Intervals(disk, disk, reason)
     return Intervals(unit if tiers else disk, disk, reason)
 
