@@ -131,11 +131,10 @@ def _storage(device: str, asked: float | None, *, of_plan: bool) -> Storage:
 
 def _device_limit_bytes(plan: Plan) -> int | None:
     """What a job may use of a plan's device; None: nobody knows it."""
-    from checkflow.hardware import find_device
-    from checkflow.planner.pipeline import default_memory_limit_bytes
+    from checkflow.hardware import find_device, usable_bytes
 
     try:
-        return default_memory_limit_bytes(find_device(plan.fingerprint.device))
+        return usable_bytes(find_device(plan.fingerprint.device).memory_bytes)
     except CheckflowError:  # a device file's
         return None
 
@@ -203,13 +202,13 @@ def simulate(
         )
         limit_bytes = request.memory_limit_bytes
         asked = cli_ask.subject_of(subject, batch_size, settings, optimizer)
-        outcome = cli_ask.planner_for(device)(asked, chosen, request, granularity).outcome
-        if outcome.plan is None:
+        planned = cli_ask.planner_for(device)(asked, chosen, request, granularity)
+        if planned.outcome.plan is None:
             if as_json:
-                print_json(report_simulation.no_simulation_json(subject, chosen.name, outcome.explanation))
-            complain(outcome.explanation)
+                print_json(report_simulation.no_simulation_json(planned))
+            complain(planned.outcome.explanation)
             return INFEASIBLE
-        plan = outcome.plan
+        plan = planned.outcome.plan
     failures = Failures(mtbf, restart + restore_seconds(plan, written_to), shape)
     ways = ways_of(
         plan,

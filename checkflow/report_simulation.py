@@ -13,6 +13,7 @@ from checkflow.hardware import format_rate, format_seconds, format_size, format_
 
 if TYPE_CHECKING:
     from checkflow.plan import Plan
+    from checkflow.planner.pipeline import Planned
     from checkflow.simulated_ways import Storage
     from checkflow.simulating import Simulation, Way
 
@@ -66,17 +67,21 @@ def simulation_json(given: Given, found: Simulation) -> dict[str, Any]:
     }
 
 
-def no_simulation_json(model: str, device: str, explanation: str) -> dict[str, Any]:
-    """The same where there is no plan, and so nothing to simulate."""
-    return {"model": model, "device": device, "explanation": explanation, "results": []}
+def no_simulation_json(planned: Planned) -> dict[str, Any]:
+    """What there is of it where there is no plan, and so nothing to simulate."""
+    fingerprint, explanation = planned.fingerprint, planned.outcome.explanation
+    return {"model": fingerprint.model, "device": fingerprint.device, "explanation": explanation, "results": []}
 
 
 def simulation_tables(given: Given, found: Simulation) -> Iterable[Table | Text]:
     """Where the time goes, by the way in which checkpoints are made."""
     failures, plan = found.failures, given.plan
     table = Table(
-        title=f"{plan.fingerprint.model} on {plan.fingerprint.device}: {format_time(found.duration_seconds)} with a "
-        f"failure every {format_time(failures.mtbf_seconds)}",
+        title=Text(
+            f"{plan.fingerprint.model} on {plan.fingerprint.device}: {format_time(found.duration_seconds)} with a "
+            f"failure every {format_time(failures.mtbf_seconds)}",
+            style="table.title",
+        ),
         title_justify="left",
     )
     table.add_column("way", no_wrap=True)
@@ -93,7 +98,7 @@ def simulation_tables(given: Given, found: Simulation) -> Iterable[Table | Text]
             _percent(result.again),
             _percent(result.stalls),
             *(lost if found.failures_a_run else "--"),
-            style="bold" if result.way.name == "checkflow" else "",
+            style="bold" if result.way.name.startswith("checkflow") else "",
         )
     yield table
     for line in _notes(given, found):
@@ -104,8 +109,8 @@ def _notes(given: Given, found: Simulation) -> Iterable[str]:
     failures = found.failures
     count = f"{found.failures_a_run:,.0f}" if found.failures_a_run >= 100 else f"{found.failures_a_run:.3g}"
     yield (
-        f"shares of the time of {found.runs:,} runs (seed {found.seed}), {count} failures in each, the same for all "
-        f"ways; the rest is starts, {_percent(found.results[0].starts)}"
+        f"shares of the time of {found.runs:,} runs (seed {found.seed}), {count} failures in each in the mean, "
+        f"the same for all ways; the rest is starts, {_percent(found.results[0].starts)}"
     )
     yield "lost: training that a failure undoes, in the mean, and what 99 failures of 100 do not exceed"
     yield (
@@ -123,6 +128,8 @@ def _notes(given: Given, found: Simulation) -> Iterable[str]:
 
 def _way_line(way: Way) -> str:
     every = "each iteration" if way.interval == 1 else f"every {way.interval:,} iterations"
+    if way.capture_interval < way.interval:
+        every += f", and one in host memory every {way.capture_interval:,}"
     held = f"holds training for {format_seconds(way.stall_seconds)}" if way.stall_seconds else "holds nothing up"
     return f"{way.name}: {every}; a checkpoint {held}, and is durable after {format_time(way.durable_seconds)}"
 

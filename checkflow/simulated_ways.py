@@ -2,10 +2,12 @@
 
 - synchronous: training stands still until storage has the checkpoint, as often as wastes least between failures
   (:func:`.policy.least_waste`), or as the user says;
-- CheckFreq as its Algorithm 1 says, which knows nothing of failures; and as often as wastes least, but no more often
-  than that algorithm's rule for checkpoints under way permits. Its stalls are at their best: a GPU snapshot waits for
-  the copy inside the device alone, a CPU snapshot for what has not left before its own first write;
-- checkflow by its plan, as often as its runtime chooses with ``mtbf=`` (:func:`.policy.choose`).
+- CheckFreq as its Algorithm 1 says, which knows nothing of failures; and as often as wastes least, if that is rarer.
+  Its stalls are at their best: a GPU snapshot waits for the copy inside the device alone, a CPU snapshot for what has
+  not left before its own first write;
+- checkflow by its plan, as often as its runtime chooses with ``mtbf=`` (:func:`.policy.choose`). By default it makes
+  captures in between, which stay in host memory. An error or a signal saves those; the failures that are simulated, a
+  machine's or SIGKILL, do not. So where captures cost something, there is a row without them, too.
 
 What writing to storage takes from training beside that is counted for none of them: a live job measures it. The
 intervals are those for failures at random, whatever shape is simulated.
@@ -83,7 +85,7 @@ def ways_of(
     stop_seconds = known.synchronous_stall_seconds + write_seconds
     best = least_waste(1, iteration_seconds, stop_seconds, mtbf_seconds)
     ways = [
-        Way(
+        _way(
             f"synchronous, every {format_time(seconds)}",
             in_iterations(1, iteration_seconds, seconds),
             stop_seconds,
@@ -91,17 +93,24 @@ def ways_of(
         )
         for seconds in every_seconds
     ]
-    ways.append(Way("synchronous, least waste", best, stop_seconds, stop_seconds))
+    ways.append(_way("synchronous, least waste", best, stop_seconds, stop_seconds))
     checkfreq, why_not = _checkfreq(plan, known, write_seconds, overhead, memory_limit_bytes, mtbf_seconds)
     ways += checkfreq
     left_out = [f"CheckFreq: {why_not}"] if why_not else []
     costs = Costs(iteration_seconds, plan.stall_seconds, write_seconds, 0.0)
-    chosen = choose(costs, plan.interval, overhead, mtbf_seconds=mtbf_seconds)
-    if chosen is None:
-        left_out.append("checkflow: a checkpoint costs something, and may cost nothing")
-    else:  # what it captures in between is free: nothing else is captured where mtbf is known
-        ways.append(Way("checkflow", chosen.disk, plan.stall_seconds, _finish_seconds(plan) + write_seconds))
+    durable_seconds = _finish_seconds(plan) + write_seconds
+    for name, tiers in (("checkflow, host_buffers=1", False), ("checkflow", True)):
+        chosen = choose(costs, plan.interval, overhead, mtbf_seconds=mtbf_seconds, tiers=tiers)
+        if chosen is None:
+            left_out.append(f"{name}: a checkpoint costs something, and may cost nothing")
+        elif tiers or plan.stall_seconds:
+            ways.append(Way(name, chosen.disk, chosen.memory, plan.stall_seconds, durable_seconds))
     return Ways(tuple(ways), tuple(left_out))
+
+
+def _way(name: str, interval: int, stall_seconds: float, durable_seconds: float) -> Way:
+    """All that is captured goes to storage."""
+    return Way(name, interval, interval, stall_seconds, durable_seconds)
 
 
 def restore_seconds(plan: Plan, storage: Storage) -> float:
@@ -132,11 +141,10 @@ def _checkfreq(
     if interval is None:
         return [], "a checkpoint costs something, and may cost nothing"
     durable_seconds = copy_seconds + write_seconds + (stall_seconds if on_gpu else 0.0)
-    shortest = join(1, seconds, under_way_seconds, 0.0, overhead) or 1
-    best = max(shortest, least_waste(1, seconds, stall_seconds, mtbf_seconds))
+    best = max(interval, least_waste(1, seconds, stall_seconds, mtbf_seconds))
     return [
-        Way(f"CheckFreq, {'GPU' if on_gpu else 'CPU'} snapshot", interval, stall_seconds, durable_seconds),
-        Way("CheckFreq, least waste", best, stall_seconds, durable_seconds),
+        _way(f"CheckFreq, {'GPU' if on_gpu else 'CPU'} snapshot", interval, stall_seconds, durable_seconds),
+        _way("CheckFreq, least waste", best, stall_seconds, durable_seconds),
     ], ""
 
 

@@ -43,13 +43,16 @@ class Way:
     """
 
     name: str
-    interval: int  # iterations from one checkpoint to the next
-    stall_seconds: float  # by which one checkpoint lengthens training
+    interval: int  # iterations from one checkpoint on storage to the next
+    capture_interval: int  # those in between end with the process: they cost as much, and a failure takes them along
+    stall_seconds: float  # by which one capture lengthens training
     durable_seconds: float  # from a checkpoint's boundary until storage has all of it
 
     def __post_init__(self) -> None:
-        if self.interval < 1:
-            raise PlanError(f"{self.name}: a checkpoint every {self.interval} iterations")
+        if not 1 <= self.capture_interval <= self.interval or self.interval % self.capture_interval:
+            raise PlanError(
+                f"{self.name}: a capture every {self.capture_interval} iterations, of {self.interval} for a checkpoint"
+            )
         for seconds in (self.stall_seconds, self.durable_seconds):
             if not 0 <= seconds < math.inf:
                 raise PlanError(f"{self.name}: a checkpoint that takes {seconds} s")
@@ -127,11 +130,15 @@ def check_size(mtbf_seconds: float, duration_seconds: float, runs: int) -> None:
     if not 0 < duration_seconds < math.inf or not 1 <= runs <= MOST_RUNS:
         raise PlanError(f"{runs} runs of {duration_seconds} s: from 1 to {MOST_RUNS:,} runs of some time are simulated")
     expected = duration_seconds / mtbf_seconds
-    if expected > MOST_FAILURES or expected * runs > MOST_IN_ALL:
+    if expected > MOST_FAILURES:
         raise PlanError(
-            f"in {runs:,} runs of {format_time(duration_seconds)} some {expected * runs:.3g} failures come, more than "
-            f"can be simulated soon: at most {MOST_FAILURES:,} a run and {MOST_IN_ALL:,} in all; ask for a shorter "
-            "--duration, or for fewer --runs"
+            f"in {format_time(duration_seconds)} some {expected:.3g} failures come, more than the {MOST_FAILURES:,} "
+            "that can be simulated soon: ask for a shorter --duration"
+        )
+    if expected * runs > MOST_IN_ALL:
+        raise PlanError(
+            f"in {runs:,} runs some {expected * runs:.3g} failures come, more than the {MOST_IN_ALL:,} that can be "
+            "simulated soon: ask for fewer --runs, or for a shorter --duration"
         )
 
 
@@ -152,9 +159,15 @@ def simulate_failures(
     if not 0 < iteration_seconds < math.inf:
         raise PlanError(f"an iteration takes {iteration_seconds} s: there is nothing to simulate")
     check_size(failures.mtbf_seconds, duration_seconds, runs)
-    interval = np.array([[way.interval * iteration_seconds] for way in ways], dtype=float).reshape(-1, 1)
-    stall = np.array([[way.stall_seconds] for way in ways]).reshape(-1, 1)
-    durable = np.array([[way.durable_seconds] for way in ways]).reshape(-1, 1)
+    interval, every, stall, durable = (
+        np.array([[float(part)] for part in parts]).reshape(-1, 1)
+        for parts in (
+            [way.capture_interval * iteration_seconds for way in ways],
+            [way.interval // way.capture_interval for way in ways],
+            [way.stall_seconds for way in ways],
+            [way.durable_seconds for way in ways],
+        )
+    )
     useful, again, held, starting = (np.zeros((len(ways), runs)) for _ in range(4))
     random, going, left = np.random.default_rng(seed), np.arange(runs), np.full(runs, float(duration_seconds))
     lost: list[NDArray[np.float64]] = []
@@ -164,7 +177,7 @@ def simulate_failures(
         lived, failed = np.minimum(drawn, left), drawn < left
         up = np.maximum(0.0, lived - start_seconds)
         trained = _trained(up, interval, stall)
-        kept = np.where(failed, _durable(up, interval, stall, durable), trained)
+        kept = np.where(failed, _durable(up, interval, every, stall, durable), trained)
         useful[:, going] += kept
         again[:, going] += trained - kept
         held[:, going] += up - trained
@@ -199,7 +212,7 @@ def simulate_failures(
 def _trained(
     up_seconds: NDArray[np.float64], interval_seconds: NDArray[np.float64], stall_seconds: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """How much of the time since a start was training: an interval, then a checkpoint's stall, and so on."""
+    """How much of the time since a start was training: an interval, then a capture's stall, and so on."""
     cycle = interval_seconds + stall_seconds
     whole = np.floor(up_seconds / cycle)
     return whole * interval_seconds + np.minimum(up_seconds - whole * cycle, interval_seconds)
@@ -208,12 +221,14 @@ def _trained(
 def _durable(
     up_seconds: NDArray[np.float64],
     interval_seconds: NDArray[np.float64],
+    every: NDArray[np.float64],
     stall_seconds: NDArray[np.float64],
     durable_seconds: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """How much of that training storage has: the j-th checkpoint's boundary comes before its own stall."""
-    count = np.floor((up_seconds + stall_seconds - durable_seconds) / (interval_seconds + stall_seconds))
-    return np.maximum(0.0, count) * interval_seconds
+    """How much of that training storage has, which takes one of so many captures: each boundary before its stall."""
+    cycle = every * (interval_seconds + stall_seconds)
+    count = np.floor((up_seconds + stall_seconds - durable_seconds) / cycle)
+    return np.maximum(0.0, count) * every * interval_seconds
 
 
 def _span(shares: NDArray[np.float64]) -> Span:

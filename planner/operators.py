@@ -77,7 +77,7 @@ class _Signature:
     metadata_only: bool
     reads_data: bool  # returns a number that only the data can tell, such as item()
     rows_only: bool  # may touch only some rows of its first argument
-    flops: Callable[..., Any] | None  # torch's formula
+    flops: Callable[..., Any] | None  # a formula: torch's, or our own
 
     def hidden_in(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         """The arguments that a call writes although the schema does not say so."""
@@ -231,7 +231,8 @@ def _restrict_to_rows(
 def flops(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
     """As ``torch.utils.flop_counter.FlopCounterMode`` counts on CUDA: a multiply-add is 2, what it does not know 0.
 
-    But for the backward of grouped convolutions, of which it counts too many.
+    But for the backward of grouped convolutions, of which it counts too many, and attention with shared keys, which it
+    does not know before torch 2.13.
     """
     formula = _signature(func).flops
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))

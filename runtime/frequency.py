@@ -27,7 +27,7 @@ import logging
 import math
 from collections import deque
 
-from checkflow.hardware import format_seconds
+from checkflow.hardware import format_seconds, format_time
 from checkflow.run_report import Frequency, FrequencyChange
 from checkflow.runtime.budget import Budget
 from checkflow.runtime.control import Control
@@ -365,6 +365,6 @@ class Controller:
             return f"storage takes {format_seconds(costs.persist_seconds)} for one"
         both = format_seconds(costs.capture_seconds + costs.interference_seconds)
         if reason == "mtbf":
-            return f"one costs {both} of training, and failures come every {format_seconds(asked.mtbf_seconds or 0.0)}"
+            return f"one costs {both} of training, and failures come every {format_time(asked.mtbf_seconds or 0.0)}"
         seconds = format_seconds(costs.iteration_seconds)
         return f"one costs {both} of training, and may cost {100 * asked.overhead:.3g} % of iterations of {seconds}"

@@ -11,10 +11,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from checkflow.graph import TrainingGraph
-from checkflow.planner.attention import cuda_kernels
+from checkflow.planner.attention import ATTENTION_FLOPS, cuda_kernels
 from checkflow.planner.trace import trace
 from checkflow.training_step import TrainingStep
 from tests import training_steps as steps
@@ -182,6 +182,17 @@ def test_real_tensors_are_computed_as_ever() -> None:
         found = F.dropout(query, 0.3)
     torch.manual_seed(0)
     assert torch.equal(found, F.dropout(query, 0.3))
+
+
+@pytest.mark.parametrize("packet", [packet for packet in ATTENTION_FLOPS if packet in flop_registry], ids=str)
+@pytest.mark.parametrize("shared", [1, 2])
+def test_the_formulas_of_flops_are_torchs(packet: Any, shared: int) -> None:
+    """For queries and values of other lengths and widths; and with shared keys, which torch 2.11 does not count."""
+    query, value = torch.empty(2, 4, 5, 16), torch.empty(2, 4 // shared, 7, 24)
+    key, gradient = torch.empty(2, 4 // shared, 7, 16), torch.empty(2, 4, 5, 24)
+    given = (gradient, query, key, value) if "backward" in str(packet) else (query, key, value)
+    whole = [one.expand(2, 4, 7, -1) if one.shape[1] == 1 else one.repeat(1, 4 // one.shape[1], 1, 1) for one in given]
+    assert ATTENTION_FLOPS[packet](*given) == flop_registry[packet](*whole, out_val=None) > 0
 
 
 def test_flops_are_those_that_torch_counts_on_a_gpu() -> None:

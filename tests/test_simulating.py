@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +25,8 @@ from checkflow.hardware import CATALOGUE, write_device
 from checkflow.plan import Plan
 from checkflow.planner.pipeline import default_memory_limit_bytes
 from checkflow.planner.schedule import Request, make_plan
+from checkflow.runtime.policy import Costs, Intervals, algorithm_1, choose, least_waste
 from checkflow.runtime.policy import Profile as AlgorithmProfile
-from checkflow.runtime.policy import algorithm_1, least_waste
 from checkflow.simulated_ways import Storage, Ways, restore_seconds
 from checkflow.simulating import MOST_RUNS, Failures, Result, Way, simulate_failures
 from checkflow.timeline import Timeline
@@ -35,24 +38,30 @@ HOUR, DAY = 3600.0, 86400.0
 ways_in_seconds = st.builds(
     Way,
     name=st.just("way"),
-    interval=st.integers(1, 6),
+    capture_interval=st.shared(st.integers(1, 3), key="capture"),
+    interval=st.tuples(st.shared(st.integers(1, 3), key="capture"), st.integers(1, 4)).map(math.prod),
     stall_seconds=st.integers(0, 4).map(float),
     durable_seconds=st.integers(0, 15).map(float),
 )
 
 
+def way_of(name: str, interval: int, stall_seconds: float, durable_seconds: float) -> Way:
+    """All that is captured goes to storage."""
+    return Way(name, interval, interval, stall_seconds, durable_seconds)
+
+
 def walk(way: Way, iteration_seconds: float, up_seconds: float) -> tuple[float, float]:
     """One life of a job, iteration by iteration: seconds trained, and how many of them storage has."""
-    clock, trained, kept = 0.0, 0.0, 0.0
+    clock, trained, kept, iteration = 0.0, 0.0, 0.0, 0
     while clock < up_seconds:
-        for _ in range(way.interval):
-            step = min(iteration_seconds, up_seconds - clock)
-            clock, trained = clock + step, trained + step
-            if step < iteration_seconds:
-                return trained, kept
-        if clock + way.durable_seconds <= up_seconds:
+        step = min(iteration_seconds, up_seconds - clock)
+        clock, trained, iteration = clock + step, trained + step, iteration + 1
+        if step < iteration_seconds:
+            break
+        if iteration % way.interval == 0 and clock + way.durable_seconds <= up_seconds:
             kept = trained
-        clock += way.stall_seconds
+        if iteration % way.capture_interval == 0:
+            clock += way.stall_seconds
     return trained, kept
 
 
@@ -78,9 +87,10 @@ def shares(result: Result) -> list[float]:
 
 @given(ways_in_seconds, st.integers(1, 3).map(float), st.integers(0, 200).map(float))
 def test_one_life_is_that_of_a_walk_through_each_iteration(way: Way, iteration: float, up: float) -> None:
-    interval, stall = np.array([[way.interval * iteration]]), np.array([[way.stall_seconds]])
+    every = way.interval // way.capture_interval
+    interval, stall = np.array([[way.capture_interval * iteration]]), np.array([[way.stall_seconds]])
     trained = simulating._trained(np.array([up]), interval, stall)
-    kept = simulating._durable(np.array([up]), interval, stall, np.array([[way.durable_seconds]]))
+    kept = simulating._durable(np.array([up]), interval, np.array([[every]]), stall, np.array([[way.durable_seconds]]))
     assert [float(trained[0, 0]), float(kept[0, 0])] == [*walk(way, iteration, up)]
 
 
@@ -105,7 +115,7 @@ def test_a_run_is_that_of_a_walk(
 def test_synchronous_checkpoints_waste_what_daly_says(interval: int, stall: float, restart: float) -> None:
     """Expected time for w seconds of training: M e^(R/M) (e^((w + c)/M) - 1); here every checkpoint ends its stall."""
     mtbf = HOUR
-    way = Way("synchronous", interval, stall, stall)
+    way = way_of("synchronous", interval, stall, stall)
     result = simulate_failures([way], 1.0, Failures(mtbf, restart), 400 * DAY, runs=100, seed=7).results[0]
     expected = interval / (mtbf * math.exp(restart / mtbf) * math.expm1((interval + stall) / mtbf))
     error = (result.useful.high - result.useful.low) / 3.29 / math.sqrt(100)
@@ -116,14 +126,14 @@ def test_synchronous_checkpoints_waste_what_daly_says(interval: int, stall: floa
 def test_the_interval_that_wastes_least_is_better_than_others() -> None:
     stall, failures = 12.0, Failures(2 * HOUR, 60.0)
     best = least_waste(1, 1.0, stall, failures.mtbf_seconds)
-    ways = [Way(str(k), k, stall, stall) for k in (best, best * 5 // 7, best * 7 // 5)]
+    ways = [way_of(str(k), k, stall, stall) for k in (best, best * 5 // 7, best * 7 // 5)]
     right, often, seldom = simulate_failures(ways, 1.0, failures, 90 * DAY, runs=1500, seed=1).results
     assert right.useful.mean > often.useful.mean
     assert right.useful.mean > seldom.useful.mean
 
 
 def test_without_failures_checkpoints_alone_take_time() -> None:
-    found = simulate_failures([Way("w", 9, 1.0, 2.0)], 1.0, Failures(1e12, 60.0), 1000.0, runs=3, seed=0)
+    found = simulate_failures([way_of("w", 9, 1.0, 2.0)], 1.0, Failures(1e12, 60.0), 1000.0, runs=3, seed=0)
     result = found.results[0]
     assert found.failures_a_run == 0
     assert shares(result) == pytest.approx([0.9, 0, 0.1, 0])
@@ -132,18 +142,20 @@ def test_without_failures_checkpoints_alone_take_time() -> None:
 
 
 def test_a_job_that_never_lives_to_a_checkpoint_gets_nowhere() -> None:
-    result = simulate_failures([Way("w", 10**9, 1.0, 1.0)], 1.0, Failures(60.0, 1.0), DAY, runs=20, seed=0).results[0]
+    result = simulate_failures([way_of("w", 10**9, 1.0, 1.0)], 1.0, Failures(60.0, 1.0), DAY, runs=20, seed=0).results[
+        0
+    ]
     assert result.useful.mean < 0.01  # the last life, which does not fail
     assert result.again > 0.9
 
 
 def test_a_start_that_takes_longer_than_lives_last_is_all_that_happens() -> None:
-    result = simulate_failures([Way("w", 1, 0.0, 0.0)], 1.0, Failures(10.0, 1e6), DAY, runs=5, seed=0).results[0]
+    result = simulate_failures([way_of("w", 1, 0.0, 0.0)], 1.0, Failures(10.0, 1e6), DAY, runs=5, seed=0).results[0]
     assert result.starts > 0.99
 
 
 def test_all_ways_meet_the_same_failures() -> None:
-    ways = [Way("a", 5, 1.0, 2.0), Way("b", 50, 1.0, 2.0), Way("a", 5, 1.0, 2.0)]
+    ways = [way_of("a", 5, 1.0, 2.0), way_of("b", 50, 1.0, 2.0), way_of("a", 5, 1.0, 2.0)]
     first, other, same = simulate_failures(ways, 1.0, Failures(600.0, 10.0), DAY, runs=10, seed=3).results
     assert shares(first) == shares(same)
     assert first.starts == other.starts
@@ -154,7 +166,7 @@ def test_all_ways_meet_the_same_failures() -> None:
 
 def test_what_is_lost_at_a_failure() -> None:
     """Anything from the time until it is durable to an interval more, evenly."""
-    way = Way("w", 100, 0.0, 30.0)
+    way = way_of("w", 100, 0.0, 30.0)
     result = simulate_failures([way], 1.0, Failures(50_000.0, 0.0), 5e7, runs=10, seed=0).results[0]
     assert result.lost_seconds == pytest.approx(80, rel=0.01)
     assert result.most_lost_seconds == pytest.approx(129, abs=0.3)
@@ -162,7 +174,7 @@ def test_what_is_lost_at_a_failure() -> None:
 
 @pytest.mark.parametrize("shape", [0.5, 0.7, 1.0, 3.0])
 def test_the_mean_time_between_failures_is_what_was_asked(shape: float) -> None:
-    found = simulate_failures([Way("w", 1, 0.0, 0.0)], 1.0, Failures(1000.0, 0.0, shape), 1e7, runs=10, seed=2)
+    found = simulate_failures([way_of("w", 1, 0.0, 0.0)], 1.0, Failures(1000.0, 0.0, shape), 1e7, runs=10, seed=2)
     assert found.failures_a_run == pytest.approx(10_000, rel=0.05)
 
 
@@ -174,16 +186,18 @@ def test_the_mean_time_between_failures_is_what_was_asked(shape: float) -> None:
         (lambda: Failures(1.0, -1.0), "a start takes"),
         (lambda: Failures(1.0, 1.0, 0.1), "shape"),
         (lambda: Failures(1.0, 1.0, math.nan), "shape"),
-        (lambda: Way("w", 0, 1.0, 1.0), "every 0 iterations"),
-        (lambda: Way("w", 1, -1.0, 1.0), "takes -1.0 s"),
-        (lambda: Way("w", 1, 1.0, math.inf), "takes inf s"),
+        (lambda: way_of("w", 0, 1.0, 1.0), "every 0 iterations"),
+        (lambda: Way("w", 4, 3, 1.0, 1.0), "every 3 iterations, of 4 for"),
+        (lambda: Way("w", 4, 8, 1.0, 1.0), "every 8 iterations, of 4 for"),
+        (lambda: way_of("w", 1, -1.0, 1.0), "takes -1.0 s"),
+        (lambda: way_of("w", 1, 1.0, math.inf), "takes inf s"),
         (lambda: Storage(0.0, 1.0), "0.0 bytes per second"),
         (lambda: Storage(1.0, math.inf), "inf bytes per second"),
         (lambda: simulate_failures([], 0.0, Failures(1.0, 1.0), 1.0, runs=1, seed=0), "an iteration takes 0.0 s"),
         (lambda: simulate_failures([], 1.0, Failures(1.0, 1.0), 0.0, runs=1, seed=0), "1 runs of 0.0 s"),
         (lambda: simulate_failures([], 1.0, Failures(1.0, 1.0), 1.0, runs=0, seed=0), "0 runs of 1.0 s"),
         (lambda: simulate_failures([], 1.0, Failures(1.0, 1.0), 1.0, runs=MOST_RUNS + 1, seed=0), "100001 runs"),
-        (lambda: simulate_failures([], 1.0, Failures(1.0, 1.0), 100_001.0, runs=1, seed=0), "fewer --runs"),
+        (lambda: simulate_failures([], 1.0, Failures(1.0, 1.0), 100_001.0, runs=1, seed=0), "soon: ask for a shorter"),
         (lambda: simulate_failures([], 1.0, Failures(1.0, 1.0), 2001.0, runs=1000, seed=0), "fewer --runs"),
     ],
 )
@@ -197,7 +211,9 @@ def test_no_ways_and_the_most_failures_are_fine() -> None:
 
 
 def test_intervals_of_any_length_are_fine() -> None:
-    result = simulate_failures([Way("w", 10**30, 1.0, 1.0)], 1.0, Failures(600.0, 1.0), 1e4, runs=2, seed=0).results[0]
+    result = simulate_failures([way_of("w", 10**30, 1.0, 1.0)], 1.0, Failures(600.0, 1.0), 1e4, runs=2, seed=0).results[
+        0
+    ]
     assert result.stalls == 0
 
 
@@ -229,27 +245,34 @@ def test_the_ways_of_a_plan() -> None:
     assert restore_seconds(plan, storage) == 5
     found = ways_of(plan, storage, every_seconds=[60.0, 4.0])
     assert found.left_out == ()
-    minute, iteration, best, checkfreq, rarer, ours = found.ways
-    assert minute == Way("synchronous, every 1 min", 15, 13.0, 13.0)  # 3 s over the link, 10 s to storage
-    assert iteration == Way("synchronous, every 4.00 s", 1, 13.0, 13.0)
-    assert best == Way("synchronous, least waste", least_waste(1, 4.0, 13.0, HOUR), 13.0, 13.0)
+    minute, iteration, best, checkfreq, rarer, ours = found.ways  # captures cost nothing, and need no row
+    assert minute == way_of("synchronous, every 1 min", 15, 13.0, 13.0)  # 3 s over the link, 10 s to storage
+    assert iteration == way_of("synchronous, every 4.00 s", 1, 13.0, 13.0)
+    assert best == way_of("synchronous, least waste", least_waste(1, 4.0, 13.0, HOUR), 13.0, 13.0)
     # All of it leaves before the optimizer writes: no stall, and no snapshot.
-    assert checkfreq == Way("CheckFreq, CPU snapshot", 4, 0.0, 13.0)  # 13 s under way, of iterations of 4 s
+    assert checkfreq == way_of("CheckFreq, CPU snapshot", 4, 0.0, 13.0)  # 13 s under way, of iterations of 4 s
     assert rarer == replace(checkfreq, name="CheckFreq, least waste")  # nothing to waste
-    assert ours == Way("checkflow", 3, 0.0, 13.0)  # captured within an iteration, beside the one that is written
+    assert ours == Way("checkflow", 3, 1, 0.0, 13.0)  # captured within an iteration, beside the one that is written
 
 
 def test_a_slow_link_holds_each_way_in_its_own_manner() -> None:
     storage = Storage(300.0, 300.0)
     plan = planned(50.0)  # 150 of 300 bytes leave in time
     assert plan.stall_seconds > 0
-    *_, on_gpu, rarer, ours = ways_of(plan, storage).ways
+    _, on_gpu, rarer, alone, ours = ways_of(plan, storage).ways
     assert (on_gpu.name, on_gpu.interval) == ("CheckFreq, GPU snapshot", 5)
     assert (on_gpu.stall_seconds, on_gpu.durable_seconds) == pytest.approx((0.6, 0.6 + 6 + 1))
-    assert rarer == replace(on_gpu, name="CheckFreq, least waste", interval=least_waste(1, 4.0, 0.6, HOUR))
-    assert (ours.interval, ours.stall_seconds) == (least_waste(1, 4.0, plan.stall_seconds, HOUR), plan.stall_seconds)
-    *_, on_cpu, rarer, ours = ways_of(plan, storage, memory_limit_bytes=390).ways  # 90 and 300, and not a byte more
-    assert on_cpu == Way("CheckFreq, CPU snapshot", 22, 3.0, 7.0)  # 3 s, of which 3.5 % are allowed
+    assert rarer == replace(
+        on_gpu, name="CheckFreq, least waste", interval=least_waste(1, 4.0, 0.6, HOUR), capture_interval=rarer.interval
+    )
+    best = least_waste(1, 4.0, plan.stall_seconds, HOUR)
+    assert (alone.name, alone.interval, alone.capture_interval) == ("checkflow, host_buffers=1", best, best)
+    assert alone.stall_seconds == ours.stall_seconds == plan.stall_seconds
+    chosen = choose(Costs(4.0, plan.stall_seconds, 1.0, 0.0), plan.interval, 0.035, mtbf_seconds=HOUR)
+    assert chosen == Intervals(ours.capture_interval, ours.interval, "mtbf")
+    assert ours.capture_interval < ours.interval
+    _, on_cpu, rarer, *_ = ways_of(plan, storage, memory_limit_bytes=390).ways  # 90 and 300, and not a byte more
+    assert on_cpu == way_of("CheckFreq, CPU snapshot", 22, 3.0, 7.0)  # 3 s, of which 3.5 % are allowed
     assert rarer.interval == least_waste(1, 4.0, 3.0, HOUR)
     assert ways_of(plan, storage, memory_limit_bytes=391).ways[1] == on_gpu
 
@@ -286,7 +309,11 @@ def test_what_training_moves_leaves_less_of_the_link() -> None:
 def test_a_way_that_costs_more_than_is_allowed_at_any_interval_is_left_out_aloud() -> None:
     found = ways_of(planned(50.0), Storage(1.0, 1.0), overhead=0.0)
     assert [way.name for way in found.ways] == ["synchronous, least waste"]
-    assert [text.partition(":")[0] for text in found.left_out] == ["CheckFreq", "checkflow"]
+    assert [text.partition(":")[0] for text in found.left_out] == [
+        "CheckFreq",
+        "checkflow, host_buffers=1",
+        "checkflow",
+    ]
 
 
 def test_when_a_plan_has_moved_everything() -> None:
@@ -328,7 +355,7 @@ def test_a_plan_with_nothing_to_move() -> None:
 def test_a_plan_whose_iterations_take_no_time_is_refused() -> None:
     plan = planned()
     timeline = make_timeline([(0, 50), (0, 90)], [(None, [100, 200])])
-    with pytest.raises(PlanError, match="takes 0.0 s"):
+    with pytest.raises(PlanError, match=r"takes 0\.0 s"):
         ways_of(replace(plan, timeline=timeline), Storage(1.0, 1.0))
 
 
@@ -395,7 +422,7 @@ def test_the_table_says_what_was_simulated(call: Any) -> None:
     assert "--memory-limit" not in out
     code, out, err = call(*DIGITS[:5], "--mtbf", "100000d", "--duration", "1h", "--runs", "2")
     assert (code, err) == (FOUND, "")
-    assert ", 0 failures in each" in out
+    assert ", 0 failures in each in the mean" in out
 
 
 def test_a_device_file_says_how_fast_its_disk_is(call: Any) -> None:
@@ -456,8 +483,8 @@ def test_each_option_reaches_the_simulation(call: Any) -> None:
         return {**said, **next((row for row in said["results"] if row["name"].startswith(way)), {})}
 
     usual, slow = result(), ("--bandwidth", "30MB/s", "--storage", "100GB/s")
-    assert result("--shape", "0.5")["shape"] == 0.5
-    assert result("--shape", "0.5")["failures_a_run"] != usual["failures_a_run"]
+    shaped = result("--shape", "0.5")
+    assert (shaped["shape"], shaped["failures_a_run"] != usual["failures_a_run"]) == (0.5, True)
     assert result("--seed", "1")["failures_a_run"] != usual["failures_a_run"]
     assert result("--restart", "10min")["starts_share"] > 5 * usual["starts_share"]
     assert result("--duration", "2d")["failures_a_run"] > 1.5 * usual["failures_a_run"]
@@ -467,6 +494,30 @@ def test_each_option_reaches_the_simulation(call: Any) -> None:
     assert (free["name"], tight["name"]) == ("CheckFreq, GPU snapshot", "CheckFreq, CPU snapshot")
     dear = result(*slow, "--overhead", "0.2", "--memory-limit", "18MB", way="CheckFreq,")
     assert dear["interval"] > 2 * tight["interval"]
+
+
+def test_options_of_the_plan_reach_it(call: Any) -> None:
+    asked = (*DIGITS, "--json", "--optimizer", "adam", "--batch-size", "8", "--link-share", "0.5")
+    said = json.loads(call(*asked, "--set", "width=8", "--max-interval", "7", "--overhead", "0.9")[1])
+    assert main(["plan", "digits", "--device", "cpu", "-o", "plan.json", *asked[-6:], "--set", "width=8"]) == FOUND
+    made = plans.load("plan.json")
+    assert said["state_bytes"] == made.fingerprint.state_bytes
+    assert said["iteration_seconds"] == made.timeline.iteration_seconds
+    assert said["bandwidth_bytes_per_second"] == CATALOGUE["cpu"].link_bandwidth_bytes_per_second / 2
+    refused = call(*DIGITS, "--policy", "snapshot", "--bandwidth", "100MB/s", "--max-interval", "1", "--overhead", "0")
+    assert refused[0] == INFEASIBLE
+
+
+def test_what_a_plan_file_needs_is_no_torch(call: Any) -> None:
+    assert main(["plan", "digits", "--device", "cpu", "-o", "digits.json"]) == FOUND
+    program = (
+        "import sys; from checkflow.cli import main\n"
+        f"assert main(['simulate', 'digits.json', *{DIGITS[3:]!r}]) == 0\n"
+        "print([name for name in ('torch', 'networkx', 'pulp', 'highspy') if name in sys.modules], file=sys.stderr)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    assert done.stderr == "[]\n"
 
 
 def test_a_plan_for_a_device_that_nobody_knows(call: Any) -> None:
