@@ -262,9 +262,8 @@ def test_a_slow_link_holds_each_way_in_its_own_manner() -> None:
     _, on_gpu, rarer, alone, ours = ways_of(plan, storage).ways
     assert (on_gpu.name, on_gpu.interval) == ("CheckFreq, GPU snapshot", 5)
     assert (on_gpu.stall_seconds, on_gpu.durable_seconds) == pytest.approx((0.6, 0.6 + 6 + 1))
-    assert rarer == replace(
-        on_gpu, name="CheckFreq, least waste", interval=least_waste(1, 4.0, 0.6, HOUR), capture_interval=rarer.interval
-    )
+    best = least_waste(1, 4.0, 0.6, HOUR)
+    assert rarer == replace(on_gpu, name="CheckFreq, least waste", interval=best, capture_interval=best)
     best = least_waste(1, 4.0, plan.stall_seconds, HOUR)
     assert (alone.name, alone.interval, alone.capture_interval) == ("checkflow, host_buffers=1", best, best)
     assert alone.stall_seconds == ours.stall_seconds == plan.stall_seconds
@@ -454,7 +453,7 @@ def test_a_device_file_says_how_fast_its_disk_is(call: Any) -> None:
         ((*DIGITS, "--runs", "0"), USAGE, "--runs"),
         ((*DIGITS, "--seed", "-1"), USAGE, "--seed"),
         ((*DIGITS, "--every", "1"), USAGE, "not a time"),
-        ((*DIGITS, "--mtbf", "10ms"), USAGE, "more than can be simulated"),
+        ((*DIGITS, "--mtbf", "10ms"), USAGE, "that can be simulated soon"),
         ((*DIGITS, "--every", "999999999999d"), USAGE, "longer than any training"),
         ((*DIGITS, "--runs", "100001"), USAGE, "--runs"),
         (("digits", "--device", "auto", "--mtbf", "1h"), USAGE, "how fast is storage?"),
