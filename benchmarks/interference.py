@@ -12,9 +12,9 @@ to the same disk, or computes on the same cores, then alone again. Training has 
 
 The overhead of a phase is its time over that of the same phase of the same round without checkpoints, the mean of
 both: what the neighbour takes from training itself is in all of them. How far the second lies from the first
-("drift") is how far such a figure may be off. "settled" is the second half of a phase. k is the interval of durable
-checkpoints at a phase's end; between them the adaptive job spends what is left of its overhead on checkpoints in host
-memory.
+("drift") is how far such a figure may be off. "settled" is the second half of a phase. Of the rounds the median is
+printed, and the quartiles in brackets. k is the interval of durable checkpoints at a phase's end; between them the
+adaptive job spends what is left of its overhead on checkpoints in host memory.
 
 What follows training is the difference: "static" is ``every=k``, where training waits for storage that is slower than
 k; "adaptive" drops a checkpoint that storage has no time for, so that it loses nothing but frequency even before k

@@ -18,7 +18,20 @@ from typing import Annotated, Any
 import typer
 
 from checkflow import cli_ask, cli_demo, cli_probe, cli_report, cli_simulate, cli_store, cli_torture, options
-from checkflow.console import StoppedError, complain, print_json, print_parts, stoppable, warnings_shown, working
+from checkflow.console import (
+    FAILED,
+    FOUND,
+    INFEASIBLE,
+    STOPPED,
+    USAGE,
+    StoppedError,
+    complain,
+    print_json,
+    print_parts,
+    stoppable,
+    warnings_shown,
+    working,
+)
 from checkflow.errors import CheckflowError, InfeasibleError
 from checkflow.options import (
     Formulation,
@@ -27,7 +40,6 @@ from checkflow.options import (
     SolverName,
 )
 
-FOUND, FAILED, USAGE, INFEASIBLE, STOPPED = 0, 1, 2, 3, 128
 # Whatever typer's argument parser raises; the class itself is not part of typer's public names.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 

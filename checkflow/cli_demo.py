@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from checkflow import cli_ask, options
-from checkflow.console import complain, print_json, print_parts
+from checkflow.console import FAILED, FOUND, complain, print_json, print_parts
 from checkflow.errors import InfeasibleError
 from checkflow.options import GranularityName
 
 if TYPE_CHECKING:
     from checkflow.demo import Result
-
-FOUND, FAILED = 0, 1
 
 
 def demo(

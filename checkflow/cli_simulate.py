@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from checkflow import cli_ask, options
-from checkflow.console import complain, print_json, print_parts, working
+from checkflow.console import FOUND, INFEASIBLE, complain, print_json, print_parts, working
 from checkflow.errors import CheckflowError, PlanError
 from checkflow.options import GranularityName, PolicyName
 
 if TYPE_CHECKING:
+    from checkflow.hardware import Device
     from checkflow.plan import Plan
     from checkflow.simulated_ways import Storage
 
-FOUND, INFEASIBLE = 0, 3
 # What is asked of the failures, and not of the plan.
 OF_FAILURES = ("mtbf", "duration", "restart", "storage", "shape", "every", "runs", "seed", "overhead", "as_json")
 _NO_TIME = re.compile(r"\s*0+(\.0+)?\s*(ms|s|min|h|d)?\s*", re.ASCII)
@@ -102,15 +102,15 @@ Every = Annotated[
         help="show synchronous checkpoints so far apart, too, such as 1h; may be repeated",
     ),
 ]
-Runs = Annotated[int, typer.Option("--runs", metavar="N", min=1, max=100_000, help="how many are simulated")]
+Runs = Annotated[int, typer.Option("--runs", metavar="N", min=1, help="how many are simulated")]
 Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="of the failures' times")]
 
 
-def _storage(device: str, asked: float | None, *, of_plan: bool) -> Storage:
+def _storage(device: Device | None, asked: float | None) -> Storage:
     """What checkpoints are written to.
 
     Args:
-        device: as it was asked for; a plan file brings its own, of which it says the name alone.
+        device: None: a plan file's, which says its name alone, or one that is yet to be measured, without its disk.
 
     Raises:
         typer.BadParameter: neither the user nor the device says it.
@@ -119,14 +119,22 @@ def _storage(device: str, asked: float | None, *, of_plan: bool) -> Storage:
 
     if asked is not None:
         return Storage(asked, asked)
-    known = None if of_plan or device == options.AUTO else options.choose_device(device)
-    if known is None or known.disk_write_bytes_per_second is None:
+    if device is None or device.disk_write_bytes_per_second is None:
         raise typer.BadParameter(
             "how fast is storage? --storage RATE says it, such as 1GB/s; of a MODEL, --device FILE with a file that "
             "checkflow probe -o FILE has made does, too"
         )
-    write = known.disk_write_bytes_per_second
-    return Storage(write, known.disk_read_bytes_per_second or write)
+    write = device.disk_write_bytes_per_second
+    return Storage(write, device.disk_read_bytes_per_second or write)
+
+
+def _read_plan(file: str) -> Plan:
+    from checkflow import plan as plans
+    from checkflow.planner.replay import check_plan
+
+    plan = plans.load(file)
+    check_plan(plan)
+    return plan
 
 
 def _device_limit_bytes(plan: Plan) -> int | None:
@@ -168,9 +176,7 @@ def simulate(
     Synchronous checkpoints, CheckFreq's, and checkflow's by a plan; all meet the same failures. A plan file brings its
     own device and link.
     """
-    from checkflow import plan as plans
     from checkflow import report_simulation
-    from checkflow.planner.replay import check_plan
     from checkflow.simulated_ways import restore_seconds, ways_of
     from checkflow.simulating import Failures, check_size, simulate_failures
 
@@ -183,14 +189,13 @@ def simulate(
         check_size(mtbf, duration, runs)
     except PlanError as error:
         raise typer.BadParameter(str(error)) from None
+    known = None if of_plan or device == options.AUTO else cli_ask.device_of(device)
+    written_to = _storage(known, storage)
     if of_plan:
-        plan = plans.load(subject)
-        check_plan(plan)
-        written_to = _storage(device, storage, of_plan=True)
+        plan = _read_plan(subject)
         limit_bytes = _device_limit_bytes(plan) if memory_limit is None else memory_limit
     else:
-        written_to = _storage(device, storage, of_plan=False)
-        chosen = cli_ask.device_of(device)
+        chosen = known or cli_ask.device_of(device)
         request = cli_ask.request_of(
             chosen,
             bandwidth,

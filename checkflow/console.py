@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+# Exit codes; of signals this and their number.
+FOUND, FAILED, USAGE, INFEASIBLE, STOPPED = 0, 1, 2, 3, 128
 PATIENCE_SECONDS = 1.0  # work that takes less shows no progress
 PIPE_WIDTH = 120  # columns where there is no terminal to ask
 

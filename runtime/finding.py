@@ -36,6 +36,21 @@ def find(directory: str | os.PathLike[str]) -> tuple[Path, ...]:
     return tuple(root / name for _, name in sorted(found, reverse=True))
 
 
+def open_verified(path: Path) -> Checkpoint:
+    """A checkpoint of which every byte has been verified.
+
+    Raises:
+        CorruptCheckpointError, MismatchError, StorageError: as :func:`.reader.open_checkpoint`.
+    """
+    checkpoint = open_checkpoint(path)
+    try:
+        checkpoint.verify()
+    except BaseException:
+        checkpoint.close()
+        raise
+    return checkpoint
+
+
 def find_valid(directory: str | os.PathLike[str]) -> Checkpoint | None:
     """The newest checkpoint of a directory that is whole, byte for byte; nothing is renamed.
 
@@ -87,7 +102,6 @@ def recover(store: Store) -> Checkpoint | None:
         MismatchError: the newest has a format that this version does not know.
         StorageError: checkpoints exist, and none could be read: to start from scratch would be wrong.
     """
-
     return _newest_valid(store.checkpoints(), lambda path, error: refuse(store, path, error))
 
 
@@ -108,18 +122,11 @@ def _newest_valid(paths: tuple[Path, ...], refused: Callable[[Path, StorageError
     unreadable: StorageError | None = None
     for path in paths:
         try:
-            checkpoint = open_checkpoint(path)
-            try:
-                checkpoint.verify()
-            except BaseException:
-                checkpoint.close()
-                raise
+            return open_verified(path)
         except StorageError as error:
             refused(path, error)
             if not isinstance(error, CorruptCheckpointError):
                 unreadable = unreadable or error
-        else:
-            return checkpoint
     if unreadable is not None:
         raise unreadable
     return None

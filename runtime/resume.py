@@ -24,7 +24,7 @@ from torch import nn
 from checkflow.errors import CheckflowError, CorruptCheckpointError, MismatchError, StorageError
 from checkflow.runtime import extra_state, half_restored
 from checkflow.runtime.filling import fill_all
-from checkflow.runtime.finding import refuse
+from checkflow.runtime.finding import open_verified, refuse
 from checkflow.runtime.live_state import (
     Stateful,
     drop_state,
@@ -183,13 +183,7 @@ def _open(store: Store, step: int) -> Checkpoint:
     """Exactly this checkpoint, verified: no other one makes good what it would leave half done, so it is read twice."""
     for path in store.checkpoints():
         if path.name == step_name(step):
-            checkpoint = open_checkpoint(path)
-            try:
-                checkpoint.verify()
-            except BaseException:
-                checkpoint.close()
-                raise
-            return checkpoint
+            return open_verified(path)
     raise StorageError(f"resume={step}, but {store.directory} holds no checkpoint of that step")
 
 
