@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
+from checkflow.runtime.forked_workers import start_safely
 from checkflow.runtime.live_state import capture_generators, restore_generators
 from checkflow.runtime.resumable import ResumableLoader, cannot_go_on
 from checkflow.runtime.sampling import with_inner
@@ -132,6 +133,8 @@ class ForeignLoader(ResumableLoader):
                 set_epoch(epoch)
         if self.shield is not None:
             self.shield.workers_start()
+        if isinstance(self.loader, TorchDataLoader):
+            start_safely(self.loader)
 
     def _begin_now(self) -> dict[str, Any]:
         """The generators that an epoch begins with: the process's, and the loader's own."""

@@ -24,6 +24,7 @@ from torch.utils.data import default_collate, default_convert
 
 from checkflow.runtime.epoch_seeds import EpochSeeds, Seeds
 from checkflow.runtime.feed import Caught, Failure, Feed, made_here
+from checkflow.runtime.forked_workers import start_safely
 from checkflow.runtime.generators import Reseed
 from checkflow.runtime.loader_arguments import (
     Order,
@@ -246,6 +247,7 @@ class DataLoader(ResumableLoader):
         self._base.manual_seed(derived_seed(seeds.samples, self.epoch, _OF_WORKERS))
         if self.shield is not None:
             self.shield.workers_start()
+            start_safely(self._loader)
         return _Rest(self, self._batches(), told=told)
 
     def _batches(self) -> Iterator[Any]:

@@ -1,0 +1,115 @@
+"""Loader workers that come through their fork, whatever other threads do at that moment.
+
+CPython 3.11 before 3.11.10 takes a lock in a forked child before it makes that lock anew. If another thread held it at
+the fork the child waits for ever, before it has run a line of Python, and training waits for its batch
+(python/cpython#112275). Threads that are not Python's take it without the GIL whenever they call into Python, as gloo's
+do after a collective: of workers that start just then, one in some thousands hangs. Such a child has touched nothing,
+so it can be ended and forked anew. Later versions need none of this.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import select
+import signal
+import sys
+from multiprocessing.context import ForkContext, ForkProcess
+from multiprocessing.popen_fork import Popen
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+logger = logging.getLogger("checkflow")
+
+#: Whether this Python has the fault.
+MAY_HANG = sys.version_info < (3, 11, 10)
+
+#: After so long a child that has not begun is forked anew; it takes some milliseconds, and more under load.
+PATIENCE_SECONDS = 5.0
+
+
+def start_safely(loader: DataLoader[Any]) -> None:
+    """Have this loader's workers, where they are forked, looked after as they start."""
+    if not MAY_HANG or not loader.num_workers:
+        return
+    context = loader.multiprocessing_context or multiprocessing.get_context()
+    if type(context) is ForkContext:
+        loader.multiprocessing_context = _SafeForkContext()
+
+
+class _Start(Popen):
+    """A fork that is made again until the child has begun."""
+
+    def __init__(self, process_obj: _SafeForkProcess) -> None:
+        self._patience_seconds = PATIENCE_SECONDS
+        super().__init__(process_obj)
+
+    def _launch(self, process_obj: _SafeForkProcess) -> None:
+        while not self._fork(process_obj):
+            logger.warning(
+                "a loader's worker did not get through its fork, and is started anew: this Python may hang there "
+                "(python/cpython#112275), 3.11.10 and later do not"
+            )
+            self._patience_seconds *= 2  # a machine may be that slow
+
+    def _fork(self, process_obj: _SafeForkProcess) -> bool:
+        """Whether the child has begun, or has ended by itself; another is to be made."""
+        begun, tells = process_obj.pipe = os.pipe()
+        try:
+            try:
+                super()._launch(process_obj)  # type: ignore[misc] # typeshed does not know it
+            finally:
+                os.close(tells)
+            try:
+                return _wait(begun, self._patience_seconds) or self._outlived_a_look(begun)
+            except BaseException:  # Ctrl-C: nobody would know of this child
+                self._end()
+                raise
+        finally:
+            os.close(begun)
+
+    def _outlived_a_look(self, begun: int) -> bool:
+        """With the child stopped, so that it cannot begin between the look and the end."""
+        os.kill(self.pid, signal.SIGSTOP)
+        _, status = os.waitpid(self.pid, os.WUNTRACED)
+        if not os.WIFSTOPPED(status):
+            self.returncode = os.waitstatus_to_exitcode(status)
+            return True
+        if _wait(begun, 0):
+            os.kill(self.pid, signal.SIGCONT)
+            return True
+        self._end()
+        return False
+
+    def _end(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        assert self.finalizer is not None
+        self.finalizer()
+
+
+class _SafeForkProcess(ForkProcess):
+    pipe: tuple[int, int]  # that the child writes to when it has begun
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Popen:  # noqa: N802 - multiprocessing's name
+        return _Start(process_obj)
+
+    def _bootstrap(self, parent_sentinel: int | None = None) -> int:
+        """In the child, first of all."""
+        os.write(self.pipe[1], b"+")
+        for end in self.pipe:
+            os.close(end)
+        return super()._bootstrap(parent_sentinel)  # type: ignore[misc, no-any-return]
+
+
+class _SafeForkContext(ForkContext):
+    Process = _SafeForkProcess
+
+
+def _wait(readable: int, seconds: float) -> bool:
+    look = select.poll()
+    look.register(readable, select.POLLIN)
+    return bool(look.poll(seconds * 1000))
