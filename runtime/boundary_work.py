@@ -123,7 +123,8 @@ class BoundaryWork:
             self.raise_if_asked()
         self.execution.heed(self._saving.writer)
         if not due:
-            self._passed = self._job.walk.current(), self._versions()
+            state = self._job.walk.current()
+            self._passed = state, _versions(state)
         if due:
             self._clock.shift(self._capture(epoch_end))
         self._pace.left()
@@ -173,7 +174,7 @@ class BoundaryWork:
             return
         self._pace.is_due(self.iteration, demanded=True)  # what is demanded, storage is to take, too
         state, versions = self._passed
-        if self._job.walk.current() is not state or self._versions() != versions:
+        if self._job.walk.current() is not state or _versions(state) != versions:
             logger.warning("the state was changed after step %d, which is not saved therefore", self.iteration)
             return
         with self._clock.holding("boundary"):
@@ -182,9 +183,6 @@ class BoundaryWork:
             self.execution.hooks.reset()  # what ran since (an evaluation) is no part of the iteration to come
             self.execution.heed(self._saving.writer)
             self._clock.shift(self._capture(epoch_end=False))
-
-    def _versions(self) -> list[int]:
-        return versions_of(item.tensor for item in self._job.walk.current().tensors)
 
     def _capture(self, epoch_end: bool) -> float:
         """Capture this boundary; returns the seconds waited for storage and buffers."""
@@ -211,3 +209,7 @@ class BoundaryWork:
         self._pace.captured(self.iteration)
         self.captured_iteration = self.iteration
         return waited_seconds
+
+
+def _versions(state: TrainingState) -> list[int]:
+    return versions_of(item.tensor for item in state.tensors)

@@ -25,6 +25,7 @@ from checkflow.runtime.manifest import BLOCK_BYTES, FileEntry
 from checkflow.runtime.memory import address_of, copy_bytes, scratch
 
 RUN_BYTES = 4 * BLOCK_BYTES  # of one write: the disk idles from the end of each to the begin of the next
+THREAD_BYTES = BLOCK_BYTES  # of a file: in one of less a thread takes longer to start than all its checksums
 _GATHER_BYTES = BLOCK_BYTES
 
 
@@ -162,7 +163,8 @@ class _Output:
 
 
 class Checksums:
-    """The checksum of each block of a file, made in order: on a thread of its own from the first large part on.
+    """The checksum of each block of a file, made in order: on a thread of its own from the first large part on of a
+    file that is large itself.
 
     No locks of Python's own: an error that a signal's handler raises must not leave one taken (:mod:`.interrupts`).
     """
@@ -175,10 +177,13 @@ class Checksums:
         self._outstanding = 0
         self._thread: threading.Thread | None = None
         self._alone = False  # there are no threads to be had
+        self._given_bytes = 0
 
     def add(self, data: memoryview) -> None:
         """The next bytes of the file; they must not change before :meth:`wait` or :meth:`finish`."""
-        if self._thread is None and len(data) >= files.LEAST_DIRECT_BYTES and not self._alone:
+        self._given_bytes += len(data)
+        large = len(data) >= files.LEAST_DIRECT_BYTES and self._given_bytes >= THREAD_BYTES
+        if self._thread is None and large and not self._alone:
             self._start()
         if self._thread is None:
             self._update(data)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from checkflow.runtime import files
+from checkflow.runtime import files, writing
 from checkflow.runtime.layout import PAGE_BYTES
 from checkflow.runtime.memory import address_of
 
@@ -128,6 +128,7 @@ def all_direct() -> Iterator[list[int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "LEAST_DIRECT_BYTES", 1)
+        patch.setattr(writing, "THREAD_BYTES", 1)
         for function in (set_direct, open_direct, close, pwrite, preadv):
             patch.setattr(files, function.__name__, function)
         yield sizes

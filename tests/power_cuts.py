@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from checkflow.errors import CheckflowError
-from checkflow.runtime import files
+from checkflow.runtime import files, writing
 from checkflow.runtime.finding import find, recover
 from checkflow.runtime.store import Store
 from tests.kill_writer import check, seed_of
@@ -172,7 +172,7 @@ class Machine:
 
         try:
             if self._direct:
-                files.LEAST_DIRECT_BYTES = 1
+                files.LEAST_DIRECT_BYTES = writing.THREAD_BYTES = 1
             if self._lies:
                 lie(self._lies, directory)
             wrap_calls(at, cut)

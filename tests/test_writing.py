@@ -47,6 +47,7 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "BLOCK_BYTES", 4 * PAGE_BYTES)
     monkeypatch.setattr(writing, "RUN_BYTES", 8 * PAGE_BYTES)
     monkeypatch.setattr(writing, "_GATHER_BYTES", 4 * PAGE_BYTES)
+    monkeypatch.setattr(writing, "THREAD_BYTES", 1)
 
 
 def aligned(data: bytes, shift: int = 0) -> memoryview:
@@ -115,7 +116,7 @@ def test_pieces_may_be_made_in_one_place(tmp_path: Path, folder: int, monkeypatc
 
     Each checksum is made as late as it can be: it is waited for, or else made of the next piece.
     """
-    view = scratch(2 * files.LEAST_DIRECT_BYTES)
+    view = scratch(writing.THREAD_BYTES)
     asked = threading.Semaphore(0)
     real = writing.Checksums._update
 
@@ -134,6 +135,36 @@ def test_pieces_may_be_made_in_one_place(tmp_path: Path, folder: int, monkeypatc
     monkeypatch.setattr(writing.Checksums, "_update", update)
     entry = write_file(folder, "x", pieces())
     assert_written(tmp_path, entry, b"".join(bytes([n]) * len(view) for n in range(4)) + b"end")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "threads"),
+    [
+        ([writing.THREAD_BYTES], 1),
+        ([writing.THREAD_BYTES - 1], 0),
+        ([writing.THREAD_BYTES - 1, 1], 0),  # what is left is small
+        ([files.LEAST_DIRECT_BYTES] * (writing.THREAD_BYTES // files.LEAST_DIRECT_BYTES), 1),
+        ([files.LEAST_DIRECT_BYTES] * (writing.THREAD_BYTES // files.LEAST_DIRECT_BYTES - 1), 0),
+        ([files.LEAST_DIRECT_BYTES - 1] * 20, 0),
+    ],
+)
+def test_a_file_is_large_before_it_gets_a_thread(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[int], threads: int
+) -> None:
+    begun = []
+    start = writing.Checksums._start
+    monkeypatch.setattr(writing.Checksums, "_start", lambda self: (begun.append(1), start(self)))
+    checksums, done = writing.Checksums(), 0
+    for size in sizes:
+        checksums.add(memoryview(RANDOM)[done : done + size])
+        done += size
+    found = checksums.finish()
+    checksums.close()
+    assert len(begun) == threads
+    assert found == tuple(
+        xxhash.xxh3_64_hexdigest(RANDOM[begin : min(begin + BLOCK_BYTES, done)])
+        for begin in range(0, done, BLOCK_BYTES)
+    )
 
 
 # ---------------------------------------------------------------------------------------- around the page cache, or not
