@@ -1,10 +1,11 @@
 """What checkpoints may cost at this moment: a bucket that training fills, and that what checkpoints add to it empties.
 
 An interval follows from costs measured before. The budget follows what is spent: each iteration earns ``overhead`` of
-what training takes by itself, and one with a checkpoint under way is charged with what it took beyond that. Nothing is
-written to storage as long as anything is owed, so that over any long window (``WINDOW`` iterations, or ``INTERVALS``
-intervals) checkpoints cost about ``overhead`` at most, whatever the first ones cost, and however suddenly others cost
-more: beyond it is what the checkpoint costs that is under way when that happens.
+what training takes by itself, less what hooks hold up in any iteration (half of it at least), and one with a checkpoint
+under way is charged with what it took beyond that. Nothing is written to storage as long as anything is owed, so that
+over any long window (``WINDOW`` iterations, or ``INTERVALS`` intervals) checkpoints cost about ``overhead`` at most,
+whatever the first ones cost, and however suddenly others cost more: beyond it is what the checkpoint costs that is
+under way when that happens.
 
 - What is saved up is bounded (``SLACK`` iterations' worth, or what noise comes to in a window): a quiet hour pays for
   no burst. What is owed is bounded too, by what one window earns: no checkpoint is put off for longer.
@@ -20,6 +21,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
+from checkflow.runtime.policy import Costs
 from checkflow.runtime.samples import Iteration
 
 WINDOW, INTERVALS = 100, 3  # iterations, and intervals, whichever is longer
@@ -53,6 +55,7 @@ class Budget:
         self._overhead = overhead
         self._free_excess: deque[float] = deque(maxlen=FREE_KEPT)
         self._since_forgiven = FORGIVEN_EVERY  # iterations
+        self._standing_seconds = 0.0
         self.reset()
 
     def reset(self) -> None:
@@ -98,6 +101,7 @@ class Budget:
         interval: int,
         *,
         believed_seconds: float | None = None,
+        standing_seconds: float = 0.0,
     ) -> None:
         """An iteration has ended.
 
@@ -105,7 +109,9 @@ class Budget:
             free: what one takes without checkpoints, and its standard deviation; None: not known yet.
             interval: iterations from one checkpoint to the next.
             believed_seconds: what one is believed to take as long as that is not known; it is settled anew then.
+            standing_seconds: for which training waits in any, which ``overhead`` pays first.
         """
+        self._standing_seconds = standing_seconds
         self._since_forgiven += 1
         if free is None:
             if self._early is not None:
@@ -123,18 +129,24 @@ class Budget:
         self._settle(iteration, *free, interval)
 
     def _settle(self, iteration: Iteration, free_seconds: float, spread_seconds: float, interval: int) -> None:
-        earned = self._overhead * free_seconds
+        earned = self._earned(free_seconds)
         most_owed = earned * max(WINDOW, INTERVALS * interval)
         # What can be held against no other earns like others, so that a debt always ends, and pays what is sure.
         charge = (
-            self._charge(iteration, free_seconds, most_owed, interval) if iteration.tells else iteration.held_seconds
+            self._charge(iteration, free_seconds, most_owed, interval)
+            if iteration.tells
+            else max(0.0, iteration.held_seconds - self._standing_seconds)
         )
         self._slack_seconds = max(SLACK * earned, NOISE * spread_seconds * math.sqrt(WINDOW))
         level = self.level_seconds = max(-most_owed, min(self._slack_seconds, self.level_seconds + earned - charge))
         self._highest_seconds = level if iteration.persisted else max(level, self._highest_seconds)
 
+    def _earned(self, free_seconds: float) -> float:
+        """By an iteration, for checkpoints."""
+        return Costs(free_seconds, 0.0, 0.0, 0.0, self._standing_seconds).allowed_seconds(self._overhead)
+
     def _charge(self, iteration: Iteration, free_seconds: float, most_owed_seconds: float, interval: int) -> float:
-        earned = self._overhead * free_seconds
+        earned = self._earned(free_seconds)
         limit = max(PAUSE_SHARE * free_seconds, PAUSE_INTERVALS * interval * earned, iteration.held_seconds)
         excess = min(iteration.own_seconds - free_seconds, max(limit, most_owed_seconds))
         excess = self._believed(iteration.number, excess, limit, max(NEAR, NEAR_INTERVALS * interval))

@@ -219,6 +219,7 @@ class Controller:
             self._samples.baseline,
             1 if self._intervals is None else self._intervals.disk,
             believed_seconds=None if self._costs is None else self._costs.iteration_seconds,
+            standing_seconds=self._samples.standing_seconds,
         )
         if self._samples.shifts != shifts:
             self._budget.forgive()
@@ -304,7 +305,7 @@ class Controller:
         now, costs, paid = self._intervals, self._costs, self._samples.last_persist_cost
         if now is None or costs is None or paid is None or now.reason != "overhead":
             return False
-        return paid <= BOLD * self._asked.overhead * costs.iteration_seconds * now.disk
+        return paid <= BOLD * costs.allowed_seconds(self._asked.overhead) * now.disk
 
     def _disk_interval(self, now: Intervals) -> int:
         """When storage is due: sooner after a checkpoint that was cheap, to see soon whether others are, too."""
@@ -367,4 +368,5 @@ class Controller:
         if reason == "mtbf":
             return f"one costs {both} of training, and failures come every {format_time(asked.mtbf_seconds or 0.0)}"
         seconds = format_seconds(costs.iteration_seconds)
-        return f"one costs {both} of training, and may cost {100 * asked.overhead:.3g} % of iterations of {seconds}"
+        share = 100 * costs.allowed_seconds(asked.overhead) / costs.iteration_seconds
+        return f"one costs {both} of training, and may cost {share:.3g} % of iterations of {seconds}"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 BETWEEN = 0.25  # of the overhead, for captures that storage does not take
+LEAST_LEFT = 0.5  # of the overhead, for checkpoints, whatever is spent in every iteration
 _SLACK = 1e-9  # relative: a quotient that is whole but for rounding is whole
 
 
@@ -116,11 +117,28 @@ class Costs:
     capture_seconds: float  # by which one capture lengthens training, whatever of it is a wait or shared bandwidth
     persist_seconds: float  # that storage takes for one checkpoint
     interference_seconds: float  # by which one persist lengthens training
+    standing_seconds: float = 0.0  # of each iteration, a checkpoint under way or not: hooks, a look at all state
+
+    @property
+    def training_seconds(self) -> float:
+        """Of one iteration, what would be left without any of this; half of it at least, whatever was measured."""
+        return max(self.iteration_seconds - self.standing_seconds, self.iteration_seconds / 2)
 
     def share(self, memory: int, disk: int) -> float:
         """Of training's own time, what checkpoints at these intervals add."""
-        added = self.capture_seconds / memory + self.interference_seconds / disk
-        return added / self.iteration_seconds
+        return (self.added_seconds(memory, disk) + self.standing_seconds) / self.training_seconds
+
+    def added_seconds(self, memory: int, disk: int) -> float:
+        """By checkpoints at these intervals, to each iteration."""
+        return self.capture_seconds / memory + self.interference_seconds / disk
+
+    def allowed_seconds(self, overhead: float) -> float:
+        """Of each iteration, what checkpoints may take where ``overhead`` is the share of training that may be added.
+
+        What every iteration pays is taken from that, up to half of it (``LEAST_LEFT``): no interval makes it less.
+        """
+        allowed_seconds = overhead * self.training_seconds
+        return max(LEAST_LEFT * allowed_seconds, allowed_seconds - self.standing_seconds)
 
     def times(self, factor: float) -> Costs:
         """The same, if all that checkpoints take were so many times as long."""
@@ -129,6 +147,7 @@ class Costs:
             self.capture_seconds * factor,
             self.persist_seconds * factor,
             self.interference_seconds * factor,
+            self.standing_seconds,
         )
 
 
@@ -144,7 +163,8 @@ class Intervals:
 def choose(
     costs: Costs, unit: int, overhead: float, *, mtbf_seconds: float | None = None, tiers: bool = True
 ) -> Intervals | None:
-    """The shortest intervals at which checkpoints cost no more than ``overhead`` of training's time.
+    """The shortest intervals at which checkpoints cost no more than ``overhead`` of training's time leaves them
+    (:meth:`Costs.allowed_seconds`).
 
     Storage comes first, since it is what survives: :func:`join`, over what a capture and its persist cost together, or
     the interval that wastes least, if that is longer. Captures in between take what of ``overhead`` that leaves, or a
@@ -160,7 +180,8 @@ def choose(
         None: as :func:`join`.
     """
     seconds, capture, interference = costs.iteration_seconds, costs.capture_seconds, costs.interference_seconds
-    disk = join(unit, seconds, costs.persist_seconds, capture + interference, overhead)
+    allowed_seconds = costs.allowed_seconds(overhead)
+    disk = join(unit, seconds, costs.persist_seconds, capture + interference, allowed_seconds / seconds)
     if disk is None:
         return None
     reason = "plan"
@@ -169,7 +190,6 @@ def choose(
     if mtbf_seconds is not None and (best := least_waste(unit, seconds, capture + interference, mtbf_seconds)) > disk:
         disk, reason = best, "mtbf"
     if tiers and capture > 0:
-        allowed_seconds = overhead * seconds  # of each iteration
         memory = least_multiple(unit, capture / max(allowed_seconds - interference / disk, BETWEEN * allowed_seconds))
         left_seconds = allowed_seconds - capture / memory  # rounding may leave nothing: then every capture is written
         by_overhead = 0.0 if interference <= 0 else interference / left_seconds if left_seconds > 0 else math.inf

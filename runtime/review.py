@@ -143,7 +143,8 @@ class Review:
         if wanted is None or wanted.disk > now.disk:
             return False
         # Where storage can be written to more often, captures in between become rarer, and may have been cheap enough.
-        paid = _is_much_less(wanted.disk, now.disk) and costs.share(now.memory, now.disk) <= self._asked.overhead
+        cheap = costs.added_seconds(now.memory, now.disk) <= costs.allowed_seconds(self._asked.overhead)
+        paid = _is_much_less(wanted.disk, now.disk) and cheap
         return paid or wanted.memory <= now.memory
 
 

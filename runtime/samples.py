@@ -89,6 +89,7 @@ class Samples:
     def __init__(self) -> None:
         self._free: deque[tuple[int, float]] = deque(maxlen=KEPT)
         self.recent: deque[float] = deque(maxlen=RECENT)  # seconds of iterations that tell, free or not
+        self._standing: deque[float] = deque(maxlen=KEPT)  # seconds held in free iterations
         self._any: deque[Iteration] = deque(maxlen=RECENT)  # whether they tell or not
         self.free_seen = self.captures_seen = self.persists_seen = self.shifts = 0
         self._baseline: tuple[float, float] | None = None
@@ -97,7 +98,7 @@ class Samples:
     def forget_checkpoints(self) -> None:
         """What captures and persists cost is to be measured anew."""
         self._captures: deque[Span] = deque(maxlen=KEPT)
-        self._held_seconds: deque[float] = deque(maxlen=KEPT)  # by each capture
+        self._held: deque[tuple[float, int]] = deque(maxlen=KEPT)  # seconds held in a capture's iterations, and these
         self._persists: deque[Span] = deque(maxlen=KEPT)
         self._persist_seconds: deque[float] = deque(maxlen=KEPT)
         self._capture: Span | None = None  # under way
@@ -106,7 +107,7 @@ class Samples:
 
     def keep_last(self, size: int) -> None:
         """Forget what older checkpoints cost: it holds no more."""
-        for samples in (self._captures, self._held_seconds, self._persists, self._persist_seconds):
+        for samples in (self._captures, self._held, self._persists, self._persist_seconds):
             while len(samples) > size:
                 samples.popleft()
 
@@ -114,6 +115,12 @@ class Samples:
     def baseline(self) -> tuple[float, float] | None:
         """The median of free iterations, and their standard deviation; None: there are too few of them."""
         return self._baseline
+
+    @property
+    def standing_seconds(self) -> float:
+        """For which training waited in an iteration without a checkpoint."""
+        held = list(self._standing)
+        return median(held) if len(held) >= LEAST else 0.0
 
     @property
     def usual_seconds(self) -> float | None:
@@ -131,7 +138,7 @@ class Samples:
         if len(self._any) < LEAST:
             return None
         own = median(one.seconds - one.held_seconds for one in list(self._any))
-        held = median(list(self._held_seconds)) if self._held_seconds else 0.0
+        held = median(seconds for seconds, _ in list(self._held)) if self._held else 0.0
         return Costs(own, held, self.persist_seconds or 0.0, 0.0) if own > 0 else None
 
     @property
@@ -152,7 +159,7 @@ class Samples:
     @property
     def largest(self) -> int:
         """How many samples of a checkpoint's cost there are, of the kind that has most."""
-        return max(len(self._captures), len(self._held_seconds), len(self._persists), len(self._persist_seconds))
+        return max(len(self._captures), len(self._held), len(self._persists), len(self._persist_seconds))
 
     @property
     def last_persist_cost(self) -> float | None:
@@ -200,6 +207,7 @@ class Samples:
         least, zero = (1, Costs(0.0, 0.0, 0.0, 0.0)) if known is None else (LEAST, known)
         free = list(self._free)  # reports are made on other threads
         free_seconds, spread = median_and_spread([seconds for _, seconds in free])
+        standing = self.standing_seconds
 
         def cost(spans: Sequence[Span], capture_seconds: float, doubt: float) -> float:
             values = [span.added_seconds(free_seconds) - span.captures * capture_seconds for span in spans]
@@ -217,8 +225,9 @@ class Samples:
             if len(persists) >= least and (begun := median(span.captures for span in persists)) >= 1:
                 # Where storage takes every capture none is undisturbed; but one costs no more than it and its persist.
                 capture = min(capture, cost(persists, 0.0, doubt) / begun)
-            if len(self._held_seconds) >= least:
-                capture = max(capture, median(list(self._held_seconds)[-size:]))
+            if len(self._held) >= least:  # what free iterations have of it, too, is no capture's
+                held = median(seconds - count * standing for seconds, count in list(self._held)[-size:])
+                capture = max(capture, held)
             return capture
 
         interference = zero.interference_seconds
@@ -228,11 +237,12 @@ class Samples:
         if len(lasting) >= least:
             middle, own = median_and_spread(lasting)
             persist = max(0.0, middle + doubt * own * error_of(len(lasting)))
-        return Costs(free_seconds, capture_cost(doubt), persist, interference)
+        return Costs(free_seconds, capture_cost(doubt), persist, interference, standing)
 
     def _add_free(self, iteration: Iteration) -> None:
         self.free_seen += 1
         self._free.append((iteration.number, iteration.own_seconds))
+        self._standing.append(iteration.held_seconds)
         old, new = list(self._free)[:-SHIFT], list(self._free)[-SHIFT:]
         if len(old) < SHIFT:
             return
@@ -260,7 +270,7 @@ class Samples:
         if span is None or not span.counts or not span.iterations + span.left_out:
             return
         held_seconds = span.whole(span.held_seconds) if span.iterations else span.left_out_held_seconds
-        self._held_seconds.append(held_seconds)
+        self._held.append((held_seconds, span.iterations + span.left_out))
         if span.pure and span.iterations:
             self._captures.append(span)
             self.captures_seen += 1

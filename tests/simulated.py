@@ -44,6 +44,7 @@ class SimulatedJob:
     fails: bool = False  # storage does not take anything
     counts: bool = True  # whether its iterations may be compared with each other
     held_seconds: float = 0.0  # of a capture's first iteration, without lengthening what is not said above
+    standing_seconds: float = 0.0  # that hooks add to every iteration, and hold it up
     place: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -65,7 +66,7 @@ class SimulatedJob:
         for _ in range(iterations):
             self.number += 1
             own = self.iteration_seconds * max(0.1, self.random.gauss(1, self.noise))
-            taken = own + (self.capture_seconds if self._begun else 0.0)
+            taken = own + self.standing_seconds + (self.capture_seconds if self._begun else 0.0)
             persisting, ended = self._left_seconds > 0, False
             if persisting:
                 part = min(self._left_seconds, taken)
@@ -78,7 +79,8 @@ class SimulatedJob:
                 Iteration(
                     self.number, taken + self.pauses.get(self.number, 0.0), captured=self._flying > 0,
                     persisted=persisting, persist_seconds=self.persist_seconds if ended and not self.fails else None,
-                    held_seconds=self.held_seconds if self._begun else 0.0, counts=self.counts,
+                    held_seconds=self.standing_seconds + (self.held_seconds if self._begun else 0.0),
+                    counts=self.counts,
                 )
             )  # fmt: skip
             self._at_boundary(ended)

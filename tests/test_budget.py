@@ -325,3 +325,36 @@ def test_training_of_two_speeds(block: int, known: bool) -> None:
         job.run(block)
     assert job.overhead(400) <= 0.035 * 2
     assert len(job.durable) >= 8
+
+
+@pytest.mark.parametrize(("standing_seconds", "iterations"), [(0.0, 20), (0.25, 40), (0.5, 40)])
+@pytest.mark.parametrize("counts", [True, False])
+def test_what_every_iteration_pays_is_paid_first(standing_seconds: float, iterations: int, counts: bool) -> None:
+    """One checkpoint cost ten: iterations of one second of training pay for it, half a second each, less standing."""
+    budget = Budget(0.5)
+    free = 1 + standing_seconds, 0.0
+
+    def add(seconds: float, held_seconds: float, *, captured: bool = False, counts: bool = True) -> None:
+        iteration = Iteration(1, seconds, captured=captured, held_seconds=held_seconds, counts=counts)
+        budget.add(iteration, free, 1, standing_seconds=standing_seconds)
+
+    add(free[0] + 10, standing_seconds + 10, captured=True)
+    owed = -budget.level_seconds
+    assert owed == pytest.approx(10 - 10 / iterations)
+    waited = 1
+    while not budget.allows() and waited < 1000:
+        add(free[0], standing_seconds, counts=counts)
+        waited += 1
+    assert waited == iterations
+
+
+@pytest.mark.parametrize(("standing_seconds", "waits"), [(0.0, 1.0), (0.0175, 2.0)])
+def test_a_job_waits_for_what_is_left(standing_seconds: float, waits: float) -> None:
+    """A checkpoint costs 1.5 s all at once: 43 iterations pay for it, 35 ms each, twice as many at half of that."""
+    job = SimulatedJob(slowdown=0.1, standing_seconds=standing_seconds)
+    job.run(400)
+    job.run(max(job.durable) + job.intervals[1] - 1 - job.number)  # just before the next one
+    job.slowdown = 0.5
+    job.run(200)
+    first, second = [number for number in job.durable if number >= 400][:2]
+    assert waits * 1.5 / 0.035 - 12 <= second - first <= waits * 1.5 / 0.035 + 3

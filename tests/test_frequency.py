@@ -62,6 +62,31 @@ def test_what_a_profile_comes_to(job: dict[str, Any], expected: tuple[int, int],
     assert report.overhead_share == pytest.approx(simulated.run(60 * expected[1]), abs=0.003)
 
 
+@pytest.mark.parametrize(
+    ("standing_seconds", "expected", "most"),
+    [(0.0, (1, 9), 0.035), (0.01, (1, 12), 0.035), (0.0175, (1, 18), 0.035), (0.03, (1, 18), 0.0475)],
+)
+def test_what_every_iteration_pays_is_part_of_the_overhead(
+    standing_seconds: float, expected: tuple[int, int], most: float
+) -> None:
+    """But for half of it, which checkpoints may have whatever hooks cost."""
+    job = SimulatedJob(slowdown=0.1, standing_seconds=standing_seconds)
+    job.run(PROFILE)
+    assert job.intervals == expected
+    taken = job.run(200 * expected[1])
+    assert most * 0.9 <= taken <= most * 1.01
+    assert job.controller.report.overhead_share == pytest.approx(taken, abs=0.001)
+
+
+def test_captures_do_not_pay_for_what_free_iterations_have_too() -> None:
+    job = SimulatedJob(capture_seconds=0.002, held_seconds=0.002, standing_seconds=0.005, persist_seconds=0.5)
+    job.run(200)
+    costs = job.controller.costs
+    assert costs is not None
+    assert costs.capture_seconds == pytest.approx(0.002)
+    assert costs.standing_seconds == pytest.approx(0.005)
+
+
 def test_a_profile_in_order() -> None:
     """As planned; then storage rests; then nothing is captured; what that cost is paid; then by the intervals."""
     job = SimulatedJob(slowdown=0.1)

@@ -111,7 +111,7 @@ def test_the_join_is_the_least_multiple_within_both_bounds(
     assert k >= (join(unit, iteration, persist, stall, overhead * more) or 0)
 
 
-costs = st.builds(Costs, st.floats(0.01, 10), times, times, times)
+costs = st.builds(Costs, st.floats(0.01, 10), times, times, times, st.just(0.0) | st.floats(0, 0.1))
 
 
 @given(costs, units, shares, st.none() | st.floats(1, 1e6), st.booleans())
@@ -124,7 +124,8 @@ def test_both_tiers_are_within_the_overhead(
     assert chosen.disk % chosen.memory == 0
     assert tiers or chosen.memory == chosen.disk
     assert chosen.disk * cost.iteration_seconds >= cost.persist_seconds * (1 - 1e-6)
-    assert cost.share(chosen.memory, chosen.disk) <= overhead * (1 + 1e-6)
+    standing = cost.standing_seconds / cost.training_seconds
+    assert cost.share(chosen.memory, chosen.disk) <= max(overhead, standing + overhead / 2) * (1 + 1e-6)
     # For captures in between storage waits for a third longer at most, and then to the next of them.
     alone = choose(cost, unit, overhead, mtbf_seconds=mtbf, tiers=False)
     assert alone is not None
@@ -145,6 +146,11 @@ def test_both_tiers_are_within_the_overhead(
         (Costs(1, 0.015625, 0, 0.75), 1, 0.0625, None, Intervals(1, 16, "overhead")),
         (Costs(1, 0.125, 0, 0), 1, 0.0625, 3600, Intervals(2, 30, "mtbf")),
         (Costs(1, 0.125, 0, 0), 1, 0.0625, 10, Intervals(2, 2, "overhead")),
+        (Costs(1.03125, 0.125, 0, 0.125, 0.03125), 1, 0.0625, None, Intervals(8, 8, "overhead")),
+        (Costs(1.015625, 0.125, 0, 0.125, 0.015625), 1, 0.0625, None, Intervals(6, 6, "overhead")),
+        pytest.param(Costs(1.5, 0.125, 0, 0.125, 0.5), 1, 0.0625, None, Intervals(8, 8, "overhead"), id="half is left"),
+        pytest.param(Costs(1, 0, 0, 0.25, 2), 1, 0.0625, None, Intervals(1, 16, "overhead"), id="nothing but hooks"),
+        (Costs(1, 0, 2.5, 0, 0.5), 1, 0.0, None, Intervals(1, 3, "persist")),
         pytest.param(Costs(1, 0.0625, 0, 1e-12), 1, 0.0625, None, Intervals(1, 1, "plan"), id="nothing is left"),
         pytest.param(
             Costs(1, 0.0625, 50, 1e-12), 1, 0.0625, None, Intervals(50, 50, "persist"), id="rounded to nothing"
