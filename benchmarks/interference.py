@@ -74,10 +74,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: of each phase, each iteration's seconds, k after it, and the checkpoints made durable in it."""
+    """One training run: of each phase, each iteration's seconds, k after each window, and the checkpoints made durable
+    in it; and k when the neighbour came."""
 
     seconds: tuple[tuple[float, ...], ...]
     intervals: tuple[tuple[int, ...], ...]
+    before: int
     committed: tuple[int, ...]
     neighbour: Mapping[str, Any]
 
@@ -87,20 +89,26 @@ def run(way: Plain | Planned, neighbour: Neighbour, effort: Effort) -> Run:
     seconds: list[tuple[float, ...]] = []
     intervals: list[tuple[int, ...]] = []
     committed: list[int] = []
+    chosen = 0
     with neighbour:
         for phase, iterations in zip(PHASES, effort.iterations, strict=True):
             before = way.committed
             if phase == "disturbed":
                 if isinstance(way, Planned):
                     way.decide()  # if there were too few iterations for that
+                chosen = way.interval
                 neighbour.begin()
-            pairs = [(way.run(1)[0], way.interval) for _ in range(iterations)]
+            taken: list[float] = []
+            after: list[int] = []
+            for first in range(0, iterations, WINDOW):  # to ask for k costs a report, and its way through the caches
+                taken += way.run(min(WINDOW, iterations - first))
+                after.append(way.interval)
             if phase == "disturbed":
                 neighbour.end()
-            seconds.append(tuple(pair[0] for pair in pairs))
-            intervals.append(tuple(pair[1] for pair in pairs))
+            seconds.append(tuple(taken))
+            intervals.append(tuple(after))
             committed.append(way.committed - before)
-    return Run(tuple(seconds), tuple(intervals), tuple(committed), neighbour.outcome)
+    return Run(tuple(seconds), tuple(intervals), chosen, tuple(committed), neighbour.outcome)
 
 
 def mean_of(first: Run, second: Run) -> Run:
@@ -109,7 +117,7 @@ def mean_of(first: Run, second: Run) -> Run:
         tuple((one + other) / 2 for one, other in zip(*phase, strict=True))
         for phase in zip(first.seconds, second.seconds, strict=True)
     )
-    return Run(seconds, first.intervals, first.committed, first.neighbour)
+    return Run(seconds, first.intervals, first.before, first.committed, first.neighbour)
 
 
 def overheads(run: Run, plain: Run) -> dict[str, float]:
@@ -132,9 +140,7 @@ def trace_of(run: Run, plain: Run) -> list[dict[str, Any]]:
             window = with_them[first : first + WINDOW]
             overhead = sum(window) / (usual * len(window)) - 1
             number += len(window)
-            lines.append(
-                {"until": number, "phase": phase, "overhead": overhead, "k": intervals[first + len(window) - 1]}
-            )
+            lines.append({"until": number, "phase": phase, "overhead": overhead, "k": intervals[first // WINDOW]})
     return lines
 
 
@@ -152,7 +158,7 @@ def one_round(job: Job, effort: Effort, number: int) -> dict[str, Any]:
         frequency = way.checkpointer.report()["frequency"]
     second = run(Plain(job.step), neighbour(), effort)
     plain = mean_of(first, second)
-    every = adaptive.intervals[0][-1] or adaptive.intervals[1][0]
+    every = adaptive.before
     with closing(Planned(job.step, directory / "static", plan=plan, every=every)) as way:
         way.run(4 * every)  # the first three checkpoints are audited, which later ones seldom are
         static = run(way, neighbour(), effort)
