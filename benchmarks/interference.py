@@ -79,13 +79,13 @@ class Run:
 
     seconds: tuple[tuple[float, ...], ...]
     intervals: tuple[tuple[int, ...], ...]
-    before: int
+    k_before: int
     committed: tuple[int, ...]
     neighbour: Mapping[str, Any]
 
 
 def run(way: Plain | Planned, neighbour: Neighbour, effort: Effort) -> Run:
-    """Train through the three phases, iteration by iteration."""
+    """Train through the three phases, window by window."""
     seconds: list[tuple[float, ...]] = []
     intervals: list[tuple[int, ...]] = []
     committed: list[int] = []
@@ -117,7 +117,7 @@ def mean_of(first: Run, second: Run) -> Run:
         tuple((one + other) / 2 for one, other in zip(*phase, strict=True))
         for phase in zip(first.seconds, second.seconds, strict=True)
     )
-    return Run(seconds, first.intervals, first.before, first.committed, first.neighbour)
+    return Run(seconds, first.intervals, first.k_before, first.committed, first.neighbour)
 
 
 def overheads(run: Run, plain: Run) -> dict[str, float]:
@@ -158,7 +158,7 @@ def one_round(job: Job, effort: Effort, number: int) -> dict[str, Any]:
         frequency = way.checkpointer.report()["frequency"]
     second = run(Plain(job.step), neighbour(), effort)
     plain = mean_of(first, second)
-    every = adaptive.before
+    every = adaptive.k_before
     with closing(Planned(job.step, directory / "static", plan=plan, every=every)) as way:
         way.run(4 * every)  # the first three checkpoints are audited, which later ones seldom are
         static = run(way, neighbour(), effort)

@@ -5,16 +5,21 @@ the fork the child waits for ever, before it has run a line of Python, and train
 (python/cpython#112275). Threads that are not Python's take it without the GIL whenever they call into Python, as gloo's
 do after a collective: of workers that start just then, one in some thousands hangs. Such a child has touched nothing,
 so it can be ended and forked anew. Later versions need none of this.
+
+A child that is merely slow may be ended, too, in what is registered to run in every forked child
+(``os.register_at_fork``), but never once it is a worker: the next one gets twice the time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
 import select
 import signal
 import sys
+import time
 from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
 from typing import Any
@@ -29,6 +34,8 @@ MAY_HANG = sys.version_info < (3, 11, 10)
 #: After so long a child that has not begun is forked anew; it takes some milliseconds, and more under load.
 PATIENCE_SECONDS = 5.0
 
+_LOOK_SECONDS = 0.001  # from one look whether a child stands still to the next
+
 
 def start_safely(loader: DataLoader[Any]) -> None:
     """Have this loader's workers, where they are forked, looked after as they start."""
@@ -36,17 +43,17 @@ def start_safely(loader: DataLoader[Any]) -> None:
         return
     context = loader.multiprocessing_context or multiprocessing.get_context()
     if type(context) is ForkContext:
-        loader.multiprocessing_context = _SafeForkContext()
+        loader.multiprocessing_context = _LookedAfter()
 
 
 class _Start(Popen):
     """A fork that is made again until the child has begun."""
 
-    def __init__(self, process_obj: _SafeForkProcess) -> None:
+    def __init__(self, process_obj: LoaderWorker) -> None:
         self._patience_seconds = PATIENCE_SECONDS
         super().__init__(process_obj)
 
-    def _launch(self, process_obj: _SafeForkProcess) -> None:
+    def _launch(self, process_obj: LoaderWorker) -> None:
         while not self._fork(process_obj):
             logger.warning(
                 "a loader's worker did not get through its fork, and is started anew: this Python may hang there "
@@ -54,8 +61,9 @@ class _Start(Popen):
             )
             self._patience_seconds *= 2  # a machine may be that slow
 
-    def _fork(self, process_obj: _SafeForkProcess) -> bool:
+    def _fork(self, process_obj: LoaderWorker) -> bool:
         """Whether the child has begun, or has ended by itself; another is to be made."""
+        self.returncode = None
         begun, tells = process_obj.pipe = os.pipe()
         try:
             try:
@@ -63,35 +71,54 @@ class _Start(Popen):
             finally:
                 os.close(tells)
             try:
-                return _wait(begun, self._patience_seconds) or self._outlived_a_look(begun)
+                if _wait(begun, self._patience_seconds) or self._is_alive_at_last(begun):
+                    return True
             except BaseException:  # Ctrl-C: nobody would know of this child
                 self._end()
                 raise
+            self._end()
+            return False
         finally:
             os.close(begun)
 
-    def _outlived_a_look(self, begun: int) -> bool:
-        """With the child stopped, so that it cannot begin between the look and the end."""
-        os.kill(self.pid, signal.SIGSTOP)
-        _, status = os.waitpid(self.pid, os.WUNTRACED)
-        if not os.WIFSTOPPED(status):
-            self.returncode = os.waitstatus_to_exitcode(status)
+    def _is_alive_at_last(self, begun: int) -> bool:
+        """Whether it has begun, or ended, after all; if not it stands still: it cannot begin after this look."""
+        try:
+            self._stop()
+        except (ProcessLookupError, ChildProcessError):  # it has ended, and a handler of the user's knows how
+            return True
+        if self.returncode is not None:
             return True
         if _wait(begun, 0):
             os.kill(self.pid, signal.SIGCONT)
             return True
-        self._end()
         return False
 
+    def _stop(self) -> None:
+        """Until it stands still or has ended; a scheduler's SIGCONT would undo a stop that was asked for once."""
+        while True:
+            os.kill(self.pid, signal.SIGSTOP)
+            changed, status = os.waitpid(self.pid, os.WUNTRACED | os.WNOHANG)
+            if changed:
+                break
+            time.sleep(_LOOK_SECONDS)
+        if not os.WIFSTOPPED(status):
+            self.returncode = os.waitstatus_to_exitcode(status)
+
     def _end(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # a handler of the user's reaps children
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+            self.returncode = -signal.SIGKILL
         assert self.finalizer is not None
         self.finalizer()
 
 
-class _SafeForkProcess(ForkProcess):
-    pipe: tuple[int, int]  # that the child writes to when it has begun
+class LoaderWorker(ForkProcess):
+    """A worker that says when it has begun."""
+
+    pipe: tuple[int, int]
 
     @staticmethod
     def _Popen(process_obj: Any) -> Popen:  # noqa: N802 - multiprocessing's name
@@ -99,14 +126,15 @@ class _SafeForkProcess(ForkProcess):
 
     def _bootstrap(self, parent_sentinel: int | None = None) -> int:
         """In the child, first of all."""
-        os.write(self.pipe[1], b"+")
-        for end in self.pipe:
-            os.close(end)
+        with contextlib.suppress(OSError):  # closed already by what runs in every child: that tells, too
+            os.write(self.pipe[1], b"+")
+            for end in self.pipe:
+                os.close(end)
         return super()._bootstrap(parent_sentinel)  # type: ignore[misc, no-any-return]
 
 
-class _SafeForkContext(ForkContext):
-    Process = _SafeForkProcess
+class _LookedAfter(ForkContext):
+    Process = LoaderWorker
 
 
 def _wait(readable: int, seconds: float) -> bool:

@@ -50,6 +50,7 @@ class KeptProfile:
     capture_seconds: float
     persist_seconds: float
     interference_seconds: float
+    standing_seconds: float = 0.0
     format: Literal["checkflow-profile"] = "checkflow-profile"
     version: Literal[1] = 1
 
@@ -65,15 +66,19 @@ class ProfileCache:
         kept = self._read()
         if kept is None or kept.identity != identity:
             return None
-        return Costs(kept.iteration_seconds, kept.capture_seconds, kept.persist_seconds, kept.interference_seconds)
+        return Costs(
+            kept.iteration_seconds, kept.capture_seconds, kept.persist_seconds, kept.interference_seconds,
+            kept.standing_seconds,
+        )  # fmt: skip
 
     def keep(self, identity: Identity, costs: Costs) -> None:
         """Replace what is kept. A failure costs another profile at the next start, and is no reason to fail."""
         from pydantic import TypeAdapter
 
         kept = KeptProfile(
-            identity, costs.iteration_seconds, costs.capture_seconds, costs.persist_seconds, costs.interference_seconds
-        )
+            identity, costs.iteration_seconds, costs.capture_seconds, costs.persist_seconds, costs.interference_seconds,
+            costs.standing_seconds,
+        )  # fmt: skip
         data = TypeAdapter(KeptProfile).dump_json(kept, indent=1) + b"\n"
         try:
             folder = files.open_folder(str(self.path.parent))
@@ -107,7 +112,7 @@ class ProfileCache:
         except ValidationError as error:
             logger.warning("passing over %s: %s", self.path, first_fault(error))
             return None
-        times = (kept.capture_seconds, kept.persist_seconds, kept.interference_seconds)
+        times = (kept.capture_seconds, kept.persist_seconds, kept.interference_seconds, kept.standing_seconds)
         if not max(kept.iteration_seconds, *times) <= _MOST_SECONDS:
             logger.warning("passing over %s: a time in it is more than %g s", self.path, _MOST_SECONDS)
             return None

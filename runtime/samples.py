@@ -42,6 +42,11 @@ class Iteration:
     evaluation_seconds: float = 0.0  # of its time, by which evaluation usually lengthens one
 
     @property
+    def is_free(self) -> bool:
+        """Whether no checkpoint was under way."""
+        return not self.captured and not self.persisted
+
+    @property
     def tells(self) -> bool:
         """Whether its time is to be looked at."""
         return self.counts and self.seconds > 0
@@ -87,9 +92,8 @@ class Samples:
     """The last samples of each kind; how many there ever were is counted beside them."""
 
     def __init__(self) -> None:
-        self._free: deque[tuple[int, float]] = deque(maxlen=KEPT)
+        self._free: deque[Iteration] = deque(maxlen=KEPT)
         self.recent: deque[float] = deque(maxlen=RECENT)  # seconds of iterations that tell, free or not
-        self._standing: deque[float] = deque(maxlen=KEPT)  # seconds held in free iterations
         self._any: deque[Iteration] = deque(maxlen=RECENT)  # whether they tell or not
         self.free_seen = self.captures_seen = self.persists_seen = self.shifts = 0
         self._baseline: tuple[float, float] | None = None
@@ -118,8 +122,10 @@ class Samples:
 
     @property
     def standing_seconds(self) -> float:
-        """For which training waited in an iteration without a checkpoint."""
-        held = list(self._standing)
+        """For which training waits in an iteration without a checkpoint, also where such tell nothing."""
+        held = [one.held_seconds for one in list(self._free)]
+        if len(held) < LEAST:
+            held = [one.held_seconds for one in list(self._any) if one.is_free]
         return median(held) if len(held) >= LEAST else 0.0
 
     @property
@@ -138,8 +144,9 @@ class Samples:
         if len(self._any) < LEAST:
             return None
         own = median(one.seconds - one.held_seconds for one in list(self._any))
-        held = median(seconds for seconds, _ in list(self._held)) if self._held else 0.0
-        return Costs(own, held, self.persist_seconds or 0.0, 0.0) if own > 0 else None
+        standing = self.standing_seconds
+        held = median(seconds - count * standing for seconds, count in list(self._held)) if self._held else 0.0
+        return Costs(own + standing, max(0.0, held), self.persist_seconds or 0.0, 0.0, standing) if own > 0 else None
 
     @property
     def free(self) -> int:
@@ -149,7 +156,7 @@ class Samples:
     @property
     def last_free(self) -> int | None:
         """The boundary at the end of the last free iteration."""
-        return self._free[-1][0] if self._free else None
+        return self._free[-1].number if self._free else None
 
     @property
     def captures(self) -> int:
@@ -185,10 +192,10 @@ class Samples:
             self._any.append(iteration)
         if iteration.tells:
             self.recent.append(iteration.seconds)
-            if not iteration.captured and not iteration.persisted:
+            if iteration.is_free:
                 self._add_free(iteration)
                 if len(self._free) >= LEAST:
-                    self._baseline = median_and_spread(seconds for _, seconds in self._free)
+                    self._baseline = median_and_spread(one.own_seconds for one in self._free)
         self._follow_capture(iteration)
         self._follow_persist(iteration)
         self._began = False
@@ -206,8 +213,8 @@ class Samples:
             return None
         least, zero = (1, Costs(0.0, 0.0, 0.0, 0.0)) if known is None else (LEAST, known)
         free = list(self._free)  # reports are made on other threads
-        free_seconds, spread = median_and_spread([seconds for _, seconds in free])
-        standing = self.standing_seconds
+        free_seconds, spread = median_and_spread(one.own_seconds for one in free)
+        standing = self.standing_seconds if len(free) >= LEAST else zero.standing_seconds
 
         def cost(spans: Sequence[Span], capture_seconds: float, doubt: float) -> float:
             values = [span.added_seconds(free_seconds) - span.captures * capture_seconds for span in spans]
@@ -241,13 +248,12 @@ class Samples:
 
     def _add_free(self, iteration: Iteration) -> None:
         self.free_seen += 1
-        self._free.append((iteration.number, iteration.own_seconds))
-        self._standing.append(iteration.held_seconds)
+        self._free.append(iteration)
         old, new = list(self._free)[:-SHIFT], list(self._free)[-SHIFT:]
         if len(old) < SHIFT:
             return
-        usual, spread = median_and_spread(seconds for _, seconds in old)
-        now = median(seconds for _, seconds in new)
+        usual, spread = median_and_spread(one.own_seconds for one in old)
+        now = median(one.own_seconds for one in new)
         if abs(now - usual) > max(SHIFT_ERRORS * spread * error_of(SHIFT), SHIFT_SHARE * usual):
             # What was measured before was held against another training's time.
             self._free = deque(new, maxlen=KEPT)

@@ -163,8 +163,8 @@ class _Output:
 
 
 class Checksums:
-    """The checksum of each block of a file, made in order: on a thread of its own from the first large part on of a
-    file that is large itself.
+    """The checksum of each block of a file, made in order: on a thread of its own from the first large part on with
+    which the file itself is large.
 
     No locks of Python's own: an error that a signal's handler raises must not leave one taken (:mod:`.interrupts`).
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,6 +19,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from checkflow.runtime import forked_workers
 from checkflow.runtime.forked_workers import start_safely
 from checkflow.runtime.loader import DataLoader
+from checkflow.runtime.skipping_loader import SkippingLoader
+from checkflow.runtime.worker_signals import has_ended
 from checkflow.runtime.wrapping import resumable
 
 DATA = list(range(12))
@@ -35,7 +38,7 @@ os.register_at_fork(after_in_child=_forked)
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch) -> Iterable[None]:
     monkeypatch.setattr(forked_workers, "MAY_HANG", True)  # in later versions, too
-    monkeypatch.setattr(forked_workers, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(forked_workers, "PATIENCE_SECONDS", 0.5)
     yield
     in_fork.clear()
 
@@ -61,6 +64,10 @@ def hang() -> None:
     time.sleep(10_000)
 
 
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
 def processes() -> set[int]:
     return {child.pid for child in psutil.Process().children()}
 
@@ -68,12 +75,13 @@ def processes() -> set[int]:
 MAKERS: list[Callable[..., Any]] = [
     DataLoader,
     lambda *of, **options: resumable(TorchDataLoader(*of, **options)),
+    lambda *of, **options: SkippingLoader(TorchDataLoader(*of, **options)),
     lambda *of, **options: resumable(torchdata.stateful_dataloader.StatefulDataLoader(*of, **options)),
 ]
 FORKED = {"num_workers": 2, "multiprocessing_context": "fork"}
 
 
-@pytest.mark.parametrize("make", MAKERS, ids=["checkflow", "torch", "torchdata"])
+@pytest.mark.parametrize("make", MAKERS, ids=["checkflow", "torch", "skipping", "torchdata"])
 @pytest.mark.parametrize("hanging", [0, 1, 2])
 def test_a_worker_that_hangs_in_its_fork_is_started_anew(
     make: Callable[..., Any], hanging: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -83,16 +91,16 @@ def test_a_worker_that_hangs_in_its_fork_is_started_anew(
     with caplog.at_level(logging.WARNING, "checkflow"):
         batches = [batch.tolist() for batch in make(DATA, batch_size=3, **FORKED)]
     assert batches == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
-    assert [record.message.split(",")[0] for record in caplog.records] == [
-        "a loader's worker did not get through its fork"
-    ] * hanging
+    assert all("did not get through its fork" in record.message for record in caplog.records)
+    assert len(caplog.records) >= hanging  # a busy machine may be that slow by itself
+    assert not list(tmp_path.iterdir())
     assert processes() == before
 
 
 def test_a_machine_that_is_slow_gets_more_time(caplog: pytest.LogCaptureFixture) -> None:
-    in_fork.append(lambda: time.sleep(1))
+    in_fork.append(lambda: time.sleep(1.5))
     assert [int(batch) for batch in DataLoader(DATA, **FORKED)] == DATA
-    assert 1 <= len(caplog.records) <= 4  # two workers; 0.3 s are too short, and 2.4 long enough
+    assert caplog.records  # half a second is too short
 
 
 def too_late(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -100,7 +108,7 @@ def too_late(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     wait, standing = forked_workers._wait, []
 
     def waited(readable: int, seconds: float) -> bool:
-        found = wait(readable, seconds)
+        found = wait(readable, 60 if seconds else 0)
         if seconds:
             return False
         standing.append(sum(child.status() == psutil.STATUS_STOPPED for child in psutil.Process().children()))
@@ -132,6 +140,36 @@ def test_a_worker_that_dies_in_its_fork_is_torchs_error(
     assert processes() == before
 
 
+def test_one_that_dies_in_its_fork_is_nobodys_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where children are reaped by themselves."""
+    in_fork.append(lambda: os._exit(3))
+    assert too_late(monkeypatch) == []
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        worker = forked_workers._LookedAfter().Process(target=lambda: None)
+        worker.start()
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+    assert has_ended(worker.pid)
+
+
+@pytest.mark.parametrize("reap", [signal.SIG_IGN, lambda *_: os.waitpid(-1, os.WNOHANG)], ids=["ignored", "reaped"])
+def test_a_job_that_reaps_its_children_itself_gets_its_worker(reap: Any, tmp_path: Path) -> None:
+    """Nobody is there to wait for then."""
+    in_fork.append(times(tmp_path, 1, hang))
+    before, handler = open_files(), signal.signal(signal.SIGCHLD, reap)
+    try:
+        worker = forked_workers._LookedAfter().Process(target=lambda: None)
+        worker.start()
+        while not has_ended(worker.pid):
+            time.sleep(0.01)
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+    assert not list(tmp_path.iterdir())
+    worker._popen.finalizer()
+    assert open_files() == before
+
+
 def test_ctrl_c_in_the_wait_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(readable: int, seconds: float) -> bool:
         raise KeyboardInterrupt
@@ -161,6 +199,7 @@ class Own(multiprocessing.context.ForkContext):
     ("options", "guarded"),
     [
         ({"num_workers": 1, "multiprocessing_context": "fork"}, True),
+        ({"num_workers": 1}, multiprocessing.get_start_method() == "fork"),
         ({"num_workers": 1, "multiprocessing_context": "spawn"}, False),
         ({"num_workers": 1, "multiprocessing_context": Own()}, False),
         ({"num_workers": 0}, False),
@@ -170,7 +209,7 @@ def test_only_forks_of_pythons_own_are_looked_after(options: dict[str, Any], gua
     loader = TorchDataLoader(DATA, **options)
     before = loader.multiprocessing_context
     start_safely(loader)
-    assert isinstance(loader.multiprocessing_context, forked_workers._SafeForkContext) == guarded
+    assert isinstance(loader.multiprocessing_context, forked_workers._LookedAfter) == guarded
     assert guarded or loader.multiprocessing_context is before
 
 
@@ -180,10 +219,6 @@ def test_pythons_without_the_fault_are_left_alone(monkeypatch: pytest.MonkeyPatc
     context = loader.multiprocessing_context
     start_safely(loader)
     assert loader.multiprocessing_context is context
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.parametrize("hanging", [0, 1])
@@ -202,5 +237,5 @@ def test_the_pipe_is_closed_on_both_sides(hanging: int, tmp_path: Path) -> None:
 
     expected = started_by(multiprocessing.get_context("fork"))
     in_fork.append(times(tmp_path, hanging, hang))
-    assert started_by(forked_workers._SafeForkContext()) == expected
+    assert started_by(forked_workers._LookedAfter()) == expected
     assert not list(tmp_path.iterdir())

@@ -17,6 +17,7 @@ from checkflow.runtime.budget import INTERVALS, WINDOW
 from checkflow.runtime.frequency import HISTORY
 from checkflow.runtime.policy import Asked, Costs, choose
 from checkflow.runtime.review import BAND
+from checkflow.runtime.samples import Iteration, Samples
 
 PROFILE = 110  # iterations after which every simulated job here is profiled
 
@@ -294,6 +295,38 @@ def test_a_known_job_is_not_profiled() -> None:
     assert other.intervals == (1, 3)
 
 
+def test_what_hooks_took_of_a_known_job_is_known() -> None:
+    costs = {"slowdown": 0.1, "standing_seconds": 0.0175}
+    job = SimulatedJob(place={"known": Costs(1.0175, 0.0, 3.0, 0.3, 0.0175)}, **costs)
+    assert job.intervals == (1, 18)
+    job.run(40)
+    assert job.controller.report.overhead_share == pytest.approx(0.3 / 18 + 0.0175)
+    job.run(4000)
+    assert job.intervals == (1, 18)
+    assert job.overhead() <= 0.035 * 1.01
+
+
+@pytest.mark.parametrize(("free", "expected"), [(1, 0.25), (2, 0.25), (3, 0.125)])
+def test_what_is_known_of_hooks_holds_until_more_is(free: int, expected: float) -> None:
+    samples = Samples()
+    for number in range(free):
+        samples.add(Iteration(number, 2.0, held_seconds=0.125))
+    costs = samples.estimate(known=Costs(2.0, 0.0, 3.0, 0.3, 0.25))
+    assert costs is not None
+    assert costs.standing_seconds == expected
+
+
+def test_hooks_are_measured_anew_with_training() -> None:
+    job = SimulatedJob(slowdown=0.1, standing_seconds=0.01)
+    job.run(1000)
+    job.iteration_seconds, job.standing_seconds, job.persist_seconds = 0.1, 0.00175, 0.3
+    job.run(1000)
+    costs = job.controller.costs
+    assert costs is not None
+    assert costs.standing_seconds == pytest.approx(0.00175)
+    assert job.intervals == (1, 18)
+
+
 def test_another_plan_is_profiled_anew() -> None:
     job = SimulatedJob(slowdown=0.1)
     job.run(200)
@@ -340,6 +373,17 @@ def test_a_profile_where_no_iteration_tells_anything_ends(place: dict[str, Any])
     job.capture_seconds = job.held_seconds = 0.1
     job.run(4000)
     assert job.intervals[1] <= 4
+
+
+@pytest.mark.parametrize("standing_seconds", [0.0175, 0.05])
+def test_hooks_are_seen_where_no_iteration_tells_anything(standing_seconds: float) -> None:
+    """Where they alone take more than the overhead, a debt ends all the same."""
+    job = SimulatedJob(capture_seconds=1.0, held_seconds=1.0, standing_seconds=standing_seconds, counts=False)
+    job.run(100)
+    begun = len(job.durable)
+    job.run(4000)
+    assert job.overhead(100) <= (standing_seconds + 0.0175) * 1.1
+    assert 4000 // 65 <= len(job.durable) - begun <= 4000 // 55  # each iteration has 17.5 ms left to pay for a second
 
 
 def test_a_debt_ends_where_iterations_stop_to_tell_anything() -> None:

@@ -30,7 +30,8 @@ from checkflow.runtime.finding import find
 from checkflow.runtime.frequency import GAP, Controller
 from checkflow.runtime.loader import DataLoader
 from checkflow.runtime.persist import Persisted, Writer
-from checkflow.runtime.profile_cache import NAME
+from checkflow.runtime.policy import Costs
+from checkflow.runtime.profile_cache import NAME, Identity, ProfileCache
 
 
 class World:
@@ -106,6 +107,23 @@ def steps(directory: Path) -> list[int]:
 def frequency(checkpointer: Checkpointer) -> dict[str, Any]:
     found: dict[str, Any] = checkpointer.report()["frequency"]
     return found
+
+
+@pytest.mark.parametrize("costs", [Costs(1.0, 0.25, 3.0, 0.5), Costs(1.0, 0.25, 3.0, 0.5, 0.125)])
+def test_a_profile_is_found_as_it_was_kept(costs: Costs, tmp_path: Path) -> None:
+    identity = Identity("model", "batch", "plan", "cpu", 1, "ext4")
+    cache = ProfileCache(tmp_path)
+    cache.keep(identity, costs)
+    assert cache.find(identity) == costs
+    assert cache.find(dataclasses.replace(identity, ranks=2)) is None
+
+
+def test_a_profile_of_before_hooks_were_measured(tmp_path: Path) -> None:
+    test_a_profile_is_found_as_it_was_kept(Costs(1.0, 0.25, 3.0, 0.5), tmp_path)
+    content = json.loads((tmp_path / NAME).read_text())
+    assert content.pop("standing_seconds") == 0.0
+    (tmp_path / NAME).write_text(json.dumps(content))
+    assert ProfileCache(tmp_path).find(Identity(**content["identity"])) == Costs(1.0, 0.25, 3.0, 0.5)
 
 
 def test_a_job_is_profiled_and_its_profile_kept(tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture) -> None:
