@@ -16,11 +16,12 @@ from benchmarks.interference import PHASES, Run, lines_of, mean_of, overheads, t
 from benchmarks.neighbour import Kind, Neighbour
 
 ROOT = Path(__file__).resolve().parent.parent
-PLAIN = Run(((1.0,) * 4, (2.0,) * 4, (1.0,) * 4), ((0,) * 4,) * 3, (0, 0, 0), {})
+PLAIN = Run(((1.0,) * 4, (2.0,) * 4, (1.0,) * 4), ((0,) * 2,) * 3, 0, (0, 0, 0), {})
 # k goes from 1 to 4 within the second phase, and comes back to 2.
 CHECKPOINTED = Run(
     ((1.1,) * 4, (4.0, 3.0, 2.0, 2.2), (1.0, 1.0, 1.0, 1.2)),
-    ((1,) * 4, (1, 1, 4, 4), (4, 4, 2, 2)),
+    ((1, 1), (1, 4), (4, 2)),  # after each of two windows
+    1,
     (4, 2, 0),
     {"kind": "disk", "bytes_per_second": 1e9},
 )
@@ -36,7 +37,7 @@ def test_overheads_are_against_the_same_phase_without_checkpoints() -> None:
 
 
 def test_training_without_checkpoints_is_the_mean_of_two_runs() -> None:
-    other = Run(((3.0,) * 4, (2.0, 4.0, 2.0, 2.0), (1.0,) * 4), ((0,) * 4,) * 3, (0, 0, 0), {})
+    other = Run(((3.0,) * 4, (2.0, 4.0, 2.0, 2.0), (1.0,) * 4), ((0,) * 2,) * 3, 0, (0, 0, 0), {})
     assert mean_of(PLAIN, other).seconds == ((2.0,) * 4, (2.0, 3.0, 2.0, 2.0), (1.0,) * 4)
 
 
@@ -45,7 +46,7 @@ def test_a_trace_has_every_iteration_and_no_window_over_two_phases(monkeypatch: 
     lines = trace_of(CHECKPOINTED, PLAIN)
     assert [line["until"] for line in lines] == [3, 4, 7, 8, 11, 12]
     assert [line["phase"] for line in lines] == [phase for phase in PHASES for _ in range(2)]
-    assert [line["k"] for line in lines] == [1, 1, 4, 4, 2, 2]
+    assert [line["k"] for line in lines] == [1, 1, 1, 4, 4, 2]
     assert lines[2]["overhead"] == pytest.approx(0.5)
     assert lines[3]["overhead"] == pytest.approx(0.1)
 
@@ -57,7 +58,8 @@ def test_whether_k_came_back(first: int, last: int, back: bool) -> None:
     assert interference._came_back({"alone": first, "disturbed": 99, "alone again": last}) is back
 
 
-def test_the_table() -> None:
+def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interference, "WINDOW", 3)
     trace = trace_of(CHECKPOINTED, PLAIN)
     found = overheads(CHECKPOINTED, PLAIN)
     durable = dict(zip(PHASES, (1.0, 2.0, None), strict=True))
@@ -76,7 +78,7 @@ def test_the_table() -> None:
     assert "disturbed -2.0%, -2.0%" in lines
     said = "adaptive: within 6.0% over all iterations beside the neighbour in 0 of 2 rounds; k is back afterwards in 2"
     assert said in lines
-    assert lines[-1] == "to 12, alone again 5.0% (2) 5.0% (2)"
+    assert lines[-1] == "to 12, alone again 20.0% (2) 20.0% (2)"
 
 
 @pytest.mark.parametrize(("kind", "unit"), [("disk", "bytes_per_second"), ("cpu", "products_per_second")])
