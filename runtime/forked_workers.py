@@ -24,6 +24,7 @@ from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
 from typing import Any
 
+import psutil
 from torch.utils.data import DataLoader
 
 logger = logging.getLogger("checkflow")
@@ -82,10 +83,14 @@ class _Start(Popen):
             os.close(begun)
 
     def _is_alive_at_last(self, begun: int) -> bool:
-        """Whether it has begun, or ended, after all; if not it stands still: it cannot begin after this look."""
+        """Whether it has begun, or ended, after all; if not it stands still until it is ended."""
         try:
             self._stop()
-        except (ProcessLookupError, ChildProcessError):  # it has ended, and a handler of the user's knows how
+        except (
+            ProcessLookupError,
+            ChildProcessError,
+            psutil.NoSuchProcess,
+        ):  # it has ended, and a handler of the user's knows how
             return True
         if self.returncode is not None:
             return True
@@ -99,11 +104,12 @@ class _Start(Popen):
         while True:
             os.kill(self.pid, signal.SIGSTOP)
             changed, status = os.waitpid(self.pid, os.WUNTRACED | os.WNOHANG)
-            if changed:
-                break
+            if changed and not os.WIFSTOPPED(status):
+                self.returncode = os.waitstatus_to_exitcode(status)
+            # A handler of the user's may have been told of the stop, and nobody is told twice.
+            if changed or psutil.Process(self.pid).status() == psutil.STATUS_STOPPED:
+                return
             time.sleep(_LOOK_SECONDS)
-        if not os.WIFSTOPPED(status):
-            self.returncode = os.waitstatus_to_exitcode(status)
 
     def _end(self) -> None:
         if self.returncode is None:
