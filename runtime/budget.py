@@ -150,7 +150,7 @@ class Budget:
         limit = max(PAUSE_SHARE * free_seconds, PAUSE_INTERVALS * interval * earned, iteration.held_seconds)
         excess = min(iteration.own_seconds - free_seconds, max(limit, most_owed_seconds))
         excess = self._believed(iteration.number, excess, limit, max(NEAR, NEAR_INTERVALS * interval))
-        if iteration.captured or iteration.persisted:
+        if not iteration.is_free:
             return excess - sum(self._free_excess) / (FREE_PRIOR + len(self._free_excess))
         self._free_excess.append(excess)
         return 0.0

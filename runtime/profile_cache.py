@@ -8,6 +8,7 @@ profiled anew; and nothing waits until it is durable.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 from dataclasses import dataclass
@@ -75,10 +76,7 @@ class ProfileCache:
         """Replace what is kept. A failure costs another profile at the next start, and is no reason to fail."""
         from pydantic import TypeAdapter
 
-        kept = KeptProfile(
-            identity, costs.iteration_seconds, costs.capture_seconds, costs.persist_seconds, costs.interference_seconds,
-            costs.standing_seconds,
-        )  # fmt: skip
+        kept = KeptProfile(identity, **dataclasses.asdict(costs))
         data = TypeAdapter(KeptProfile).dump_json(kept, indent=1) + b"\n"
         try:
             folder = files.open_folder(str(self.path.parent))
