@@ -218,6 +218,8 @@ class RunReport:
     measured: Measured
     version: Literal[1] = 1
     best_step: int | None = None
+    reclaimed_step: int | None = None
+    memory_outlives_process: bool = False
 
     @property
     def held_share(self) -> float | None:

@@ -27,6 +27,7 @@ from checkflow.runtime.plan_cache import PlanCache
 from checkflow.runtime.planning import Planning
 from checkflow.runtime.preemption import Preemption
 from checkflow.runtime.progress import Progress
+from checkflow.runtime.reclaiming import reclaim
 from checkflow.runtime.reporting import Reporter
 from checkflow.runtime.resume import resume_from
 from checkflow.runtime.saving import Saving
@@ -115,6 +116,7 @@ def assemble(
         if given is None:
             cache = PlanCache(store.directory, arguments.wishes)
             planning = Planning(job, cache, make_planner(), check_plan, arguments.wishes, follow=arguments.follow)
+        reclaimed = reclaim(store, arguments.resume)
         resumed_from, imported = _resume(store, arguments.resume, job, progress, given)
         if arguments.rules.monitor is not None:
             store.look()  # what earlier runs found to be the best is still to be beaten
@@ -130,7 +132,7 @@ def assemble(
         undo.callback(boundaries.close)
         reporter = Reporter(
             job, boundaries, saving, store.directory,
-            run_id=store.run_id, resumed_from=resumed_from, imported=imported,
+            run_id=store.run_id, resumed_from=resumed_from, imported=imported, reclaimed=reclaimed,
         )  # fmt: skip
         undo.pop_all()
     return Parts(progress, preemption, store, saving, boundaries, reporter, resumed_from)

@@ -4,6 +4,7 @@ cache demand it. And what keeps Python's own memory from being looked through me
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import mmap
 import sys
@@ -50,6 +51,11 @@ def no_collection() -> Iterator[None]:
 def address_of(view: memoryview) -> int:
     """Where in memory a view begins that is not empty."""
     return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+def map_address(memory: mmap.mmap) -> int:
+    """Where mapped memory begins; the map stays for as long as this is kept from the collector by a view of it."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:

@@ -116,8 +116,12 @@ class Metrics:
         """For the manifest that is about to be written."""
         with self._mutex:
             self._late.discard(step)
-            told = self._told.get(step)
-            metrics = {retention.METRICS: retention.write_metrics(told)} if told else {}
+        return self.known(step)
+
+    def known(self, step: int) -> dict[str, Any]:
+        """What is known of a step so far, as a manifest has it."""
+        told = self._of(step)
+        metrics = {retention.METRICS: retention.write_metrics(told)} if told else {}
         return metrics | retention.write_rules(self.rules)
 
     def ended(self, step: int) -> None:

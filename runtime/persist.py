@@ -57,6 +57,7 @@ class Writer:
         gives_way: whether one that waits may be replaced by a newer one.
         newest: whether no capture was begun after this one.
         errand: other work for this thread, between captures; see ``nudge``. Must raise nothing.
+        void: called with a capture that an audit refuted.
     """
 
     def __init__(
@@ -68,9 +69,10 @@ class Writer:
         gives_way: Callable[[Capture, Capture], bool] = lambda waiting, newer: True,
         newest: Callable[[Capture], bool] = lambda _: False,
         errand: Callable[[], None] = lambda: None,
+        void: Callable[[Capture], None] = lambda _: None,
     ) -> None:
         self._commit, self._recycle, self._supersede = commit, recycle, supersede
-        self._gives_way, self._errand = gives_way, errand
+        self._gives_way, self._errand, self._void = gives_way, errand, void
         self._waiting: deque[Capture] = deque()
         self._newest = newest
         self._held: Capture | None = None  # complete, and not to be written yet
@@ -247,6 +249,8 @@ class Writer:
             if isinstance(reason, WrittenError):
                 with self._mutex:
                     self._written.append(reason.name)
+            if isinstance(reason, ConsistencyError):
+                self._void(capture)
             logger.warning("checkpoint of step %d failed, training goes on: %s", capture.step, reason)
         except Exception as reason:
             # A fault of ours must not end the training job either; the traceback goes to the log.

@@ -51,6 +51,7 @@ class Reporter:
         directory: of the checkpoints; exists, and is locked by this process.
         resumed_from: the step that this run goes on from; None: it begins anew.
         imported: whether that are imported weights: nothing is done again.
+        reclaimed: the step that was put on storage at the start, from the host memory of the run before.
     """
 
     def __init__(
@@ -63,9 +64,11 @@ class Reporter:
         run_id: str,
         resumed_from: int | None,
         imported: bool = False,
+        reclaimed: int | None = None,
     ) -> None:
         self._boundaries, self._saving = boundaries, saving
         self._directory, self._run_id, self._resumed_from = directory, run_id, resumed_from
+        self._reclaimed = reclaimed
         self._model = "+".join(type(unwrap(model)).__name__ for model in job.models.values())
         self._device = device_name(job.models)[1]
         self._cuda = next(
@@ -145,6 +148,8 @@ class Reporter:
             lag=self._lag(),
             measured=self._measured(reading),
             best_step=saving.metrics.best_step,
+            reclaimed_step=self._reclaimed,
+            memory_outlives_process=saving.tier.survives,
         )
 
     def write_in_time(self) -> None:
@@ -263,6 +268,8 @@ def _resume_words(report: RunReport, directory: Path) -> str:
     if report.resumed_from is None:
         return "nothing to go on from, training begins anew"
     resumed, lost = f"resumed from step {report.resumed_from} of {directory}", report.replayed_iterations
+    if report.reclaimed_step == report.resumed_from:
+        resumed += " (which the run before had in host memory)"
     if lost is None:
         return f"{resumed}, how many iterations are done again is not known"
     if not lost:

@@ -6,6 +6,7 @@ They outlive the plans that run in it (:mod:`.execution`): a checkpoint is audit
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,11 +18,14 @@ from checkflow.runtime.capture import Capture
 from checkflow.runtime.copy_engine import CopyEngine
 from checkflow.runtime.execution import Execution
 from checkflow.runtime.host_engine import HostCopyEngine
+from checkflow.runtime.memory_tier import MemoryTier
 from checkflow.runtime.metrics import Metrics
 from checkflow.runtime.persist import Writer
 from checkflow.runtime.retention import EPOCH_END
 from checkflow.runtime.staging import Locking, StagingBuffers
 from checkflow.runtime.store import Store
+
+logger = logging.getLogger("checkflow")
 
 FIRST_AUDITS = 3  # of each plan's checkpoints
 
@@ -65,7 +69,8 @@ class Saving:
         with contextlib.ExitStack() as undo:
             self.engine, locking = make_engine(device)
             undo.callback(self.engine.close)
-            self.buffers = StagingBuffers(host_buffers, locking, self._urge)
+            self.tier = MemoryTier(store.directory)
+            self.buffers = StagingBuffers(host_buffers, locking, self._urge, self.tier)
             undo.callback(self.buffers.close)
             self.writer = Writer(
                 self._commit,
@@ -74,6 +79,7 @@ class Saving:
                 gives_way=self._gives_way,
                 newest=self._is_newest,
                 errand=self.metrics.write_late,
+                void=self._void,
             )
             undo.pop_all()
 
@@ -116,6 +122,8 @@ class Saving:
         hold = capture.step in self._held_back
         self._held_back.difference_update([step for step in list(self._held_back) if step <= capture.step])
         self.metrics.submitted(capture.step)
+        if capture.digests is None and not (capture.by_plan and capture.plan_digest in self.writer.breached_plans):
+            self._outlive(capture)
         (self.writer.hold if hold else self.writer.submit)(capture)
 
     def keep(self, step: int) -> None:
@@ -128,9 +136,35 @@ class Saving:
         """Commit what is left, what failed last once more, then give threads and memory back."""
         self.writer.close()
         self.engine.close()
-        self.buffers.close()
+        newest, durable = self.tier.newest(), self.writer.durable
+        lost = newest is not None and (durable is None or durable.step < newest)
+        if lost:
+            logger.warning(
+                "step %d is not on storage, and stays in this machine's memory: the next run in %s saves it",
+                newest, self._store.directory,
+            )  # fmt: skip
+        self.buffers.close(leave=lost)
+
+    def _outlive(self, capture: Capture) -> None:
+        """A complete capture that no audit is to judge any more: have it outlive the process."""
+        if not self.tier.survives:
+            return
+        if not isinstance(capture.extra, bytes):
+            try:
+                capture.extra = capture.extra()
+            except Exception:  # noqa: BLE001 - the writer makes it again, and tells what is wrong with it
+                return
+        self.tier.keep(capture, capture.extra, {**capture.info, **self.metrics.known(capture.step)})
+
+    def _void(self, capture: Capture) -> None:
+        """The writer's audit refuted this capture, and may have refuted its plan."""
+        self.tier.forget(capture.buffer.index)
+        if capture.plan_digest in self.writer.breached_plans:
+            self.tier.distrust(capture.plan_digest)
 
     def _commit(self, capture: Capture) -> Path:
+        if capture.digests is not None:
+            self._outlive(capture)
         return self._store.commit(
             capture.step,
             capture.layout,

@@ -1,7 +1,8 @@
 """Host memory that checkpoints are staged in: a few equal buffers, each the image of one checkpoint's files.
 
 Three buffers, so that one may be persisting, one complete and one filling. A buffer is filled by the training thread
-and the copy engine, then handed to the writer, which gives it back.
+and the copy engine, then handed to the writer, which gives it back. They lie in shared memory, where there is room for
+them, so that the next run finds what this one had captured when it was killed (:mod:`.memory_tier`).
 
 Where the state lies on a GPU, buffers are locked in place, so that the GPU writes to them by itself, and lie on the
 NUMA node that it hangs on.
@@ -24,7 +25,8 @@ import psutil
 from checkflow.errors import CheckflowError, StorageError
 from checkflow.hardware import format_size
 from checkflow.runtime import numa
-from checkflow.runtime.memory import MADV_WIPEONFORK
+from checkflow.runtime.memory import MADV_WIPEONFORK, map_address
+from checkflow.runtime.memory_tier import MemoryTier
 
 logger = logging.getLogger("checkflow")
 
@@ -62,11 +64,18 @@ class StagingBuffers:
     Args:
         locking: what they are locked by, for a device that needs it.
         urge: called before all are waited for: whoever holds one back is to give it up.
+        tier: where they lie, if that is to outlive the process.
     """
 
-    def __init__(self, count: int, locking: Locking | None = None, urge: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        count: int,
+        locking: Locking | None = None,
+        urge: Callable[[], None] = lambda: None,
+        tier: MemoryTier | None = None,
+    ) -> None:
         self.size_bytes = 0
-        self._count, self._locking, self._urge = count, locking, urge
+        self._count, self._locking, self._urge, self._tier = count, locking, urge, tier
         self._locked: list[int] = []  # addresses
         self._told = False  # that they cannot be locked
         self._all: list[StagingBuffer] = []
@@ -92,7 +101,9 @@ class StagingBuffers:
                 f"{format_size(available)} of host memory that are free: pass host_buffers=2 or 1, or free some"
             )
         node = None if self._locking is None else self._locking.numa_node
-        self._all = [_allocate(index, wanted_bytes, node) for index in range(self._count)]
+        shared = None if self._tier is None else self._tier.allocate(self._count, wanted_bytes, node)
+        memories = shared or [_private(wanted_bytes, node) for _ in range(self._count)]
+        self._all = [StagingBuffer(index, memory, _touched(memory)) for index, memory in enumerate(memories)]
         self._lock()
         self.size_bytes = wanted_bytes
         self._free.extend(self._all)
@@ -102,7 +113,10 @@ class StagingBuffers:
         with self._mutex:
             while not self._free:
                 self._changed.wait()
-            return self._free.pop(0)
+            buffer = self._free.pop(0)
+        if self._tier is not None:
+            self._tier.forget(buffer.index)
+        return buffer
 
     @property
     def free(self) -> int:
@@ -154,15 +168,22 @@ class StagingBuffers:
             except CheckflowError as error:  # the runtime ends before the process does, and takes its locks along
                 logger.debug("staging memory is not unlocked: %s", error)
 
-    def close(self) -> None:
-        """Give the memory back to the system, as soon as nobody looks at it any more."""
+    def close(self, *, leave: bool = False) -> None:
+        """Give the memory back to the system, as soon as nobody looks at it any more.
+
+        Args:
+            leave: whether the next run is to find what is complete in it.
+        """
         self._unlock()
         self.size_bytes = 0
         self._free.clear()
         self._all.clear()
+        if self._tier is not None:
+            self._tier.close(leave=leave)
 
 
-def _allocate(index: int, size_bytes: int, node: int | None) -> StagingBuffer:
+def _private(size_bytes: int, node: int | None) -> mmap.mmap:
+    """Memory of this process alone."""
     try:
         memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
@@ -172,12 +193,17 @@ def _allocate(index: int, size_bytes: int, node: int | None) -> StagingBuffer:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # a kernel before 4.14: they share them
             memory.madvise(MADV_WIPEONFORK)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     if node is not None:
-        numa.prefer_node(address, size_bytes, node)
+        numa.prefer_node(map_address(memory), size_bytes, node)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux: to touch, lock and copy to few large pages takes less
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
-    # Touch every page now: a page fault in the middle of training costs more than the copy that meets it.
-    ctypes.memset(address, 0, size_bytes)
-    return StagingBuffer(index, memory, address)
+    return memory
+
+
+def _touched(memory: mmap.mmap) -> int:
+    """The address of memory that is all zeros, once every page of it can be written to without a page fault: one in the
+    middle of training costs more than the copy that meets it."""
+    address = map_address(memory)
+    ctypes.memset(address, 0, len(memory))
+    return address

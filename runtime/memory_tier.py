@@ -1,0 +1,347 @@
+"""Host memory that outlives the process: what a killed job had captured, and storage did not have yet.
+
+Staging buffers are files in shared memory, in a folder of their job:
+
+    <checkpoints>/.memory.json         says which folder, and in which start of the machine; gone after a clean end
+    /dev/shm/checkflow-<token>/
+      owner.json                       whose it is; locked for as long as its job lives
+      layout-<digest>.json             where each tensor lies in a buffer
+      buffer-<i>                       a staging buffer: the image of one checkpoint's files, allocated in full
+      buffer-<i>.extra                 the extra state that belongs to it
+      buffer-<i>.json                  the record: there only while the buffer holds a complete capture
+
+A record is removed before the first byte of the next capture comes into its buffer, and gets its name by a rename when
+the last one has arrived: at whatever instant the process dies, a buffer with a record is whole. What is to be audited
+gets its record after the audit. The next run puts the newest capture on storage (:mod:`.reclaiming`), where it is
+verified like any other.
+
+Where there is no shared memory, or too little, buffers are the process's alone. Loaders pass batches through the same
+file system, and die where it is full: at most half of what is free in it is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import xxhash
+from pydantic import Field, JsonValue, StringConstraints, TypeAdapter
+
+from checkflow.errors import CheckflowError, StorageError
+from checkflow.graph import STRICT, Many, Named
+from checkflow.hardware import format_size
+from checkflow.runtime import files, numa
+from checkflow.runtime.layout import Layout
+from checkflow.runtime.manifest import MAX_STEP, to_info
+from checkflow.runtime.memory import map_address
+
+if TYPE_CHECKING:
+    from checkflow.runtime.capture import Capture
+
+logger = logging.getLogger("checkflow")
+
+ROOT = Path("/dev/shm")
+PREFIX = "checkflow-"
+MARK, OWNER = ".memory.json", "owner.json"
+SHARE = 0.5  # of what is free in shared memory, at most
+_NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_AGAIN = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+
+Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}\z")]
+Count = Annotated[int, Field(ge=0, le=2**62)]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The file beside the checkpoints."""
+
+    __pydantic_config__ = STRICT
+    token: Hash
+    boot: str  # the start of the machine that the memory belongs to
+    format: Literal["checkflow-memory"] = "checkflow-memory"
+    version: Literal[1] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose folder it is. A copy of the checkpoints' directory is another directory."""
+
+    __pydantic_config__ = STRICT
+    directory: str
+    inode: int
+    mounts: str  # the namespace in which the directory has that path
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTensor:
+    """A :class:`.layout.TensorRecord`."""
+
+    __pydantic_config__ = STRICT
+    name: str
+    dtype: str
+    shape: Many[Count]
+    size_bytes: Count
+    element_bytes: Count
+    deadline: int
+    permutation: Many[Count] | None
+    conjugated: bool
+    negated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KeptDigest:
+    """A :class:`.digest.Digest` of a tensor that is taken for never written: what was staged must have it."""
+
+    __pydantic_config__ = STRICT
+    rule: Literal["xxh3", "sums"]
+    value: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{1,16}\z")]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a capture is beside its bytes."""
+
+    __pydantic_config__ = STRICT
+    step: Annotated[int, Field(ge=0, le=MAX_STEP)]
+    layout: Hash  # xxh3-128 of the file that says it
+    extra: Hash  # xxh3-128 of the extra state
+    plan_digest: str
+    ties: Many[tuple[str, str]]
+    absent: Many[str]
+    settled: Named[str, KeptDigest]
+    info: dict[str, JsonValue] = field(default_factory=dict)
+
+
+MARKS: TypeAdapter[Mark] = TypeAdapter(Mark)
+OWNERS: TypeAdapter[Owner] = TypeAdapter(Owner)
+LAYOUTS: TypeAdapter[tuple[KeptTensor, ...]] = TypeAdapter(Many[KeptTensor])
+RECORDS: TypeAdapter[Record] = TypeAdapter(Record)
+
+
+def boot_id() -> str:
+    """Of this start of the machine; "" where the system does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def mounts() -> str:
+    """The namespace of mounts that this process sees; "" where the system does not tell."""
+    try:
+        return os.readlink("/proc/self/ns/mnt")
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A record that is there."""
+
+    step: int
+    plan_digest: str
+    by_plan: bool
+
+
+class MemoryTier:
+    """The staging buffers of one job in shared memory.
+
+    Args:
+        directory: of the checkpoints; exists, and is locked by this process.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._pid = os.getpid()
+        self._path: Path | None = None  # of the folder
+        self._folder: int | None = None
+        self._lock: int | None = None
+        self._told = False  # that memory ends with the process
+        self._layouts: dict[int, tuple[Layout, str]] = {}  # by identity; and the digests of their files
+        self._kept: dict[int, _Kept] = {}  # by buffer
+
+    @property
+    def survives(self) -> bool:
+        """Whether captures outlive the process."""
+        return self._folder is not None
+
+    def allocate(self, count: int, size_bytes: int, node: int | None) -> list[mmap.mmap] | None:
+        """So many buffers of so many bytes, whose pages are there; None: there is no room in shared memory.
+
+        Args:
+            node: the NUMA node that they are to lie on, if that matters.
+        """
+        self.close()
+        try:
+            room = os.statvfs(ROOT)
+            free_bytes = room.f_bavail * room.f_frsize
+            if count * size_bytes > SHARE * free_bytes:
+                raise StorageError(
+                    f"{format_size(count * size_bytes)} are more than half of the {format_size(free_bytes)} that are "
+                    f"free in {ROOT} (--shm-size gives a container more)"
+                )
+            self._open()
+            return [self._map(index, size_bytes, node) for index in range(count)]
+        except (OSError, StorageError) as error:
+            self.close()
+            if not self._told:
+                self._told = True
+                reason = error.strerror if isinstance(error, OSError) else error
+                logger.warning(
+                    "captures in host memory end with the process, and storage is what is left then: %s", reason
+                )
+            return None
+        except BaseException:
+            self.close()
+            raise
+
+    def forget(self, index: int) -> None:
+        """What a buffer holds is void, or about to be written over."""
+        if index in self._kept:
+            with contextlib.suppress(FileNotFoundError):
+                files.unlink(f"buffer-{index}.json", dir_fd=self._open_folder)
+            self._kept.pop(index, None)
+
+    def keep(self, capture: Capture, extra: bytes, info: dict[str, Any]) -> None:
+        """A capture is complete, and its extra state is this. Without a record it ends with the process, and no more is
+        lost: errors of the system, and what cannot be written down, are storage's to tell.
+        """
+        if self._folder is None:
+            return
+        index = capture.buffer.index
+        try:
+            record = Record(
+                capture.step, self._keep_layout(capture.layout), xxhash.xxh3_128_hexdigest(extra), capture.plan_digest,
+                capture.ties, capture.absent,
+                {name: KeptDigest(one.rule, f"{one.value:x}") for name, one in capture.settled.items()},
+                to_info(info),
+            )  # fmt: skip
+            self._write(f"buffer-{index}.extra", extra)
+            self._kept[index] = _Kept(capture.step, capture.plan_digest, capture.by_plan)
+            self._publish(f"buffer-{index}.json", RECORDS.dump_json(record))
+        except (OSError, CheckflowError) as error:
+            logger.debug("the capture of step %d ends with the process: %s", capture.step, error)
+
+    def distrust(self, plan_digest: str) -> None:
+        """An audit refuted this plan: what was captured by it may be torn."""
+        for index, kept in list(self._kept.items()):
+            if kept.by_plan and kept.plan_digest == plan_digest:
+                self.forget(index)
+
+    def newest(self) -> int | None:
+        """The step of the newest capture that the next run would find."""
+        return max((kept.step for kept in list(self._kept.values())), default=None)
+
+    def close(self, *, leave: bool = False) -> None:
+        """Give the memory back, as soon as nobody looks at it any more. Once more is harmless.
+
+        Args:
+            leave: whether the next run is to find what is complete.
+        """
+        (path, self._path), (folder, self._folder), (lock, self._lock) = (
+            (self._path, None), (self._folder, None), (self._lock, None),
+        )  # fmt: skip
+        self._kept.clear()
+        self._layouts.clear()
+        if os.getpid() != self._pid:  # a forked child, which has closed what it had of it, and may give nothing back
+            return
+        if path is not None and not leave:
+            with contextlib.suppress(OSError):
+                os.unlink(self._directory / MARK)
+            remove(path)
+        for fd in (lock, folder):
+            if fd is not None:
+                files.close_quietly(fd)
+
+    @property
+    def _open_folder(self) -> int:
+        assert self._folder is not None
+        return self._folder
+
+    def _open(self) -> None:
+        """Make the folder, then say beside the checkpoints which one it is."""
+        token = secrets.token_hex(16)
+        path = ROOT / f"{PREFIX}{token}"
+        os.mkdir(path, 0o700)
+        self._path = path
+        self._folder = files.pass_by(files.open_folder(str(path)))
+        owner = Owner(str(self._directory), os.stat(self._directory).st_ino, mounts())
+        self._publish(OWNER, OWNERS.dump_json(owner))
+        self._lock = files.open_claimed(OWNER, dir_fd=self._folder)
+        files.flock(self._lock)
+        with files.folder(str(self._directory)) as beside:
+            _publish(beside, MARK, MARKS.dump_json(Mark(token, boot_id())))
+
+    def _map(self, index: int, size_bytes: int, node: int | None) -> mmap.mmap:
+        fd = os.open(f"buffer-{index}", os.O_RDWR | _NEW, 0o600, dir_fd=self._open_folder)
+        try:
+            os.ftruncate(fd, size_bytes)
+            memory = mmap.mmap(fd, size_bytes)
+            if node is not None:  # before there are pages
+                numa.prefer_node(map_address(memory), size_bytes, node)
+            os.posix_fallocate(fd, 0, size_bytes)  # fails where memory is short; a page fault later would be SIGBUS
+        finally:
+            os.close(fd)
+        return memory
+
+    def _keep_layout(self, layout: Layout) -> str:
+        """The digest of the file that says a layout: one for each arrangement of the job's state."""
+        if id(layout) not in self._layouts:
+            data = dump_layout(layout)
+            digest = xxhash.xxh3_128_hexdigest(data)
+            self._publish(f"layout-{digest}.json", data)
+            self._layouts[id(layout)] = layout, digest
+        return self._layouts[id(layout)][1]
+
+    def _write(self, name: str, data: bytes) -> None:
+        _write(self._open_folder, name, data)
+
+    def _publish(self, name: str, data: bytes) -> None:
+        _publish(self._open_folder, name, data)
+
+
+def dump_layout(layout: Layout) -> bytes:
+    """The tensors of a layout: :func:`.layout.make_layout` makes the same of them again."""
+    records = (placed.record for placed in layout.tensors.values())
+    tensors = tuple(
+        KeptTensor(
+            one.name, one.dtype, one.shape, one.size_bytes, one.element_bytes, one.deadline, one.permutation,
+            one.conjugated, one.negated,
+        )
+        for one in records
+    )  # fmt: skip
+    return LAYOUTS.dump_json(tensors)
+
+
+def remove(path: Path) -> None:
+    """A job's folder. What cannot be removed stays, and is told of."""
+    try:
+        with files.folder(str(path)) as folder:
+            for name in files.names(folder):
+                files.unlink(name, dir_fd=folder)
+        os.rmdir(path)
+    except FileNotFoundError:  # the system takes shared memory away when a user logs out (RemoveIPC)
+        pass
+    except OSError as error:
+        logger.warning("%s holds memory, and cannot be removed: %s", path, error.strerror)
+
+
+def _publish(folder: int, name: str, data: bytes) -> None:
+    """A file that is there whole or not at all, whenever the process dies."""
+    temporary = f"{name}.tmp"
+    _write(folder, temporary, data)
+    files.rename(temporary, name, dir_fd=folder)
+
+
+def _write(folder: int, name: str, data: bytes) -> None:
+    fd = os.open(name, _AGAIN, 0o600, dir_fd=folder)
+    try:
+        files.write_all(fd, memoryview(data), 0)
+    finally:
+        os.close(fd)
