@@ -11,9 +11,9 @@ Staging buffers are files in shared memory, in a folder of their job:
       buffer-<i>.json                  the record: there only while the buffer holds a complete capture
 
 A record is removed before the first byte of the next capture comes into its buffer, and gets its name by a rename when
-the last one has arrived: at whatever instant the process dies, a buffer with a record is whole. What is to be audited
-gets its record after the audit. The next run puts the newest capture on storage (:mod:`.reclaiming`), where it is
-verified like any other.
+the last one has arrived: at whatever instant the process dies, a buffer with a record is whole. Where the capture is to
+be audited, the record has what its bytes are held against. The next run puts the newest capture on storage
+(:mod:`.reclaiming`), where it is verified like any other.
 
 Where there is no shared memory, or too little, buffers are the process's alone. Loaders pass batches through the same
 file system, and die where it is full: at most half of what is free in it is taken.
@@ -96,7 +96,7 @@ class KeptTensor:
 
 @dataclass(frozen=True, slots=True)
 class KeptDigest:
-    """A :class:`.digest.Digest` of a tensor that is taken for never written: what was staged must have it."""
+    """A :class:`.digest.Digest` of a tensor at the boundary: what was staged must have it."""
 
     __pydantic_config__ = STRICT
     rule: Literal["xxh3", "sums"]
@@ -114,7 +114,7 @@ class Record:
     plan_digest: str
     ties: Many[tuple[str, str]]
     absent: Many[str]
-    settled: Named[str, KeptDigest]
+    digests: Named[str, KeptDigest]
     info: dict[str, JsonValue] = field(default_factory=dict)
 
 
@@ -215,11 +215,12 @@ class MemoryTier:
         if self._folder is None:
             return
         index = capture.buffer.index
+        audited = {} if capture.digests is None else capture.digests.take()
         try:
             record = Record(
                 capture.step, self._keep_layout(capture.layout), xxhash.xxh3_128_hexdigest(extra), capture.plan_digest,
                 capture.ties, capture.absent,
-                {name: KeptDigest(one.rule, f"{one.value:x}") for name, one in capture.settled.items()},
+                {name: KeptDigest(one.rule, f"{one.value:x}") for name, one in {**audited, **capture.settled}.items()},
                 to_info(info),
             )  # fmt: skip
             self._write(f"buffer-{index}.extra", extra)

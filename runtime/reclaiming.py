@@ -144,12 +144,12 @@ def _load(folder: int, index: int, record: Record) -> tuple[Layout, bytes, mmap.
     finally:
         files.close_quietly(fd)
     address = map_address(memory)
-    for name, kept in record.settled.items():
+    for name, kept in record.digests.items():
         placed = layout.tensors.get(name)
         if placed is None or Digest(kept.rule, int(kept.value, 16)) != digest_memory(
             kept.rule, address + placed.staging_offset, placed.record.size_bytes
         ):
-            raise CorruptCheckpointError(f"{name}, never written before, was written while it was captured")
+            raise CorruptCheckpointError(f"it is torn: {name} was written before its copy was made")
     return layout, extra, memory
 
 

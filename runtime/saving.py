@@ -122,8 +122,7 @@ class Saving:
         hold = capture.step in self._held_back
         self._held_back.difference_update([step for step in list(self._held_back) if step <= capture.step])
         self.metrics.submitted(capture.step)
-        if capture.digests is None and not (capture.by_plan and capture.plan_digest in self.writer.breached_plans):
-            self._outlive(capture)
+        self._outlive(capture)
         (self.writer.hold if hold else self.writer.submit)(capture)
 
     def keep(self, step: int) -> None:
@@ -146,8 +145,8 @@ class Saving:
         self.buffers.close(leave=lost)
 
     def _outlive(self, capture: Capture) -> None:
-        """A complete capture that no audit is to judge any more: have it outlive the process."""
-        if not self.tier.survives:
+        """Have a complete capture outlive the process, unless its plan is refuted."""
+        if not self.tier.survives or self._is_refuted(capture):
             return
         if not isinstance(capture.extra, bytes):
             try:
@@ -155,6 +154,11 @@ class Saving:
             except Exception:  # noqa: BLE001 - the writer makes it again, and tells what is wrong with it
                 return
         self.tier.keep(capture, capture.extra, {**capture.info, **self.metrics.known(capture.step)})
+        if self._is_refuted(capture):  # meanwhile, by the writer
+            self.tier.forget(capture.buffer.index)
+
+    def _is_refuted(self, capture: Capture) -> bool:
+        return capture.by_plan and capture.plan_digest in self.writer.breached_plans
 
     def _void(self, capture: Capture) -> None:
         """The writer's audit refuted this capture, and may have refuted its plan."""
@@ -163,8 +167,6 @@ class Saving:
             self.tier.distrust(capture.plan_digest)
 
     def _commit(self, capture: Capture) -> Path:
-        if capture.digests is not None:
-            self._outlive(capture)
         return self._store.commit(
             capture.step,
             capture.layout,
