@@ -29,13 +29,15 @@ def ls(directory: Where = ".", as_json: options.Json = False) -> None:
     """
     from checkflow import report_store
     from checkflow.runtime.inspecting import home_of, list_directory
+    from checkflow.runtime.left_memory import left_step
     from checkflow.runtime.running import running_job
 
     listed, running = list_directory(directory), running_job(home_of(directory))
+    left = left_step(home_of(directory)) if running is None else None
     if as_json:
-        print_json(report_store.listed_json(directory, listed, running))
+        print_json(report_store.listed_json(directory, listed, running, left))
     else:
-        print_parts(report_store.listed_tables(directory, listed, running))
+        print_parts(report_store.listed_tables(directory, listed, running, left))
 
 
 def verify(path: Where = ".", as_json: options.Json = False) -> int:

@@ -18,24 +18,31 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 30  # of what differs, in a table
 MOST_NAMES = 8  # in a line
-TIER = "storage"  # host memory ends with its process, which alone can tell what is in it
+TIER = "storage"  # what is in host memory is no checkpoint yet
 
 
-def listed_json(directory: str, listed: Sequence[Listed], running: Running | None = None) -> dict[str, Any]:
-    """The object that ``checkflow ls --json`` prints."""
+def listed_json(
+    directory: str, listed: Sequence[Listed], running: Running | None = None, left: int | None = None
+) -> dict[str, Any]:
+    """The object that ``checkflow ls --json`` prints; ``left``: the step that a dead run has left in host memory."""
     return {
         "directory": str(directory),
         "running": None if running is None else asdict(running),
+        "left_in_memory": left,
         "entries": [{**asdict(one), "path": str(one.path), "tier": TIER, "valid": not one.fault} for one in listed],
     }
 
 
-def listed_tables(directory: str, listed: Sequence[Listed], running: Running | None = None) -> Iterable[Table | str]:
-    """What a running job has in memory, checkpoints, then what else lies beside them."""
+def listed_tables(
+    directory: str, listed: Sequence[Listed], running: Running | None = None, left: int | None = None
+) -> Iterable[Table | str]:
+    """What a running job has in memory, or a dead one left there, checkpoints, then what else lies beside them."""
     if running is not None:
         age = _age(time.time() - running.written_unix_seconds)
         memory = "nothing yet" if running.memory_step is None else f"step {running.memory_step}"
         yield f"a job runs here; memory: {memory}, by its report of {age} ago"
+    if left is not None:
+        yield f"step {left} lies in this machine's memory, where a job left it that died; the next one here saves it"
     checkpoints = [one for one in listed if one.kind == "checkpoint"]
     others = [one for one in listed if one.kind != "checkpoint"]
     if not listed:

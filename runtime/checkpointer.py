@@ -83,8 +83,8 @@ class Checkpointer:
             of epochs and the end of training are saved besides. Each is committed while the next one is gathered, and
             training waits if storage is slower, so that a failure costs at most two intervals and the one under way.
             None: as often as ``overhead`` allows and storage can take, at most as planned; more often, if that is
-            cheap, in host memory, where the newest is kept until storage takes it or the job ends; and at the ends of
-            epochs and of training. It is found out in the job's first iterations, and kept in the directory for the
+            cheap, in host memory, where the newest is kept until storage takes it; and at the ends of epochs and of
+            training. A job that is killed leaves what is in host memory to the next one on the machine. It is found out in the job's first iterations, and kept in the directory for the
             next start.
         mtbf: mean time between failures, in seconds or as text ("4h"): checkpoints become rarer than ``overhead``
             allows where that wastes less, replays after failures included.

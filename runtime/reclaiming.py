@@ -11,7 +11,6 @@ import logging
 import mmap
 import os
 import re
-import stat
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -19,10 +18,19 @@ from pathlib import Path
 import xxhash
 from pydantic import ValidationError
 
-from checkflow.errors import CheckflowError, CorruptCheckpointError, StorageError, first_fault
+from checkflow.errors import CheckflowError, CorruptCheckpointError, StorageError
 from checkflow.runtime import files, memory_tier
 from checkflow.runtime.digest import Digest, digest_memory
 from checkflow.runtime.layout import Layout, TensorRecord, make_layout
+from checkflow.runtime.left_memory import (
+    MOST_BYTES,
+    find_left,
+    is_free,
+    is_ours,
+    read_kept,
+    read_records,
+    words_of,
+)
 from checkflow.runtime.manifest import MAX_EXTRA_BYTES, MAX_MANIFEST_BYTES
 from checkflow.runtime.memory import map_address
 from checkflow.runtime.memory_tier import (
@@ -32,9 +40,7 @@ from checkflow.runtime.memory_tier import (
     OWNER,
     OWNERS,
     PREFIX,
-    RECORDS,
     Record,
-    boot_id,
     mounts,
     remove,
 )
@@ -44,8 +50,6 @@ from checkflow.small_files import read_regular
 
 logger = logging.getLogger("checkflow")
 
-_MOST_BYTES = 1 << 16  # of what says whose memory it is
-_RECORD = re.compile(r"buffer-([0-9]{1,9})\.json", re.ASCII)
 _FOLDER = re.compile(rf"{PREFIX}[0-9a-f]{{32}}", re.ASCII)
 _YOUNG_SECONDS = 60.0  # a folder whose job may not have come to lock it
 
@@ -74,22 +78,12 @@ def reclaim(store: Store, mode: str | int) -> int | None:
 def _folder_of(directory: Path) -> Path | None:
     """The folder of the run before; None where it ended by itself, or what it left is not this job's to take."""
     try:
-        mark = MARKS.validate_json(read_regular(directory / MARK, _MOST_BYTES))
-        if mark.boot != boot_id():
-            return None  # memory that is gone
-        path = memory_tier.ROOT / f"{PREFIX}{mark.token}"
-        with files.folder(str(path)) as folder:
-            if not _is_ours(folder) or not _is_free(folder):
-                raise StorageError(f"{path} is another user's or another job's")
-            owner = OWNERS.validate_json(_read(folder, OWNER, _MOST_BYTES))
-            if owner.inode != os.stat(directory).st_ino:
-                raise StorageError(f"{path} is of the checkpoints in {owner.directory}")
+        return find_left(directory)
     except FileNotFoundError:
         return None
     except (OSError, StorageError, ValidationError) as error:
-        logger.warning("what the run before had in host memory is passed over: %s", _words(error))
+        logger.warning("what the run before had in host memory is passed over: %s", words_of(error))
         return None
-    return path
 
 
 def _save(store: Store, path: Path, wanted: int | None) -> int | None:
@@ -98,30 +92,18 @@ def _save(store: Store, path: Path, wanted: int | None) -> int | None:
     beyond, newest = max(steps, default=-1), None
     loaded: list[tuple[Record, Layout, bytes, mmap.mmap]] = []
     with files.folder(str(path)) as folder:
-        for index, record in sorted(_records(folder).items(), key=lambda item: -item[1].step):
+        for index, record in sorted(read_records(folder).items(), key=lambda item: -item[1].step):
             if record.step in steps or not (record.step == wanted or (newest is None and record.step > beyond)):
                 continue
             try:
                 loaded.append((record, *_load(folder, index, record)))
             except (OSError, CheckflowError, ValidationError) as error:
-                logger.warning("step %d in host memory is passed over: %s", record.step, _words(error))
+                logger.warning("step %d in host memory is passed over: %s", record.step, words_of(error))
             else:
                 newest = record.step if newest is None else newest
     for one in reversed(loaded):
         _commit(store, path, *one)
     return newest
-
-
-def _records(folder: int) -> dict[int, Record]:
-    """By buffer."""
-    found = {}
-    for name in files.names(folder):
-        if (match := _RECORD.fullmatch(name)) is not None:
-            try:
-                found[int(match[1])] = RECORDS.validate_json(_read(folder, name, MAX_MANIFEST_BYTES))
-            except (OSError, StorageError, ValidationError) as error:
-                logger.warning("a capture in host memory is passed over: %s: %s", name, _words(error))
-    return found
 
 
 def _load(folder: int, index: int, record: Record) -> tuple[Layout, bytes, mmap.mmap]:
@@ -130,8 +112,8 @@ def _load(folder: int, index: int, record: Record) -> tuple[Layout, bytes, mmap.
     Raises:
         CorruptCheckpointError: they are not what its record says.
     """
-    data = _read(folder, f"layout-{record.layout}.json", MAX_MANIFEST_BYTES)
-    extra = _read(folder, f"buffer-{index}.extra", MAX_EXTRA_BYTES)
+    data = read_kept(folder, f"layout-{record.layout}.json", MAX_MANIFEST_BYTES)
+    extra = read_kept(folder, f"buffer-{index}.extra", MAX_EXTRA_BYTES)
     if (xxhash.xxh3_128_hexdigest(data), xxhash.xxh3_128_hexdigest(extra)) != (record.layout, record.extra):
         raise CorruptCheckpointError("its layout or its extra state is damaged")
     layout = make_layout([TensorRecord(**asdict(one)) for one in LAYOUTS.validate_json(data)])
@@ -179,60 +161,21 @@ def _tidy() -> None:
             if _is_orphan(path):
                 remove(path)
         except (OSError, StorageError, ValidationError) as error:
-            logger.debug("%s is left alone: %s", path, _words(error))
+            logger.debug("%s is left alone: %s", path, words_of(error))
 
 
 def _is_orphan(path: Path) -> bool:
     with files.folder(str(path)) as folder:
         age_seconds = time.time() - os.fstat(folder).st_mtime
-        if not _is_ours(folder) or age_seconds < _YOUNG_SECONDS or not _is_free(folder):
+        if not is_ours(folder) or age_seconds < _YOUNG_SECONDS or not is_free(folder):
             return False
         if not files.exists(OWNER, dir_fd=folder):
             return True
-        owner = OWNERS.validate_json(_read(folder, OWNER, _MOST_BYTES))
+        owner = OWNERS.validate_json(read_kept(folder, OWNER, MOST_BYTES))
     if owner.mounts != mounts():
         return False  # the directory may be there for others
     try:
-        mark = MARKS.validate_json(read_regular(Path(owner.directory) / MARK, _MOST_BYTES))
+        mark = MARKS.validate_json(read_regular(Path(owner.directory) / MARK, MOST_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return True
     return path.name != f"{PREFIX}{mark.token}"
-
-
-def _is_ours(folder: int) -> bool:
-    """Whether nobody but this user can have written there."""
-    status = os.fstat(folder)
-    return status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
-
-
-def _is_free(folder: int) -> bool:
-    """Whether the job whose folder it is has ended."""
-    try:
-        fd = files.open_claimed(OWNER, dir_fd=folder)
-    except FileNotFoundError:  # it was killed before it said so
-        return True
-    try:
-        files.flock(fd)
-    except BlockingIOError:
-        return False
-    finally:
-        files.close_quietly(fd)
-    return True
-
-
-def _read(folder: int, name: str, most_bytes: int) -> bytes:
-    fd = files.open_read(name, dir_fd=folder)
-    try:
-        size_bytes = files.regular_size(fd)
-        if size_bytes is None or size_bytes > most_bytes:
-            raise CorruptCheckpointError(f"{name} is no file of at most {most_bytes} bytes")
-        data = bytearray(size_bytes)
-        return bytes(data[: files.read_all(fd, memoryview(data), 0)])
-    finally:
-        files.close_quietly(fd)
-
-
-def _words(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        return first_fault(error)
-    return (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())

@@ -1,6 +1,6 @@
 """What a job that writes to a checkpoint directory at this moment says of itself: the tier that storage does not show.
 
-Host memory ends with its process, so that only the job knows what is in it; it tells by its report.
+It tells by its report. What one that died has left is in :mod:`.left_memory`.
 """
 
 from __future__ import annotations

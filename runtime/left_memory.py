@@ -1,0 +1,116 @@
+"""What a run that died has left in shared memory: finding it, and its records. Changes nothing; free of torch.
+
+:mod:`.reclaiming` takes it, :mod:`.memory_tier` says how it lies there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import stat
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from checkflow.errors import CorruptCheckpointError, StorageError, first_fault
+from checkflow.runtime import files, memory_tier
+from checkflow.runtime.finding import find
+from checkflow.runtime.manifest import MAX_MANIFEST_BYTES
+from checkflow.runtime.memory_tier import MARK, MARKS, OWNER, OWNERS, PREFIX, RECORDS, Record, boot_id
+from checkflow.runtime.opening import parse_step
+from checkflow.small_files import read_regular
+
+logger = logging.getLogger("checkflow")
+
+MOST_BYTES = 1 << 16  # of what says whose memory it is
+_RECORD = re.compile(r"buffer-([0-9]{1,9})\.json", re.ASCII)
+
+
+def left_step(directory: str | os.PathLike[str]) -> int | None:
+    """The step that the next run in a directory would put on storage; None: there is none, or it is not ours to see."""
+    root = Path(directory)
+    try:
+        with files.folder(str(find_left(root))) as folder:
+            step = max((record.step for record in read_records(folder).values()), default=None)
+    except (OSError, StorageError, ValidationError):  # nothing is lost by looking: the next run tells what is wrong
+        return None
+    newest = max((one for path in find(root) if (one := parse_step(path.name)) is not None), default=-1)
+    return step if step is not None and step > newest else None
+
+
+def find_left(directory: Path) -> Path:
+    """The folder of the run before, in the directory of its checkpoints.
+
+    Raises:
+        FileNotFoundError: it ended by itself, or with the machine.
+        OSError, StorageError, ValidationError: it is not this directory's, not this user's, or damaged.
+    """
+    mark = MARKS.validate_json(read_regular(directory / MARK, MOST_BYTES))
+    if mark.boot != boot_id():
+        raise FileNotFoundError("the memory of an earlier start of the machine is gone")
+    path = memory_tier.ROOT / f"{PREFIX}{mark.token}"
+    with files.folder(str(path)) as folder:
+        if not is_ours(folder) or not is_free(folder):
+            raise StorageError(f"{path} is another user's or another job's")
+        owner = OWNERS.validate_json(read_kept(folder, OWNER, MOST_BYTES))
+        if owner.inode != os.stat(directory).st_ino:
+            raise StorageError(f"{path} is of the checkpoints in {owner.directory}")
+    return path
+
+
+def read_records(folder: int) -> dict[int, Record]:
+    """By buffer, those that can be read."""
+    found = {}
+    for name in files.names(folder):
+        if (match := _RECORD.fullmatch(name)) is not None:
+            try:
+                found[int(match[1])] = RECORDS.validate_json(read_kept(folder, name, MAX_MANIFEST_BYTES))
+            except (OSError, StorageError, ValidationError) as error:
+                logger.warning("a capture in host memory is passed over: %s: %s", name, words_of(error))
+    return found
+
+
+def read_kept(folder: int, name: str, most_bytes: int) -> bytes:
+    """A file of such a folder.
+
+    Raises:
+        OSError, CorruptCheckpointError: it cannot be read, or is no regular file of this size.
+    """
+    fd = files.open_read(name, dir_fd=folder)
+    try:
+        size_bytes = files.regular_size(fd)
+        if size_bytes is None or size_bytes > most_bytes:
+            raise CorruptCheckpointError(f"{name} is no file of at most {most_bytes} bytes")
+        data = bytearray(size_bytes)
+        return bytes(data[: files.read_all(fd, memoryview(data), 0)])
+    finally:
+        files.close_quietly(fd)
+
+
+def is_ours(folder: int) -> bool:
+    """Whether nobody but this user can have written there."""
+    status = os.fstat(folder)
+    return status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
+
+
+def is_free(folder: int) -> bool:
+    """Whether the job whose folder it is has ended."""
+    try:
+        fd = files.open_claimed(OWNER, dir_fd=folder)
+    except FileNotFoundError:  # it was killed before it said so
+        return True
+    try:
+        files.flock(fd)
+    except BlockingIOError:
+        return False
+    finally:
+        files.close_quietly(fd)
+    return True
+
+
+def words_of(error: Exception) -> str:
+    """Why something is passed over, in one line."""
+    if isinstance(error, ValidationError):
+        return first_fault(error)
+    return (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
