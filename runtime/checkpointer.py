@@ -84,8 +84,8 @@ class Checkpointer:
             training waits if storage is slower, so that a failure costs at most two intervals and the one under way.
             None: as often as ``overhead`` allows and storage can take, at most as planned; more often, if that is
             cheap, in host memory, where the newest is kept until storage takes it; and at the ends of epochs and of
-            training. A job that is killed leaves what is in host memory to the next one on the machine. It is found out in the job's first iterations, and kept in the directory for the
-            next start.
+            training. What is in host memory when the job is killed is the next one's, on the same machine. How often is
+            found out in the job's first iterations, and kept in the directory for the next start.
         mtbf: mean time between failures, in seconds or as text ("4h"): checkpoints become rarer than ``overhead``
             allows where that wastes less, replays after failures included.
         host_buffers: staging buffers of the size of the state; three let capture and persist overlap fully.
