@@ -28,7 +28,7 @@ import checkflow
 from checkflow import plan as plans
 from checkflow.errors import LockedError, StorageError
 from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime import holdings, lock
+from checkflow.runtime import holdings, lock, memory_tier
 from checkflow.runtime.boundaries import Boundaries
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.execution import Execution
@@ -90,9 +90,10 @@ def descriptors() -> list[str]:
 
 
 def large_mappings(least_bytes: int) -> int:
-    """Memory that is mapped in pieces of at least this size and belongs to no file."""
+    """Memory that is mapped in pieces of at least this size and belongs to no file, or to one in shared memory."""
     maps = psutil.Process().memory_maps(grouped=False)
-    return sum(entry.rss for entry in maps if entry.path == "[anon]" and entry.rss >= least_bytes)
+    ours = ("[anon]", str(memory_tier.ROOT))
+    return sum(entry.rss for entry in maps if entry.path.startswith(ours) and entry.rss >= least_bytes)
 
 
 def buffers(checkpointer: Checkpointer) -> list[weakref.ref[Any]]:

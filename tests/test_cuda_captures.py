@@ -195,9 +195,9 @@ def test_a_copy_that_fails_behind_its_boundary_costs_that_checkpoint_alone(
             device.host_waits.set()
         iterate(n)
 
-    def close(buffers: StagingBuffers) -> None:
+    def close(buffers: StagingBuffers, **options: bool) -> None:
         free.append(buffers.free)
-        close_buffers(buffers)
+        close_buffers(buffers, **options)
 
     waited: list[CheckflowError | None] = []
     free: list[int] = []

@@ -364,7 +364,7 @@ def test_a_checkpoint_that_fails_at_the_end_is_told(
             loop.iterate()
             signal.raise_signal(TERM)
     assert "training ends at step 1, which is not saved" in caplog.text
-    loop = Loop(tmp_path, {"on_error": "raise"})
+    loop = Loop(tmp_path / "another", {"on_error": "raise"})
     with pytest.raises(checkflow.StorageError, match="planted"), loop.checkpointer as checkpointer:
         for _ in checkpointer.steps(3):
             loop.iterate()

@@ -344,6 +344,7 @@ def test_growing_state_without_memory_for_it_stops_checkpoints_and_not_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from checkflow.runtime import staging
+    from checkflow.runtime.memory_tier import MemoryTier
 
     job = Job()
     with open_job(job, tmp_path, warmed()) as checkpointer:
@@ -352,10 +353,11 @@ def test_growing_state_without_memory_for_it_stops_checkpoints_and_not_training(
             if n == 2:
                 job.optimizer.state[job.model[0].weight]["grown"] = torch.zeros(100_000)
 
-                def refuse(index: int, size: int) -> None:
+                def refuse(size_bytes: int, node: int | None) -> None:
                     raise StorageError("no host memory")
 
-                monkeypatch.setattr(staging, "_allocate", refuse)
+                monkeypatch.setattr(MemoryTier, "allocate", lambda *_: None)
+                monkeypatch.setattr(staging, "_private", refuse)
             if n == 5:
                 monkeypatch.undo()
 
