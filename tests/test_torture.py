@@ -100,7 +100,8 @@ def test_a_training_job_loses_nothing(trained: tuple[Said, Path]) -> None:
     assert 1 <= killed["acknowledged"] < asked["acknowledged"]
     for kill in data["kills"]:
         assert kill["restorable"] >= kill["acknowledged"]
-        assert (kill["told"], kill["resumed_from"]) == (True, kill["restorable"])
+        assert kill["told"]
+        assert kill["resumed_from"] >= kill["restorable"]  # host memory may have had a newer one
     assert asked["replayed"] == 0  # it was saved at its last boundary
     assert data["lives"] == 3  # the last one goes on until it has saved
     assert data["restorable_step"] > asked["acknowledged"]

@@ -97,10 +97,12 @@ def train(kind: str, directory: Path) -> None:
     from checkflow.runtime import checkpointer as checkpointers
     from checkflow.runtime.checkpointer import Checkpointer
     from checkflow.runtime.loader import DataLoader
+    from checkflow.runtime.memory_tier import MARK
 
     there = find_in(directory)
     if kind == "goes back" and len(there) > 1:
         there[0].rename(directory / "mine")
+        (directory / MARK).unlink(missing_ok=True)  # host memory has a newer one
     torch.set_num_threads(1)
     torch.manual_seed(0)
     checkpointers.check_plan = plans.validate  # a random plan obeys deadlines, and no link
