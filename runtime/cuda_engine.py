@@ -288,7 +288,8 @@ class CudaCopyEngine:
         passed = now.behind.get(stream, 0)
         if passed < len(now.fences):
             for other, event in now.fences[passed:]:
-                if other != stream:
+                # Asked first: of torch's streams, every comparison with None is False, that for "other" too.
+                if other is None or other != stream:
                     self._device.wait(stream, event)
             now.behind[stream] = len(now.fences)
         return stream

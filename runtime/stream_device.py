@@ -12,7 +12,7 @@ import torch
 
 from checkflow.runtime.copy_engine import Transfer
 
-Stream = Hashable
+Stream = Hashable  # equal if the device knows them as one; a comparison of it with None tells nothing
 Event = Any
 Copies = Any
 

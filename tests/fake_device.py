@@ -30,6 +30,15 @@ GARBAGE = 0xEE
 STARVED_SECONDS = 300.0  # after which a test that would hang goes on, and fails
 
 
+class FakeStream(str):
+    """As torch's: one is equal to another if they are one stream, and any comparison with None is False."""
+
+    __slots__ = ()
+
+    def __ne__(self, other: object) -> bool:
+        return other is not None and str.__ne__(self, other)
+
+
 @dataclass(eq=False)
 class Event:
     """As in CUDA: who waits for it waits for its last record so far, and it may be recorded anew meanwhile."""
@@ -81,7 +90,7 @@ class FakeDevice:
         prompt: whether the streams of training run at once.
     """
 
-    side = "side"
+    side = FakeStream("side")
     memory = torch.device("cpu")
 
     def __init__(self, seed: int = 0, *, copies: str = "", prompt: bool = False) -> None:
@@ -103,8 +112,8 @@ class FakeDevice:
 
     # What the engine asks (checkflow.runtime.stream_device.StreamDevice)
 
-    def current(self) -> str:
-        return getattr(self._current, "stream", "main")
+    def current(self) -> FakeStream:
+        return FakeStream(getattr(self._current, "stream", "main"))  # another object each time
 
     def allocate(self, size_bytes: int) -> tuple[int, object]:
         memory = Memory(self, self.current(), size_bytes)

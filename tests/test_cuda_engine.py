@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
-from fake_device import FakeDevice
+import torch
+from fake_device import FakeDevice, FakeStream
 
 from checkflow.errors import CheckflowError
 from checkflow.runtime import cuda_engine
@@ -286,6 +287,38 @@ def test_what_is_still_to_be_read_from_live_memory(buffers: Buffers) -> None:
     device.host_waits.set()
     engine.finish()
     assert engine.live(range(4)) == []
+    assert buffers.target.raw == buffers.content
+
+
+def test_the_device_s_streams_compare_as_torch_s_do() -> None:
+    """Of torch's, every comparison with None is False: whoever asks ``!=`` is told that None is this stream."""
+    kinds = [
+        [torch.Stream(stream_id=number, device_index=0, device_type=1) for number in (1, 1, 2)],
+        [FakeStream(name) for name in ("main", "main", "user")],
+    ]
+    nothing = None
+    told = [
+        (nothing == one, nothing != one, one != nothing, one == same, one != same, one == other, one != other)
+        for one, same, other in kinds
+    ]
+    assert told[0] == told[1] == (False, False, False, True, False, False, True)
+    assert all(hash(one) == hash(same) for one, same, _ in kinds)
+
+
+def test_what_one_stream_waited_for_holds_another_that_is_in_no_order_to_it(buffers: Buffers) -> None:
+    engine, device = buffers.engine, buffers.device
+    device.host_waits.clear()
+    buffers.begin()
+    engine.offload(range(4), "a")
+    engine.wait(range(4))
+    device.on_stream("backward")
+    assert engine.live(range(4)) == []
+    for chunk in range(4):
+        buffers.overwrite(chunk)
+    while device._run_one("backward"):  # as soon as it may
+        pass
+    device.host_waits.set()
+    engine.finish()
     assert buffers.target.raw == buffers.content
 
 
