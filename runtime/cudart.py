@@ -76,7 +76,8 @@ class Runtime:
         version = ctypes.c_int()
         self._check(library.cudaRuntimeGetVersion(ctypes.byref(version)))
         self.version = version.value
-        self._batches = self.version >= _BATCHES_SINCE and hasattr(library, "cudaMemcpyBatchAsync")
+        # Whether copies are made many at once; not any more once the runtime has refused that.
+        self.batches = self.version >= _BATCHES_SINCE and hasattr(library, "cudaMemcpyBatchAsync")
         self._attributes = tuple(_Attributes(source_order=_STREAM_ORDER, flags=flags) for flags in (0, _OVERLAP))
         self._first = ctypes.c_size_t(0)
         self._failed = ctypes.c_size_t(0)
@@ -91,7 +92,7 @@ class Runtime:
         Raises:
             CheckflowError: the runtime refuses, or an earlier fault of the device has come to light.
         """
-        if self._batches and stream not in _LEGACY and copies.count > 1 and self._copy_batch(copies, stream, beside):
+        if self.batches and stream not in _LEGACY and copies.count > 1 and self._copy_batch(copies, stream, beside):
             return
         copy = self._library.cudaMemcpyAsync
         for target, source, length_bytes in copies.singly:
@@ -110,7 +111,7 @@ class Runtime:
             *failed, ctypes.c_void_p(stream),
         )  # fmt: skip
         if code:
-            self._batches = False
+            self.batches = False
             logger.info("copies to host memory are made one by one: %s", self._explained(code))
         return not code
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import random
 import sys
 import threading
@@ -15,12 +14,15 @@ import fake_device
 import pytest
 import torch
 from fake_device import FakeDevice
+from locked_memory import LockedMemory, device_of
 from waiting import PATIENCE_SECONDS
 
 from checkflow.runtime import cuda_engine, host_engine
 from checkflow.runtime.copy_engine import CopyEngine, Transfer
 from checkflow.runtime.cuda_engine import CudaCopyEngine
 from checkflow.runtime.saving import make_engine
+
+TARGETS: list[LockedMemory] = []  # of the test that runs
 
 
 class Memory:
@@ -30,12 +32,13 @@ class Memory:
         rng = random.Random(seed)
         self.content = rng.randbytes(size)
         self.source = torch.frombuffer(bytearray(self.content), dtype=torch.uint8).to(engine.source)
-        self.target = ctypes.create_string_buffer(size)
+        self.target = LockedMemory(engine, size)
+        TARGETS.append(self.target)
         self.transfers: list[Transfer] = []
         offset = 0
         while offset < size:
             length = min(size - offset, rng.randint(1, 50_000))
-            here = self.source.data_ptr() + offset, ctypes.addressof(self.target) + offset
+            here = self.source.data_ptr() + offset, self.target.address + offset
             self.transfers.append(Transfer(*here, length))
             offset += length
 
@@ -56,8 +59,14 @@ def engine(request: pytest.FixtureRequest) -> Iterator[CopyEngine]:
         engine, _ = make_engine(torch.device("cpu" if request.param == "host" else "cuda:0"))
     else:
         engine = CudaCopyEngine(FakeDevice(copies=request.param, prompt=True))
+    device = device_of(engine)
+    in_batches = device is not None and device._runtime.batches
     yield engine
     engine.close()
+    for target in TARGETS:
+        target.unlock()
+    TARGETS.clear()
+    assert in_batches == (device is not None and device._runtime.batches)
 
 
 def snapshots(engine: CopyEngine) -> object:
