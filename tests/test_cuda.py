@@ -5,6 +5,7 @@ Runs on an NVIDIA GPU alone. What can be known without one is in ``test_cuda_eng
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import itertools
 import logging
@@ -364,8 +365,9 @@ def test_a_job_that_makes_its_own_plan(tmp_path: Path) -> None:
 
 def test_copies_are_still_made_many_at_once_after_all_of_that(tmp_path: Path) -> None:
     """Whatever the runtime refuses once, it is not asked for again in this process: nothing above was refused."""
-    runtime = load_runtime()
-    if min(runtime.version, torch._C._cuda_getDriverVersion()) < 12_080:
+    runtime, driver = load_runtime(), ctypes.c_int()
+    runtime._library.cudaDriverGetVersion(ctypes.byref(driver))
+    if min(runtime.version, driver.value) < 12_080:
         pytest.skip("this runtime, or its driver, has no such call")
     Job("adam foreach").train(tmp_path, planned("adam foreach", 0))
     assert runtime.batches
