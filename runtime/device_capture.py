@@ -9,6 +9,8 @@ from checkflow.errors import CheckflowError
 from checkflow.runtime.copy_engine import Order, Outcome, Transfer, tell_failure
 from checkflow.runtime.stream_device import Copies, Event, Stream
 
+SEGMENT_BYTES = 2 * 2**20  # torch's allocator takes memory from CUDA in multiples of this, which begin at such
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -74,7 +76,12 @@ def silent() -> None:
 
 
 def merged(transfers: Iterable[Transfer]) -> list[Transfer]:
-    """The same bytes in fewer pieces: those that follow each other in both memories are one, empty ones are none."""
+    """The same bytes in fewer pieces: those that follow each other in both memories are one, empty ones are none.
+
+    None reaches across an address at which torch may have taken other memory from CUDA: what lies side by side there
+    need not be one allocation, and CUDA refuses a copy that spans two. In host memory (a staging buffer is one range)
+    there would be no need to cut, and it costs next to nothing.
+    """
     merged: list[Transfer] = []
     for transfer in transfers:
         if not transfer.length_bytes:
@@ -84,6 +91,8 @@ def merged(transfers: Iterable[Transfer]) -> list[Transfer]:
             last is not None
             and last.source + last.length_bytes == transfer.source
             and last.target + last.length_bytes == transfer.target
+            and transfer.source % SEGMENT_BYTES
+            and transfer.target % SEGMENT_BYTES
         ):
             merged[-1] = Transfer(last.source, last.target, last.length_bytes + transfer.length_bytes)
         else:

@@ -20,7 +20,7 @@ import torch
 from fake_device import FakeDevice, FakeStream
 
 from checkflow.errors import CheckflowError
-from checkflow.runtime import cuda_engine
+from checkflow.runtime import cuda_engine, device_capture
 from checkflow.runtime.copy_engine import Concluded, Transfer
 from checkflow.runtime.cuda_engine import CudaCopyEngine
 
@@ -354,6 +354,22 @@ def test_lists_of_copies_are_made_once_and_neighbours_are_one(
     buffers.engine.finish()
     assert made[3:] == [2, 2]
     assert buffers.target.raw == buffers.content
+
+
+def test_no_copy_reaches_from_one_of_cudas_allocations_into_the_next() -> None:
+    """Be it the source that goes on in the next one, or the target; what is not at its begin is joined."""
+    segment = device_capture.SEGMENT_BYTES
+    near, far = 7 * segment, 100 * segment + 512
+    cases = {
+        (near - 512, far): [512, 512],  # an offload, or a snapshot's source
+        (far, near - 512): [512, 512],  # a snapshot's target
+        (near, far): [1024],
+        (near - 1024, far): [1024],
+        (near - 256, far): [1024],  # the next tensor begins where this segment goes on
+    }
+    for (source, target), sizes in cases.items():
+        pieces = [Transfer(source + at, target + at, 512) for at in (0, 512)]
+        assert [piece.length_bytes for piece in device_capture.merged(pieces)] == sizes, (source, target)
 
 
 def test_nothing_ends_that_was_not_released(buffers: Buffers) -> None:
