@@ -36,12 +36,17 @@ class CudaDevice:
         self._free_events: tuple[list[_Event], list[_Event]] = ([], [])  # plain, timed
 
     def current(self) -> Stream:
-        if torch.cuda.is_current_stream_capturing():
+        try:
+            capturing = torch.cuda.is_current_stream_capturing()
+            stream: Stream = torch.cuda.current_stream(self._index)
+        except RuntimeError as error:
+            raise _told(error) from error
+        if capturing:
             raise CheckflowError(
                 "training is being captured into a CUDA graph, which passes no anchor when it is replayed: "
                 "nothing can be copied meanwhile"
             )
-        return torch.cuda.current_stream(self._index)
+        return stream
 
     def allocate(self, size_bytes: int) -> tuple[int, object]:
         try:
@@ -51,6 +56,8 @@ class CudaDevice:
                 f"no GPU memory for a snapshot of {format_size(size_bytes)}: make a plan with --extra-memory 0, or "
                 "with a lower --memory-limit"
             ) from error
+        except RuntimeError as error:
+            raise _told(error) from error
         return memory.data_ptr(), memory
 
     def prepare(self, transfers: Sequence[Transfer]) -> Copies:
@@ -97,7 +104,13 @@ class CudaDevice:
             self._runtime.restore_thread(mode)
 
     def seconds_between(self, before: _Event, after: _Event) -> float:
-        return before.event.elapsed_time(after.event) / 1e3 if self.done(after) else 0.0
+        if not self.done(after):
+            return 0.0
+        try:
+            milliseconds: float = before.event.elapsed_time(after.event)
+        except RuntimeError as error:
+            raise _told(error) from error
+        return milliseconds / 1e3
 
     def recycle(self, events: Iterable[_Event]) -> None:
         for event in events:
