@@ -243,6 +243,8 @@ def lines_of(targets: Sequence[Row]) -> Iterator[str]:
         else:
             verdict = "reached" if row["met"] else "MISSED"
             yield f"  {verdict:12}  {row['figure']}: {row['worst']:.4g} ({row['worst_case']}), {bound}"
+        for case, reason in row.get("left_out", {}).items():
+            yield f"                without {case}: {reason}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -244,12 +244,15 @@ def step_time(blocks: Sequence[Block]) -> Row:
         "held_seconds_by_phase": held,
         "persist_wait_seconds": held["buffers"],
         "captures": sum(one.report["captures"] for one in checkpointed),
+        "captures_a_block": [one.report["captures"] for one in checkpointed],
+        "captures_an_iteration": sum(one.report["captures"] for one in checkpointed) / iterations,
         "committed": committed,
         "superseded": sum(one.report["superseded"] for one in checkpointed),
         "failed": sum(one.report["failed"] for one in checkpointed),
         "breaches": sum(one.report["breaches"] for one in checkpointed),
         "checkpoint_bytes": size_bytes,
         "stored_bytes_per_second": committed * size_bytes / seconds,
+        "ran": checkpointed[-1].report["ran"],
     }
 
 
@@ -271,7 +274,7 @@ def memory(
     for kind in (PLAIN, CHECKPOINTED):
         found = [one.peaks for one in blocks if one.kind == kind and one.peaks]
         peaks[kind] = {name: max(one[name] for one in found) for name in found[0]}
-    added_bytes = peaks[CHECKPOINTED]["allocated_bytes"] - peaks[PLAIN]["allocated_bytes"]
+    added = {name: peaks[CHECKPOINTED][name] - peaks[PLAIN][name] for name in peaks[PLAIN]}
     planned_bytes = plan.plan_peak_bytes - plan.timeline.training_peak_bytes
     own_bytes = workspace_bytes + before.allocated_bytes
     unknown_bytes = 0 if recorded else own_bytes
@@ -291,9 +294,11 @@ def memory(
         "predicted_bytes": {name: predicted for name, (_, predicted, _) in predictions.items()},
         "measured_over_predicted": ratios,
         "plan_error": abs(ratios["plan"] - 1),
-        "added_bytes": added_bytes,
+        "added_bytes": added,
         "planned_added_bytes": planned_bytes,
-        "unplanned_bytes": max(0, added_bytes - planned_bytes),
+        # Of what was asked for: the allocator rounds up, and a plan cannot know to what.
+        "unplanned_bytes": max(0, added["requested_bytes"] - planned_bytes),
+        "unplanned_allocated_bytes": max(0, added["allocated_bytes"] - planned_bytes),
     }
 
 

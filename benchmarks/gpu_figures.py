@@ -191,7 +191,7 @@ class Target:
     key: str
     most: float | None = None
     least: float | None = None
-    every_iteration: bool = False  # asked only where the plan makes a checkpoint of every iteration
+    every_iteration: bool = False  # asked only where the plan makes a checkpoint of every iteration, and each was made
 
 
 TARGETS = (
@@ -202,26 +202,45 @@ TARGETS = (
     Target("seconds for which the main thread is held an iteration", "step_time", "held_seconds", most=1e-3),
     Target("bytes per second from device to host, within the plan", "copies", "bytes_per_second", least=50e9),
     Target("share of the bare link's", "copies", "of_bare_link", least=0.95),
-    Target("bytes that checkpoints add to the peak of memory beyond what the plan says", "memory", "unplanned_bytes",
-           most=0),
+    Target("bytes asked for that checkpoints add to the peak of memory beyond what the plan says", "memory",
+           "unplanned_bytes", most=0),
     Target("peak of memory with checkpoints, share by which it differs from the plan's", "memory", "plan_error",
            most=0.02),
 )  # fmt: skip
 
 
+def uncaptured(step_time: Row) -> str:
+    """Why blocks of iterations say nothing of a checkpoint at each interval of the plan; "" if they do."""
+    wanted = step_time["iterations_a_block"] // step_time["interval"]
+    made = step_time["captures_a_block"]
+    if made and all(count == wanted for count in made):
+        return ""
+    return f"{', '.join(map(str, made)) or 'no'} captures a block, not {wanted}"
+
+
 def judge(cases: Mapping[str, Sequence[Row]]) -> list[Row]:
-    """Each target with the worst of the cases that have the figure; ``met`` is None where none has."""
+    """Each target with the worst of the cases that have the figure; ``met`` is None where none has.
+
+    A case that is to have a checkpoint of every iteration, and has not, does not count; why is in ``left_out``.
+    """
     judged: list[Row] = []
     for target in TARGETS:
         found: dict[str, float] = {}
+        left_out: dict[str, str] = {}
         for case, rows in cases.items():
             sections = {row["section"]: row for row in rows if "section" in row}
             value = sections.get(target.section, {}).get(target.key)
             rare = target.every_iteration and sections.get("plan", {}).get("interval") != 1
-            if value is not None and not rare:
+            if value is None or rare:
+                continue
+            if target.every_iteration and (reason := uncaptured(sections["step_time"])):
+                left_out[case] = reason
+            else:
                 found[case] = value
         bound = target.most if target.most is not None else target.least
         row: Row = {"figure": target.figure, "most": target.most, "least": target.least, "met": None, "cases": found}
+        if left_out:
+            row["left_out"] = left_out
         if found:
             worst = max if target.most is not None else min
             name = worst(found, key=lambda case: found[case])

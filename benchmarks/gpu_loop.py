@@ -26,6 +26,8 @@ import checkflow
 from benchmarks.gpu_figures import CHECKPOINTED, PLAIN, Row, case_name
 from checkflow.planner.load import OPTIMIZERS
 from checkflow.runtime.boundaries import Boundaries
+from checkflow.runtime.cuda_device import CudaDevice
+from checkflow.runtime.frequency import Controller
 
 #: In the order of an iteration. The batch comes to the device in the first one. The wait is what happens between
 #: backward and the optimizer's own work, where most of the state is due; "boundary" is what follows the update.
@@ -193,6 +195,17 @@ def _grown(before: Mapping[str, Any], after: Mapping[str, Any]) -> Row:
     return {"held_seconds": held, **counts, **{name: after[name] for name in kept}}
 
 
+def what_ran(checkpointer: checkflow.Checkpointer) -> Row:
+    """By what an open Checkpointer copies; ``batches``: whether CUDA's runtime still takes many copies at once."""
+    saving = checkpointer._saving
+    row: Row = {"buffers": saving.host_buffers, "buffers_locked": saving.buffers.locked}
+    device = getattr(saving.engine, "_device", None)
+    if isinstance(device, CudaDevice):
+        runtime = device._runtime
+        row |= {"numa_node": device.numa_node, "cuda_runtime": runtime.version, "batches": runtime.batches}
+    return row
+
+
 def train(
     job: TrainingJob,
     checkpointer: checkflow.Checkpointer | None,
@@ -224,17 +237,36 @@ def train(
             at[n]()
         result = phases.iterate()
     del result
-    report = {} if checkpointer is None else _grown(before, after)
+    report = {} if checkpointer is None else {**_grown(before, after), "ran": what_ran(checkpointer)}
     kind = PLAIN if checkpointer is None else CHECKPOINTED
     return Block(kind, phases.seconds(), _peaks(job.device), report, ended - begun)
+
+
+def every_interval() -> contextlib.AbstractContextManager[Any]:
+    """Until the context is left, each multiple of the plan's interval is captured, and storage takes what it can.
+
+    A controller would profile such a short job to its end, and leave checkpoints out to see what training takes by
+    itself: it would be measured, and not the plan. ``every=`` would have training wait for storage.
+    """
+    return mock.patch.multiple(
+        Controller,
+        is_due=lambda owner, number: number % owner._unit == 0,
+        is_durable=lambda owner, number: True,
+    )
 
 
 @contextlib.contextmanager
 def checkpointing(
     job: TrainingJob, plan: checkflow.Plan, storage: Path, *, every: int | None = None
 ) -> Iterator[checkflow.Checkpointer]:
-    """A Checkpointer on an empty directory, whose faults are raised."""
+    """A Checkpointer on an empty directory, whose faults are raised.
+
+    Args:
+        every: iterations from one checkpoint to the next, each of which training waits to see on storage; None: as
+            planned, on storage as far as that keeps up.
+    """
     with (
+        every_interval() if every is None else contextlib.nullcontext(),
         tempfile.TemporaryDirectory(dir=storage, ignore_cleanup_errors=True) as directory,
         checkflow.Checkpointer(
             job.step.models, job.step.optimizers, directory=directory, plan=plan,
@@ -276,6 +308,7 @@ class SideCopies:
     def __init__(self, checkpointer: checkflow.Checkpointer) -> None:
         self._device = checkpointer._saving.engine._device  # type: ignore[attr-defined]
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event, int]] = []
+        self._pieces = 0
 
     def start(self) -> None:
         """Time from now on."""
@@ -290,6 +323,7 @@ class SideCopies:
             copy(copies, stream)
             after.record(stream)
             self._spans.append((before, after, sum(length for _, _, length in copies.singly)))
+            self._pieces += len(copies.singly)
 
         self._device.copy = timed
 
@@ -298,12 +332,13 @@ class SideCopies:
         del self._device.copy
 
     def row(self) -> Row:
-        """Bytes, the seconds in which they crossed, and what that makes."""
+        """Bytes, in how many copies and calls, the seconds in which they crossed, and what that makes."""
         torch.cuda.synchronize()
         size_bytes = sum(length for _, _, length in self._spans)
         seconds = sum(before.elapsed_time(after) / 1e3 for before, after, _ in self._spans)
         rate = size_bytes / seconds if seconds else 0.0
-        return {"bytes": size_bytes, "calls": len(self._spans), "busy_seconds": seconds, "bytes_per_second": rate}
+        counts = {"bytes": size_bytes, "copies": self._pieces, "calls": len(self._spans)}
+        return {**counts, "busy_seconds": seconds, "bytes_per_second": rate}
 
 
 @dataclass

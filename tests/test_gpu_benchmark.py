@@ -30,6 +30,7 @@ from benchmarks.gpu_worker import Worker
 from benchmarks.memory import Before
 from checkflow.hardware import find_device
 from checkflow.runtime.boundaries import Boundaries
+from checkflow.runtime.frequency import Controller
 
 ROOT = Path(__file__).parent.parent
 SECONDS = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=20)
@@ -118,10 +119,15 @@ def test_a_part_takes_what_is_left_or_is_not_begun(left: float, allowed: float |
     assert gpu_figures.allowed_seconds(Part("p", "", 30.0, 10.0), left) == allowed
 
 
-def case_rows(interval: int, overhead: float, rate: float) -> list[dict[str, Any]]:
+def case_rows(
+    interval: int, overhead: float, rate: float, captures: tuple[int, ...] | None = None
+) -> list[dict[str, Any]]:
+    made = {"interval": interval, "iterations_a_block": 24, "captures_a_block": [24 // interval] * 2}
+    if captures is not None:
+        made["captures_a_block"] = list(captures)
     return [
         {"section": "plan", "interval": interval},
-        {"section": "step_time", "median_overhead": overhead, "p99_overhead": 0.0, "held_seconds": 0.0},
+        {"section": "step_time", **made, "median_overhead": overhead, "p99_overhead": 0.0, "held_seconds": 0.0},
         {"section": "copies", "bytes_per_second": rate},
         {"section": "memory", "error": "why"},
     ]
@@ -140,6 +146,22 @@ def test_targets_are_judged_by_the_worst_case() -> None:
     lines = list(gpu.lines_of(list(by_key.values())))
     assert any(line.split()[0] == "MISSED" and "0.02 (b), at most 0.01" in line for line in lines)
     assert sum("not measured" in line for line in lines) == sum(row["met"] is None for row in by_key.values())
+
+
+@pytest.mark.parametrize("captures", [(24, 23), (3,), ()])
+def test_what_was_not_captured_every_iteration_is_no_figure_of_that(captures: tuple[int, ...]) -> None:
+    cases = {"whole": case_rows(1, 0.02, 60e9), "some": case_rows(1, 0.001, 60e9, captures)}
+    rows = gpu_figures.judge(cases)
+    added, _, _, held = rows[:4]
+    assert (added["cases"], added["met"]) == ({"whole": 0.02}, False)
+    assert list(added["left_out"]) == ["some"]
+    assert added["left_out"]["some"].endswith("captures a block, not 24")
+    assert set(held["cases"]) == {"whole", "some"}
+    alone = gpu_figures.judge({"some": cases["some"]})
+    assert [row["met"] for row in alone[:2]] == [None, None]
+    lines = list(gpu.lines_of(alone))
+    assert "not measured" in lines[0]
+    assert lines[1].split() == ["without", "some:", *alone[0]["left_out"]["some"].split()]
 
 
 def test_what_is_missing_in_a_result_is_told() -> None:
@@ -399,6 +421,20 @@ def test_what_waits_before_the_update_is_told_apart(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_every_interval_is_captured_however_long_the_loop_and_training_waits_for_no_storage(tmp_path: Path) -> None:
+    """By itself the controller has profiled the job by then, and leaves some out."""
+    job = gpu_loop.TrainingJob(gpu_loop.Case("digits", 2, settings={"width": 8}), torch.device("cpu"))
+    job.iterate()
+    plan = gpu_case.make_case_plan(job, find_device("cpu"), gpu_case.QUICK, {})
+    asked = Controller.is_due, Controller.is_durable
+    with gpu_loop.Phases(job) as phases, gpu_loop.checkpointing(job, plan, tmp_path) as checkpointer:
+        found = gpu_loop.train(job, checkpointer, warm_up=9, iterations=120, phases=phases)
+        assert not checkpointer._saving._each
+        assert checkpointer._boundaries.pace.durable
+    assert (plan.interval, found.report["captures"]) == (1, 120)
+    assert (Controller.is_due, Controller.is_durable) == asked
+
+
 def test_a_short_run_commits_what_it_audits() -> None:
     gpu_parts.short_run("cpu")
 
@@ -455,14 +491,19 @@ def test_copies_on_the_engines_stream_are_timed_and_others_pass(monkeypatch: pyt
     watch.stop()
     device.copy(many, "side")
     assert device.copied == [(3, "side"), (3, "side"), (1, "training"), (1, "side"), (3, "side")]
-    assert watch.row() == {"bytes": 4000, "calls": 2, "busy_seconds": 0.002, "bytes_per_second": 2e6}
+    assert watch.row() == {
+        "bytes": 4000, "copies": 4, "calls": 2, "busy_seconds": 0.002, "bytes_per_second": 2e6,
+    }  # fmt: skip
     with pytest.raises(AttributeError):
         gpu_loop.SideCopies(cast(Any, SimpleNamespace(_saving=SimpleNamespace(engine=object()))))
 
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_peaks_are_held_against_what_the_plan_knows_of(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training's 1,000 bytes, 100 of a workspace, 10 that were there before; snapshots of 40 where 30 were planned."""
+    """Training's 1,000 bytes, 100 of a workspace, 10 that were there before; snapshots of 40 where 30 were planned.
+
+    The allocator gives out 7 more for what checkpoints add.
+    """
     held = iter([600, 500])
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(held))
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
@@ -470,17 +511,20 @@ def test_peaks_are_held_against_what_the_plan_knows_of(recorded: bool, monkeypat
     timeline: Any = SimpleNamespace(training_peak_bytes=1000 + known)
     plan: Any = SimpleNamespace(timeline=timeline, plan_peak_bytes=1030 + known)
     blocks = [
-        gpu_loop.Block(kind, [], {f"{name}_bytes": peak for name in ("requested", "allocated", "reserved")}, {}, 0.0)
-        for kind, peak in ((PLAIN, 1110), (CHECKPOINTED, 1150), (PLAIN, 1100))
+        gpu_loop.Block(
+            kind, [], {"requested_bytes": asked, "allocated_bytes": asked + rounded, "reserved_bytes": 4096}, {}, 0.0
+        )
+        for kind, asked, rounded in ((PLAIN, 1110, 0), (CHECKPOINTED, 1150, 7), (PLAIN, 1100, 0))
     ]
     traced = {"training_peak_bytes": 500}
     found = gpu_case.memory(blocks, plan, Before(10, 0), traced, recorded=recorded)
-    assert (found["workspace_bytes"], found["added_bytes"], found["planned_added_bytes"]) == (100, 40, 30)
-    assert found["unplanned_bytes"] == 10
+    assert (found["workspace_bytes"], found["planned_added_bytes"]) == (100, 30)
+    assert found["added_bytes"] == {"requested_bytes": 40, "allocated_bytes": 47, "reserved_bytes": 0}
+    assert (found["unplanned_bytes"], found["unplanned_allocated_bytes"]) == (10, 17)
     assert found["measured_over_predicted"] == pytest.approx(
-        {"training": 1.0, "plan": (1040 + known) / (1030 + known), "trace": 2.0}
+        {"training": 1.0, "plan": (1047 + known) / (1030 + known), "trace": 2.0}
     )
-    assert found["plan_error"] == pytest.approx(10 / (1030 + known))
+    assert found["plan_error"] == pytest.approx(17 / (1030 + known))
 
 
 # --- all of it
@@ -518,7 +562,9 @@ def test_the_whole_flow_on_the_cpu(tmp_path: Path) -> None:
     assert sections["plan"]["interval"] == 1
     times = sections["step_time"]
     assert set(times["phase_seconds"][CHECKPOINTED]) == set(gpu_loop.PHASES)
-    assert 0 < times["captures"] <= times["checkpointed_seconds"]["count"]
+    assert times["captures"] == times["checkpointed_seconds"]["count"]
+    assert times["captures_an_iteration"] == 1
+    assert times["ran"] == {"buffers": 3, "buffers_locked": False}
     assert (times["failed"], times["breaches"]) == (0, 0)
     assert {row["anchor"] for row in sections["stays"]["anchors"]} >= {"boundary", "optimizer_pre optimizer"}
     assert sections["following"]["checkpoints"] == gpu_case.QUICK.singles
