@@ -24,10 +24,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import wait_for
 
-from benchmarks import gpu, gpu_case, gpu_figures, gpu_loop, gpu_packages, gpu_parts, gpu_worker
+from benchmarks import gpu, gpu_case, gpu_figures, gpu_link, gpu_loop, gpu_packages, gpu_parts, gpu_worker
 from benchmarks.gpu_figures import CHECKPOINTED, PLAIN, Part
 from benchmarks.gpu_worker import Worker
 from benchmarks.memory import Before
+from checkflow.errors import CheckflowError
 from checkflow.hardware import find_device
 from checkflow.runtime.boundaries import Boundaries
 from checkflow.runtime.frequency import Controller
@@ -110,8 +111,20 @@ def test_copies_by_a_profilers_trace() -> None:
     assert found["bytes_per_second"] == pytest.approx(50e9)
     assert found["beside_kernels"] == pytest.approx((50 + 20) / 200)
     assert (found["snapshot_bytes"], found["to_device_bytes"], found["iterations"]) == (7, 5, 3)
-    with pytest.raises(ValueError, match="no copy"):
-        gpu_figures.copies({"traceEvents": events[2:]}, 3)
+
+
+def test_a_profiler_by_whose_names_nothing_crossed_is_no_failure() -> None:
+    events = [
+        event("kernel", "gemm", 50, 100),
+        event("gpu_memcpy", "Memory copy (Device -> Pinned)", 0, 100, 4_000_000),
+        {"ph": "M", "name": "process_name"},
+        *(event("cuda_runtime", f"call {number}", 0, 1) for number in range(100)),
+    ]
+    found = gpu_figures.copies({"traceEvents": events}, 3)
+    assert found["skipped"] == "the profiler saw no copy from device to host"
+    assert found["seen"][0] == "gpu_memcpy: Memory copy (Device -> Pinned)"
+    assert len(found["seen"]) == gpu_figures.MOST_NAMES
+    assert gpu_figures.copies({"traceEvents": []}, 3)["seen"] == []
 
 
 @pytest.mark.parametrize(("left", "allowed"), [(9.9, None), (10.0, 10.0), (30.0, 30.0), (31.0, 30.0), (-1.0, None)])
@@ -496,6 +509,25 @@ def test_copies_on_the_engines_stream_are_timed_and_others_pass(monkeypatch: pyt
     }  # fmt: skip
     with pytest.raises(AttributeError):
         gpu_loop.SideCopies(cast(Any, SimpleNamespace(_saving=SimpleNamespace(engine=object()))))
+
+
+def test_memory_that_cannot_be_registered_costs_no_figure_of_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def refuse(size_bytes: int) -> Iterator[torch.Tensor]:
+        raise CheckflowError("CUDA: out of memory (error 2)")
+        yield
+
+    @contextlib.contextmanager
+    def allow(size_bytes: int) -> Iterator[torch.Tensor]:
+        yield torch.empty(size_bytes, dtype=torch.uint8)
+
+    ways = ("to host", "to device")
+    for stand_in, kinds in ((refuse, ("pinned",)), (allow, ("registered", "pinned"))):
+        monkeypatch.setattr(gpu_link, "registered", stand_in)
+        found = gpu_link.bare_link(torch.device("cpu"), 4096, 3)
+        assert {name for name in found if "," in name} == {f"{kind}, {way}" for kind in kinds for way in ways}
+        assert found.get("registered") == (None if stand_in is allow else "refused: CUDA: out of memory (error 2)")
+        assert gpu_link.most_to_host(found) == found[f"{kinds[0]}, to host"]["most"] > 0
 
 
 @pytest.mark.parametrize("recorded", [True, False])
