@@ -23,7 +23,7 @@ import torch
 import checkflow
 from benchmarks import gpu_figures
 from benchmarks.gpu_figures import CHECKPOINTED, PLAIN, Row
-from benchmarks.gpu_link import bare_link
+from benchmarks.gpu_link import bare_link, most_to_host
 from benchmarks.gpu_loop import (
     AUDITED,
     Block,
@@ -37,6 +37,7 @@ from benchmarks.gpu_loop import (
     phase_medians,
     train,
     warm_up_iterations,
+    what_ran,
 )
 from benchmarks.memory import Before, empty_gpu
 from checkflow.errors import PlanError
@@ -195,16 +196,17 @@ def measure_case(
         row |= memory(blocks, plan, before, traced if job.case == case else None, recorded=recorded)
     if not case.thorough:
         return
+    crossing(job, plan, storage, min(iterations, 5 * plan.interval), state_bytes, send)
     with section(send, "following") as row:
         plain = [seconds for one in blocks if one.kind == PLAIN for seconds in one.seconds]
         row |= following(job, plan, storage, effort, statistics.median(plain or [iteration_seconds]))
     with section(send, "stays") as row:
         row |= stays(job, plan, storage, min(iterations, 10 * plan.interval))
-    crossing(job, plan, storage, min(iterations, 5 * plan.interval), state_bytes, send)
 
 
 def _build(case: Case, device: torch.device) -> TrainingJob:
     """The job, at half the batch size as often as memory does not suffice for an iteration."""
+    job: TrainingJob | None
     while True:
         try:
             job = TrainingJob(case, device)
@@ -214,7 +216,8 @@ def _build(case: Case, device: torch.device) -> TrainingJob:
             if case.batch_size == 1:
                 raise
             case = dataclasses.replace(case, batch_size=case.batch_size // 2)
-        torch.cuda.empty_cache()
+        job = None  # or what it holds would not be given back
+        empty_gpu()
 
 
 def _iterations(job: TrainingJob, plan: checkflow.Plan, effort: Effort) -> tuple[float, int]:
@@ -348,7 +351,7 @@ def crossing(
 ) -> None:
     """What crosses the link, and how fast: by events on the copy engine's stream, then by a profiler.
 
-    Beside them the bare link on as many bytes, right before.
+    Beside them the bare link on as many bytes, right before. What events tell is sent before the profiler begins.
     """
     if job.device.type != "cuda":
         send({"section": "copies", "skipped": "without a GPU there is no link"})
@@ -357,26 +360,51 @@ def crossing(
     with section(send, "bare link") as row:
         bare |= bare_link(job.device, min(state_bytes, 256 * 2**20))
         row |= bare
-    warm_up = warm_up_iterations(plan.interval)
+    first = warm_up_iterations(plan.interval)
+    after = first + iterations
     watching = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-    with section(send, "copies") as row:
-        with Phases(job) as phases, checkpointing(job, plan, storage) as checkpointer:
-            copies = SideCopies(checkpointer)
-            at = {warm_up: copies.start, warm_up + iterations: copies.stop}
-            train(job, checkpointer, warm_up=warm_up, iterations=iterations, phases=phases, at=at)
-            row |= copies.row()
-        if bare:
-            row["of_bare_link"] = row["bytes_per_second"] / bare["registered, to host"]["most"]
+
+    def stop() -> None:
+        torch.cuda.synchronize()
+        watching.stop()
+
     with section(send, "profiled") as row:
-
-        def stop() -> None:
-            torch.cuda.synchronize()
-            watching.stop()
-
         with Phases(job) as phases, checkpointing(job, plan, storage) as checkpointer:
-            at = {warm_up: watching.start, warm_up + iterations: stop}
-            train(job, checkpointer, warm_up=warm_up, iterations=iterations, phases=phases, at=at)
+            timed = Timed(SideCopies(checkpointer), checkpointer, bare, send)
+            at = {
+                first: timed.start, after: timed.stop,
+                after + plan.interval: watching.start, after + plan.interval + iterations: stop,
+            }  # fmt: skip
+            train(
+                job, checkpointer, warm_up=first, iterations=2 * iterations + plan.interval, phases=phases, at=at,
+            )  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "trace.json"
             watching.export_chrome_trace(str(file))
             row |= gpu_figures.copies(json.loads(file.read_text()), iterations)
+
+
+@dataclasses.dataclass
+class Timed:
+    """Times the copies of some iterations, and sends what came of it as the section "copies"."""
+
+    copies: SideCopies
+    checkpointer: checkflow.Checkpointer
+    bare: Row  # link, if it is known
+    send: Send
+    captures: int = 0  # before them
+
+    def start(self) -> None:
+        self.captures = self.checkpointer.report()["captures"]
+        self.copies.start()
+
+    def stop(self) -> None:
+        with section(self.send, "copies") as row:
+            self.copies.stop()
+            row |= self.copies.row()
+            captures = self.checkpointer.report()["captures"] - self.captures
+            row |= {"captures": captures, "ran": what_ran(self.checkpointer)}
+            if captures:
+                row |= {"copies_a_capture": row["copies"] / captures, "calls_a_capture": row["calls"] / captures}
+            if self.bare:
+                row["of_bare_link"] = row["bytes_per_second"] / most_to_host(self.bare)

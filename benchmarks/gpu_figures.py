@@ -163,7 +163,7 @@ def copies(trace: Mapping[str, Any], iterations: int) -> Row:
             sizes[kind].append(int(event.get("args", {}).get("bytes", 0)))
     if not spans["DtoH"]:
         names = {(str(event.get("cat")), str(event.get("name"))) for event in trace["traceEvents"] if "dur" in event}
-        seen = sorted(names, key=lambda name: (not name[0].startswith("gpu_"), name))  # copies by other names come first
+        seen = sorted(names, key=lambda name: (not name[0].startswith("gpu_"), name))  # copies come first
         return {
             "skipped": "the profiler saw no copy from device to host",
             "seen": [f"{category}: {name[:80]}" for category, name in seen[:MOST_NAMES]],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gc
 import hashlib
 import json
 import os
@@ -12,14 +13,17 @@ import statistics
 import subprocess
 import sys
 import time
+import weakref
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
+from fake_device import FakeDevice, simulate_gpu
 from hypothesis import given
 from hypothesis import strategies as st
 from waiting import wait_for
@@ -31,6 +35,7 @@ from benchmarks.memory import Before
 from checkflow.errors import CheckflowError
 from checkflow.hardware import find_device
 from checkflow.runtime.boundaries import Boundaries
+from checkflow.runtime.copy_engine import Transfer
 from checkflow.runtime.frequency import Controller
 
 ROOT = Path(__file__).parent.parent
@@ -528,6 +533,76 @@ def test_memory_that_cannot_be_registered_costs_no_figure_of_pinned_memory(monke
         assert {name for name in found if "," in name} == {f"{kind}, {way}" for kind in kinds for way in ways}
         assert found.get("registered") == (None if stand_in is allow else "refused: CUDA: out of memory (error 2)")
         assert gpu_link.most_to_host(found) == found[f"{kinds[0]}, to host"]["most"] > 0
+
+
+class Pieces(tuple[Transfer, ...]):
+    """Prepared copies that the simulated device takes, and what times copies looks into."""
+
+    @property
+    def singly(self) -> list[tuple[int, int, int]]:
+        return [(one.target, one.source, one.length_bytes) for one in self]
+
+
+class Watching:
+    """Stands for a profiler; what it saw has other names than are known."""
+
+    said: ClassVar[list[str]] = []
+
+    def __init__(self, activities: Any) -> None:
+        self.said.clear()
+
+    def start(self) -> None:
+        self.said.append("start")
+
+    def stop(self) -> None:
+        self.said.append("stop")
+
+    def export_chrome_trace(self, file: str) -> None:
+        Path(file).write_text(json.dumps({"traceEvents": [event("gpu_memcpy", "Copy", 0, 1)]}))
+
+
+def test_copies_are_timed_and_profiled_in_one_loop_with_every_interval_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeDevice, "prepare", lambda self, transfers: Pieces(transfers))
+    simulate_gpu(monkeypatch, copies="first")
+    monkeypatch.setattr(torch.cuda, "Event", TimedEvent)
+    for name, answer in (("synchronize", None), ("reset_peak_memory_stats", None), ("memory_stats", Counter())):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(torch.profiler, "profile", Watching)
+    link = {"pinned, to host": {"most": 1e6}}
+    monkeypatch.setattr(gpu_case, "bare_link", lambda device, size_bytes: link)
+    job = gpu_loop.TrainingJob(gpu_loop.Case("digits", 2, settings={"width": 8}), torch.device("cpu"))
+    job.iterate()
+    plan = gpu_case.make_case_plan(job, find_device("cpu"), gpu_case.QUICK, {})
+    job.device = cast(Any, SimpleNamespace(type="cuda"))
+    rows: list[dict[str, Any]] = []
+    gpu_case.crossing(job, plan, tmp_path, 5, 100, rows.append)
+    assert [row["section"] for row in rows] == ["bare link", "copies", "profiled"]
+    assert not [row for row in rows if "error" in row], rows
+    copies = rows[1]
+    size_bytes = sum(chunk.length_bytes for chunk in plan.chunks)
+    assert (copies["captures"], copies["bytes"]) == (5, 5 * size_bytes)
+    assert copies["copies_a_capture"] >= copies["calls_a_capture"] >= 1
+    assert copies["of_bare_link"] == copies["bytes_per_second"] / 1e6
+    assert copies["ran"] == {"buffers": 3, "buffers_locked": False}
+    assert Watching.said == ["start", "stop"]
+    assert rows[2]["seen"] == ["gpu_memcpy: Copy"]
+
+
+def test_a_job_that_is_too_large_is_gone_before_its_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Large(gpu_loop.TrainingJob):
+        def iterate(self) -> None:
+            jobs.append(weakref.ref(self))
+            if self.case.batch_size > 2:
+                raise torch.OutOfMemoryError
+
+    jobs: list[weakref.ref[Large]] = []
+    gone: list[bool] = []
+    monkeypatch.setattr(gpu_case, "TrainingJob", Large)
+    monkeypatch.setattr(gpu_case, "empty_gpu", lambda: (gc.collect(), gone.append(jobs[-1]() is None)))
+    job = gpu_case._build(gpu_loop.Case("digits", 8, settings={"width": 8}), torch.device("cpu"))
+    assert (job.case.batch_size, gone) == (2, [True, True])
 
 
 @pytest.mark.parametrize("recorded", [True, False])
