@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import re
@@ -35,6 +36,7 @@ from benchmarks.gpu_worker import Worker
 ROOT = Path(__file__).parent.parent
 SCHEMA = 1
 BUDGET_SECONDS = 480.0
+FIRST_SECONDS = 240.0  # for the first import of torch: its gigabytes may come from a slow disk, or from afar
 
 Case = dict[str, Any]  # the fields of benchmarks.gpu_loop.Case
 #: Batches that a card has to work on for longer than the state needs to leave; halved where memory does not suffice.
@@ -70,7 +72,7 @@ def name_of(case: Case) -> str:
 
 
 def tasks(card: str, output: Path, *, quick: bool) -> tuple[Task, ...]:
-    """All parts in the order in which they run: those that time nothing together and first, then the others by weight.
+    """All parts in the order in which they run: those that time nothing first, then the others by weight.
 
     Args:
         card: what files are named after.
@@ -78,7 +80,9 @@ def tasks(card: str, output: Path, *, quick: bool) -> tuple[Task, ...]:
     cases = QUICK_CASES if quick else CASES
     small = cases[1] if len(cases) > 1 else cases[0]
     first = [_case(case) for case in cases if case.get("thorough")]
-    others = [_case(case) for case in cases if not case.get("thorough")]
+    known = {case["model"] for case in cases if case.get("thorough")}
+    others = [_case(case) for case in cases if case["model"] not in known]
+    again = [_case(case) for case in cases if case["model"] in known and not case.get("thorough")]
     probe = ["checkflow", "probe", "--quick", "--json", "--directory", str(output)]
     probe += ["-o", str(output / f"probe-{card}.json")]
     auto = ["checkflow", "plan", "resnet18", "--device", "auto", "--json"]
@@ -86,23 +90,24 @@ def tasks(card: str, output: Path, *, quick: bool) -> tuple[Task, ...]:
     step_time = ["benchmarks.step_time", "--quick", "--only", "resnet18", "bert"]
     step_time += ["--output", str(output / f"step-time-{card}.json")]
     return (
-        _task(Part("tests", "tests with the marker cuda", 150.0, 20.0, beside=True), "tests"),
+        _task(Part("tests", "tests with the marker cuda", 150.0, 20.0, beside="tests"), "tests"),
         _task(
-            Part("traces", "each case's memory by its trace", 150.0, 20.0, beside=True, on_cpu=True),
+            Part("traces", "each case's memory by its trace", 150.0, 20.0, beside="tests", on_cpu=True),
             "traces",
             cases=list(cases),
         ),
         *(
-            _task(Part(tool, "a short run under compute-sanitizer", 100.0, 30.0, beside=True), "sanitized", tool=tool)
+            _task(Part(tool, "a short run, watched by NVIDIA", 150.0, 30.0, beside="tools"), "sanitized", tool=tool)
             for tool in ("memcheck", "racecheck")
         ),
         _task(Part("link", "the device that plans are made for, and its bare link", 60.0, 10.0, on_cpu=True), "link"),
         *first,
+        *others,
         _task(Part("live", "a job that makes its own plan", 50.0, 20.0), "live", case=small, seconds=40.0),
         _task(Part("probe", "checkflow probe", 60.0, 20.0), "command", arguments=probe),
         _task(Part("device auto", "checkflow plan --device auto", 60.0, 20.0), "command", arguments=auto),
         _task(Part("memory", "benchmarks/memory.py, one model", 60.0, 20.0), "command", arguments=memory),
-        *others,
+        *again,
         _task(Part("disk", "durable checkpoints beside bare writes", 40.0, 15.0, on_cpu=True), "disk", case=small),
         _task(Part("step time", "benchmarks/step_time.py, two models", 80.0, 25.0), "command", arguments=step_time),
     )
@@ -113,7 +118,7 @@ def _task(part: Part, function: str, **options: Any) -> Task:
 
 
 def _case(case: Case) -> Task:
-    seconds = 75.0 if case.get("thorough") else 40.0
+    seconds = 110.0 if case.get("thorough") else 40.0
     part = Part(f"case {name_of(case)}", "with and without checkpoints", seconds, 12.0, on_cpu=True)
     return _task(part, "case", case=case)
 
@@ -201,24 +206,30 @@ class Run:
 
 
 def perform(run: Run, chosen: Iterable[Task], common: Mapping[str, Any], worker: Worker) -> None:
-    """All parts: those that time nothing beside each other, then one after the other."""
+    """All parts, one after the other; those that time nothing beside each other."""
     with_gpu = common["device"] == "cuda"
-    serial: list[Task] = []
-    beside: list[Task] = []
+    possible: list[Task] = []
     for task in chosen:
         if not with_gpu and not task.part.on_cpu:
             run.note(task.part, "skipped", "it needs a CUDA GPU", 0.0, [])
         else:
-            (beside if task.part.beside and with_gpu else serial).append(task)
+            possible.append(task)
 
-    if beside:
-        with contextlib.ExitStack() as ending:
-            pool = ending.enter_context(ThreadPoolExecutor(len(beside)))
-            own = [ending.enter_context(contextlib.closing(Worker(run.log))) for _ in beside]  # closed before the pool
-            for waiting in [pool.submit(run.do, *pair, common) for pair in zip(beside, own, strict=True)]:
-                waiting.result()
-    for task in serial:
-        run.do(task, worker, common)
+    for word, group in itertools.groupby(possible, lambda task: task.part.beside if with_gpu else ""):
+        if word:
+            _beside(run, list(group), common)
+        else:
+            for task in group:
+                run.do(task, worker, common)
+
+
+def _beside(run: Run, tasks: Sequence[Task], common: Mapping[str, Any]) -> None:
+    """At the same time, each in a process of its own."""
+    with contextlib.ExitStack() as ending:
+        pool = ending.enter_context(ThreadPoolExecutor(len(tasks)))
+        own = [ending.enter_context(contextlib.closing(Worker(run.log))) for _ in tasks]  # closed before the pool
+        for waiting in [pool.submit(run.do, *pair, common) for pair in zip(tasks, own, strict=True)]:
+            waiting.result()
 
 
 @contextlib.contextmanager
@@ -277,7 +288,7 @@ def _main(asked: argparse.Namespace, begun: float) -> int:
     log = output / "gpu.log"
     with contextlib.closing(Worker(log)) as worker:
         rows: list[Row] = []
-        status, reason = worker.run("benchmarks.gpu_parts:environment", {"output": str(output)}, 120.0, rows)
+        status, reason = worker.run("benchmarks.gpu_parts:environment", {"output": str(output)}, FIRST_SECONDS, rows)
         if status != "done":
             print(f"checkflow: this machine cannot be looked at: {reason}; see {log}", file=sys.stderr)
             return 1

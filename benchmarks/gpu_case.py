@@ -39,6 +39,7 @@ from benchmarks.gpu_loop import (
     warm_up_iterations,
     what_ran,
 )
+from benchmarks.gpu_worker import scratch
 from benchmarks.memory import Before, empty_gpu
 from checkflow.errors import PlanError
 from checkflow.graph import TrainingGraph
@@ -378,7 +379,7 @@ def crossing(
             train(
                 job, checkpointer, warm_up=first, iterations=2 * iterations + plan.interval, phases=phases, at=at,
             )  # fmt: skip
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(prefix=scratch()) as folder:
             file = Path(folder) / "trace.json"
             watching.export_chrome_trace(str(file))
             row |= gpu_figures.copies(json.loads(file.read_text()), iterations)

@@ -29,7 +29,7 @@ class Part:
     what: str
     most_seconds: float
     least_seconds: float
-    beside: bool = False  # it times nothing: runs at the same time as the others of this kind
+    beside: str = ""  # it times nothing: runs at the same time as those before and behind it that have the same word
     on_cpu: bool = False  # a run without a GPU has it too
 
 

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 import checkflow
 from benchmarks.gpu_figures import CHECKPOINTED, PLAIN, Row, case_name
+from benchmarks.gpu_worker import scratch
 from checkflow.planner.load import OPTIMIZERS
 from checkflow.runtime.boundaries import Boundaries
 from checkflow.runtime.cuda_device import CudaDevice
@@ -267,7 +268,7 @@ def checkpointing(
     """
     with (
         every_interval() if every is None else contextlib.nullcontext(),
-        tempfile.TemporaryDirectory(dir=storage, ignore_cleanup_errors=True) as directory,
+        tempfile.TemporaryDirectory(dir=storage, prefix=scratch(), ignore_cleanup_errors=True) as directory,
         checkflow.Checkpointer(
             job.step.models, job.step.optimizers, directory=directory, plan=plan,
             every=every, audit=0, resume="never", on_error="raise",

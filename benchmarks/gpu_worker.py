@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import json
 import multiprocessing
+import multiprocessing.process
 import os
 import resource
+import shutil
 import signal
+import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping
@@ -19,6 +24,16 @@ from typing import Any
 from benchmarks.gpu_figures import Row, Status
 
 _SECONDS_TO_SAY = 0.5  # where its threads are
+_SECONDS_TO_END = 15.0  # after it was killed: what a driver holds in the kernel may take longer, or for ever
+
+
+def scratch(group: int | None = None) -> str:
+    """What the names of a part's temporary folders begin with, so that they go even if the part is killed.
+
+    Args:
+        group: of processes: that of a worker and of all that it starts; by default the one that asks.
+    """
+    return f"checkflow-gpu-{os.getpgrp() if group is None else group}-"
 
 
 def serve(connection: Any, log: str) -> None:
@@ -40,17 +55,31 @@ def serve(connection: Any, log: str) -> None:
             try:
                 module, _, function = name.partition(":")
                 getattr(importlib.import_module(module), function)(options, send)
+                _give_gpu_memory_back()
                 connection.send(("done", ""))
             except Exception as error:  # noqa: BLE001 - whatever it is, it is said, and the others go on
                 traceback.print_exc()
                 connection.send(("failed", f"{type(error).__name__}: {' '.join(str(error).split())}"))
 
 
+def _give_gpu_memory_back() -> None:
+    """Other processes need what torch keeps for this one: commands, and those that run beside it."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 class Worker:
-    """A process that does parts. After one that failed it is another one: what CUDA breaks is broken for a process."""
+    """A process that does parts. After one that failed it is another one: what CUDA breaks is broken for a process.
+
+    Args:
+        log: what they say is appended to it.
+    """
 
     def __init__(self, log: Path) -> None:
         self._log = log
+        self._scratch_in = {Path("/dev/shm"), Path(tempfile.gettempdir()), log.parent}  # and in no other folder
         self._process: Any = None
         self._connection: Any = None
 
@@ -90,15 +119,24 @@ class Worker:
         return ("failed", content or wrong) if kind == "failed" or wrong else ("done", "")
 
     def close(self) -> None:
-        """End the process, and what it started."""
+        """End the process, and what it started; what they had in temporary folders goes with them."""
         if self._process is None:
             return
+        process, self._process = self._process, None
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.join()
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join(_SECONDS_TO_END)
+        if process.is_alive():
+            # The run goes on without it, and does not wait for it when it ends itself.
+            multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+            with self._log.open("a") as log:
+                log.write(f"process {process.pid} was killed, and does not end\n")
         self._connection.close()
-        self._process = self._connection = None
+        self._connection = None
+        for folder in self._scratch_in:
+            for left in folder.glob(f"{scratch(process.pid)}*"):
+                shutil.rmtree(left, ignore_errors=True)
 
     def _start(self) -> None:
         self.close()

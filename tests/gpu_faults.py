@@ -6,9 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+from benchmarks.gpu_worker import scratch
 
 Options = Mapping[str, Any]
 Send = Callable[[dict[str, Any]], None]
@@ -42,3 +47,35 @@ def crash(options: Options, send: Send) -> None:
 
 def leave_out(options: Options, send: Send) -> None:
     send({"skipped": "not installed"})
+
+
+def leave_a_folder(options: Options, send: Send) -> None:
+    """As where a checkpoint is being written, by a process that the part started."""
+    make = "import sys, tempfile; from benchmarks.gpu_worker import scratch; " + (
+        "print(tempfile.mkdtemp(prefix=scratch(), dir=sys.argv[1]))"
+    )
+    done = subprocess.run([sys.executable, "-c", make, options["folder"]], capture_output=True, text=True, check=True)
+    folders = [Path(done.stdout.strip()), Path(tempfile.mkdtemp(prefix=scratch(), dir=options["folder"]))]
+    for folder in folders:
+        (folder / "file").write_text("half")
+    send({"folders": [str(folder) for folder in folders]})
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def use_memory(options: Options, send: Send) -> None:
+    """With something in the place of torch that says when it is asked to give memory back."""
+
+    def say() -> None:
+        os.write(1, b"given back\n")
+
+    cuda: Any = SimpleNamespace(is_initialized=lambda: options["used"], empty_cache=say)
+    sys.modules["torch"] = SimpleNamespace(cuda=cuda)  # type: ignore[assignment]
+
+
+def meet(options: Options, send: Send) -> None:
+    """Return when the other one of a pair is here too."""
+    folder = Path(options["folder"])
+    (folder / f"{options['pair']} {os.getpid()}").touch()
+    while len(list(folder.glob(f"{options['pair']} *"))) < 2:
+        time.sleep(0.01)
+    send({"others": sorted({file.name.partition(" ")[0] for file in folder.iterdir()})})

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import hashlib
 import json
+import multiprocessing.process
 import os
 import re
 import statistics
@@ -318,7 +319,7 @@ def test_some_parts_alone_keep_what_the_others_found(tmp_path: Path, worker: Wor
 
 def test_parts_that_time_nothing_run_beside_each_other(tmp_path: Path, worker: Worker) -> None:
     beside = [
-        gpu.Task(Part(name, "", 1800.0, 1.0, beside=True), f"gpu_faults:{name}")
+        gpu.Task(Part(name, "", 1800.0, 1.0, beside="all"), f"gpu_faults:{name}")
         for name in ("go_well", "crash", "fail")
     ]
     run = run_in(tmp_path)
@@ -327,6 +328,130 @@ def test_parts_that_time_nothing_run_beside_each_other(tmp_path: Path, worker: W
     assert {name: entry["status"] for name, entry in run.result["parts"].items()} == {
         "go_well": "done", "crash": "failed", "fail": "failed", "leave_out": "skipped",
     }  # fmt: skip
+
+
+def test_parts_of_one_word_meet_and_others_come_after_them(tmp_path: Path, worker: Worker) -> None:
+    pairs = [
+        gpu.Task(
+            Part(f"{pair} {number}", "", 1800.0, 1.0, beside=pair), "gpu_faults:meet",
+            {"folder": str(tmp_path / "met"), "pair": pair},
+        )
+        for pair in ("first", "second") for number in range(2)
+    ]  # fmt: skip
+    (tmp_path / "met").mkdir()
+    run = run_in(tmp_path)
+    gpu.perform(run, pairs, {"device": "cuda"}, worker)
+    parts = run.result["parts"]
+    assert {name: entry["status"] for name, entry in parts.items()} == {one.part.name: "done" for one in pairs}
+    assert [parts[f"first {number}"]["rows"][0]["others"] for number in range(2)] == [["first"]] * 2
+
+
+def test_the_order_of_a_run() -> None:
+    parts = [task.part for task in gpu.tasks("a-card", Path("out"), quick=False)]
+    names = [part.name for part in parts]
+    assert names[:5] == ["tests", "traces", "memcheck", "racecheck", "link"]
+    assert [part.beside for part in parts[:5]] == ["tests", "tests", "tools", "tools", ""]
+    assert not any(part.beside for part in parts[5:])
+    reached = {name.split()[1] for name in names[: names.index("live")] if name.startswith("case ")}
+    assert reached == {case["model"] for case in gpu.CASES}
+    assert sum(name.startswith("case ") for name in names) == len(gpu.CASES)
+
+
+def test_what_a_killed_part_had_in_temporary_folders_goes_with_it(tmp_path: Path, worker: Worker) -> None:
+    others = tmp_path / gpu_worker.scratch(1)
+    others.mkdir()
+    rows: list[dict[str, Any]] = []
+    status, reason = worker.run("gpu_faults:leave_a_folder", {"folder": str(tmp_path)}, 1800.0, rows)
+    assert (status, reason) == ("failed", "its process ended with signal SIGKILL")
+    (row,) = rows
+    assert len(row["folders"]) == 2
+    assert not [folder for folder in row["folders"] if Path(folder).exists()]
+    assert others.exists()
+
+
+def test_torch_gives_gpu_memory_back_after_each_part(tmp_path: Path, worker: Worker) -> None:
+    said = []
+    for used in (True, False):
+        assert worker.run("gpu_faults:use_memory", {"used": used}, 1800.0, []) == ("done", "")
+        said.append((tmp_path / "log").read_text())
+    assert said == ["given back\n"] * 2
+
+
+class Stuck(SimpleNamespace):
+    """A process that a driver does not let go of."""
+
+    __hash__ = object.__hash__
+
+
+def test_a_process_that_does_not_end_holds_nobody_up(
+    tmp_path: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float | None] = []
+    stuck = Stuck(pid=4711, kill=lambda: None, is_alive=lambda: True, join=lambda seconds=None: waited.append(seconds))
+    monkeypatch.setattr(gpu_worker.os, "killpg", lambda group, number: None)
+    worker._process, worker._connection = stuck, SimpleNamespace(close=lambda: None)
+    with monkeypatch.context() as patch:
+        children = {stuck}
+        patch.setattr(multiprocessing.process, "_children", children)
+        worker.close()
+    assert len(waited) == 1
+    assert waited[0] is not None
+    assert not children  # which are waited for when Python ends
+    assert (tmp_path / "log").read_text() == "process 4711 was killed, and does not end\n"
+    worker.close()
+
+
+# --- compute-sanitizer
+
+
+def stand_in(folder: Path, code: int, *said: str) -> None:
+    """A program of its name, that says what it was given, and this."""
+    folder.mkdir(exist_ok=True)
+    program = folder / "compute-sanitizer"
+    lines = "\n".join(f"echo '{line}'" for line in said)
+    program.write_text(f'#!/bin/sh\necho "given: $*"\n{lines}\nexit {code}\n')
+    program.chmod(0o755)
+
+
+HAZARDS = "========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)"
+ERRORS = "========= ERROR SUMMARY: 2 errors"
+NONE = "========= ERROR SUMMARY: 0 errors"
+
+
+@pytest.mark.parametrize(
+    ("tool", "code", "said", "well"),
+    [
+        ("memcheck", 0, (gpu_parts.WENT_WELL, NONE), True),
+        ("memcheck", 86, (gpu_parts.WENT_WELL, ERRORS), False),
+        ("memcheck", 0, (gpu_parts.WENT_WELL,), False),  # it never began to watch
+        ("memcheck", 1, (NONE,), False),
+        ("racecheck", 86, (gpu_parts.WENT_WELL, HAZARDS), True),
+        ("racecheck", 86, (HAZARDS,), False),
+    ],
+)
+def test_what_compute_sanitizer_finds(
+    tool: str, code: int, said: tuple[str, ...], well: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path / "bin", code, *said)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    rows: list[dict[str, Any]] = []
+    with contextlib.nullcontext() if well else pytest.raises(RuntimeError, match="compute-sanitizer ended with"):
+        gpu_parts.sanitized({"tool": tool}, rows.append)
+    (row,) = rows
+    assert (row["tool"], row["exit"], row["went_well"]) == (tool, code, gpu_parts.WENT_WELL in said)
+    assert row["errors"] == next((int(line.split()[3]) for line in said if "SUMMARY" in line), None)
+    assert ("--report-api-errors no" in row["said"]) == (tool == "memcheck")
+
+
+def test_compute_sanitizer_is_looked_for_where_cuda_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(gpu_parts, "CUDA_PROGRAMS", tmp_path / "bin")
+    rows: list[dict[str, Any]] = []
+    gpu_parts.sanitized({"tool": "racecheck"}, rows.append)
+    assert rows[0]["skipped"] == f"compute-sanitizer is neither on PATH nor in {tmp_path / 'bin'}"
+    stand_in(tmp_path / "bin", 0, gpu_parts.WENT_WELL)
+    gpu_parts.sanitized({"tool": "racecheck"}, rows.append)
+    assert rows[1]["exit"] == 0
 
 
 # --- packages
