@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_figures import Part, Row, Status, allowed_seconds, case_name, judge
-from benchmarks.gpu_packages import LEAST_TORCH, how_to_bring, install, lacking, minima
+from benchmarks.gpu_packages import LEAST_TORCH, how_to_bring, how_to_mend, install, lacking, minima
 from benchmarks.gpu_worker import Worker
 
 ROOT = Path(__file__).parent.parent
@@ -299,6 +299,12 @@ def _main(asked: argparse.Namespace, begun: float) -> int:
             return 0
         if missing := lacking(minima()):
             print(how_to_bring(missing), file=sys.stderr)
+            return 2
+        rows = []
+        status, reason = worker.run("benchmarks.gpu_packages:try_imports", {}, FIRST_SECONDS, rows)
+        if rows or status != "done":
+            said = how_to_mend(rows) if rows else f"checkflow: what a run needs cannot be imported: {reason}; see {log}"
+            print(said, file=sys.stderr)
             return 2
         name = environment["gpu"] if asked.device == "cuda" else "cpu"
         card = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

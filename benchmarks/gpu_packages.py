@@ -9,8 +9,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_figures import Row
 
 ROOT = Path(__file__).parent.parent
 LEAST_TORCH = (2, 11)
@@ -20,6 +23,23 @@ NOT_NEEDED = frozenset(("gurobipy", "scikit-learn"))
 FOR_TESTS = frozenset(("pytest", "pytest-timeout", "hypothesis"))
 #: What a package is imported as, where that is not its name.
 MODULES = {"pytest-timeout": "pytest_timeout"}
+#: What these need besides, torch's own needs apart: a wheel that is carried alone is found, and cannot be imported.
+NEEDS = {
+    "highspy": ("numpy",),
+    "hypothesis": ("sortedcontainers",),
+    "pydantic": ("annotated-types", "pydantic-core", "typing-extensions", "typing-inspection"),
+    "pytest": ("iniconfig", "packaging", "pluggy", "pygments"),
+    "rich": ("markdown-it-py", "mdurl", "pygments"),
+    "typer": (
+        "annotated-doc", "annotated-types", "click", "markdown-it-py", "mdurl", "pydantic-core", "pygments", "rich",
+        "shellingham", "typing-inspection",
+    ),
+}  # fmt: skip
+#: What a run imports before anything else: packages with compiled parts or needs of their own, then what uses them all.
+TRIED = (
+    "pydantic", "pulp", "highspy", "safetensors", "msgpack", "xxhash", "checkflow", "checkflow.runtime.checkpointer",
+    "checkflow.planner.pipeline", "checkflow.cli",
+)  # fmt: skip
 #: Tags of wheels that today's Linux takes; pip takes each to mean itself alone.
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014", "manylinux1")
 
@@ -59,19 +79,48 @@ def lacking(needed: Mapping[str, tuple[int, ...]]) -> list[str]:
     return missing
 
 
-def how_to_bring(missing: Sequence[str]) -> str:
-    """What is missing in the first line, and how it comes here in the others."""
+def try_imports(options: Mapping[str, Any], send: Callable[[Row], None]) -> None:
+    """A part: a row for each module that a run needs and cannot import, with the module that is absent, if one is.
+
+    Args:
+        options: ``modules``: others than :data:`TRIED`.
+    """
+    for name in options.get("modules", TRIED):
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is told
+            absent = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+            said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            send({"module": name, "absent": absent.partition(".")[0], "said": said})
+
+
+def how_to_mend(rows: Sequence[Row]) -> str:
+    """What to do about what :func:`try_imports` has told; the last line names it."""
+    known = minima()
+    missing = {row["module"] if row["module"] in known else row["absent"].replace("_", "-") for row in rows}
+    told = "; ".join(f"{row['module']} ({row['said']})" for row in rows)
+    if "" in missing:  # no package brings that
+        return f"checkflow: {sys.executable} cannot import {told}"
+    return how_to_bring(sorted(missing), told)
+
+
+def how_to_bring(missing: Sequence[str], why: str = "") -> str:
+    """How it comes here, with what it needs; in the last line what is missing, and what to do.
+
+    Args:
+        why: what it is known by, where that is more than that it is not there.
+    """
+    needs = sorted({need for name in missing for need in NEEDS.get(name, ())} - set(missing))
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     machine = "aarch64" if os.uname().machine == "aarch64" else "x86_64"
     tags = " ".join(f"--platform {platform}_{machine}" for platform in PLATFORMS)
-    names = " ".join(missing)
+    names = " ".join([*missing, *needs])
     return (
-        f"checkflow: {sys.executable} (Python {version}) lacks {', '.join(missing)}: bring them as wheels\n"
         "where there is a network, in a clone of this repository:\n"
         f"  python3 -m pip download --only-binary=:all: --python-version {version} --implementation cp {tags}"
         f" --constraint constraints.txt --dest wheels {names}\n"
-        "and here:\n"
-        "  make test-gpu WHEELS=wheels"
+        f"checkflow: {sys.executable} (Python {version}) lacks {why or ', '.join(missing)}: bring the wheels of "
+        f"{', '.join([*missing, *needs])}, and then: make test-gpu WHEELS=wheels"
     )
 
 

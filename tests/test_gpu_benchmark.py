@@ -6,6 +6,7 @@ import base64
 import contextlib
 import gc
 import hashlib
+import importlib.metadata
 import json
 import multiprocessing.process
 import os
@@ -27,6 +28,7 @@ import torch
 from fake_device import FakeDevice, simulate_gpu
 from hypothesis import given
 from hypothesis import strategies as st
+from packaging.requirements import Requirement
 from waiting import wait_for
 
 from benchmarks import gpu, gpu_case, gpu_figures, gpu_link, gpu_loop, gpu_packages, gpu_parts, gpu_worker
@@ -473,10 +475,77 @@ def test_all_that_is_missing_is_named_at_once() -> None:
     missing = gpu_packages.lacking({"no-such-package": (1,), "torch": (2, 11), "pytest": (10**6,)})
     assert missing == ["no-such-package", "pytest"]
     told = gpu_packages.how_to_bring(missing)
-    assert told.splitlines()[0].endswith("lacks no-such-package, pytest: bring them as wheels")
-    assert "--dest wheels no-such-package pytest\n" in told
     assert f"--python-version {sys.version_info.major}.{sys.version_info.minor} " in told
-    assert told.endswith("make test-gpu WHEELS=wheels")
+    assert "--dest wheels no-such-package pytest iniconfig packaging pluggy pygments\n" in told
+    last = told.splitlines()[-1]
+    assert "lacks no-such-package, pytest: bring the wheels of no-such-package, pytest, iniconfig, packaging" in last
+    assert last.endswith("make test-gpu WHEELS=wheels")
+
+
+def test_what_packages_need_is_known() -> None:
+    """As the ones that are installed here say, torch's own needs left out."""
+
+    def needs_of(name: str) -> set[str]:
+        requirements = [Requirement(text) for text in importlib.metadata.requires(name) or ()]
+        direct = {one.name.lower().replace("_", "-") for one in requirements if not one.marker or one.marker.evaluate()}
+        return direct.union(*(needs_of(one) for one in direct - asked_for))
+
+    asked_for = gpu_packages.minima().keys()
+    torch_has = {"torch", *needs_of("torch")}
+    for name in asked_for:
+        assert needs_of(name) - torch_has <= {*gpu_packages.NEEDS.get(name, ()), *asked_for}, name
+
+
+@pytest.mark.parametrize(
+    ("modules", "last"),
+    [
+        ({"pydantic": "import pydantic_core_that_is_gone"}, "wheels of pydantic, annotated-types, pydantic-core, typ"),
+        ({"a_package": "import typing_inspection_x.y"}, "wheels of typing-inspection-x, and then: make test-gpu WHEE"),
+        ({"a_package": "raise OSError('libx.so:\\nno such file')"}, "cannot import a_package (OSError: libx.so: no su"),
+        ({"a_package": "pass"}, None),
+    ],
+)  # fmt: skip
+def test_what_is_there_and_cannot_be_imported_is_told_before_anything_starts(
+    modules: dict[str, str], last: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in modules.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    rows: list[dict[str, Any]] = []
+    with contextlib.closing(Worker(tmp_path / "log")) as worker:  # begun now: it looks where this process looks
+        options = {"modules": list(modules)}
+        assert worker.run("benchmarks.gpu_packages:try_imports", options, 1800.0, rows) == ("done", "")
+    if last is None:
+        assert rows == []
+    else:
+        assert last in gpu_packages.how_to_mend(rows).splitlines()[-1]
+        assert next(iter(modules)) in gpu_packages.how_to_mend(rows).splitlines()[-1]
+
+
+def test_a_run_ends_before_it_begins_where_something_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def answer(self: Worker, function: str, options: Any, limit_seconds: float, rows: list[Any]) -> Any:
+        asked.append(function.partition(":")[2])
+        if asked[-1] == "environment":
+            rows.append({"gpu": None, "torch": "2.11", "python": "3.11"})
+        else:
+            rows.append({"module": "pulp", "absent": "pulp", "said": "ModuleNotFoundError: No module named 'pulp'"})
+        return "done", ""
+
+    monkeypatch.setattr(Worker, "run", answer)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu.main(["--device", "cpu", "--quick", "--output", str(tmp_path)]) == 2
+    assert asked == ["environment", "try_imports"]
+    assert "bring the wheels of pulp, and then: make test-gpu" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_what_a_run_imports_first_can_be_imported_here(worker: Worker) -> None:
+    rows: list[dict[str, Any]] = []
+    assert worker.run("benchmarks.gpu_packages:try_imports", {}, 1800.0, rows) == ("done", "")
+    assert rows == []
 
 
 def make_wheel(folder: Path, name: str, version: str) -> None:
