@@ -20,8 +20,8 @@ from checkflow import hardware
 from checkflow.cli import FAILED, FOUND, USAGE, main
 from checkflow.errors import CheckflowError, StorageError
 from checkflow.hardware import find_device, read_device, write_device
+from checkflow.planner import bandwidth, probe_disk
 from checkflow.planner import probe as probes
-from checkflow.planner import probe_disk
 from checkflow.planner.machine import Machine, free_memory_bytes, this_machine
 from checkflow.planner.probe import Effort, Figure, Probed, array_size_bytes, make_device, product_figure, rate, repeat
 from checkflow.planner.probe_disk import BLOCK_BYTES, LEAST_FILE_BYTES, disk_figures
@@ -46,6 +46,30 @@ class FakeClock:
             said.append(self._seconds[self.laps_run % len(self._seconds)])
             self.laps_run += 1
         return said
+
+
+# --- a job's own moment
+
+
+@pytest.mark.parametrize(("free_bytes", "size_bytes"), [(2**40, 256 * 2**20), (2**30, 64 * 2**20), (2**28, 2**24)])
+def test_a_gpus_memory_is_measured_beyond_its_caches(
+    free_bytes: int, size_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[str, int]] = []
+
+    def ones(count: int, *, dtype: torch.dtype, device: Any = None, pin_memory: bool = False) -> torch.Tensor:
+        made.append(("host" if pin_memory else device.type, count))
+        return torch.empty(0, dtype=dtype)
+
+    monkeypatch.setattr(torch, "ones", ones)
+    monkeypatch.setattr(bandwidth, "clock_of", lambda device: FakeClock(1e-3))
+    for name in ("free_memory_bytes", "free_host_memory_bytes"):
+        monkeypatch.setattr(probes, name, lambda *_: free_bytes)
+    found = bandwidth.measure_bandwidths(torch.device("cuda", 0))
+    link_bytes = min(size_bytes, 32 * 2**20)
+    assert made == [("cuda", size_bytes), ("cuda", size_bytes), ("host", link_bytes)]
+    assert found.link_bytes_per_second == pytest.approx(link_bytes * 1e3)
+    assert found.memory_bytes_per_second == pytest.approx(2 * size_bytes * 1e3)
 
 
 # --- statistics
