@@ -35,6 +35,7 @@ from checkflow.graph import AnchorKind, TrainingGraph
 from checkflow.planner import operators as op
 from checkflow.planner.iteration import Iteration
 from checkflow.planner.live_regions import LiveRegions, Spans
+from checkflow.planner.operator_events import OperatorEvents
 from checkflow.planner.placement import NO_CROSSING, Crossing, crossing
 from checkflow.state import host_counters, optimizer_implementation
 from checkflow.training_step import TrainingStep
@@ -49,7 +50,8 @@ class Recorded:
 
     graph: TrainingGraph
     #: One for each operator of the graph, as measured while recording: on the CPU from call to return, on a GPU between
-    #: events before and after. What passes between operators is in neither.
+    #: events before and after, less what a launch takes where the device had nothing to do meanwhile
+    #: (:mod:`.operator_events`). What passes between operators is in neither.
     durations_seconds: tuple[float, ...]
 
 
@@ -68,7 +70,7 @@ class Recorder:
         self._device_type = device_type(models)
         places = _LivePlaces(self._device_type, optimizers)
         self._iteration = Iteration(models, optimizers, places, device_type=self._device_type)
-        self._clock: _Clock = _HostClock() if self._device_type == "cpu" else _EventClock(self._device_type)
+        self._clock: _Clock = _HostClock() if self._device_type == "cpu" else OperatorEvents(self._device_type)
         self._mode = _LiveMode(self._iteration, places, self._clock)
         self._regions = self._iteration.where.regions = LiveRegions(self._iteration, self._clock)
         self._hooks = contextlib.ExitStack()
@@ -213,53 +215,6 @@ class _HostClock:
 
     def seconds(self) -> tuple[float, ...]:
         return tuple(self._kept)
-
-
-class _EventClock:
-    """On an accelerator the device itself says when: an event before the operator's kernels and one after them."""
-
-    def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
-        self._pair: tuple[torch.Event, torch.Event] | None = None
-        self._kept: list[tuple[torch.Event, torch.Event]] = []
-        # Of kept ones that contain others: the first of these, and seconds that count for none.
-        self._containing: dict[int, tuple[int, float]] = {}
-
-    def start(self) -> None:
-        self._pair = (
-            torch.Event(self._device_type, enable_timing=True),
-            torch.Event(self._device_type, enable_timing=True),
-        )
-        self._pair[0].record()
-
-    def stop(self) -> None:
-        assert self._pair is not None
-        self._pair[1].record()
-
-    def keep(self) -> None:
-        assert self._pair is not None
-        self._kept.append(self._pair)
-
-    def open(self) -> object:
-        before = torch.Event(self._device_type, enable_timing=True)
-        before.record()
-        return len(self._kept), before
-
-    def keep_rest(self, span: Any, apart_seconds: float, /) -> None:
-        first, before = span
-        after = torch.Event(self._device_type, enable_timing=True)
-        after.record()
-        self._containing[len(self._kept)] = first, apart_seconds
-        self._kept.append((before, after))
-
-    def seconds(self) -> tuple[float, ...]:
-        seconds: list[float] = []
-        for index, (before, after) in enumerate(self._kept):
-            after.synchronize()
-            elapsed = before.elapsed_time(after) / 1000  # given in milliseconds
-            first, apart_seconds = self._containing.get(index, (index, 0.0))
-            seconds.append(max(0.0, elapsed - apart_seconds - sum(seconds[first:index])))
-        return tuple(seconds)
 
 
 class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
