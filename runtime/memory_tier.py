@@ -50,6 +50,7 @@ ROOT = Path("/dev/shm")
 PREFIX = "checkflow-"
 MARK, OWNER = ".memory.json", "owner.json"
 SHARE = 0.5  # of what is free in shared memory, at most
+_SMALL_BYTES = 1 << 20  # of extra state: no more than what is always there
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _AGAIN = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -179,20 +180,14 @@ class MemoryTier:
         """
         self.close()
         try:
-            room = os.statvfs(ROOT)
-            free_bytes = room.f_bavail * room.f_frsize
-            if count * size_bytes > SHARE * free_bytes:
-                raise StorageError(
-                    f"{format_size(count * size_bytes)} are more than half of the {format_size(free_bytes)} that are "
-                    f"free in {ROOT} (--shm-size gives a container more)"
-                )
+            _refuse_too_much(count * size_bytes)
             self._open()
             return [self._map(index, size_bytes, node) for index in range(count)]
         except (OSError, StorageError) as error:
             self.close()
             if not self._told:
                 self._told = True
-                reason = error.strerror if isinstance(error, OSError) else error
+                reason = f"{ROOT}: {error.strerror}" if isinstance(error, OSError) else error
                 logger.warning(
                     "captures in host memory end with the process, and storage is what is left then: %s", reason
                 )
@@ -223,6 +218,8 @@ class MemoryTier:
                 {name: KeptDigest(one.rule, f"{one.value:x}") for name, one in {**audited, **capture.settled}.items()},
                 to_info(info),
             )  # fmt: skip
+            if len(extra) > _SMALL_BYTES:
+                _refuse_too_much(len(extra))
             self._write(f"buffer-{index}.extra", extra)
             self._kept[index] = _Kept(capture.step, capture.plan_digest, capture.by_plan)
             self._publish(f"buffer-{index}.json", RECORDS.dump_json(record))
@@ -305,6 +302,22 @@ class MemoryTier:
 
     def _publish(self, name: str, data: bytes) -> None:
         _publish(self._open_folder, name, data)
+
+
+def _refuse_too_much(size_bytes: int) -> None:
+    """Leave others their part of shared memory.
+
+    Raises:
+        StorageError: it would be more than half of what is free.
+        OSError: there is no shared memory.
+    """
+    room = os.statvfs(ROOT)
+    free_bytes = room.f_bavail * room.f_frsize
+    if size_bytes > SHARE * free_bytes:
+        raise StorageError(
+            f"{format_size(size_bytes)} are more than half of the {format_size(free_bytes)} that are free in {ROOT} "
+            "(--shm-size gives a container more)"
+        )
 
 
 def dump_layout(layout: Layout) -> bytes:

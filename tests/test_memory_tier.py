@@ -531,6 +531,30 @@ def test_shared_memory_that_fills_up_later_costs_records_alone(tmp_path: Path, m
     assert newest_on_storage(tmp_path) == 2 * PER_EPOCH
 
 
+def test_large_extra_state_leaves_others_their_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay buffer among the user's objects, say: its captures are storage's alone."""
+
+    class Replay:
+        def state_dict(self) -> dict[str, Any]:
+            return {"data": torch.zeros(2 << 20, dtype=torch.uint8)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    model, optimizer, _ = jobs.make()
+    options = {"directory": tmp_path, "plan": jobs.make_plan(), "every": 1, "state": {"replay": Replay()}}
+    with Checkpointer(model, optimizer, **options) as checkpointer:
+        for number in checkpointer.steps(12):
+            if number == 6:
+                assert list(folder_of(tmp_path).glob("buffer-*.extra"))
+                monkeypatch.setattr(memory_tier, "SHARE", 1e-9)
+            model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+        wait_for(lambda: not list(folder_of(tmp_path).glob("buffer-*.json")))
+        assert checkpointer.report()["failed"] == 0
+    assert newest_on_storage(tmp_path) == 12
+
+
 def test_larger_state_gets_larger_buffers_and_leaves_no_old_ones(tmp_path: Path) -> None:
     tier = MemoryTier(tmp_path)
     first = tier.allocate(2, 4096, None)
