@@ -180,6 +180,26 @@ def test_what_one_stream_waited_for_holds_another_that_is_in_no_order_to_it() ->
         target.unlock()
 
 
+def test_chunks_side_by_side_in_two_of_cudas_allocations() -> None:
+    """Each block is one: CUDA refuses a single copy that reaches from one into the next."""
+    blocks = [torch.full((32 * 2**20,), 7, dtype=torch.uint8, device="cuda") for _ in range(16)]
+    blocks.sort(key=torch.Tensor.data_ptr)
+    near = [pair for pair in itertools.pairwise(blocks) if pair[0].data_ptr() + pair[0].nbytes == pair[1].data_ptr()]
+    if not near:
+        pytest.skip("no two of them lie side by side")
+    engine, _ = make_engine(torch.device("cuda:0"))
+    target = LockedMemory(engine, 8192)
+    begin = near[0][1].data_ptr() - 4096
+    try:
+        engine.begin([Transfer(begin + at, target.address + at, 4096) for at in (0, 4096)], lambda: None)
+        engine.offload([0, 1], "a")
+        engine.finish()
+        assert target.raw.count(7) == 8192
+    finally:
+        engine.close()
+        target.unlock()
+
+
 def test_memory_that_cannot_be_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
