@@ -321,7 +321,9 @@ def command(options: Options, send: Send) -> None:
     """A module that is run as a command, in a process of its own; its files go to the output folder."""
     begun = time.perf_counter()
     arguments = [sys.executable, "-m", *options["arguments"]]
-    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory(prefix=scratch(), ignore_cleanup_errors=True) as folder:
+        places = {**os.environ, "TMPDIR": folder}
+        done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, env=places)
     row: Row = {"arguments": options["arguments"], "exit": done.returncode, "seconds": time.perf_counter() - begun}
     with contextlib.suppress(ValueError):
         row["json"] = json.loads(done.stdout)

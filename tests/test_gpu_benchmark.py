@@ -403,6 +403,20 @@ def test_a_process_that_does_not_end_holds_nobody_up(
     worker.close()
 
 
+def test_a_command_has_its_temporary_folders_where_they_go_with_the_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "says_its_folder.py").write_text(
+        "import tempfile; print('{\"folder\": \"' + tempfile.gettempdir() + '\"}')"
+    )
+    rows: list[dict[str, Any]] = []
+    gpu_parts.command({"arguments": ["says_its_folder"]}, rows.append)
+    folder = Path(rows[0]["json"]["folder"])
+    assert folder.name.startswith(gpu_worker.scratch())
+    assert not folder.exists()
+
+
 # --- compute-sanitizer
 
 
