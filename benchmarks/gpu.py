@@ -34,7 +34,7 @@ from benchmarks.gpu_packages import LEAST_TORCH, how_to_bring, how_to_mend, inst
 from benchmarks.gpu_worker import Worker
 
 ROOT = Path(__file__).parent.parent
-SCHEMA = 1
+SCHEMA = 2
 BUDGET_SECONDS = 480.0
 FIRST_SECONDS = 240.0  # for the first import of torch: its gigabytes may come from a slow disk, or from afar
 
