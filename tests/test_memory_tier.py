@@ -49,10 +49,11 @@ pytestmark = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Death:
-    """A job that dies at the end of an iteration, when its memory has the boundary before that."""
+    """A job that dies; at the end of an iteration it waits until memory has the boundary before that."""
 
     job: jobs.Job
     breaks: str = ""
+    stored: bool = False  # or storage
 
 
 def rarely() -> None:
@@ -64,19 +65,13 @@ def rarely() -> None:
 def die(death: Death) -> None:
     """In a process of its own."""
     rarely()
-    tiers: list[MemoryTier] = []
-    make = MemoryTier.__init__
-
-    def made(self: MemoryTier, directory: Path) -> None:
-        make(self, directory)
-        tiers.append(self)
-
-    MemoryTier.__init__ = made  # type: ignore[method-assign]
     at = jobs.Killer.at
+    checkpoints = death.job.directory / "checkpoints"
 
     def when_kept(self: jobs.Killer, *place: Any) -> None:
         if place == death.job.kill and place[0] == "after step":
-            wait_for(lambda: tiers[0].newest() == PER_EPOCH * place[1] + place[2])
+            step = PER_EPOCH * place[1] + place[2]
+            wait_for(lambda: newest_on_storage(checkpoints) == step if death.stored else step in kept_in(checkpoints))
         at(self, *place)
 
     jobs.Killer.at = when_kept  # type: ignore[method-assign]
@@ -139,10 +134,22 @@ def newest_on_storage(directory: Path) -> int | None:
     return max((step for path in find(directory) if (step := parse_step(path.name)) is not None), default=None)
 
 
-def killed(tmp_path: Path, *, kill: tuple[str, int, int] = ("after step", 1, 1), breaks: str = "", **job: Any) -> Path:
+def kept_in(directory: Path) -> list[int]:
+    """The steps that memory has a record of."""
+    return [json.loads(path.read_text())["step"] for path in folder_of(directory).glob("buffer-*.json")]
+
+
+def killed(
+    tmp_path: Path,
+    *,
+    kill: tuple[str, int, int] = ("after step", 1, 1),
+    breaks: str = "",
+    stored: bool = False,
+    **job: Any,
+) -> Path:
     """The directory of the checkpoints of a job that died: with seven iterations finished, and the eighth stepped."""
     one = jobs.Job(tmp_path, kill=kill, every=None, **job)
-    assert jobs.in_a_process(die, Death(one, breaks)) == -signal.SIGKILL
+    assert jobs.in_a_process(die, Death(one, breaks, stored)) == -signal.SIGKILL
     return tmp_path / "checkpoints"
 
 
@@ -243,6 +250,7 @@ def test_what_was_captured_by_a_refuted_plan_is_not_kept(tmp_path: Path, monkeyp
     """Neither what the audit spoke of, nor what the same plan captured before and after; then all is copied at once."""
     kept: list[tuple[int, bool]] = []
     left: list[tuple[int, bool]] = []
+    voided: list[int] = []
     audit, keep, void = Writer._audit, MemoryTier.keep, Saving._void
 
     def refute(self: Writer, capture: Any) -> None:
@@ -256,6 +264,7 @@ def test_what_was_captured_by_a_refuted_plan_is_not_kept(tmp_path: Path, monkeyp
         keep(self, capture, *rest)
 
     def look(self: Saving, capture: Any) -> None:
+        voided.append(capture.step)
         void(self, capture)
         left.extend((one.step, one.by_plan) for one in list(self.tier._kept.values()))
 
@@ -266,6 +275,7 @@ def test_what_was_captured_by_a_refuted_plan_is_not_kept(tmp_path: Path, monkeyp
         for _ in checkpointer.epochs(3):
             train(checkpointer)
     assert [step for step, by_plan in kept if by_plan][:6] == [1, 2, 3, 4, 5, 6]
+    assert voided[0] == 6
     assert [step for step, by_plan in left if by_plan] == []
     assert newest_on_storage(tmp_path) == kept[-1][0] == 3 * PER_EPOCH
     assert not kept[-1][1]
@@ -358,10 +368,20 @@ def test_a_job_that_is_to_begin_anew_is_told(tmp_path: Path) -> None:
         resume(directory, resume="never")
 
 
-def test_going_back_to_a_step_that_memory_has(tmp_path: Path) -> None:
-    directory = killed(tmp_path)
-    with resume(directory, resume=6) as checkpointer:
-        assert checkpointer.resumed_from == 6
+def test_going_back_to_a_step_that_memory_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = killed(tmp_path, options={"host_buffers": 5})
+    assert {5, 7} <= set(kept_in(directory))
+    committed: list[int] = []
+    commit = Store.commit
+
+    def note(self: Store, step: int, *rest: Any, **more: Any) -> Path:
+        committed.append(step)
+        return commit(self, step, *rest, **more)
+
+    monkeypatch.setattr(Store, "commit", note)
+    with resume(directory, resume=5) as checkpointer:
+        assert checkpointer.resumed_from == 5
+    assert committed == [5, 7]  # in order, as retention expects them
     assert (directory / ".superseded-step-00000007").is_dir()
 
 
@@ -582,19 +602,14 @@ def test_the_next_run_says_where_it_goes_on(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_what_storage_has_already_is_not_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = killed(tmp_path, kill=("after step", 1, 2))  # step 8 is durable, as soon as it is complete
-    committed: list[int] = []
-    commit = Store.commit
-
-    def note(self: Store, step: int, *rest: Any, **more: Any) -> Path:
-        committed.append(step)
-        return commit(self, step, *rest, **more)
-
-    before = newest_on_storage(directory)
-    monkeypatch.setattr(Store, "commit", note)
-    with resume(directory) as checkpointer:
-        assert checkpointer.resumed_from == 8
-    assert committed == ([] if before == 8 else [8])
+    directory = killed(tmp_path, kill=("after step", 1, 2), stored=True)
+    assert max(kept_in(directory)) == newest_on_storage(directory) == 8
+    (directory / "step-00000008").rename(directory / "step-00000009")  # what is older than storage's, likewise
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "commit", None)
+        with Store(directory, run_id="next") as store:
+            assert reclaiming.reclaim(store, "auto") is None
+    assert not (directory / MARK).exists()
 
 
 def test_ls_tells_what_the_next_run_will_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
