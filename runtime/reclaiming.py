@@ -101,7 +101,7 @@ def _save(store: Store, path: Path, wanted: int | None) -> int | None:
                 logger.warning("step %d in host memory is passed over: %s", record.step, words_of(error))
             else:
                 newest = record.step if newest is None else newest
-    for one in reversed(loaded):
+    for one in loaded:  # the one that is wanted last: retention lets it stay
         _commit(store, path, *one)
     return newest
 
