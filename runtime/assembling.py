@@ -23,6 +23,7 @@ from checkflow.runtime.barriers import compile_plan
 from checkflow.runtime.boundaries import Boundaries
 from checkflow.runtime.checkpointer_arguments import Arguments
 from checkflow.runtime.job import Job
+from checkflow.runtime.memory_tier import NOTHING
 from checkflow.runtime.plan_cache import PlanCache
 from checkflow.runtime.planning import Planning
 from checkflow.runtime.preemption import Preemption
@@ -118,11 +119,13 @@ def assemble(
             planning = Planning(job, cache, make_planner(), check_plan, arguments.wishes, follow=arguments.follow)
         reclaimed = reclaim(store, arguments.resume)
         resumed_from, imported = _resume(store, arguments.resume, job, progress, given)
+        reclaimed.give_back(store.directory)
         if arguments.rules.monitor is not None:
             store.look()  # what earlier runs found to be the best is still to be beaten
         saving = Saving(
             store, device, each=asked.every is not None or asked.every_seconds is not None,
             host_buffers=arguments.host_buffers, audit=arguments.audit,
+            base=NOTHING if resumed_from is None else resumed_from,
         )  # fmt: skip
         undo.callback(saving.close)
         boundaries = Boundaries(
@@ -132,7 +135,8 @@ def assemble(
         undo.callback(boundaries.close)
         reporter = Reporter(
             job, boundaries, saving, store.directory,
-            run_id=store.run_id, resumed_from=resumed_from, imported=imported, reclaimed=reclaimed,
+            run_id=store.run_id, resumed_from=resumed_from, imported=imported,
+            reclaimed=max(reclaimed.steps, default=None),
         )  # fmt: skip
         undo.pop_all()
     return Parts(progress, preemption, store, saving, boundaries, reporter, resumed_from)

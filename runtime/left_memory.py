@@ -9,64 +9,92 @@ import logging
 import os
 import re
 import stat
+import time
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from checkflow.errors import CorruptCheckpointError, StorageError, first_fault
+from checkflow.errors import CorruptCheckpointError, LockedError, StorageError, first_fault
 from checkflow.runtime import files, memory_tier
 from checkflow.runtime.finding import find
 from checkflow.runtime.manifest import MAX_MANIFEST_BYTES
-from checkflow.runtime.memory_tier import MARK, MARKS, OWNER, OWNERS, PREFIX, RECORDS, Record, boot_id
+from checkflow.runtime.memory_tier import (
+    MARK,
+    MARKS,
+    MOST_BYTES,
+    OWNER,
+    OWNERS,
+    PREFIX,
+    RECORDS,
+    Record,
+    boot_id,
+)
 from checkflow.runtime.opening import parse_step
 from checkflow.small_files import read_regular
 
 logger = logging.getLogger("checkflow")
 
-MOST_BYTES = 1 << 16  # of what says whose memory it is
+_RETRY_SECONDS = 0.05
 _RECORD = re.compile(r"buffer-([0-9]{1,9})\.json", re.ASCII)
 
 
 def left_step(directory: str | os.PathLike[str]) -> int | None:
-    """The step that the next run in a directory would put on storage; None: there is none, or it is not ours to see."""
+    """The newest step that the next run in a directory would look at; None: there is none, or it is not ours to see."""
     root = Path(directory)
     try:
         with files.folder(str(find_left(root))) as folder:
-            step = max((record.step for record in read_records(folder).values()), default=None)
+            steps = [record.step for record in read_records(folder).values()]
+        newest = max((one for path in find(root) if (one := parse_step(path.name)) is not None), default=-1)
     except (OSError, StorageError, ValidationError):  # nothing is lost by looking: the next run tells what is wrong
         return None
-    newest = max((one for path in find(root) if (one := parse_step(path.name)) is not None), default=-1)
-    return step if step is not None and step > newest else None
+    return max((step for step in steps if step > newest), default=None)
 
 
-def find_left(directory: Path) -> Path:
+def find_left(directory: Path, wait_seconds: float = 0.0) -> Path:
     """The folder of the run before, in the directory of its checkpoints.
+
+    Args:
+        wait_seconds: how long to wait for the last breath of its job.
 
     Raises:
         FileNotFoundError: it ended by itself, or with the machine.
-        OSError, StorageError, ValidationError: it is not this directory's, not this user's, or damaged.
+        LockedError: another process uses it.
+        StorageError, ValidationError: it is not this directory's, not this user's, or damaged.
+        OSError: it cannot be read now.
     """
     mark = MARKS.validate_json(read_regular(directory / MARK, MOST_BYTES))
     if mark.boot != boot_id():
         raise FileNotFoundError("the memory of an earlier start of the machine is gone")
     path = memory_tier.ROOT / f"{PREFIX}{mark.token}"
-    with files.folder(str(path)) as folder:
-        if not is_ours(folder) or not is_free(folder):
-            raise StorageError(f"{path} is another user's or another job's")
-        owner = OWNERS.validate_json(read_kept(folder, OWNER, MOST_BYTES))
-        if owner.inode != os.stat(directory).st_ino:
-            raise StorageError(f"{path} is of the checkpoints in {owner.directory}")
+    try:
+        with files.folder(str(path)) as folder:
+            if not is_ours(folder):
+                raise StorageError(f"{path} is another user's")
+            end = time.monotonic() + wait_seconds
+            while not is_free(folder):
+                if time.monotonic() >= end:
+                    raise LockedError(f"{path} is in use by another process: stop it first")
+                time.sleep(_RETRY_SECONDS)
+            owner = OWNERS.validate_json(read_kept(folder, OWNER, MOST_BYTES))
+            if not owner.is_of(directory):
+                raise StorageError(f"{path} is of the checkpoints in {owner.directory}")
+    except PermissionError:
+        raise StorageError(f"{path} is another user's") from None
     return path
 
 
 def read_records(folder: int) -> dict[int, Record]:
-    """By buffer, those that can be read."""
+    """By buffer, those that are whole.
+
+    Raises:
+        OSError: one cannot be read now.
+    """
     found = {}
     for name in files.names(folder):
         if (match := _RECORD.fullmatch(name)) is not None:
             try:
                 found[int(match[1])] = RECORDS.validate_json(read_kept(folder, name, MAX_MANIFEST_BYTES))
-            except (OSError, StorageError, ValidationError) as error:
+            except (CorruptCheckpointError, ValidationError) as error:
                 logger.warning("a capture in host memory is passed over: %s: %s", name, words_of(error))
     return found
 
@@ -75,9 +103,13 @@ def read_kept(folder: int, name: str, most_bytes: int) -> bytes:
     """A file of such a folder.
 
     Raises:
-        OSError, CorruptCheckpointError: it cannot be read, or is no regular file of this size.
+        CorruptCheckpointError: it is not there, or no regular file of this size.
+        OSError: it cannot be read now.
     """
-    fd = files.open_read(name, dir_fd=folder)
+    try:
+        fd = files.open_read(name, dir_fd=folder)
+    except FileNotFoundError:
+        raise CorruptCheckpointError(f"{name} is missing") from None
     try:
         size_bytes = files.regular_size(fd)
         if size_bytes is None or size_bytes > most_bytes:
@@ -95,13 +127,13 @@ def is_ours(folder: int) -> bool:
 
 
 def is_free(folder: int) -> bool:
-    """Whether the job whose folder it is has ended."""
+    """Whether the job whose folder it is has ended. Looking locks nobody else out."""
     try:
         fd = files.open_claimed(OWNER, dir_fd=folder)
     except FileNotFoundError:  # it was killed before it said so
         return True
     try:
-        files.flock(fd)
+        files.flock_shared(fd)
     except BlockingIOError:
         return False
     finally:

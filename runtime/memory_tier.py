@@ -5,6 +5,7 @@ Staging buffers are files in shared memory, in a folder of their job:
     <checkpoints>/.memory.json         says which folder, and in which start of the machine; gone after a clean end
     /dev/shm/checkflow-<token>/
       owner.json                       whose it is; locked for as long as its job lives
+      life.json                        its run, and what that knows to be on storage
       layout-<digest>.json             where each tensor lies in a buffer
       buffer-<i>                       a staging buffer: the image of one checkpoint's files, allocated in full
       buffer-<i>.extra                 the extra state that belongs to it
@@ -12,8 +13,8 @@ Staging buffers are files in shared memory, in a folder of their job:
 
 A record is removed before the first byte of the next capture comes into its buffer, and gets its name by a rename when
 the last one has arrived: at whatever instant the process dies, a buffer with a record is whole. Where the capture is to
-be audited, the record has what its bytes are held against. The next run puts the newest capture on storage
-(:mod:`.reclaiming`), where it is verified like any other.
+be audited, the record has what its bytes are held against. The next run takes a capture (:mod:`.reclaiming`) only where
+storage is still what its run has left.
 
 Where there is no shared memory, or too little, buffers are the process's alone. Loaders pass batches through the same
 file system, and die where it is full: at most half of what is free in it is taken.
@@ -22,16 +23,18 @@ file system, and die where it is full: at most half of what is free in it is tak
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import mmap
 import os
 import secrets
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import xxhash
-from pydantic import Field, JsonValue, StringConstraints, TypeAdapter
+from pydantic import Field, JsonValue, StringConstraints, TypeAdapter, ValidationError
 
 from checkflow.errors import CheckflowError, StorageError
 from checkflow.graph import STRICT, Many, Named
@@ -40,6 +43,7 @@ from checkflow.runtime import files, numa
 from checkflow.runtime.layout import Layout
 from checkflow.runtime.manifest import MAX_STEP, to_info
 from checkflow.runtime.memory import map_address
+from checkflow.small_files import read_regular
 
 if TYPE_CHECKING:
     from checkflow.runtime.capture import Capture
@@ -48,14 +52,18 @@ logger = logging.getLogger("checkflow")
 
 ROOT = Path("/dev/shm")
 PREFIX = "checkflow-"
-MARK, OWNER = ".memory.json", "owner.json"
+MARK, OWNER, LIFE = ".memory.json", "owner.json", "life.json"
+MOST_BYTES = 1 << 16  # of each of these
 SHARE = 0.5  # of what is free in shared memory, at most
+NOTHING = -1  # in the place of a step, where storage has none
 _SMALL_BYTES = 1 << 20  # of extra state: no more than what is always there
+_PIECE_BYTES = 1 << 26  # allocated at once: a signal undoes what one call has done, and it begins anew
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _AGAIN = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}\z")]
 Count = Annotated[int, Field(ge=0, le=2**62)]
+Stored = Annotated[int, Field(ge=NOTHING, le=MAX_STEP)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +83,14 @@ class Owner:
 
     __pydantic_config__ = STRICT
     directory: str
+    device: int
     inode: int
-    mounts: str  # the namespace in which the directory has that path
+
+    def is_of(self, path: str | os.PathLike[str]) -> bool:
+        """Whether the directory of this path is the one. A network's file system may have got another number."""
+        status = os.stat(path)
+        same_place = status.st_dev == self.device or os.path.realpath(path) == self.directory
+        return status.st_ino == self.inode and same_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +119,16 @@ class KeptDigest:
 
 
 @dataclass(frozen=True, slots=True)
+class Life:
+    """What a run is to storage. Steps, or ``NOTHING``."""
+
+    __pydantic_config__ = STRICT
+    run_id: str
+    base: Stored = NOTHING  # that it went on from
+    durable: Stored = NOTHING  # the newest that it knows to be on storage
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """What a capture is beside its bytes."""
 
@@ -113,6 +137,8 @@ class Record:
     layout: Hash  # xxh3-128 of the file that says it
     extra: Hash  # xxh3-128 of the extra state
     plan_digest: str
+    by_plan: bool
+    audited: bool  # all tensors have their digests here
     ties: Many[tuple[str, str]]
     absent: Many[str]
     digests: Named[str, KeptDigest]
@@ -121,6 +147,7 @@ class Record:
 
 MARKS: TypeAdapter[Mark] = TypeAdapter(Mark)
 OWNERS: TypeAdapter[Owner] = TypeAdapter(Owner)
+LIVES: TypeAdapter[Life] = TypeAdapter(Life)
 LAYOUTS: TypeAdapter[tuple[KeptTensor, ...]] = TypeAdapter(Many[KeptTensor])
 RECORDS: TypeAdapter[Record] = TypeAdapter(Record)
 
@@ -133,17 +160,9 @@ def boot_id() -> str:
         return ""
 
 
-def mounts() -> str:
-    """The namespace of mounts that this process sees; "" where the system does not tell."""
-    try:
-        return os.readlink("/proc/self/ns/mnt")
-    except OSError:
-        return ""
-
-
 @dataclass(frozen=True)
 class _Kept:
-    """A record that is there."""
+    """A record that is there, or just about to be."""
 
     step: int
     plan_digest: str
@@ -155,22 +174,22 @@ class MemoryTier:
 
     Args:
         directory: of the checkpoints; exists, and is locked by this process.
+        life: the run.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, life: Life) -> None:
+        self._directory, self._life = directory, life
         self._pid = os.getpid()
+        self.survives = False  # captures outlive the process, or did until this was closed
+        self._token = ""
         self._path: Path | None = None  # of the folder
         self._folder: int | None = None
         self._lock: int | None = None
         self._told = False  # that memory ends with the process
+        self._mutex = threading.RLock()  # around records, which several threads make and remove
+        self._memories: list[mmap.mmap] = []
         self._layouts: dict[int, tuple[Layout, str]] = {}  # by identity; and the digests of their files
         self._kept: dict[int, _Kept] = {}  # by buffer
-
-    @property
-    def survives(self) -> bool:
-        """Whether captures outlive the process."""
-        return self._folder is not None
 
     def allocate(self, count: int, size_bytes: int, node: int | None) -> list[mmap.mmap] | None:
         """So many buffers of so many bytes, whose pages are there; None: there is no room in shared memory.
@@ -182,9 +201,11 @@ class MemoryTier:
         try:
             _refuse_too_much(count * size_bytes)
             self._open()
-            return [self._map(index, size_bytes, node) for index in range(count)]
-        except (OSError, StorageError) as error:
+            for index in range(count):
+                self._memories.append(self._map(index, size_bytes, node))
+        except (OSError, ValueError, CheckflowError) as error:
             self.close()
+            self.survives = False
             if not self._told:
                 self._told = True
                 reason = f"{ROOT}: {error.strerror}" if isinstance(error, OSError) else error
@@ -195,86 +216,145 @@ class MemoryTier:
         except BaseException:
             self.close()
             raise
+        self.survives = True
+        return list(self._memories)
 
     def forget(self, index: int) -> None:
-        """What a buffer holds is void, or about to be written over."""
-        if index in self._kept:
-            with contextlib.suppress(FileNotFoundError):
+        """What a buffer holds is void, or about to be written over.
+
+        Raises:
+            StorageError: the record stays, so that nothing may be written there.
+        """
+        if not self._is_mine:
+            return
+        with self._mutex:
+            try:
                 files.unlink(f"buffer-{index}.json", dir_fd=self._open_folder)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                raise StorageError(f"cannot remove a record from {self._path}: {error.strerror}") from error
             self._kept.pop(index, None)
 
+    def stored(self, step: int) -> None:
+        """Storage has this step: it must still have it when the next run takes what is later."""
+        if not self._is_mine:
+            return
+        self._life = dataclasses.replace(self._life, durable=step)
+        try:
+            self._publish(LIFE, LIVES.dump_json(self._life))
+        except OSError as error:  # what it says is true, if not all
+            logger.debug("cannot note step %d in %s: %s", step, self._path, error)
+
     def keep(self, capture: Capture, extra: bytes, info: dict[str, Any]) -> None:
-        """A capture is complete, and its extra state is this. Without a record it ends with the process, and no more is
-        lost: errors of the system, and what cannot be written down, are storage's to tell.
+        """A capture is complete. Without a record it ends with the process, and no more is lost: errors of the system,
+        and what cannot be written down, are storage's to tell.
+
+        Args:
+            extra: its extra state.
+            info: for its manifest.
         """
-        if self._folder is None:
+        if not self._is_mine:
             return
         index = capture.buffer.index
         audited = {} if capture.digests is None else capture.digests.take()
         try:
             record = Record(
                 capture.step, self._keep_layout(capture.layout), xxhash.xxh3_128_hexdigest(extra), capture.plan_digest,
-                capture.ties, capture.absent,
+                capture.by_plan, capture.digests is not None, capture.ties, capture.absent,
                 {name: KeptDigest(one.rule, f"{one.value:x}") for name, one in {**audited, **capture.settled}.items()},
                 to_info(info),
             )  # fmt: skip
             if len(extra) > _SMALL_BYTES:
                 _refuse_too_much(len(extra))
-            self._write(f"buffer-{index}.extra", extra)
-            self._kept[index] = _Kept(capture.step, capture.plan_digest, capture.by_plan)
-            self._publish(f"buffer-{index}.json", RECORDS.dump_json(record))
-        except (OSError, CheckflowError) as error:
+            _write(self._open_folder, f"buffer-{index}.extra", extra)
+            data = RECORDS.dump_json(record)
+            with self._mutex:
+                self._kept[index] = _Kept(capture.step, capture.plan_digest, capture.by_plan)
+                self._publish(f"buffer-{index}.json", data)
+        except (OSError, ValueError, CheckflowError) as error:
+            self.forget(index)
             logger.debug("the capture of step %d ends with the process: %s", capture.step, error)
 
     def distrust(self, plan_digest: str) -> None:
         """An audit refuted this plan: what was captured by it may be torn."""
-        for index, kept in list(self._kept.items()):
-            if kept.by_plan and kept.plan_digest == plan_digest:
-                self.forget(index)
+        with self._mutex:
+            for index, kept in list(self._kept.items()):
+                if kept.by_plan and kept.plan_digest == plan_digest:
+                    self.forget(index)
+
+    def step_of(self, index: int) -> int:
+        """The step of a complete capture in this buffer, or ``NOTHING``."""
+        kept = self._kept.get(index)
+        return NOTHING if kept is None else kept.step
 
     def newest(self) -> int | None:
         """The step of the newest capture that the next run would find."""
         return max((kept.step for kept in list(self._kept.values())), default=None)
 
     def close(self, *, leave: bool = False) -> None:
-        """Give the memory back, as soon as nobody looks at it any more. Once more is harmless.
+        """Give the memory back. Interrupted, it can be called again, and once more is harmless.
 
         Args:
-            leave: whether the next run is to find what is complete.
+            leave: whether the next run is to find the newest capture.
         """
-        (path, self._path), (folder, self._folder), (lock, self._lock) = (
-            (self._path, None), (self._folder, None), (self._lock, None),
-        )  # fmt: skip
-        self._kept.clear()
-        self._layouts.clear()
-        if os.getpid() != self._pid:  # a forked child, which has closed what it had of it, and may give nothing back
+        if os.getpid() != self._pid:  # a forked child, which may give nothing back
             return
-        if path is not None and not leave:
-            with contextlib.suppress(OSError):
-                os.unlink(self._directory / MARK)
-            remove(path)
-        for fd in (lock, folder):
-            if fd is not None:
-                files.close_quietly(fd)
+        with self._mutex:
+            if leave and self._path is not None and self._marks_it():
+                newest = self.newest()
+                for index, memory in enumerate(self._memories):
+                    if self.step_of(index) != newest:
+                        self.forget(index)
+                        _give_pages_back(memory)
+            elif self._path is not None:
+                with contextlib.suppress(OSError):
+                    if self._marks_it():
+                        os.unlink(self._directory / MARK)
+                for memory in self._memories:
+                    _give_pages_back(memory)
+                remove(self._path)
+            self._path = None
+            self._memories.clear()
+            self._kept.clear()
+            self._layouts.clear()
+            if self._lock is not None:
+                files.close_quietly(self._lock)
+                self._lock = None
+            if self._folder is not None:
+                files.close_quietly(self._folder)
+                self._folder = None
+
+    @property
+    def _is_mine(self) -> bool:
+        return self._folder is not None and os.getpid() == self._pid
 
     @property
     def _open_folder(self) -> int:
         assert self._folder is not None
         return self._folder
 
+    def _marks_it(self) -> bool:
+        """Whether the mark beside the checkpoints is of this folder: the directory may be another one by now."""
+        try:
+            return MARKS.validate_json(read_regular(self._directory / MARK, MOST_BYTES)).token == self._token
+        except (OSError, ValidationError):
+            return False
+
     def _open(self) -> None:
         """Make the folder, then say beside the checkpoints which one it is."""
-        token = secrets.token_hex(16)
-        path = ROOT / f"{PREFIX}{token}"
+        self._token = secrets.token_hex(16)
+        path = ROOT / f"{PREFIX}{self._token}"
         os.mkdir(path, 0o700)
         self._path = path
         self._folder = files.pass_by(files.open_folder(str(path)))
-        owner = Owner(str(self._directory), os.stat(self._directory).st_ino, mounts())
-        self._publish(OWNER, OWNERS.dump_json(owner))
-        self._lock = files.open_claimed(OWNER, dir_fd=self._folder)
-        files.flock(self._lock)
         with files.folder(str(self._directory)) as beside:
-            _publish(beside, MARK, MARKS.dump_json(Mark(token, boot_id())))
+            status = os.fstat(beside)
+            self._publish(OWNER, OWNERS.dump_json(Owner(str(self._directory), status.st_dev, status.st_ino)))
+            self._publish(LIFE, LIVES.dump_json(self._life))
+            self._lock = files.open_claimed(OWNER, dir_fd=self._folder)
+            files.flock(self._lock)
+            _publish(beside, MARK, MARKS.dump_json(Mark(self._token, boot_id())))
 
     def _map(self, index: int, size_bytes: int, node: int | None) -> mmap.mmap:
         fd = os.open(f"buffer-{index}", os.O_RDWR | _NEW, 0o600, dir_fd=self._open_folder)
@@ -283,7 +363,8 @@ class MemoryTier:
             memory = mmap.mmap(fd, size_bytes)
             if node is not None:  # before there are pages
                 numa.prefer_node(map_address(memory), size_bytes, node)
-            os.posix_fallocate(fd, 0, size_bytes)  # fails where memory is short; a page fault later would be SIGBUS
+            for begin in range(0, size_bytes, _PIECE_BYTES):  # or a page fault where memory is short would be SIGBUS
+                os.posix_fallocate(fd, begin, min(_PIECE_BYTES, size_bytes - begin))
         finally:
             os.close(fd)
         return memory
@@ -297,21 +378,27 @@ class MemoryTier:
             self._layouts[id(layout)] = layout, digest
         return self._layouts[id(layout)][1]
 
-    def _write(self, name: str, data: bytes) -> None:
-        _write(self._open_folder, name, data)
-
     def _publish(self, name: str, data: bytes) -> None:
         _publish(self._open_folder, name, data)
+
+
+def _give_pages_back(memory: mmap.mmap) -> None:
+    """At once: forked children that look at the same file would keep its pages for as long as they live."""
+    if hasattr(mmap, "MADV_REMOVE"):
+        with contextlib.suppress(OSError, ValueError):
+            memory.madvise(mmap.MADV_REMOVE)
 
 
 def _refuse_too_much(size_bytes: int) -> None:
     """Leave others their part of shared memory.
 
     Raises:
-        StorageError: it would be more than half of what is free.
-        OSError: there is no shared memory.
+        StorageError: it would be more than half of what is free, or the system has no shared memory there.
+        OSError: nor anything else.
     """
     room = os.statvfs(ROOT)
+    if (kind := files.file_system(ROOT)[0]) not in (None, "tmpfs"):
+        raise StorageError(f"{ROOT} is no shared memory, but {kind}")
     free_bytes = room.f_bavail * room.f_frsize
     if size_bytes > SHARE * free_bytes:
         raise StorageError(

@@ -1,7 +1,8 @@
 """At a job's start: what the run before had in host memory when it died is put on storage (:mod:`.memory_tier`).
 
-From there it is resumed like any checkpoint, every byte verified. Only what is newer than all that storage has is
-taken, and only by the job of the same directory, the same user and the same start of the machine.
+From there it is resumed like any checkpoint. What is taken is newer than all that storage has, and storage must be what
+that run left: where somebody went on from elsewhere meanwhile, went back, or put other weights there, it is theirs that
+counts. Nothing is given back before the job was restored; what cannot be read or saved now stays for the next start.
 """
 
 from __future__ import annotations
@@ -12,39 +13,36 @@ import mmap
 import os
 import re
 import time
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import xxhash
 from pydantic import ValidationError
 
-from checkflow.errors import CheckflowError, CorruptCheckpointError, StorageError
-from checkflow.runtime import files, memory_tier
+from checkflow.errors import CheckflowError, CorruptCheckpointError, LockedError, StorageError, UnsupportedError
+from checkflow.runtime import files, memory_tier, retention
 from checkflow.runtime.digest import Digest, digest_memory
 from checkflow.runtime.layout import Layout, TensorRecord, make_layout
-from checkflow.runtime.left_memory import (
-    MOST_BYTES,
-    find_left,
-    is_free,
-    is_ours,
-    read_kept,
-    read_records,
-    words_of,
-)
+from checkflow.runtime.left_memory import find_left, is_free, is_ours, read_kept, read_records, words_of
 from checkflow.runtime.manifest import MAX_EXTRA_BYTES, MAX_MANIFEST_BYTES
-from checkflow.runtime.memory import map_address
+from checkflow.runtime.memory import address_of
 from checkflow.runtime.memory_tier import (
     LAYOUTS,
+    LIFE,
+    LIVES,
     MARK,
     MARKS,
+    MOST_BYTES,
+    NOTHING,
     OWNER,
     OWNERS,
     PREFIX,
+    Life,
     Record,
-    mounts,
     remove,
 )
-from checkflow.runtime.opening import parse_step
+from checkflow.runtime.opening import glance, parse_step
 from checkflow.runtime.store import Store
 from checkflow.small_files import read_regular
 
@@ -52,105 +50,210 @@ logger = logging.getLogger("checkflow")
 
 _FOLDER = re.compile(rf"{PREFIX}[0-9a-f]{{32}}", re.ASCII)
 _YOUNG_SECONDS = 60.0  # a folder whose job may not have come to lock it
+_OLD_SECONDS = 7 * 86400.0  # one whose checkpoints cannot be found, and may be on a disk that is not mounted now
+_WAIT_SECONDS = 5.0  # for the last breath of the run before
 
 
-def reclaim(store: Store, mode: str | int) -> int | None:
-    """Put the newest capture of the run before on storage; its step, or None where storage had all of it.
+class _TornError(CorruptCheckpointError):
+    """Bytes that are not those of the boundary: the plan that captured them does not fit the job."""
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """The newest checkpoint."""
+
+    step: int = NOTHING
+    run_id: str = ""
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A capture that was left, and proved whole as far as its record tells."""
+
+    record: Record
+    layout: Layout
+    extra: bytes
+    memory: mmap.mmap
+
+
+@dataclass(frozen=True)
+class Reclaimed:
+    """What was put on storage, and where it lay.
+
+    Attributes:
+        steps: in order.
+    """
+
+    steps: tuple[int, ...] = ()
+    path: Path | None = None
+
+    def give_back(self, directory: Path) -> None:
+        """The job has been restored: what was left is no longer needed, whether it was taken or not."""
+        with contextlib.suppress(OSError):
+            os.unlink(directory / MARK)
+        if self.path is not None:
+            remove(self.path)
+
+
+def reclaim(store: Store, mode: str | int) -> Reclaimed:
+    """Put on storage what the run before captured last, and what else of it retention would keep.
 
     Args:
-        mode: how the job is to be resumed: where that is by a step, its capture is put there, too. What the job then
-            does not go on from is set aside like other checkpoints, or keeps it from beginning anew.
+        mode: how the job is to be resumed: where that is by a step, its capture is put there, too.
 
     Raises:
-        StorageError: a capture cannot be written. It stays where it is.
+        StorageError, LockedError: a capture cannot be read or written, or ``mode`` is "never". It stays where it is.
     """
-    _tidy()
     path = _folder_of(store.directory)
+    _tidy(path)
     if path is None:
-        return None
-    step = _save(store, path, mode if isinstance(mode, int) else None)
-    with contextlib.suppress(OSError):
-        os.unlink(store.directory / MARK)
-    remove(path)
-    return step
+        return Reclaimed()
+    wanted = mode if isinstance(mode, int) else None
+    try:
+        loaded = _load_all(store, path, wanted)
+    except (CorruptCheckpointError, ValidationError) as error:
+        logger.warning("what the run before had in host memory is passed over: %s", words_of(error))
+        loaded = []
+    except OSError as error:
+        raise StorageError(
+            f"what the run before had in host memory cannot be read now: {error.strerror}; try again, or delete {path} "
+            "to give it up"
+        ) from error
+    if loaded and mode == "never":
+        raise StorageError(
+            f'resume="never", but the run before left step {loaded[0].record.step} of {store.directory} in host '
+            f"memory: choose another directory, or delete {path}"
+        )
+    steps = sorted(one.record.step for one in loaded)
+    for one in reversed(loaded):
+        _commit(store, path, one)
+    return Reclaimed(tuple(steps), path)
 
 
 def _folder_of(directory: Path) -> Path | None:
     """The folder of the run before; None where it ended by itself, or what it left is not this job's to take."""
     try:
-        return find_left(directory)
+        return find_left(directory, _WAIT_SECONDS)
     except FileNotFoundError:
         return None
-    except (OSError, StorageError, ValidationError) as error:
+    except LockedError:
+        raise
+    except (StorageError, ValidationError) as error:
         logger.warning("what the run before had in host memory is passed over: %s", words_of(error))
         return None
+    except OSError as error:
+        raise StorageError(f"cannot look for what the run before had in host memory: {error.strerror}") from error
 
 
-def _save(store: Store, path: Path, wanted: int | None) -> int | None:
-    """Commit the newest capture that is newer than all checkpoints, and the one that is wanted."""
+def _load_all(store: Store, path: Path, wanted: int | None) -> list[_Loaded]:
+    """The newest capture that is newer than all checkpoints, what retention would keep of others, and the one that is
+    wanted; newest first."""
+    storage = _storage(store)
     steps = {step for one in store.checkpoints() if (step := parse_step(one.name)) is not None}
-    beyond, newest = max(steps, default=-1), None
-    loaded: list[tuple[Record, Layout, bytes, mmap.mmap]] = []
+    loaded: list[_Loaded] = []
+    refuted: set[str] = set()  # plans
     with files.folder(str(path)) as folder:
-        for index, record in sorted(read_records(folder).items(), key=lambda item: -item[1].step):
-            if record.step in steps or not (record.step == wanted or (newest is None and record.step > beyond)):
-                continue
+        life = LIVES.validate_json(read_kept(folder, LIFE, MOST_BYTES))
+        records = {index: one for index, one in read_records(folder).items() if one.step not in steps}
+        stay = _worth_keeping(store, records.values()) if records else frozenset()
+        for index, record in sorted(records.items(), key=lambda item: -item[1].step):
             try:
-                loaded.append((record, *_load(folder, index, record)))
-            except (OSError, CheckflowError, ValidationError) as error:
+                _refuse_other_life(life, storage)
+                if record.step != wanted and (record.step < storage.step or (loaded and record.step not in stay)):
+                    continue
+                if record.by_plan and record.plan_digest in refuted and not record.audited:
+                    raise CorruptCheckpointError("it was captured by a plan that does not fit its job")
+                loaded.append(_load(folder, index, record))
+            except (CorruptCheckpointError, UnsupportedError, ValidationError) as error:
+                if isinstance(error, _TornError):
+                    refuted.add(record.plan_digest)
                 logger.warning("step %d in host memory is passed over: %s", record.step, words_of(error))
-            else:
-                newest = record.step if newest is None else newest
-    for one in loaded:  # the one that is wanted last: retention lets it stay
-        _commit(store, path, *one)
-    return newest
+    return loaded
 
 
-def _load(folder: int, index: int, record: Record) -> tuple[Layout, bytes, mmap.mmap]:
+def _storage(store: Store) -> _Storage:
+    newest = next(iter(store.checkpoints()), None)
+    if newest is None:
+        return _Storage()
+    step = parse_step(newest.name)
+    assert step is not None
+    try:
+        return _Storage(step, glance(newest, shared=False).run_id)
+    except CheckflowError:  # the restore tells what is wrong with it
+        return _Storage(step)
+
+
+def _refuse_other_life(life: Life, storage: _Storage) -> None:
+    """Storage must have all that the run knew it to have, and nothing that another run put there since."""
+    whole = storage.step >= max(life.durable, life.base)
+    its_own = storage.step in (life.durable, life.base) or storage.run_id == life.run_id
+    if not (whole and its_own):
+        raise CorruptCheckpointError("storage is not what its run left there")
+
+
+def _worth_keeping(store: Store, records: Iterable[Record]) -> frozenset[int]:
+    known = [*store.look(), *(retention.known(one.step, one.info) for one in records)]
+    newest = max((one.step for one in known), default=NOTHING)
+    return retention.kept(store.rules, known, newest)
+
+
+def _load(folder: int, index: int, record: Record) -> _Loaded:
     """A capture's layout, extra state and bytes.
 
     Raises:
         CorruptCheckpointError: they are not what its record says.
+        OSError: they cannot be read now.
     """
     data = read_kept(folder, f"layout-{record.layout}.json", MAX_MANIFEST_BYTES)
     extra = read_kept(folder, f"buffer-{index}.extra", MAX_EXTRA_BYTES)
     if (xxhash.xxh3_128_hexdigest(data), xxhash.xxh3_128_hexdigest(extra)) != (record.layout, record.extra):
         raise CorruptCheckpointError("its layout or its extra state is damaged")
     layout = make_layout([TensorRecord(**asdict(one)) for one in LAYOUTS.validate_json(data)])
-    fd = files.open_read(f"buffer-{index}", dir_fd=folder)
-    try:
-        size_bytes = files.regular_size(fd)
-        if size_bytes is None or size_bytes < max(1, layout.buffer_bytes):
-            raise CorruptCheckpointError("its buffer is too small")
-        memory = mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ | mmap.PROT_WRITE, flags=mmap.MAP_PRIVATE)
-    finally:
-        files.close_quietly(fd)
-    address = map_address(memory)
+    memory = _map(folder, f"buffer-{index}", layout.buffer_bytes)
+    view = memoryview(memory)
+    for file in layout.files:  # another release may lay files out in another way
+        if view[file.staging_offset : file.staging_offset + len(file.header)] != file.header:
+            raise CorruptCheckpointError(f"its buffer is not laid out as {file.name} is")
     for name, kept in record.digests.items():
         placed = layout.tensors.get(name)
         if placed is None or Digest(kept.rule, int(kept.value, 16)) != digest_memory(
-            kept.rule, address + placed.staging_offset, placed.record.size_bytes
+            kept.rule, address_of(view) + placed.staging_offset, placed.record.size_bytes
         ):
-            raise CorruptCheckpointError(f"it is torn: {name} was written before its copy was made")
-    return layout, extra, memory
+            raise _TornError(f"it is torn: {name} was written before its copy was made")
+    return _Loaded(record, layout, extra, memory)
 
 
-def _commit(store: Store, path: Path, record: Record, layout: Layout, extra: bytes, memory: mmap.mmap) -> None:
+def _map(folder: int, name: str, least_bytes: int) -> mmap.mmap:
+    try:
+        fd = files.open_read(name, dir_fd=folder)
+    except FileNotFoundError:
+        raise CorruptCheckpointError("its buffer is missing") from None
+    try:
+        size_bytes = files.regular_size(fd)
+        if size_bytes is None or size_bytes < max(1, least_bytes):
+            raise CorruptCheckpointError("its buffer is too small")
+        return mmap.mmap(fd, size_bytes, access=mmap.ACCESS_READ)
+    finally:
+        files.close_quietly(fd)
+
+
+def _commit(store: Store, path: Path, one: _Loaded) -> None:
+    record = one.record
+    logger.info("step %d was complete in host memory when the run before died: it is saved now", record.step)
     try:
         store.commit(
-            record.step, layout, memoryview(memory), extra, record.info,
-            ties=record.ties, absent=record.absent, plan_digest=record.plan_digest,
+            record.step, one.layout, memoryview(one.memory), one.extra, record.info,
+            ties=record.ties, absent=record.absent, plan_digest=record.plan_digest, retire=False,
         )  # fmt: skip
-    except StorageError as error:
+    except CheckflowError as error:
         raise StorageError(
             f"step {record.step} lies in host memory, where the run before left it, and cannot be saved: {error}; "
             f"mend that, or delete {path} to give it up"
         ) from error
-    logger.info("step %d was complete in host memory when the run before died: it is saved now", record.step)
 
 
-def _tidy() -> None:
-    """Give back the memory of jobs that are dead, and whose checkpoints are gone."""
+def _tidy(own: Path | None) -> None:
+    """Give back the memory of jobs that are dead, and that nobody can go on from, this one's own aside."""
     try:
         names = files.folder_names(str(memory_tier.ROOT))
     except OSError:  # there is no shared memory
@@ -158,7 +261,7 @@ def _tidy() -> None:
     for name in filter(_FOLDER.fullmatch, names):
         path = memory_tier.ROOT / name
         try:
-            if _is_orphan(path):
+            if path != own and _is_orphan(path):
                 remove(path)
         except (OSError, StorageError, ValidationError) as error:
             logger.debug("%s is left alone: %s", path, words_of(error))
@@ -172,10 +275,14 @@ def _is_orphan(path: Path) -> bool:
         if not files.exists(OWNER, dir_fd=folder):
             return True
         owner = OWNERS.validate_json(read_kept(folder, OWNER, MOST_BYTES))
-    if owner.mounts != mounts():
-        return False  # the directory may be there for others
+    try:
+        there = owner.is_of(owner.directory)
+    except (FileNotFoundError, NotADirectoryError):
+        there = False
+    if not there:  # moved, deleted, or not mounted here
+        return age_seconds > _OLD_SECONDS
     try:
         mark = MARKS.validate_json(read_regular(Path(owner.directory) / MARK, MOST_BYTES))
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return True
     return path.name != f"{PREFIX}{mark.token}"

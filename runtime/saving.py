@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
+from checkflow.errors import CheckflowError, StorageError
 from checkflow.runtime.capture import Capture
 from checkflow.runtime.copy_engine import CopyEngine
 from checkflow.runtime.execution import Execution
 from checkflow.runtime.host_engine import HostCopyEngine
-from checkflow.runtime.memory_tier import MemoryTier
+from checkflow.runtime.memory_tier import NOTHING, Life, MemoryTier
 from checkflow.runtime.metrics import Metrics
 from checkflow.runtime.persist import Writer
 from checkflow.runtime.retention import EPOCH_END
@@ -54,12 +55,15 @@ class Saving:
             the newest one.
         host_buffers: staging buffers.
         audit: of how many captures one is audited; 0: none but the first ones.
+        base: the step that the job went on from.
 
     Raises:
         CheckflowError: the GPU cannot be copied from.
     """
 
-    def __init__(self, store: Store, device: torch.device, *, each: bool, host_buffers: int, audit: int) -> None:
+    def __init__(
+        self, store: Store, device: torch.device, *, each: bool, host_buffers: int, audit: int, base: int = NOTHING
+    ) -> None:
         self._store, self._each, self._audit_every = store, each, audit
         self.host_buffers = host_buffers
         self.metrics = Metrics(store)
@@ -69,8 +73,9 @@ class Saving:
         with contextlib.ExitStack() as undo:
             self.engine, locking = make_engine(device)
             undo.callback(self.engine.close)
-            self.tier = MemoryTier(store.directory)
-            self.buffers = StagingBuffers(host_buffers, locking, self._urge, self.tier)
+            self.tier = MemoryTier(store.directory, Life(store.run_id, base))
+            tier = self.tier if host_buffers > 1 else None  # one buffer is filled or written: it is seldom complete
+            self.buffers = StagingBuffers(host_buffers, locking, self._urge, tier)
             undo.callback(self.buffers.close)
             self.writer = Writer(
                 self._commit,
@@ -122,7 +127,10 @@ class Saving:
         hold = capture.step in self._held_back
         self._held_back.difference_update([step for step in list(self._held_back) if step <= capture.step])
         self.metrics.submitted(capture.step)
-        self._outlive(capture)
+        try:
+            self._outlive(capture)
+        except Exception:  # a fault of ours must not keep it from storage; the traceback goes to the log
+            logger.exception("step %d ends with the process", capture.step)
         (self.writer.hold if hold else self.writer.submit)(capture)
 
     def keep(self, step: int) -> None:
@@ -151,7 +159,7 @@ class Saving:
         if not isinstance(capture.extra, bytes):
             try:
                 capture.extra = capture.extra()
-            except Exception:  # noqa: BLE001 - the writer makes it again, and tells what is wrong with it
+            except CheckflowError:  # the writer makes it again, and tells what is wrong with it
                 return
         self.tier.keep(capture, capture.extra, {**capture.info, **self.metrics.known(capture.step)})
         if self._is_refuted(capture):  # meanwhile, by the writer
@@ -162,12 +170,15 @@ class Saving:
 
     def _void(self, capture: Capture) -> None:
         """The writer's audit refuted this capture, and may have refuted its plan."""
-        self.tier.forget(capture.buffer.index)
-        if capture.plan_digest in self.writer.breached_plans:
-            self.tier.distrust(capture.plan_digest)
+        try:
+            self.tier.forget(capture.buffer.index)
+            if capture.plan_digest in self.writer.breached_plans:
+                self.tier.distrust(capture.plan_digest)
+        except StorageError as error:  # the buffer cannot be taken either, until that goes well
+            logger.warning("what is void stays in host memory: %s", error)
 
     def _commit(self, capture: Capture) -> Path:
-        return self._store.commit(
+        path = self._store.commit(
             capture.step,
             capture.layout,
             capture.buffer.view,
@@ -177,6 +188,8 @@ class Saving:
             absent=capture.absent,
             plan_digest=capture.plan_digest,
         )
+        self.tier.stored(capture.step)
+        return path
 
     def _urge(self) -> None:
         self.writer.urge()

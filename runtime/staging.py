@@ -14,8 +14,10 @@ import contextlib
 import ctypes
 import logging
 import mmap
+import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,6 +31,9 @@ from checkflow.runtime.memory import MADV_WIPEONFORK, map_address
 from checkflow.runtime.memory_tier import MemoryTier
 
 logger = logging.getLogger("checkflow")
+
+_MADV_POPULATE_WRITE = 23  # of Linux 5.14, and the flags of its mmap: Python has no names for them
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 
 
 class Locking(Protocol):
@@ -45,7 +50,7 @@ class Locking(Protocol):
         """Undo that; raises CheckflowError where it cannot be undone."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StagingBuffer:
     """One buffer: page-aligned memory at ``address``, and the same as ``view``."""
 
@@ -104,19 +109,34 @@ class StagingBuffers:
         shared = None if self._tier is None else self._tier.allocate(self._count, wanted_bytes, node)
         memories = shared or [_private(wanted_bytes, node) for _ in range(self._count)]
         self._all = [StagingBuffer(index, memory, _touched(memory)) for index, memory in enumerate(memories)]
+        if shared is not None:
+            _apart.update(self._all)
         self._lock()
         self.size_bytes = wanted_bytes
         self._free.extend(self._all)
 
     def take(self) -> StagingBuffer:
-        """A free buffer; waits until one is given back."""
+        """A free buffer; waits until one is given back. What is in it is void from now on.
+
+        Raises:
+            StorageError: its memory cannot be made to say so.
+        """
         with self._mutex:
             while not self._free:
                 self._changed.wait()
-            buffer = self._free.pop(0)
+            buffer = min(self._free, key=self._worth)
+            self._free.remove(buffer)
         if self._tier is not None:
-            self._tier.forget(buffer.index)
+            try:
+                self._tier.forget(buffer.index)
+            except BaseException:  # a signal's handler may raise here, too
+                self.give_back(buffer)
+                raise
         return buffer
+
+    def _worth(self, buffer: StagingBuffer) -> int:
+        """Of a free buffer: the newest capture stays for the next run as long as possible."""
+        return 0 if self._tier is None else self._tier.step_of(buffer.index)
 
     @property
     def free(self) -> int:
@@ -205,5 +225,32 @@ def _touched(memory: mmap.mmap) -> int:
     """The address of memory that is all zeros, once every page of it can be written to without a page fault: one in the
     middle of training costs more than the copy that meets it."""
     address = map_address(memory)
-    ctypes.memset(address, 0, len(memory))
+    try:
+        memory.madvise(_MADV_POPULATE_WRITE)
+    except (OSError, ValueError):  # an older kernel, or another system
+        ctypes.memset(address, 0, len(memory))
     return address
+
+
+_apart: weakref.WeakSet[StagingBuffer] = weakref.WeakSet()  # shared buffers of this process
+
+
+def _part() -> None:
+    """In a forked child: zeros of its own in the place of its parent's buffers, as it finds them in private memory.
+
+    It may train on under the hooks that it inherited, and is not to write where its parent does.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong,
+    )  # fmt: skip
+    for buffer in list(_apart):
+        libc.mmap(
+            buffer.address, len(buffer.memory), mmap.PROT_READ | mmap.PROT_WRITE,
+            mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE, -1, 0,
+        )  # fmt: skip
+
+
+if sys.platform == "linux":  # elsewhere there is no shared memory of this kind
+    os.register_at_fork(after_in_child=_part)

@@ -154,6 +154,7 @@ class Store:
         ties: Sequence[tuple[str, str]] = (),
         absent: Sequence[str] = (),
         plan_digest: str = "",
+        retire: bool = True,
     ) -> Path:
         """Write a checkpoint. When this returns, it survives a power cut: it is acknowledged.
 
@@ -168,6 +169,7 @@ class Store:
             ties: (further name, name in ``layout``) of state tensors that share memory.
             absent: names of state that did not exist at this boundary.
             plan_digest: of the plan that ran.
+            retire: whether older ones may go then; otherwise with the next commit.
 
         Raises:
             StorageError: it could not be written. What was written of it is removed, earlier checkpoints are untouched,
@@ -193,15 +195,19 @@ class Store:
             step,
             lambda root, temporary: self._write_files(root, temporary, layout, image, extra, described),
             info=plain,
+            retire=retire,
         )
 
-    def commit_written(self, step: int, write: Callable[[int, str], None], *, info: Mapping[str, Any]) -> Path:
+    def commit_written(
+        self, step: int, write: Callable[[int, str], None], *, info: Mapping[str, Any], retire: bool = True
+    ) -> Path:
         """As :meth:`commit`, of what ``write`` writes: this is how several processes make one checkpoint.
 
         Args:
             write: called with a descriptor of the store's directory, and with the name of the one that it makes there.
                 When it returns, a whole checkpoint lies in it, durable: files, manifest, and their names.
             info: what its manifest says of it, for retention.
+            retire: as for :meth:`commit`.
 
         Raises:
             StorageError, and what ``write`` raises: nothing of the checkpoint is left.
@@ -223,7 +229,8 @@ class Store:
                 raise
             self._known[step] = retention.known(step, info)
             # (8) only now may older ones go
-            self._retire(root, step)
+            if retire:
+                self._retire(root, step)
             return self.directory / final
 
     def _write_files(
