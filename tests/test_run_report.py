@@ -326,11 +326,14 @@ def test_what_a_kill_costs_is_told_at_the_next_start(tmp_path: Path, caplog: pyt
         ) as checkpointer,
     ):  # fmt: skip
         report = checkpointer.report()
-    assert report["resumed_from"] == restorable
-    assert report["replayed_iterations"] == max(0, killed.iteration - restorable)
-    assert report["replayed_iterations"] <= done - restorable
+    resumed = report["resumed_from"]
+    assert resumed >= restorable
+    assert report["reclaimed_step"] == (resumed if resumed > restorable else None)
+    assert report["replayed_iterations"] == max(0, killed.iteration - resumed)
+    assert report["replayed_iterations"] <= done - resumed
     assert report["replayed_exactly"] is False
-    words = f"resumed from step {restorable} of {tmp_path / 'checkpoints'}, "
+    words = f"resumed from step {resumed} of {tmp_path / 'checkpoints'}"
+    words += " (which the run before had in host memory), " if resumed > restorable else ", "
     words += "at least " if report["replayed_iterations"] else "the run before was killed, what it did after that step"
     assert words in caplog.text
     assert [run.closed for run in runs_of(tmp_path / "checkpoints")] == [False, True]
