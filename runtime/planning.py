@@ -123,6 +123,7 @@ class Planning:
         self._hopeless: Any = None  # the job for which planning was given up
         self._kept = False  # the plan is one that was found at the start
         self._unlike: tuple[Traits, int] | None = None  # traits that were not as planned, and for how long
+        self._searched: set[Traits] = set()  # traits for which no kept plan was found: reading them all takes long
         cache.tidy()  # of an earlier life
 
     # What the Checkpointer asks
@@ -182,6 +183,7 @@ class Planning:
     def placed(self, arrival: Arrival) -> None:
         """The plan runs from this boundary on."""
         self._plan, self._compared, self._unlike, self._told = arrival.plan, None, None, False
+        self._searched.clear()
         self._confirmed, self._kept = arrival.source == "recorded", arrival.source == "cache"
         if arrival.plan is None:
             self._record_next()
@@ -378,6 +380,7 @@ class Planning:
         now = (self._walk.current(), fit.implementations(self._models, self._optimizers))
         if self._compared is None or self._compared[0] is not now[0] or self._compared[1] != now[1]:
             odd, self._compared = self._state_differences(plan), now
+            self._searched.clear()
         if not odd:
             self._confirmed = True
             odd = self._held_traits(plan, seen)
@@ -387,8 +390,10 @@ class Planning:
             logger.info("the kept plan does not fit this job: %s", odd[0])
         elif not self._follow:
             # Of several kept plans the newest was taken, by the state alone: the job may have one of its own.
-            if self._kept and (own := self._find_alike(seen.traits)) is not None:
-                return own
+            if self._kept and seen.traits not in self._searched:
+                self._searched.add(seen.traits)
+                if (own := self._find_alike(seen.traits)) is not None:
+                    return own
             if not self._told:
                 self._told = True
                 logger.warning('the job is not the one that its plan was made for: %s; plan="auto" follows it', odd[0])

@@ -32,6 +32,7 @@ from checkflow.runtime import planning
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.finding import find
 from checkflow.runtime.loader import DataLoader
+from checkflow.runtime.plan_cache import PlanCache
 from checkflow.runtime.store import Store
 
 RECORDED_BY = 4  # iterations: one makes the state, one is recorded, two are timed; the next one waits for the plan
@@ -575,6 +576,30 @@ def test_of_several_kept_plans_a_job_comes_to_its_own(tmp_path: Path, caplog: An
     assert report["plan"]["source"] == "cache"
     assert len(set(plans_of.values())) == Beside.recordings == 2
     assert "follows it" not in caplog.text
+
+
+def test_kept_plans_are_searched_once_for_each_change(tmp_path: Path, monkeypatch: Any) -> None:
+    """Not at every boundary of a job whose batches are none that a plan was kept for: all plans are read for it."""
+    job = Job()
+    with open_job(job, tmp_path) as checkpointer:
+        train(job, checkpointer, 8)
+    searched: list[int] = []
+    find_kept = PlanCache.find
+    job = Job()
+    job.batch_size = 9
+    with open_job(job, tmp_path) as checkpointer:
+        monkeypatch.setattr(
+            PlanCache, "find", lambda *given: searched.append(checkpointer.iteration) or find_kept(*given)
+        )
+
+        def before(n: int) -> None:
+            job.batch_size = 9 if n < 30 or n >= 50 else 12
+
+        train(job, checkpointer, 70, before)
+    report = checkpointer.report()
+    assert (report["plan"]["source"], Beside.recordings) == ("cache", 1)
+    assert len(searched) == 2  # for batches of 9 and of 12, and for those of 9 again it is known
+    assert searched[0] < 30 < searched[1]
 
 
 def test_a_smaller_batch_now_and_then_is_no_other_job(tmp_path: Path) -> None:
