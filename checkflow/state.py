@@ -369,13 +369,22 @@ def optimizer_implementation(optimizer: torch.optim.Optimizer, device_type: str)
     """
     kind = type(optimizer).__name__
     names = set()
-    for group in optimizer.param_groups:
-        fused, capturable = bool(group.get("fused")), bool(group.get("capturable"))
-        plain_rate = capturable or not isinstance(group.get("lr"), torch.Tensor)
-        usual = device_type == "cuda" and plain_rate and not group.get("differentiable")
-        foreach = group["foreach"] if group.get("foreach") is not None else usual and "foreach" in group
-        names.add(("fused" if fused else "foreach" if foreach else "for-loop") + (" capturable" if capturable else ""))
+    for fused, capturable, differentiable, foreach, tensor_rate in implementation_options(optimizer):
+        usual = device_type == "cuda" and (capturable or not tensor_rate) and not differentiable and foreach is None
+        names.add(("fused" if fused else "foreach" if foreach or usual else "for-loop") + (" capturable" * capturable))
     return " ".join([kind, *sorted(names)])
+
+
+def implementation_options(optimizer: torch.optim.Optimizer) -> list[tuple[bool, bool, bool, bool | None, bool]]:
+    """What :func:`optimizer_implementation` goes by, of each group: fused, capturable, differentiable, foreach (None:
+    as torch chooses) and whether the learning rate is a tensor. Cheap to compare at each boundary."""
+    return [
+        (
+            bool(group.get("fused")), bool(group.get("capturable")), bool(group.get("differentiable")),
+            group.get("foreach", False), isinstance(group.get("lr"), torch.Tensor),
+        )
+        for group in optimizer.param_groups
+    ]  # fmt: skip
 
 
 def host_counters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -64,6 +64,7 @@ class BoundaryWork:
         self.captured_iteration = iteration  # at the start there is nothing to save, after a resume it is
         self.began = False  # an iteration, since the last boundary
         self.closed = False
+        self._planning_seconds = self._no_cost_seconds = 0.0  # held for planning; of these, for what is done once
         # All state at a boundary that was not captured, and its version counters, in case it is the last one.
         self._passed: tuple[TrainingState | None, list[int]] = None, []
 
@@ -96,9 +97,9 @@ class BoundaryWork:
             explicit: the loop has said so itself.
             micro_batches: of the iteration, if it has said that.
         """
-        held = sum(seconds for what, seconds in self._clock.held_seconds.items() if what != "planning")
+        held_seconds = self._held_seconds()
         with self._clock.holding("boundary"):
-            self._pace.ended(self.iteration + 1, epoch_end=epoch_end, held_seconds=held)
+            self._pace.ended(self.iteration + 1, epoch_end=epoch_end, held_seconds=held_seconds)
         ending = self._preemption.begin_ending()
         with self._clock.holding("planning"):
             self._turn(micro_batches, explicit=explicit, ending=ending)
@@ -110,6 +111,15 @@ class BoundaryWork:
         if self._place.planning is not None and not last and (self._job.loader is None or explicit):
             with self._clock.holding("planning"):
                 self._place.planning.begin()  # otherwise when the loader hands a batch out
+
+    def _held_seconds(self) -> float:
+        """For which training was held so far: for checkpoints, and by looks at it; not to record it, or to plan."""
+        held, planning = self._clock.held_seconds, self._place.planning
+        since_seconds = held["planning"] - self._planning_seconds
+        self._planning_seconds = held["planning"]
+        if planning is not None and planning.busy:
+            self._no_cost_seconds += since_seconds
+        return sum(held.values()) - self._no_cost_seconds
 
     def _at_boundary(self, *, epoch_end: bool, last: bool, ending: bool) -> bool:
         """Bring the capture in flight to its end if this boundary is captured, and begin; returns whether it is."""

@@ -70,6 +70,11 @@ class StateWalk:
         self.names: dict[str, dict[int, str]] = {}
         self.modules_with_extra_state: dict[str, nn.Module] = {}
 
+    @property
+    def latest(self) -> TrainingState:
+        """The state as of the last call of ``current``: no look at what is there now, unless it is the first."""
+        return self.current() if self._state is None else self._state
+
     def current(self) -> TrainingState:
         """The state; the same object as at the last call exactly if nothing changed, no tensor and no memory of one."""
         if self._state is None or not self._unchanged():

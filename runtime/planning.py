@@ -11,8 +11,9 @@ the plan, while training goes on. When it is there it is replayed, put in place 
 What fails is said once, with its reason, and tried again *later*, each time after twice as long; what can only fail
 again (nothing that could be recorded, no plan that satisfies what was asked) is *given up*.
 
-A planned job is held against its plan at every boundary: its state, its optimizers, and the traits of its iterations,
-the latter only once ``PATIENCE`` iterations in a row were all alike and none as planned. A job that is another one now
+A planned job is held against its plan at every boundary: its state and its optimizers, as the boundary before found
+them, and the traits of its iterations, the latter only once ``PATIENCE`` iterations in a row were all alike and none as
+planned. A job that is another one now
 keeps its plan and is told so once (``plan=None``), or gets a kept plan that fits, or a new one (``plan="auto"``), which
 begins with a recording.
 
@@ -41,7 +42,7 @@ from checkflow.runtime.interrupts import raised_by_handler
 from checkflow.runtime.job import Job
 from checkflow.runtime.plan_cache import PlanCache
 from checkflow.runtime.watch import Seen, Traits, Watch, as_tensors, device_name
-from checkflow.state import unwrap
+from checkflow.state import TrainingState, implementation_options, unwrap
 
 logger = logging.getLogger("checkflow")
 
@@ -62,6 +63,9 @@ class Stage(enum.StrEnum):
     GIVEN_UP = "given up"
 
 
+_AT_REST = (Stage.PLANNED, Stage.LATER, Stage.GIVEN_UP)
+
+
 @dataclass(frozen=True)
 class Arrival:
     """A plan that is to be put in place at this boundary; None: the one that is in place never fitted."""
@@ -79,6 +83,18 @@ class _Recording:
     recorded: Any
     stepped: frozenset[str]
     seen: Seen
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What tells cheaply, at each boundary, that a job may have become another one."""
+
+    state: TrainingState
+    options: list[Any]  # of the optimizers
+
+    def is_like(self, other: _Look | None) -> bool:
+        """Whether nothing has changed since the other one."""
+        return other is not None and self.state is other.state and self.options == other.options
 
 
 class Planning:
@@ -111,16 +127,19 @@ class Planning:
         self._error: PlanError | None = None
         self._plan: Plan | None = None
         self._confirmed = False  # the plan in place fitted the job at a boundary, all its state being there
-        self._compared: tuple[Any, Any] | None = None  # the state and the optimizers last held against it
+        self._compared: _Look | None = None  # what was last held against it
         self._told = False  # that the job is another one
         self._recorder: Recorder | None = None  # watches the iteration that goes on
         self._recordings = 0
         self._best: _Recording | None = None
         self._timings: list[Seen] = []
+        #: Whether the last boundary had more to do than to hold the job against its plan, as each one does.
+        self.busy = True
         self._making: Making | None = None
         self._begun = 0.0
         self._failures, self._again = 0, 0.0
         self._hopeless: Any = None  # the job for which planning was given up
+        self._seen_hopeless: _Look | None = None  # what was last held against that
         self._kept = False  # the plan is one that was found at the start
         self._unlike: tuple[Traits, int] | None = None  # traits that were not as planned, and for how long
         self._searched: set[Traits] = set()  # traits for which no kept plan was found: reading them all takes long
@@ -164,16 +183,22 @@ class Planning:
         if recorder is not None:
             recorder.abandon()
         seen = self.watch.end(micro_batches)
+        self.busy = self.stage not in _AT_REST
+        arrival = self._proceed(recorder, frozenset(stepped), seen)
+        self.busy |= arrival is not None or self.stage not in _AT_REST
+        return arrival
+
+    def _proceed(self, recorder: Recorder | None, stepped: frozenset[str], seen: Seen) -> Arrival | None:
         if self.stage is Stage.UNPLANNED:
             self._record_next()
         elif self.stage is Stage.RECORDED and recorder is not None:
-            self._end_recording(recorder, frozenset(stepped), seen)
+            self._end_recording(recorder, stepped, seen)
         elif self.stage is Stage.TIMED:
             self._end_timing(seen)
         elif self.stage is Stage.MAKING:
             return self._poll()
         elif (self.stage is Stage.LATER and time.monotonic() >= self._again) or (
-            self.stage is Stage.GIVEN_UP and self._follow and self._job() != self._hopeless
+            self.stage is Stage.GIVEN_UP and self._follow and self._is_another()
         ):
             self._record_next()
         elif self.stage is Stage.PLANNED and self._plan is not None:
@@ -312,6 +337,7 @@ class Planning:
 
     def _give_up(self, reason: str) -> None:
         self.stage, self.reason, self._hopeless = Stage.GIVEN_UP, reason, self._job()
+        self._seen_hopeless = self._look()
         self._error = PlanError(f"this job gets no plan: {reason}")
         logger.error("this job gets no plan, %s: %s", self._meanwhile(), reason)
 
@@ -355,12 +381,28 @@ class Planning:
             self._check(plan)
             return True
 
+        self.busy = True
         found = self._cache.find(usable)
         return None if found is None else Arrival(found[0], "cache", found[1], 0.0)
 
     def _find_alike(self, traits: Traits) -> Arrival | None:
         """A kept plan for the job as it is, state and iterations."""
         return self._find(lambda plan: not self._state_differences(plan) and Traits.of(plan.fingerprint) == traits)
+
+    def _look(self, *, anew: bool = False) -> _Look:
+        """The job as its last boundary found it: a look at all state takes a while, and each boundary has one anyway.
+
+        Args:
+            anew: as it is now.
+        """
+        state = self._walk.current() if anew else self._walk.latest
+        return _Look(state, [implementation_options(optimizer) for optimizer in self._optimizers.values()])
+
+    def _is_another(self) -> bool:
+        """Whether the job is not the one any more for which planning was given up."""
+        now, before = self._look(), self._seen_hopeless
+        self._seen_hopeless = now
+        return not now.is_like(before) and bool(self._job() != self._hopeless)
 
     def _job(self) -> Any:
         """What makes the job another one, as something to compare."""
@@ -377,8 +419,8 @@ class Planning:
     def _hold_against(self, plan: Plan, seen: Seen) -> Arrival | None:
         """Find out whether the job is still the one that the plan was made for, and do what follows if it is not."""
         odd: list[str] = []
-        now = (self._walk.current(), fit.implementations(self._models, self._optimizers))
-        if self._compared is None or self._compared[0] is not now[0] or self._compared[1] != now[1]:
+        now = self._look(anew=not self._confirmed)  # a kept plan that does not fit must not capture this boundary
+        if not now.is_like(self._compared):
             odd, self._compared = self._state_differences(plan), now
             self._searched.clear()
         if not odd:
@@ -408,10 +450,10 @@ class Planning:
 
     def _held_traits(self, plan: Plan, seen: Seen) -> list[str]:
         """How iterations differ from the plan's, if they have for long enough."""
-        odd = seen.traits.differences(Traits.of(plan.fingerprint))
-        if not odd:
+        planned = Traits.of(plan.fingerprint)
+        if seen.traits == planned:
             self._unlike = None
             return []
         times = 1 if self._unlike is None or self._unlike[0] != seen.traits else self._unlike[1] + 1
         self._unlike = (seen.traits, times)
-        return odd if times >= PATIENCE else []
+        return seen.traits.differences(planned) if times >= PATIENCE else []

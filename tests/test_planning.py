@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from oracle import assert_checkpoint_is, run_oracle, same_bits
 from own_plans import Beside, Job, all_planned, check, kept, nothing_left, open_job, remove_checkpoints, train
+from test_phases import Hand
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import TensorDataset
@@ -27,12 +29,16 @@ from checkflow.planner.bandwidth import Bandwidths
 from checkflow.planner.live import LivePlanner
 from checkflow.planner.record import Recorded, Recorder
 from checkflow.planner.replay import check_plan
+from checkflow.runtime import boundaries as boundary_module
 from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime import planning
+from checkflow.runtime import fit, pace, planning
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.finding import find
+from checkflow.runtime.live_state import StateWalk
 from checkflow.runtime.loader import DataLoader
+from checkflow.runtime.phases import PhaseClock
 from checkflow.runtime.plan_cache import PlanCache
+from checkflow.runtime.planning import Planning
 from checkflow.runtime.store import Store
 
 RECORDED_BY = 4  # iterations: one makes the state, one is recorded, two are timed; the next one waits for the plan
@@ -576,6 +582,61 @@ def test_of_several_kept_plans_a_job_comes_to_its_own(tmp_path: Path, caplog: An
     assert report["plan"]["source"] == "cache"
     assert len(set(plans_of.values())) == Beside.recordings == 2
     assert "follows it" not in caplog.text
+
+
+def test_holding_a_job_against_its_plan_is_cheap(tmp_path: Path, monkeypatch: Any) -> None:
+    """Nothing has changed: the look that each boundary has at all state is the only one."""
+    job = Job()
+    looked: list[str] = []
+    looks: dict[int, list[str]] = {}
+
+    def before(n: int) -> None:
+        looks[n] = looked.copy()  # at the boundary before
+        looked.clear()
+        if n == 12:
+            job.optimizer.param_groups[0]["foreach"] = True
+
+    with open_job(job, tmp_path, every=100) as checkpointer:
+        train(job, checkpointer, 8)
+        for owner, name in ((StateWalk, "current"), (fit, "implementations"), (fit, "differences")):
+            real = getattr(owner, name)
+            monkeypatch.setattr(owner, name, lambda *given, name=name, real=real: looked.append(name) or real(*given))
+        train(job, checkpointer, 16, before)
+    assert looks[10] == looks[11] == looks[12] == looks[15] == ["current"]
+    assert {"implementations", "differences"} <= set(looks[13])
+
+
+def test_what_planning_takes_of_every_iteration_is_part_of_the_cost(tmp_path: Path, monkeypatch: Any) -> None:
+    """By a clock set by hand: looks at the job count, and what is done once for a plan does not."""
+    hand = Hand()
+    held: list[float] = []
+    monkeypatch.setattr(boundary_module, "PhaseClock", lambda: PhaseClock(hand))
+    ended, look, begin, find_kept = pace.Pace.ended, Planning._hold_against, Recorder.begin, PlanCache.find
+
+    def told(self: pace.Pace, number: int, *, epoch_end: bool, held_seconds: float) -> None:
+        held.append(held_seconds)
+        ended(self, number, epoch_end=epoch_end, held_seconds=held_seconds)
+
+    def slow(real: Any, seconds: float) -> Any:
+        return lambda *given: (hand.wait(seconds), real(*given))[1]
+
+    monkeypatch.setattr(pace.Pace, "ended", told)
+    monkeypatch.setattr(Planning, "_hold_against", slow(look, 7))
+    monkeypatch.setattr(Recorder, "begin", slow(begin, 1000))
+    monkeypatch.setattr(PlanCache, "find", slow(find_kept, 100_000))
+    job = Job()
+
+    def before(n: int) -> None:
+        job.batch_size = 6 if n < 12 else 9
+
+    with open_job(job, tmp_path, plan="auto") as checkpointer:
+        train(job, checkpointer, 24, before)
+    assert Beside.recordings == 2
+    added = [after - earlier for earlier, after in itertools.pairwise([0.0, *held])]
+    # What is done at a boundary is the next iteration's. The first plan is in place from the fifth boundary on; the
+    # other batches are believed at the seventeenth, where no plan is found for them; the next one comes four later.
+    looks = [*range(7, 18), *range(23, 25)]
+    assert added == [7 if step in looks else 0 for step in range(1, 25)]
 
 
 def test_kept_plans_are_searched_once_for_each_change(tmp_path: Path, monkeypatch: Any) -> None:
