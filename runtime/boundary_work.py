@@ -105,7 +105,7 @@ class BoundaryWork:
             self._turn(micro_batches, explicit=explicit, ending=ending)
         with self._clock.holding("boundary"):
             due = self._at_boundary(epoch_end=epoch_end, last=last, ending=ending)
-        self._clock.end_iteration(captured=due)
+        self._clock.end_iteration(captured=due, under_way=self.execution.capturer.under_way)
         if ending:
             self.end()
         if self._place.planning is not None and not last and (self._job.loader is None or explicit):

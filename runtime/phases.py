@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import copy
 import math
+import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final
+from typing import Final, NamedTuple
 
 PHASES: Final = ("data", "forward_backward", "update", "snapshot_wait", "persist_wait", "planning", "other")
 DATA, FORWARD_BACKWARD, UPDATE, SNAPSHOT_WAIT, PERSIST_WAIT, PLANNING, OTHER = range(len(PHASES))
@@ -31,6 +33,7 @@ DATA, FORWARD_BACKWARD, UPDATE, SNAPSHOT_WAIT, PERSIST_WAIT, PLANNING, OTHER = r
 _HOLDS: Final = {"anchors": SNAPSHOT_WAIT, "boundary": SNAPSHOT_WAIT, "buffers": PERSIST_WAIT, "planning": PLANNING}
 
 ERROR_SHARE: Final = 0.01  # by which a quantile may be off
+STALLS_KEPT: Final = 200  # checkpoints
 _GROWTH = (1 + ERROR_SHARE) / (1 - ERROR_SHARE)
 _LOG_GROWTH = math.log(_GROWTH)
 
@@ -97,7 +100,21 @@ class Reading:
     phases: Mapping[str, Times]
     # Since the plan in place was put there:
     computing_seconds: float | None  # median of forward, backward and update together; None: not seen
-    stall_seconds: float | None  # median of what one checkpoint holds, persist waits aside
+    stall_seconds: float | None  # median of what one checkpoint holds, persist waits and what is held anyway aside
+
+
+class _Stall(NamedTuple):
+    """What training was held in iterations that one checkpoint was begun, or under way, in; and how many they are."""
+
+    seconds: float
+    iterations: int
+
+
+def _usual_stall(stalls: Sequence[_Stall], standing_seconds: float) -> float | None:
+    """The median of what one checkpoint holds, less what an iteration without any is held for, too."""
+    if not stalls:
+        return None
+    return statistics.median(max(0.0, one.seconds - one.iterations * standing_seconds) for one in stalls)
 
 
 class PhaseClock:
@@ -120,8 +137,13 @@ class PhaseClock:
         self._quantiles = [Quantiles() for _ in (*PHASES, "iteration")]
         self.held_seconds = dict.fromkeys(_HOLDS, 0.0)
         self.longest_hold_seconds = 0.0
-        self._computing, self._stalls = Quantiles(), Quantiles()
-        self._stall: float | None = None  # since the last boundary that was captured; None: there is none yet
+        self._forget_plan()
+
+    def _forget_plan(self) -> None:
+        self._computing, self._standing = Quantiles(), Quantiles()  # the latter: snapshot waits without a capture
+        self._stalls: deque[_Stall] = deque(maxlen=STALLS_KEPT)
+        self._stall: _Stall | None = None  # since the last boundary that was captured; None: there is none yet
+        self._capturing = False  # in the iteration that goes on
 
     def enter(self, phase: int) -> None:
         """Training does this from now on; while it is held, as soon as it goes on."""
@@ -157,15 +179,17 @@ class PhaseClock:
             self.held_seconds[what] += more
             self._seconds[_HOLDS[what]] += more
 
-    def end_iteration(self, *, captured: bool) -> None:
+    def end_iteration(self, *, captured: bool, under_way: bool = False) -> None:
         """A boundary, and all that was to be done there: the next iteration begins.
 
         Args:
             captured: whether a checkpoint was begun here.
+            under_way: whether the capture of an earlier boundary goes on.
         """
         self._charge()
         seconds, self._seconds = self._seconds, [0.0] * len(PHASES)
         self._phase, self._stepping = OTHER, 0  # a step that raised has said nothing of its end
+        capturing, self._capturing = self._capturing or captured, captured or under_way
         if not self._started:  # where it began was not seen
             self._started = True
             return
@@ -178,25 +202,28 @@ class PhaseClock:
             self._quantiles[-1].add(sum(seconds))
             if computing:
                 self._computing.add(computing)
-            if self._stall is not None:
-                self._stall += seconds[SNAPSHOT_WAIT]
+            if not capturing:
+                self._standing.add(seconds[SNAPSHOT_WAIT])
+            elif self._stall is not None:
+                self._stall = _Stall(self._stall.seconds + seconds[SNAPSHOT_WAIT], self._stall.iterations + 1)
             if captured:
                 if self._stall is not None:
-                    self._stalls.add(self._stall)
-                self._stall = 0.0
+                    self._stalls.append(self._stall)
+                self._stall = _Stall(0.0, 0)
 
     def new_plan(self) -> None:
         """Another plan runs from here on: what is held against a plan's promises begins anew."""
         with self._lock:
-            self._computing, self._stalls, self._stall = Quantiles(), Quantiles(), None
+            self._forget_plan()
 
     def read(self) -> Reading:
         """What is known of the iterations so far."""
         with self._lock:  # the training thread may be waiting for it
             iterations, totals = self._iterations, self._totals.copy()
-            *phases, iteration, computing, stalls = (
-                quantiles.copy() for quantiles in (*self._quantiles, self._computing, self._stalls)
+            *phases, iteration, computing, standing = (
+                quantiles.copy() for quantiles in (*self._quantiles, self._computing, self._standing)
             )
+            stalls = list(self._stalls)
         return Reading(
             iterations,
             Times(sum(totals), iteration.at(0.5), iteration.at(0.99)),
@@ -205,7 +232,7 @@ class PhaseClock:
                 for name, total, quantiles in zip(PHASES, totals, phases, strict=True)
             },
             computing.at(0.5),
-            stalls.at(0.5),
+            _usual_stall(stalls, standing.at(0.5) or 0.0),
         )
 
     def _charge(self) -> float:

@@ -97,28 +97,45 @@ def test_what_begins_while_training_is_held_begins_when_it_goes_on() -> None:
     assert clock.longest_hold_seconds == 11  # the inner one is none of the outer one's
 
 
-def test_a_stall_is_what_passes_from_capture_to_capture() -> None:
+def test_a_stall_is_what_one_checkpoint_holds() -> None:
     hand = Hand()
     clock = PhaseClock(hand)
     clock.enter(FORWARD_BACKWARD)
 
-    def iterate(held: float, captured: bool) -> None:
+    def iterate(held: float, captured: bool = False, under_way: bool = False) -> None:
         hand.wait(10)
         with clock.holding("anchors"):
             hand.wait(held)
-        clock.end_iteration(captured=captured)
+        clock.end_iteration(captured=captured, under_way=under_way)
         clock.enter(FORWARD_BACKWARD)
 
-    iterate(100, True)  # the first capture begins: what came before is none of it
-    for held in (1, 2, 3):
-        iterate(held, captured=held == 3)
-    assert clock.read().stall_seconds == 6
+    iterate(100, captured=True)  # the first capture begins: what came before is none of it
+    iterate(1, under_way=True)
+    iterate(2)
+    iterate(3, captured=True)
+    assert clock.read().stall_seconds == 6  # it was under way all the time
     clock.new_plan()
     assert (clock.read().stall_seconds, clock.read().computing_seconds) == (None, None)
-    iterate(50, True)
-    iterate(4, True)
+    iterate(50, captured=True)
+    iterate(4, captured=True)
     assert clock.read().stall_seconds == 4
     assert clock.read().iterations == 6  # those of the old plan count all the same
+
+
+@pytest.mark.parametrize("interval", [2, 5, 50, 500])
+def test_a_stall_does_not_grow_with_the_interval(interval: int) -> None:
+    """Hooks hold every iteration for a second; a checkpoint 8 s more at its boundary, and 4 s more in the next one."""
+    hand = Hand()
+    clock = PhaseClock(hand)
+    clock.enter(FORWARD_BACKWARD)
+    for number in range(1, 4 * interval + 1):
+        hand.wait(10)
+        begins, follows = number % interval == 0, number % interval == 1 and number > 1
+        with clock.holding("boundary" if begins else "anchors"):
+            hand.wait(1 + 8 * begins + 4 * follows)
+        clock.end_iteration(captured=begins)
+        clock.enter(FORWARD_BACKWARD)
+    assert clock.read().stall_seconds == pytest.approx(12, rel=0.01)
 
 
 def test_a_step_within_a_step_and_one_that_raises() -> None:
