@@ -79,13 +79,13 @@ class Checkpointer:
         every: how often, whatever it costs. Iterations from one durable checkpoint to the next, a multiple of the
             plan's interval (it is rounded up to one where the job makes its plan, and the log says so): exactly these
             are made, and one at the end of training wherever that comes; not at the ends of epochs. Or text such as
-            "30s" or "10min": so much of training, in iterations as they last now, rounded to the plan's interval; ends
-            of epochs and the end of training are saved besides. Each is committed while the next one is gathered, and
-            training waits if storage is slower, so that a failure costs at most two intervals and the one under way.
-            None: as often as ``overhead`` allows and storage can take, at most as planned; more often, if that is
-            cheap, in host memory, where the newest is kept until storage takes it; and at the ends of epochs and of
-            training. What is in host memory when the job is killed is the next one's, on the same machine. How often is
-            found out in the job's first iterations, and kept in the directory for the next start.
+            "30s" or "10min": so far apart by the clock, validation included, at the boundary of the plan's interval
+            that is nearest; ends of epochs and the end of training are saved besides. Each is committed while the next
+            one is gathered, and training waits if storage is slower, so that a failure costs at most two intervals and
+            the one under way. None: as often as ``overhead`` allows and storage can take, at most as planned; more
+            often, if that is cheap, in host memory, where the newest is kept until storage takes it; and at the ends of
+            epochs and of training. What is in host memory when the job is killed is the next one's, on the same
+            machine. How often is found out in the job's first iterations, and kept in the directory for the next start.
         mtbf: mean time between failures, in seconds or as text ("4h"): checkpoints become rarer than ``overhead``
             allows where that wastes less, replays after failures included.
         host_buffers: staging buffers of the size of the state; three let capture and persist overlap fully.

@@ -30,9 +30,10 @@ from collections import deque
 from checkflow.hardware import format_seconds, format_time
 from checkflow.run_report import Frequency, FrequencyChange
 from checkflow.runtime.budget import Budget
+from checkflow.runtime.by_time import ByTime
 from checkflow.runtime.control import Control
-from checkflow.runtime.policy import Asked, Costs, Intervals, in_iterations, least_multiple
-from checkflow.runtime.review import BAND, BOLD, Review, Verdict, longer
+from checkflow.runtime.policy import Asked, Costs, Intervals, least_multiple
+from checkflow.runtime.review import BOLD, Review, Verdict, longer
 from checkflow.runtime.samples import LEAST, SHIFT, Iteration, Samples, median
 
 logger = logging.getLogger("checkflow")
@@ -66,6 +67,7 @@ class Controller:
         self._samples = Samples()
         self._budget = Budget(asked.overhead)
         self._changes: deque[FrequencyChange] = deque(maxlen=HISTORY)
+        self._time = None if asked.every_seconds is None else ByTime(asked.every_seconds)
         self._last_memory = self._last_disk = start
         self.place(start, 1)
 
@@ -103,11 +105,9 @@ class Controller:
         self._intervals: Intervals | None = None if every is None else Intervals(every, every, "every")
         self._reviewing = Review(self._asked, self._samples, unit=unit, tiers=self._tiers)
         self._cheap = False  # the last checkpoint
-        if every is not None:
-            return
-        if self._asked.every_seconds is not None:
-            self._keep_time(number, self._asked.every_seconds)
-        elif known is not None:
+        if self._time is not None and (interval := self._time.interval(unit)) is not None:
+            self._intervals = Intervals(interval, interval, "every")
+        elif every is None and self._time is None and known is not None:
             self._set(number, self._reviewing.choice(known) or longer(Intervals(unit, unit, "overhead")))
 
     # What the job asks
@@ -133,13 +133,13 @@ class Controller:
         asked, samples, now = self._asked, self._samples, self._intervals
         costs = samples.estimate(known=self._costs)
         seen = costs is not None and (samples.largest > 0 or self._costs is not None)
-        as_planned = now is None and self._planned and asked.every_seconds is None
+        as_planned = now is None and self._planned and self._time is None
         memory = self._unit if as_planned else None if now is None else now.memory
         reason = "profile" if now is None else now.reason
         return Frequency(
             memory_interval=memory,
             disk_interval=None if now is None else now.disk,
-            reason=reason if asked.every_seconds is None else "every",
+            reason=reason if self._time is None else "every",
             iteration_seconds=median(samples.recent) if samples.recent else None,
             baseline_seconds=costs.iteration_seconds if costs else None,
             capture_cost_seconds=costs.capture_seconds if costs and seen else None,
@@ -156,8 +156,8 @@ class Controller:
             return number % self._every == 0
         if number % self._unit or self._control.free or (self._control.resting and not self._tiers):
             return False
-        if self._asked.every_seconds is not None:
-            return self._intervals is not None and number - self._last_memory >= self._intervals.memory
+        if self._time is not None:
+            return self._time.is_due(self._unit)
         if self._intervals is None:
             return self._may_spend() if self._planned else self._may_try(number)
         if self._control.wants_captures and not self._busy:
@@ -172,7 +172,7 @@ class Controller:
 
     def is_durable(self, number: int) -> bool:
         """Whether storage takes the capture of this boundary as soon as it can."""
-        if self._every is not None or self._asked.every_seconds is not None:
+        if self._every is not None or self._time is not None:
             return True
         if self._control.resting:
             return False
@@ -203,6 +203,8 @@ class Controller:
             counts: whether it is one like others, not an audited one, nor one that came before its time.
         """
         self._samples.begin_capture(counts=counts)
+        if self._time is not None:
+            self._time.captured(self._unit)
         self._last_memory = self._tried = number
         if durable:
             self._last_disk = number
@@ -226,8 +228,9 @@ class Controller:
             self._budget.forgive()
         if self._every is not None:
             return
-        if self._asked.every_seconds is not None:
-            self._keep_time(iteration.number, self._asked.every_seconds)
+        if self._time is not None:
+            if self._time.ended(iteration.seconds) and (interval := self._time.interval(self._unit)) is not None:
+                self._set(iteration.number, Intervals(interval, interval, "every"))
             return
         self._steer(iteration)
         if iteration.persist_seconds is not None:
@@ -335,15 +338,6 @@ class Controller:
             self._costs = verdict.costs
             self._set(number, verdict.intervals)
 
-    def _keep_time(self, number: int, seconds: float) -> None:
-        usual_seconds = self._samples.usual_seconds
-        if usual_seconds is None:
-            return
-        wanted = in_iterations(self._unit, usual_seconds, seconds)
-        now = self._intervals
-        if now is None or abs(wanted - now.disk) > BAND * now.disk:
-            self._set(number, Intervals(wanted, wanted, "every"))
-
     def _set(self, number: int, intervals: Intervals) -> None:
         before, self._intervals = self._intervals, intervals
         self._reviewing.changed()
@@ -358,9 +352,9 @@ class Controller:
 
     def _because(self, reason: str) -> str:
         costs, asked = self._costs, self._asked
-        if asked.every_seconds is not None:
-            usual = format_seconds(self._samples.usual_seconds or 0.0)
-            return f"every {format_seconds(asked.every_seconds)}, of {usual} each"
+        if self._time is not None:
+            usual = format_seconds(self._time.usual_seconds or 0.0)
+            return f"every {format_seconds(asked.every_seconds or 0.0)}, of {usual} each"
         if costs is None or reason == "plan":
             return "as planned"
         if reason == "persist":

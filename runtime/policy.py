@@ -2,8 +2,8 @@
 
 CheckFreq's Algorithm 1 (section 4.3.2 of its paper) as it is written, with the parenthesis that its first line lacks
 (:func:`algorithm_1`); its rule joined with a plan (:func:`join`); both tiers at once (:func:`choose`); the interval
-that wastes least between failures (:func:`least_waste`); and seconds as iterations (:func:`in_iterations`). Who
-measures, and when an interval is changed, is :mod:`.frequency`.
+that wastes least between failures (:func:`least_waste`); seconds as iterations (:func:`in_iterations`), and by the
+clock (:func:`is_time`). Who measures, and when an interval is changed, is :mod:`.frequency`.
 """
 
 from __future__ import annotations
@@ -232,3 +232,20 @@ def least_waste(unit: int, iteration_seconds: float, stall_seconds: float, mtbf_
 def in_iterations(unit: int, iteration_seconds: float, seconds: float) -> int:
     """The multiple of ``unit``, itself or more, that comes nearest to so many seconds of training."""
     return unit * max(1, round(seconds / (unit * iteration_seconds)))
+
+
+def is_time(since_seconds: float, late_seconds: float, every_seconds: float, interval_seconds: float) -> bool:
+    """Whether this boundary is the nearest to the moment at which a checkpoint is asked for, as far as is known.
+
+    Args:
+        since_seconds: since the last one began.
+        late_seconds: by which that was later than asked; earlier: negative.
+        interval_seconds: from this boundary to the next at which one could be made.
+    """
+    return since_seconds + late_seconds >= every_seconds - min(interval_seconds, every_seconds) / 2
+
+
+def late_after(since_seconds: float, late_seconds: float, every_seconds: float) -> float:
+    """By which a checkpoint that begins now is later than asked, as far as the next one is to make up for it: by half
+    of what was asked at most, so that no long pause is followed by many."""
+    return max(-every_seconds / 2, min(every_seconds / 2, since_seconds + late_seconds - every_seconds))

@@ -129,16 +129,6 @@ class Samples:
         return median(held) if len(held) >= LEAST else 0.0
 
     @property
-    def usual_seconds(self) -> float | None:
-        """What an iteration takes, checkpoints included; where most tell nothing, the others count too."""
-        listed = list(self._any)
-        told = [one.seconds for one in listed if one.tells]
-        if told and (2 * len(told) >= len(listed) or len(listed) < RECENT):
-            return median(told)
-        seconds = [one.seconds for one in listed]
-        return median(seconds) if len(seconds) >= LEAST else None
-
-    @property
     def fallback(self) -> Costs | None:
         """What little is known where no iteration can be held against another: how long training surely waited."""
         if len(self._any) < LEAST:
