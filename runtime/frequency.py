@@ -80,6 +80,7 @@ class Controller:
         planned: bool = True,
         tiers: bool = True,
         known: Costs | None = None,
+        told: bool = False,
     ) -> None:
         """Another plan runs from this boundary on, or none: what checkpoints cost is measured anew.
 
@@ -89,6 +90,7 @@ class Controller:
             planned: whether captures are hidden; otherwise all state is copied at the boundary.
             tiers: whether there is host memory for a capture that storage does not take.
             known: what such a job measured before: there is no profile then.
+            told: whether the intervals that follow from it are no news.
         """
         self._unit, self._every, self._planned, self._tiers = unit, every, planned, tiers and planned
         self._samples.forget_checkpoints()
@@ -108,7 +110,7 @@ class Controller:
         if self._time is not None and (interval := self._time.interval(unit)) is not None:
             self._intervals = Intervals(interval, interval, "every")
         elif every is None and self._time is None and known is not None:
-            self._set(number, self._reviewing.choice(known) or longer(Intervals(unit, unit, "overhead")))
+            self._set(number, self._reviewing.choice(known) or longer(Intervals(unit, unit, "overhead")), told=told)
 
     # What the job asks
 
@@ -338,12 +340,14 @@ class Controller:
             self._costs = verdict.costs
             self._set(number, verdict.intervals)
 
-    def _set(self, number: int, intervals: Intervals) -> None:
+    def _set(self, number: int, intervals: Intervals, *, told: bool = False) -> None:
         before, self._intervals = self._intervals, intervals
         self._reviewing.changed()
         if before is not None and (before.memory, before.disk) == (intervals.memory, intervals.disk):
             return
         self._changes.append(FrequencyChange(number, intervals.memory, intervals.disk, intervals.reason))
+        if told:
+            return
         captured = "" if intervals.memory == intervals.disk else f", and one in host memory every {intervals.memory}"
         logger.info(
             "from step %d on a checkpoint every %d iterations%s: %s",

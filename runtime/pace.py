@@ -13,6 +13,7 @@ each checkpoint copied at its boundary: that stall is measured like any cost, an
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
 import time
@@ -35,6 +36,8 @@ from checkflow.runtime.samples import LEAST, RECENT, Iteration, median
 from checkflow.runtime.saving import FIRST_AUDITS, Saving
 from checkflow.runtime.watch import describe, device_name
 from checkflow.state import dtype_name
+
+logger = logging.getLogger("checkflow")
 
 WARM_UP = 2  # iterations
 SHORT_EPOCH = 4  # iterations: its first and last ones are too much of it to be left out
@@ -92,14 +95,13 @@ class Pace:
         self._cache, self._directory = ProfileCache(directory), directory
         epoch = None if job.loader is None else job.loader.batches
         self.controller = Controller(asked, start=start, epoch_iterations=epoch)
-        plan = place.plan  # what it cost before is looked for at the first boundary, when the batch is known
-        self.controller.place(
-            start, 1 if plan is None else plan.interval,
-            every=place.every, planned=plan is not None, tiers=saving.host_buffers > 1,
-        )  # fmt: skip
-        self._execution: Execution | None = None  # that the controller was told of
         self._identity: Identity | None = None
         self._kept: Costs | None = None
+        # The job's own batch is known at the first boundary; until then it is taken to be the plan's.
+        plan = place.plan
+        self._foreseen = None if plan is None else self._find_costs(plan, str(plan.fingerprint.batch))[1]
+        self._place_controller(start, self._foreseen, told=True)  # in the line at the start
+        self._execution: Execution | None = None  # that the controller was told of
         self._batch: str | None = None
         self._seen = self._in_epoch = 0  # iterations
         self._held_seconds = 0.0
@@ -219,21 +221,38 @@ class Pace:
             return
         first, self._execution = self._execution is None, self._place.execution
         self._unlike = not first
-        plan, known = self._place.plan, None
-        every = self._place.every
-        if every is None and self._asked.every_seconds is None:
-            self._identity = self._identify(plan)
-            known = self._kept = self._cache.find(self._identity)
+        self._identity, known = self._find_costs(self._place.plan, self._batch or "")
+        self._kept = known
+        if first and self._foreseen is not None:
+            if known == self._foreseen:
+                return
+            logger.info("the job is not the one whose checkpoints were measured before: it is measured anew")
+        self._place_controller(number, known)
+
+    def _place_controller(self, number: int, known: Costs | None, *, told: bool = False) -> None:
+        plan = self._place.plan
         self.controller.place(
             number,
             1 if plan is None else plan.interval,
-            every=every,
+            every=self._place.every,
             planned=plan is not None,
             tiers=self._saving.host_buffers > 1,
             known=known,
+            told=told,
         )
 
-    def _identify(self, plan: Plan | None) -> Identity:
+    def _find_costs(self, plan: Plan | None, batch: str) -> tuple[Identity | None, Costs | None]:
+        """What the profile of this job is kept for, and what it holds; no costs, where it holds none or none is asked.
+
+        Args:
+            batch: what the job trains on.
+        """
+        if self._place.every is not None or self._asked.every_seconds is not None:
+            return self._identity, None
+        identity = self._identify(plan, batch)
+        return identity, self._cache.find(identity)
+
+    def _identify(self, plan: Plan | None, batch: str) -> Identity:
         job = self._job
         state = job.walk.current().tensors  # a resume makes it in another order
         tensors = sorted((item.name, tuple(item.tensor.shape), dtype_name(item.tensor.dtype)) for item in state)
@@ -241,7 +260,7 @@ class Pace:
         kind, size_bytes = file_system(self._directory)
         return Identity(
             model=hashlib.sha256(model.encode()).hexdigest()[:32],
-            batch=self._batch or "",
+            batch=batch,
             plan="" if plan is None else plan.digest,
             device=f"{device_name(job.models)[1]}, {os.cpu_count()} cores",
             ranks=1 if plan is None else plan.fingerprint.ranks,

@@ -148,7 +148,7 @@ class PlanInPlace:
         interval = arrival.plan.interval
         made = f"recorded from this job, planned in {format_seconds(arrival.seconds)} and kept"
         logger.info(
-            "a plan runs from here on, %s in %s: a checkpoint every %s, predicted stall %s",
+            "a plan runs from here on, %s in %s: at most a checkpoint every %s, predicted stall %s",
             made if arrival.source == "recorded" else "kept", arrival.path,
             "iteration" if interval == 1 else f"{interval} iterations", format_stall(arrival.plan.stall_seconds),
         )  # fmt: skip

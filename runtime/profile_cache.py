@@ -61,10 +61,14 @@ class ProfileCache:
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / NAME
+        self._known: KeptProfile | None = None
+        self._looked = False  # nobody else writes the file
 
     def find(self, identity: Identity) -> Costs | None:
         """What was measured of such a job, if anything was."""
-        kept = self._read()
+        if not self._looked:
+            self._known, self._looked = self._read(), True
+        kept = self._known
         if kept is None or kept.identity != identity:
             return None
         return Costs(
@@ -76,7 +80,8 @@ class ProfileCache:
         """Replace what is kept. A failure costs another profile at the next start, and is no reason to fail."""
         from pydantic import TypeAdapter
 
-        kept = KeptProfile(identity, **dataclasses.asdict(costs))
+        self._known = kept = KeptProfile(identity, **dataclasses.asdict(costs))
+        self._looked = True
         data = TypeAdapter(KeptProfile).dump_json(kept, indent=1) + b"\n"
         try:
             folder = files.open_folder(str(self.path.parent))

@@ -21,6 +21,7 @@ from checkflow.run_report import (
     FILE,
     KEPT_RUNS,
     Bandwidths,
+    Frequency,
     HeldSeconds,
     Lag,
     Measured,
@@ -258,10 +259,26 @@ def _plan_words(report: RunReport) -> str:
     plan = report.plan
     if plan is None:
         return "no plan yet, one of the first iterations is recorded for it"
-    every = report.frequency.memory_interval
-    often = "so many seconds, as asked" if every is None else "iteration" if every == 1 else f"{every} iterations"
     whose = {"given": "the given plan", "cache": "a kept plan", "recorded": "a plan of this job"}[plan.source]
+    often = _often(report.frequency)
     return f"{whose} runs: a checkpoint every {often}, predicted stall {format_stall(plan.stall_seconds)}"
+
+
+def _often(frequency: Frequency) -> str:
+    """How often checkpoints are made at the start, and whether that is still to be found out."""
+
+    def words(interval: int) -> str:
+        return "iteration" if interval == 1 else f"{interval} iterations"
+
+    memory, disk = frequency.memory_interval, frequency.disk_interval
+    if memory is None:
+        return "so many seconds, as asked"
+    if frequency.reason == "every":
+        return words(memory)
+    if disk is None:
+        return f"{words(memory)} until it is measured what one costs"
+    captured = "" if memory == disk else f", and one in host memory every {words(memory)}"
+    return f"{words(disk)}{captured}, as measured before"
 
 
 def _resume_words(report: RunReport, directory: Path) -> str:

@@ -157,6 +157,38 @@ def test_a_job_is_profiled_and_its_profile_kept(tmp_path: Path, world: World, ca
     assert [step for step in steps(tmp_path) if step > 120] == [128, 136, 144, 152, 160]
 
 
+def test_the_line_at_the_start_says_what_the_job_begins_with(
+    tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = plan_for()
+    plan = dataclasses.replace(plan, fingerprint=dataclasses.replace(plan.fingerprint, batch=(((6, 8), "float32"),)))
+    measured = "a checkpoint every 8 iterations, and one in host memory every iteration, as measured before"
+    anew = "it is measured anew"
+    for until, batch_size, options, often in (
+        (120, 6, {}, "a checkpoint every iteration until it is measured what one costs"),
+        (160, 6, {}, measured),
+        (250, 6, {"mtbf": "4h"}, measured.replace("8", "85")),
+        (252, 7, {}, measured),  # nobody has seen its batches yet
+        (254, 6, {"every": 2}, "a checkpoint every 2 iterations"),
+    ):
+        job = Job()
+        job.batch_size = batch_size
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "checkflow"), open_job(job, tmp_path, plan, **options) as checkpointer:
+            said = frequency(checkpointer)
+            train(job, checkpointer, world, until)
+        first, *others = (record.getMessage() for record in caplog.records)
+        assert f"the given plan runs: {often}, predicted stall" in first
+        assert any("on a checkpoint every" in line for line in others) == (until == 120)  # no news for the others
+        assert any(anew in line for line in others) == (batch_size == 7)
+        if until == 160:
+            assert (said["memory_interval"], said["disk_interval"], said["reason"]) == (1, 8, "overhead")
+            assert frequency(checkpointer)["changes"] == [{"step": 120, "memory": 1, "disk": 8, "reason": "overhead"}]
+            assert [step for step in steps(tmp_path) if step > 120] == [128, 136, 144, 152, 160]
+        if batch_size == 7:
+            assert frequency(checkpointer)["reason"] == "profile"
+
+
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The profile of a small job, as it was kept."""

@@ -483,7 +483,11 @@ def test_a_line_at_the_begin_and_one_at_the_end(tmp_path: Path, caplog: pytest.L
 
 def test_the_line_at_the_begin_says_how_often(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     job = Job()
-    for every, often in ((2, "2 iterations"), ("30s", "so many seconds, as asked")):
+    for every, often in (
+        (2, "2 iterations"),
+        ("30s", "so many seconds, as asked"),
+        (None, "iteration until it is measured what one costs"),
+    ):
         caplog.clear()
         with caplog.at_level(logging.INFO, "checkflow"):
             Checkpointer(job.model, job.optimizer, directory=tmp_path, plan=job.plan, every=every).close()
