@@ -1,11 +1,11 @@
 """What checkpoints may cost at this moment: a bucket that training fills, and that what checkpoints add to it empties.
 
 An interval follows from costs measured before. The budget follows what is spent: each iteration earns ``overhead`` of
-what training takes by itself, less what hooks hold up in any iteration (half of it at least), and one with a checkpoint
-under way is charged with what it took beyond that. Nothing is written to storage as long as anything is owed, so that
-over any long window (``WINDOW`` iterations, or ``INTERVALS`` intervals) checkpoints cost about ``overhead`` at most,
-whatever the first ones cost, and however suddenly others cost more: beyond it is what the checkpoint costs that is
-under way when that happens.
+what training takes by itself, less what hooks and looks at the job hold up in any iteration (half of it at least), and
+one with a checkpoint under way is charged with what it took beyond that. Nothing is written to storage as long as
+anything is owed, so that over any long window (``WINDOW`` iterations, or ``INTERVALS`` intervals) checkpoints cost
+about ``overhead`` at most, whatever the first ones cost, and however suddenly others cost more: beyond it is what the
+checkpoint costs that is under way when that happens.
 
 - What is saved up is bounded (``SLACK`` iterations' worth, or what noise comes to in a window): a quiet hour pays for
   no burst. What is owed is bounded too, by what one window earns: no checkpoint is put off for longer.

@@ -47,7 +47,7 @@ PROBE = 4  # so many times sooner the next checkpoint follows one that was cheap
 SHORT = 2  # times as many iterations as a commit is seen in: an epoch of no more leaves too few of its own free
 MOST_AFTER_GUESS = 3  # controls, one of which comes with the guess
 LONGEST_PROFILE = 200  # iterations of any kind: then intervals are chosen by what little is known
-SAID = 0.001  # of an iteration: what hooks take is said where it is more
+SAID = 0.001  # of an iteration: what hooks and looks at the job take is said where it is more
 HISTORY = 50
 
 
@@ -368,6 +368,10 @@ class Controller:
             return f"one costs {both} of training, and failures come every {format_time(asked.mtbf_seconds or 0.0)}"
         seconds = format_seconds(costs.iteration_seconds)
         share = 100 * costs.allowed_seconds(asked.overhead) / costs.iteration_seconds
-        hooks = format_seconds(costs.standing_seconds)
-        beside = f", of which hooks take {hooks}" if costs.standing_seconds > SAID * costs.iteration_seconds else ""
+        standing = format_seconds(costs.standing_seconds)
+        beside = (
+            f", of which hooks and looks take {standing}"
+            if costs.standing_seconds > SAID * costs.iteration_seconds
+            else ""
+        )
         return f"one costs {both} of training, and may cost {share:.3g} % of iterations of {seconds}{beside}"

@@ -117,7 +117,7 @@ class Costs:
     capture_seconds: float  # by which one capture lengthens training, whatever of it is a wait or shared bandwidth
     persist_seconds: float  # that storage takes for one checkpoint
     interference_seconds: float  # by which one persist lengthens training
-    standing_seconds: float = 0.0  # of each iteration, a checkpoint under way or not: hooks, a look at all state
+    standing_seconds: float = 0.0  # of each iteration, a checkpoint under way or not: hooks, looks at state and plan
 
     @property
     def training_seconds(self) -> float:
