@@ -7,7 +7,8 @@
   not left before its own first write;
 - checkflow by its plan, as often as its runtime chooses with ``mtbf=`` (:func:`.policy.choose`). By default it makes
   captures in between, which stay in host memory. Where there is shared memory they outlive the process; the failures
-  that are simulated are a machine's, which takes them along. So where captures cost something, there is a row without them, too.
+  that are simulated are a machine's, which takes them along. So where captures cost something, there is a row without
+  them, too.
 
 What writing to storage takes from training beside that is counted for none of them: a live job measures it. The
 intervals are those for failures at random, whatever shape is simulated.
