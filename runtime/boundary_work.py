@@ -129,6 +129,7 @@ class BoundaryWork:
         due = due and self._pace.makes_room()
         self.began = False
         self.iteration += 1
+        self._progress.end_iteration()
         if not ending:  # otherwise when this boundary is saved
             self.raise_if_asked()
         self.execution.heed(self._saving.writer)

@@ -237,8 +237,13 @@ class Checkpointer:
         self._progress.restore_generators()
 
     def steps(self, start: int, stop: int | None = None, /) -> Iterator[int]:
-        """The iterations of ``range(stop)`` or ``range(start, stop)`` from where the last run stopped, for loops
-        without epochs. They are counted over the whole job: one loop for all of them.
+        """The turns of ``range(stop)`` or ``range(start, stop)`` from where the last run stopped, for loops without
+        epochs. They are counted over the whole job: one loop for all of them.
+
+        Each number is handed out once, as by ``range``, and is usually an iteration. A turn in which no optimizer
+        steps (gradients are accumulated, a scaler or the loop skips the step) is none: it belongs to the iteration that
+        ends with the next step, since its gradients are in no checkpoint, and ``iteration`` does not count it. A resume
+        goes on with the number after the last turn that ended a saved iteration, and so does such turns again.
 
         Raises:
             UnsupportedError: this Checkpointer was closed before the loop begins.
@@ -247,10 +252,12 @@ class Checkpointer:
         boundaries = self._boundaries
         boundaries.in_steps = boundaries.looping = True
         numbers = range(start) if stop is None else range(start, stop)
-        done = self.iteration
+        progress = self._progress
+        done = max(progress.turns, progress.turn)
         self._tell_nothing_left(done, numbers, "steps")
         while done < len(numbers):
-            self._progress.restore_generators()
+            progress.turn = done
+            progress.restore_generators()
             self._loops += 1
             try:
                 yield numbers[done]
@@ -259,12 +266,12 @@ class Checkpointer:
                 raise
             finally:
                 self._loops -= 1
-            boundaries.end_step(last=self.iteration + 1 >= len(numbers))
-            # Closed inside of the loop, it finds no iterations any more: the loop ends after as many turns.
-            done = done + 1 if boundaries.closed else self.iteration
+            boundaries.end_step(last=done + 1 >= len(numbers))
+            done = max(done + 1, progress.turns)  # of which several end in one where that calls step() as often
+            progress.turn = done
         boundaries.in_steps = False
         boundaries.end_loop()
-        self._progress.restore_generators()
+        progress.restore_generators()
 
     def _refuse_closed(self) -> None:
         if self._boundaries.closed:

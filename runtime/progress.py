@@ -23,6 +23,8 @@ class Progress:
         self.epoch = 0  # how many are over
         self.numbers = range(0)  # what the job calls its epochs
         self.position = 0  # samples of this epoch that reached a step
+        self.turns = 0  # of steps() up to the last boundary; of other loops, iterations
+        self.turn = 0  # that runs in steps(), or comes next
         self._loader_epoch = 0
         # Loader epoch and position after each batch that was handed out and has not reached a step.
         self._handed: list[tuple[int, int]] = []
@@ -56,6 +58,10 @@ class Progress:
             del self._handed[:count]
             self._loader.used(self._loader_epoch, self.position, marked=batches is not None)
 
+    def end_iteration(self) -> None:
+        """A boundary: turns of ``steps()`` before this one, in which no optimizer stepped, belong to its iteration."""
+        self.turns = max(self.turns, self.turn) + 1
+
     def take_back(self) -> bool:
         """What the last :meth:`count` took to be used waits again: the loop is about to say how much was. Returns
         whether there was such."""
@@ -81,6 +87,7 @@ class Progress:
         return {
             "epoch": self.epoch,
             "position": self.position,
+            "turns": self.turns,
             "loader": loader,
             "generators": capture_generators(),
         }
@@ -92,6 +99,7 @@ class Progress:
             MismatchError: the loader is another one.
         """
         self.epoch, self.position, self._generators = extra["epoch"], extra["position"], extra["generators"]
+        self.turns = self.turn = extra.get("turns", extra["iteration"])
         self._loader_epoch = extra["loader"]["epoch"] if extra["loader"] is not None else 0
         if self._loader is not None and extra["loader"] is not None:
             self._loader.load_state_dict(extra["loader"])

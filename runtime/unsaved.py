@@ -31,7 +31,14 @@ class Unsaved:
 
     def no_step(self) -> None:
         """An epoch, or training, has ended, and no optimizer has stepped since this run began."""
-        if self.batches and "left over" not in self._said:
+        if self._turns:
+            self._say(
+                "no step",
+                "%d turns of steps() have ended, and no optimizer that was passed has stepped: nothing is counted or "
+                "saved before one does; pass the optimizer that steps",
+                self._turns,
+            )
+        elif self.batches and "left over" not in self._said:
             self._say(
                 "no step",
                 "%d batches were used, and no optimizer that was passed has stepped: nothing is saved before one does; "
@@ -43,11 +50,7 @@ class Unsaved:
         """A turn of ``steps()`` has ended, and no optimizer has stepped since this run began."""
         self._turns += 1
         if self._turns == TURNS:
-            logger.warning(
-                "%d turns of steps() have ended, and no optimizer that was passed has stepped: nothing is counted or "
-                "saved before one does, and the loop does not end; pass the optimizer that steps",
-                self._turns,
-            )  # fmt: skip
+            self.no_step()
 
     def epoch_from_elsewhere(self, epoch: int) -> None:
         """An optimizer stepped in an epoch of which the loader handed out nothing."""

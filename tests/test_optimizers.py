@@ -558,7 +558,7 @@ def test_steps_that_a_scaler_skips(tmp_path: Path) -> None:
     step = TrainingStep(
         step=lambda _: None, models={"model": job.model}, optimizers={"optimizer": job.optimizer}, batch=X
     )
-    assert run_and_check(step, plan, tmp_path, job.iterate, 9)[1] == set(range(1, 10))
+    assert run_and_check(step, plan, tmp_path, job.iterate, 12)[1] == set(range(1, 10))
     assert len(job.scales) == 9 + 3
     assert job.scaler.get_scale() != 64.0
 
@@ -568,7 +568,7 @@ def test_a_scaled_job_goes_on_as_if_uncut(stop: int, tmp_path: Path) -> None:
     """Killed right after a skipped step, between two of them, and after the scale has changed."""
     plan = plan_by_trace(scaling(clip=True))
 
-    def train(directory: Path, last: int, turn: int = 0) -> tuple[Scaled, int]:
+    def train(directory: Path, last: int) -> tuple[Scaled, int]:
         job = Scaled()
         with (
             contextlib.suppress(InterruptedError),
@@ -577,8 +577,8 @@ def test_a_scaled_job_goes_on_as_if_uncut(stop: int, tmp_path: Path) -> None:
                 state={"scaler": job.scaler, "turns": Turns(job)},
             ) as checkpointer,
         ):  # fmt: skip
-            for _ in checkpointer.steps(9):
-                turn = len(job.scales)
+            for turn in checkpointer.steps(12):
+                assert turn == len(job.scales)
                 if turn == last:
                     raise InterruptedError
                 job.iterate(turn)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ import checkflow
 from checkflow.errors import UnsupportedError
 from checkflow.planner.live import LivePlanner
 from checkflow.runtime.finding import find
+from checkflow.runtime.progress import Progress
 
 
 @pytest.fixture(autouse=True)
@@ -147,12 +149,19 @@ def test_a_loop_without_a_step_is_told(loop: str, tmp_path: Path, caplog: pytest
 def test_turns_without_a_step_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer, _ = make()
     with checkflow.Checkpointer(model, optimizer, directory=tmp_path) as checkpointer:
-        for i, _ in zip(itertools.count(1), checkpointer.steps(3), strict=False):
-            assert ("100 turns of steps()" in caplog.text) == (i > 100)
+        for i in checkpointer.steps(210):
+            assert ("100 turns of steps()" in caplog.text) == (i >= 100)
             backward(model, DATA[:8])
-            if i == 210:
-                break
+    assert i == 209
     assert len(warnings(caplog)) == 1
+
+
+def test_a_short_loop_without_a_step_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, _ = make()
+    with checkflow.Checkpointer(model, optimizer, directory=tmp_path) as checkpointer:
+        for _ in checkpointer.steps(3):
+            backward(model, DATA[:8])
+    assert [line[:36] for line in warnings(caplog)] == ["3 turns of steps() have ended, and n"]
 
 
 def test_a_step_that_comes_late_is_no_fault(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -160,13 +169,119 @@ def test_a_step_that_comes_late_is_no_fault(tmp_path: Path, caplog: pytest.LogCa
     with checkflow.Checkpointer(model, optimizer, loader, directory=tmp_path) as checkpointer:
         batches = (batch for _ in itertools.count() for batch in checkpointer.loader)
         turns = 0
-        for _ in checkpointer.steps(2):
+        for _ in checkpointer.steps(120):
             turns += 1
             backward(model, next(batches))
             if turns % 60 == 0:
                 optimizer.step()
     assert turns == 120
+    assert checkpointer.iteration == 2
     assert not warnings(caplog)
+
+
+class Indexed:
+    """A loop over its own data, by the numbers of ``steps``: the batch of turn 5 is bad, and its step is skipped."""
+
+    def __init__(self, steps_of: str) -> None:
+        torch.manual_seed(5)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        self.data = torch.randn(12, 8, 4)
+        self.data[5] = torch.inf if steps_of != "accumulated" else 1.0
+        self.steps_of, self.turns = steps_of, list[int]()
+
+    def iterate(self, turn: int) -> None:
+        self.turns.append(turn)
+        if self.steps_of == "filtered" and not self.data[turn].isfinite().all():
+            return
+        if self.steps_of != "accumulated" or turn % 3 == 0:
+            self.optimizer.zero_grad()
+        loss = self.model(self.data[turn]).square().mean()
+        if self.steps_of == "scaled":
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            return
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if norm.isfinite() if self.steps_of == "guarded" else turn % 3 == 2 or self.steps_of != "accumulated":
+            self.optimizer.step()
+
+    def train(self, directory: Path, stop: int | None = None) -> Self:
+        with (
+            contextlib.suppress(InterruptedError),
+            checkflow.Checkpointer(
+                self.model, self.optimizer, directory=directory, every=1, audit=1, state={"scaler": self.scaler}
+            ) as checkpointer,
+        ):
+            for turn in checkpointer.steps(12):
+                if turn == stop:
+                    raise InterruptedError
+                self.iterate(turn)
+        self.iteration = checkpointer.iteration
+        return self
+
+
+@pytest.mark.parametrize("stop", [3, 5, 6, 7, 11])
+@pytest.mark.parametrize("steps_of", ["scaled", "guarded", "filtered", "accumulated"])
+def test_each_turn_comes_once_though_no_optimizer_steps_in_it(steps_of: str, stop: int, tmp_path: Path) -> None:
+    whole = Indexed(steps_of).train(tmp_path / "whole")
+    assert whole.turns == list(range(12))
+    assert whole.iteration == (4 if steps_of == "accumulated" else 11)
+    begun = Indexed(steps_of).train(tmp_path / "cut", stop)
+    again = Indexed(steps_of).train(tmp_path / "cut")
+    boundary = stop - stop % 3 if steps_of == "accumulated" else 5 if stop == 6 else stop
+    assert begun.turns == list(range(stop))
+    assert again.turns == list(range(boundary, 12))  # what followed the last step was not saved, and is done again
+    assert again.iteration == whole.iteration
+    for one, other in ((whole.model, again.model), (whole.optimizer, again.optimizer), (whole.scaler, again.scaler)):
+        torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_loop_that_was_left_goes_on_with_its_next_turn(tmp_path: Path) -> None:
+    job = Indexed("accumulated")
+    with checkflow.Checkpointer(job.model, job.optimizer, directory=tmp_path, every=1) as checkpointer:
+        for turn in checkpointer.steps(12):
+            if turn == 5:
+                break
+            job.iterate(turn)
+        for turn in checkpointer.steps(12):
+            job.iterate(turn)
+        assert list(checkpointer.steps(12)) == []
+    assert job.turns == list(range(12))
+
+
+def test_turns_of_a_checkpoint_that_does_not_count_them_are_iterations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Indexed("plain")
+    capture = Progress.capture
+    monkeypatch.setattr(
+        Progress, "capture", lambda self: {key: value for key, value in capture(self).items() if key != "turns"}
+    )
+    job.train(tmp_path, 4)
+    monkeypatch.undo()
+    assert Indexed("plain").train(tmp_path).turns == list(range(4, 12))
+
+
+def test_a_loop_that_calls_step_twice_in_a_turn_counts_both(tmp_path: Path) -> None:
+    model, optimizer, _ = make()
+
+    def train(stop: int) -> list[int]:
+        seen = []
+        with checkflow.Checkpointer(model, optimizer, directory=tmp_path, every=1) as checkpointer:
+            for turn in checkpointer.steps(8):
+                if turn == stop:
+                    break
+                seen.append(turn)
+                for _ in range(2):
+                    iterate(model, optimizer, DATA[:8])
+                    checkpointer.step()
+        return seen
+
+    assert train(4) == [0, 2]
+    assert train(8) == [4, 6]
 
 
 @pytest.mark.parametrize("loop", ["epochs", "steps", "plain"])
