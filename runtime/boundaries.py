@@ -68,7 +68,7 @@ class Boundaries:
         preemption: Preemption,
     ) -> None:
         self._job, self._progress, self._saving = job, progress, saving
-        self._raising, self._preemption = raising, preemption
+        self._raising, self._preemption, self._resumed = raising, preemption, iteration > 0
         self.explicit = False  # step() marks them
         self.in_steps = False
         self.looping: bool | None = None  # whether epochs() or steps() goes on; None: neither was called
@@ -90,7 +90,7 @@ class Boundaries:
             plan, program, self._job,
             self._saving.engine, self._saving.buffers, self._saving.submit, self,
             implementations=fit.implementations(self._job.models, self._job.optimizers),
-            raising=self._raising, known_to_fit=self._makes_plans, sightings=self._sightings,
+            raising=self._raising, known_to_fit=self._makes_plans, resumed=self._resumed, sightings=self._sightings,
         )  # fmt: skip
 
     @property

@@ -97,6 +97,7 @@ class Capturer:
         buffers: staging buffers; they are made as large as the plan foretells.
         deliver: called with each complete capture, on any thread.
         known_to_fit: whether somebody else holds the job against the plan; otherwise the first capture does.
+        resumed: whether the job goes on from a checkpoint.
         at_boundary: whether everything is copied at the boundary itself, whatever the plan says.
 
     Raises:
@@ -113,6 +114,7 @@ class Capturer:
         deliver: Callable[[Capture], None],
         *,
         known_to_fit: bool = False,
+        resumed: bool = False,
         at_boundary: bool = False,
     ) -> None:
         self._plan, self._program, self._walk, self._engine = plan, program, walk, engine
@@ -120,6 +122,7 @@ class Capturer:
         buffers.grow(make_layout(planned_records(plan)).buffer_bytes)  # now: touching so much memory takes long
         self._arrangement: Arrangement | None = None
         self._fits = known_to_fit  # the job was held against the plan once
+        self._resumed = resumed
         self._at_boundary = at_boundary  # there is no plan, or an audit failed
         self._prepared: dict[int, list[Transfer]] = {}  # by buffer: headers are in place, addresses computed
         self._capture: Capture | None = None
@@ -173,7 +176,7 @@ class Capturer:
         if self._arrangement is None or state is not self._arrangement.state:
             self.finish()  # what the one before holds is still read
             if not self._fits:
-                fit.refuse_other_job(self._plan, state, optimizers)
+                fit.refuse_other_job(self._plan, state, optimizers, resumed=self._resumed)
                 self._fits = True
             audit = True
             self._arrange(state)

@@ -68,7 +68,7 @@ class Execution:
         implementations: of the optimizers by name, as plans name them.
         deliver: takes each complete capture, on any thread.
         raising: whether a fault is raised inside the user's loop, after it has been dealt with.
-        known_to_fit: as in :class:`.capture.Capturer`.
+        known_to_fit, resumed: as in :class:`.capture.Capturer`.
         sightings: what is known of the job's anchors; it outlives one plan.
 
     Raises:
@@ -89,6 +89,7 @@ class Execution:
         implementations: Mapping[str, str],
         raising: bool,
         known_to_fit: bool = False,
+        resumed: bool = False,
         sightings: Sightings | None = None,
     ) -> None:
         self.plan = plan
@@ -110,6 +111,7 @@ class Execution:
             buffers,
             deliver,
             known_to_fit=known_to_fit,
+            resumed=resumed,
             at_boundary=plan is UNPLANNED,
         )
         self.stepped: set[str] = set()  # optimizers, since the last boundary

@@ -102,15 +102,21 @@ def implementations(models: Models, optimizers: Optimizers) -> dict[str, str]:
     return {name: optimizer_implementation(optimizer, device) for name, optimizer in optimizers.items()}
 
 
-def refuse_other_job(plan: Plan, state: TrainingState, optimizers: Mapping[str, str]) -> None:
+def refuse_other_job(plan: Plan, state: TrainingState, optimizers: Mapping[str, str], *, resumed: bool = False) -> None:
     """Hold the state that exists, and the optimizers' implementations, against the plan's fingerprint.
 
     Args:
         optimizers: name to implementation.
+        resumed: the job goes on from a checkpoint. Optimizer state that no plan foretold (a parameter was unfrozen) is
+            let pass then: it was let pass when it came, after the first capture of the run that made it.
 
     Raises:
         MismatchError: the plan was made for another job; it says what differs.
     """
+    if resumed:
+        planned = {spec.name for spec in plan.fingerprint.state}
+        known = [item for item in state.tensors if item.kind != "optimizer" or item.name in planned]
+        state = TrainingState(tuple(known), state.ties)
     lines = differences(plan, state, optimizers)
     if lines:
         more = f" (and {len(lines) - 1} more differences)" if len(lines) > 1 else ""

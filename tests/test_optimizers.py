@@ -21,7 +21,7 @@ from oracle import assert_checkpoint_is, clone_state, same_bits
 from planned_jobs import assert_every_checkpoint_is_true, plan_by_trace, plan_graph
 from torch import nn, optim
 
-from checkflow.errors import TraceError
+from checkflow.errors import MismatchError, TraceError
 from checkflow.graph import TrainingGraph
 from checkflow.plan import Plan
 from checkflow.planner.record import record_step
@@ -513,6 +513,48 @@ def test_unfreezing_after_a_while_costs_the_plan_and_not_the_checkpoints(
     assert said.startswith("6 state tensors")  # Adam's for weight and bias
     assert "optimizer/0.weight.step is the first" in said
     assert "a new plan would hide them" in said
+
+
+@pytest.mark.parametrize("every", [1, 6])
+def test_a_job_that_was_unfrozen_starts_again_with_its_plan(
+    every: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = plan_by_trace(frozen_in_the_optimizer())
+    jobs = []
+    for directory, stop in (("whole", None), ("cut", 8), ("cut", None)):
+        step = frozen_in_the_optimizer()
+        caplog.clear()
+        with (
+            contextlib.suppress(InterruptedError),
+            Checkpointer(
+                step.models, step.optimizers, directory=tmp_path / directory, plan=plan, every=every, audit=1
+            ) as checkpointer,
+        ):
+            for n in checkpointer.steps(12):
+                if n == stop:
+                    raise InterruptedError
+                step.models["model"][0].requires_grad_(n >= 6)  # type: ignore[index]
+                step.run(step.batch)
+        said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert [line.partition(" (")[0] for line in said] == ["6 state tensors"] * (every == 1 or stop is None)
+        jobs.append(clone_state(step.models, step.optimizers))
+    assert checkpointer.resumed_from == (8 if every == 1 else 6)
+    assert [name for name in jobs[0] if not same_bits(jobs[0][name], jobs[2][name])] == []
+
+
+def test_other_state_than_planned_is_refused_after_a_resume_too(tmp_path: Path) -> None:
+    plan = plan_by_trace(plain(functools.partial(optim.SGD, lr=0.1, momentum=0.9)))
+    for steps, refused in ((1, False), (2, True)):
+        step = plain(functools.partial(optim.SGD, lr=0.1, momentum=0.9))
+        with Checkpointer(step.models, step.optimizers, directory=tmp_path, plan=plan, every=1) as checkpointer:
+            for _ in checkpointer.steps(steps):
+                if refused:
+                    step.models["model"].register_buffer("further", torch.zeros(3))
+                    with pytest.raises(MismatchError, match=r"model/further: float32\[3\] in the job, not in the plan"):
+                        step.run(step.batch)
+                        checkpointer.step()
+                    break
+                step.run(step.batch)
 
 
 def test_parameters_without_a_gradient_in_some_iterations(tmp_path: Path) -> None:
