@@ -1,4 +1,4 @@
-"""Regions: the modules that run inside code which torch.compile made, and where an anchor before each region hangs.
+"""Regions: the modules that run inside code which torch.compile or torch.jit made, and the anchor before each.
 
 Inside of a region no hook is of use. One that is there when the code is made becomes part of it, and its effects come
 when the region has run; one that comes later never fires. What a region writes, it may write at any time in it. So a
@@ -7,6 +7,7 @@ region has one anchor, in uncompiled code around it, which has the name of the o
 - ``torch.compile(module)`` gives a wrapper, whose own hooks run before the compiled code;
 - ``module.compile()`` takes the module's hooks into the compiled code: the anchor goes around the call itself;
 - ``module.forward = torch.compile(module.forward)``, or a compiled ``forward`` of its class, leaves its hooks outside.
+- modules that torch.jit scripted or traced call each other without hooks; those of the outermost one run before it.
 
 Functions that are compiled (a loss, a whole training step) call modules which do not know of it: no region is found.
 """
@@ -101,7 +102,8 @@ def _is_compiled(module: nn.Module) -> bool:
         # torch.compiler.disable(module) gives such a wrapper too, and runs what is inside of it eagerly.
         return type(module.__dict__.get("dynamo_ctx")).__name__ != "DisableContext"
     return (
-        module._compiled_call_impl is not None
+        isinstance(module, torch.jit.ScriptModule)
+        or module._compiled_call_impl is not None
         or hasattr(module.forward, "_torchdynamo_orig_callable")
         or _class_is_compiled(module)
     )
@@ -165,9 +167,10 @@ def around_forward(
     """
     if entry._compiled_call_impl is not None:
         return _around_call(entry, before, after, with_keywords=with_keywords)
-    handles = [entry.register_forward_pre_hook(before, prepend=True, with_kwargs=with_keywords)]
+    # By nn.Module's own methods: scripted modules refuse theirs, and run hooks all the same where Python calls them.
+    handles = [nn.Module.register_forward_pre_hook(entry, before, prepend=True, with_kwargs=with_keywords)]
     if after is not None:
-        handles.append(entry.register_forward_hook(after, always_call=True))
+        handles.append(nn.Module.register_forward_hook(entry, after, always_call=True))
 
     def remove() -> None:
         for handle in handles:

@@ -86,8 +86,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
-        elif isinstance(inner := model.__dict__.get("_modules", {}).get("_orig_mod"), nn.Module):
-            model = inner
+        elif "_orig_mod" in (modules := model.__dict__.get("_modules", {})):  # a scripted module's is no dict
+            model = modules["_orig_mod"]
         else:
             return model
 

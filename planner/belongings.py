@@ -122,6 +122,10 @@ class Snapshot:
             for held in (value if isinstance(value, dict) else vars(value) for value in objects)
         ]
         self._classes = [(value, type(value)) for value in objects if isinstance(value, nn.Module)]
+        # What torch.jit made keeps its tensors where no dictionary is.
+        modules = [value for value in objects if self._whole and isinstance(value, torch.jit.ScriptModule)]
+        tables: list[Any] = [table for module in modules for table in (module._parameters, module._buffers)]
+        self._scripted = [(table, list(table.items())) for table in tables]
         inner = [value for held, _ in self._attributes for value in held.values() if isinstance(value, _CONTAINERS)]
         self._contents = [
             (container, container.copy())
@@ -140,6 +144,9 @@ class Snapshot:
             if self._whole:
                 held.clear()
             held.update(saved)
+        for table, items in self._scripted:
+            for key, value in items:
+                table[key] = value
         for container, content in self._contents:
             container.clear()
             (container.extend if isinstance(container, list | collections.deque) else container.update)(content)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from checkflow.planner.attention import ATTENTION_FLOPS
@@ -111,6 +112,19 @@ def _signature(func: OpOverload) -> _Signature:
 def target_name(func: OpOverload) -> str:
     """Such as "aten.convolution.default"."""
     return str(func)
+
+
+def compares_constants(func: Any, args: Sequence[Any]) -> bool:
+    """Whether this is no operator of training: torch.jit, optimising its code, compares two constants of it, and gives
+    those of no dimension as numbers, which the operator does not take."""
+    return func is aten.equal.default and not all(isinstance(value, torch.Tensor) for value in args)
+
+
+def compare_constants(args: Sequence[Any]) -> bool:
+    """What :func:`compares_constants` found, done."""
+    with _disable_current_modes():
+        one, other = (torch.as_tensor(value) for value in args)
+        return one.dtype == other.dtype and torch.equal(one, other)
 
 
 @functools.cache

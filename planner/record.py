@@ -262,6 +262,8 @@ class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         keywords = kwargs or {}
+        if op.compares_constants(func, args):
+            return op.compare_constants(args)
         if isinstance(func, HigherOrderOperator):
             if self._watching:
                 self._watching = False

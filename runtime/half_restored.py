@@ -21,7 +21,7 @@ def mark(models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.O
     """From now on the models' forward and the optimizers' step raise CorruptCheckpointError, in any loop."""
     lift(models, optimizers)
     for model in models.values():
-        _marked[model] = model.register_forward_pre_hook(_refuse, prepend=True)
+        _marked[model] = nn.Module.register_forward_pre_hook(model, _refuse, prepend=True)  # scripted ones too
     for optimizer in optimizers.values():
         _marked[optimizer] = optimizer.register_step_pre_hook(_refuse)
 

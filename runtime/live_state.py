@@ -57,7 +57,7 @@ class StateWalk:
     def __init__(self, models: Models, optimizers: Optimizers) -> None:
         self._models, self._optimizers = models, optimizers
         self._state: TrainingState | None = None
-        self._slots: list[tuple[Mapping[Any, Any], Any, Any]] = []
+        self._slots: list[tuple[Mapping[Any, Any] | _ScriptedTable, Any, Any]] = []
         self._owners: list[tuple[Any, Any, Any]] = []
         self._numbers: list[tuple[dict[Any, Any], Any]] = []  # entries of optimizers' tables that are no tensors
         self._members: list[int] = []
@@ -110,9 +110,10 @@ class StateWalk:
         self._containers, self._slots, self._numbers = [], [], []
         for model in self._models.values():
             for module in model.modules():
-                for table in (module._modules, module._parameters, module._buffers):
+                for entries in (module._modules, module._parameters, module._buffers):
+                    table = entries if isinstance(entries, dict) else _ScriptedTable(entries)
                     self._containers.append(table)
-                    self._slots += [(table, key, value) for key, value in table.items()]
+                    self._slots += [(table, key, value) for key, value in entries.items()]
         self._owners = [(owner, owner.state, owner.param_groups) for owner in self._optimizers.values()]
         for optimizer in self._optimizers.values():
             self._containers += [optimizer.param_groups, optimizer.state]
@@ -136,6 +137,19 @@ class StateWalk:
             for owner, optimizer in self._optimizers.items()
         }
         self.modules_with_extra_state = dict(modules_with_extra_state(self._models))
+
+
+class _ScriptedTable:
+    """What a module made by torch.jit has in place of a dictionary, in as much of the shape of one as a walk needs."""
+
+    def __init__(self, held: Any) -> None:
+        self._held = held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def get(self, key: str) -> Any:
+        return self._held[key] if key in self._held else None  # noqa: SIM401 — it has no ``get``
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -163,6 +163,24 @@ NORMS: Mapping[str, Build] = {
 # Weights that are computed
 
 
+def inside(of_jit: Callable[[nn.Module], Any], *inner: nn.Module) -> TrainingStep:
+    """A scripted module between others, with statistics before it."""
+    model = nn.Sequential(perceptron(), nn.Linear(4, 8), of_jit(nn.Sequential(*inner)), nn.Linear(8, 2))
+    return step_of(model, torch.randn(4, 6))
+
+
+def by_jit(module: nn.Module) -> Any:
+    return torch.jit.trace(module, torch.randn(4, 8), check_trace=False)
+
+
+SCRIPTED: Mapping[str, Build] = {
+    "scripted": lambda: step_of(torch.jit.script(perceptron()), torch.randn(4, 6)),
+    "traced by jit": lambda: step_of(by_jit(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))), torch.randn(4, 8)),
+    "scripted inside": lambda: inside(torch.jit.script, nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()),
+    "traced by jit inside": lambda: inside(by_jit, nn.Linear(8, 8), nn.LayerNorm(8)),
+}
+
+
 def wrapped(*wrap: Callable[[nn.Module], nn.Module]) -> TrainingStep:
     model = nn.Sequential(wrap[0](nn.Linear(6, 8)), nn.Tanh(), wrap[-1](nn.Linear(8, 4)))
     return step_of(model, torch.randn(4, 6), loss=lambda m, x: (m(x) - m(-x)).square().mean() + mean_square(m, x))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import clone_state
 from planned_jobs import assert_every_checkpoint_is_true, plan_graph
 from torch import nn
 from writes import assert_writes_are_those_of_reality
@@ -21,6 +22,7 @@ from checkflow.graph import BOUNDARY, AnchorKey, AnchorKind, StateEntry, Trainin
 from checkflow.planner.record import record_step
 from checkflow.planner.steps import make_timeline
 from checkflow.planner.trace import trace
+from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.state import collect_state
 from checkflow.training_step import TrainingStep
 from tests import autograd_steps as own
@@ -30,7 +32,7 @@ from tests import loop_steps as loops
 Build = layers.Build
 EXACT: Mapping[str, Build] = {
     **layers.NUMBERS, **layers.RECOMPUTED, **layers.NORMS, **layers.WEIGHTS, **layers.SEQUENCES, **layers.LOOKUPS,
-    **own.OWN, **own.FUNCTIONAL, **loops.AFTERWARDS, **loops.KEPT, **loops.STRUCTURES,
+    **layers.SCRIPTED, **own.OWN, **own.FUNCTIONAL, **loops.AFTERWARDS, **loops.KEPT, **loops.STRUCTURES,
 }  # fmt: skip
 STEPS: Mapping[str, Build] = {**EXACT, **layers.PACKED}
 
@@ -147,6 +149,30 @@ def test_an_average_is_due_after_the_step() -> None:
 
 
 # Devices
+
+
+@pytest.mark.parametrize("of_jit", [torch.jit.script, layers.by_jit])
+def test_a_scripted_job_goes_on_as_if_uncut(of_jit: Any, tmp_path: Path) -> None:
+    """With statistics inside, which one anchor guards; what jit itself traced runs on real tensors only."""
+    made: list[TrainingStep] = []
+    for directory, stop in (("whole", 8), ("cut", 4), ("cut", 8)):
+        torch.manual_seed(0)
+        step = layers.inside(of_jit, nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())
+        plan = plan_graph(record_step(step, name="n").graph)
+        assert plan.deadlines["model/2.1.running_mean"] == plan.deadlines["model/2.1.running_var"]
+        torch.manual_seed(1)
+        made.append(layers.inside(of_jit, nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()))
+        with Checkpointer(
+            made[-1].models, made[-1].optimizers, directory=tmp_path / directory, plan=plan, every=plan.interval,
+            audit=1, on_error="raise",
+        ) as checkpointer:  # fmt: skip
+            for _ in checkpointer.steps(stop):
+                made[-1].run(made[-1].batch)
+        assert checkpointer.report()["breaches"] == 0
+    whole, again = (clone_state(step.models, step.optimizers) for step in (made[0], made[2]))
+    assert checkpointer.resumed_from == 4
+    # torch.jit itself computes its first iterations in other ways than later ones, by rounding errors.
+    torch.testing.assert_close(whole, again)
 
 
 def moved(loss: Any) -> TrainingStep:
