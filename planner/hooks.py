@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from checkflow.graph import BOUNDARY, Anchor, AnchorKey, AnchorKind, Phase, StateKind
+from checkflow.planner.optimizers import refuse_closure
 from checkflow.regions import (
     After,
     Before,
@@ -254,7 +255,8 @@ class Whereabouts:
 
         return hook
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
+        refuse_closure(type(optimizer).__name__, (*arguments[1:], *keywords.values()))
         self._phase = "optimizer"
         if (function := compiled_function()) is not None:
             self.compiled.add(f"{function}()")

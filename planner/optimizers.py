@@ -73,11 +73,7 @@ class OptimizerSteps:
 
         @functools.wraps(step)
         def guarded(*arguments: Any, **keywords: Any) -> Any:
-            if any(callable(argument) for argument in (*arguments, *keywords.values())):
-                raise TraceError(
-                    f"cannot trace {kind} with a closure, which runs forward again inside the step: "
-                    "call loss.backward() before optimizer.step(), without a closure"
-                )
+            refuse_closure(kind, (*arguments, *keywords.values()))
             if id(optimizer) in self._opaque:
                 return self._run_opaque(optimizer, step)
             try:
@@ -106,6 +102,23 @@ class OptimizerSteps:
             self._stepping = None
             for group, parameters in zip(optimizer.param_groups, lists, strict=True):
                 group["params"] = parameters
+
+
+def refuse_closure(kind: str, arguments: Iterable[Any]) -> None:
+    """Refuse a step that is given a closure, traced or recorded.
+
+    Args:
+        kind: the optimizer's class.
+        arguments: of the step, of either sort.
+
+    Raises:
+        TraceError: one is a closure.
+    """
+    if any(map(callable, arguments)):
+        raise TraceError(
+            f"cannot trace {kind} with a closure, which runs forward again inside the step: "
+            "call loss.backward() before optimizer.step(), without a closure"
+        )
 
 
 @contextlib.contextmanager
