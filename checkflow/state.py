@@ -15,6 +15,7 @@ import functools
 import inspect
 import itertools
 import sys
+import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -66,19 +67,50 @@ def as_optimizers(
     if optimizer is None:
         return {}
     named = dict(optimizer) if isinstance(optimizer, Mapping) else {DEFAULT_OPTIMIZER: optimizer}
-    return {name: unwrap_optimizer(one) for name, one in named.items()}
+    found = {name: unwrap_optimizer(one) for name, one in named.items()}
+    for one in found.values():
+        if isinstance(one, torch.optim.Optimizer):  # what is none is refused elsewhere
+            _have_hooks(one)
+    return found
 
 
 def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer inside wrappers that have no state of their own, as Accelerate's: torch's hooks know only that."""
-    while (
-        isinstance(optimizer, torch.optim.Optimizer)  # a scheduler has an ``optimizer`` as well
-        and isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer)
-        and inner.state is optimizer.state
-        and inner.param_groups is optimizer.param_groups
-    ):
+    while isinstance(optimizer, torch.optim.Optimizer):  # a scheduler has an ``optimizer`` as well
+        inner = next(filter(functools.partial(_has_state_of, optimizer), _inner_optimizers(optimizer)), None)
+        if inner is None:
+            break
         optimizer = inner
     return optimizer
+
+
+def _has_state_of(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> bool:
+    return inner.state is optimizer.state and inner.param_groups is optimizer.param_groups
+
+
+def _inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """Those that an optimizer holds, as wrappers do."""
+    for value in vars(optimizer).values():
+        values = value.values() if type(value) is dict else value if isinstance(value, list | tuple) else (value,)
+        yield from (one for one in values if isinstance(one, torch.optim.Optimizer) and one is not optimizer)
+
+
+def _have_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Have torch's hooks run around the step of an optimizer that did not call ``Optimizer.__init__``, which sees to
+    that. Not by its class, as there: others of it need not have what the hooks look for."""
+    step = optimizer.step
+    if getattr(step, "hooked", False):
+        return
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if hooks not in vars(optimizer):
+            setattr(optimizer, hooks, collections.OrderedDict())
+
+    def unhooked(_: torch.optim.Optimizer, *arguments: Any, **keywords: Any) -> Any:
+        return step(*arguments, **keywords)
+
+    hooked = torch.optim.Optimizer.profile_hook_step(functools.update_wrapper(unhooked, step))
+    vars(hooked)["hooked"] = True
+    optimizer.step = types.MethodType(hooked, optimizer)  # type: ignore[method-assign]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -358,6 +390,25 @@ def refuse_closures(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
                 f"optimizer {name} is {type(optimizer).__name__}, which cannot step without a closure that runs "
                 "forward again inside the step: choose an optimizer that can"
             )
+
+
+def refuse_hidden_state(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    """Refuse wrappers around optimizers whose state is another one than their own, and in no checkpoint therefore.
+
+    Raises:
+        UnsupportedError: there is one, and the optimizer inside was not given as well; both are named.
+    """
+    given = set(map(id, optimizers.values()))
+    for name, optimizer in optimizers.items():
+        updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for inner in _inner_optimizers(optimizer):
+            shared = any(id(parameter) in updated for group in inner.param_groups for parameter in group["params"])
+            if shared and inner.state is not optimizer.state and id(inner) not in given:
+                raise UnsupportedError(
+                    f"optimizer {name} is {type(optimizer).__name__} around {type(inner).__name__}, whose state is in "
+                    "no checkpoint: pass that one too, in a dict of both by name, or that one alone where the outer "
+                    "one keeps nothing"
+                )
 
 
 def optimizer_implementation(optimizer: torch.optim.Optimizer, device_type: str) -> str:

@@ -25,6 +25,7 @@ from checkflow.planner.machine import free_memory_bytes
 from checkflow.planner.record import Recorded, Recorder
 from checkflow.planner.timing import Clock, Spread, clock_of, spread_of
 from checkflow.planner.trace import user_line
+from checkflow.state import refuse_closures, refuse_hidden_state
 from checkflow.training_step import TrainingStep
 
 WARM_UP = 2  # iterations that do not count: they make optimizer state, and fill caches
@@ -86,6 +87,8 @@ def measure_step(
         TraceError: the step fails, or its iterations differ from each other.
         CheckflowError: it does not fit the machine's memory.
     """
+    refuse_closures(step.optimizers)
+    refuse_hidden_state(step.optimizers)
     device = _device_of(step)
     timer = clock_of(device) if clock is None else clock
     with failures_reported(name, device), _nothing_collected():

@@ -39,7 +39,13 @@ from checkflow.planner.optimizers import NEEDS_DATA, OptimizerSteps, Target, for
 from checkflow.planner.recording import OperatorRecorder, TakesFunctionsError
 from checkflow.planner.redirected import torch_redirected
 from checkflow.planner.sequences import ctc_loss_faked
-from checkflow.state import collect_state, host_counters, optimizer_implementation, refuse_closures
+from checkflow.state import (
+    collect_state,
+    host_counters,
+    optimizer_implementation,
+    refuse_closures,
+    refuse_hidden_state,
+)
 from checkflow.training_step import TrainingStep
 
 
@@ -62,6 +68,7 @@ def trace(step: TrainingStep, *, name: str, target: Target = "cuda") -> Training
     import torch._dynamo  # make_fx imports it; under the modes of a trace that import would be traced  # noqa: F401
 
     refuse_closures(step.optimizers)
+    refuse_hidden_state(step.optimizers)
     if not _has_lazy_state(step):  # which the first iteration gives its shape
         collect_state(step.models, step.optimizers)  # what is refused is named before anything takes its place
     implementations = tuple(

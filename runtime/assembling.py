@@ -33,7 +33,7 @@ from checkflow.runtime.reporting import Reporter
 from checkflow.runtime.resume import resume_from
 from checkflow.runtime.saving import Saving
 from checkflow.runtime.store import Store
-from checkflow.state import collect_state, refuse_closures
+from checkflow.state import collect_state, refuse_closures, refuse_hidden_state
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ def check_job(job: Job, given: Plan | None) -> torch.device:
     """
     device = fit.copied_device(job.models, job.optimizers)
     refuse_closures(job.optimizers)
+    refuse_hidden_state(job.optimizers)
     job_arguments.refuse_objects(job.objects)
     if given is not None:
         implementations = fit.implementations(job.models, job.optimizers)

@@ -6,6 +6,7 @@ clipping, accumulation, scaled losses with skipped steps, steps inside of backwa
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import inspect
@@ -555,6 +556,77 @@ def test_other_state_than_planned_is_refused_after_a_resume_too(tmp_path: Path) 
                         checkpointer.step()
                     break
                 step.run(step.batch)
+
+
+class Lookahead(Optimizer):
+    """As public ones are written: around another, with a state of its own, and never made by Optimizer.__init__."""
+
+    def __init__(self, inner: Optimizer, every: int) -> None:
+        self.inner, self.every, self.param_groups, self.defaults = inner, every, inner.param_groups, inner.defaults
+        self.state = collections.defaultdict(dict)
+        for group in self.param_groups:
+            group["counter"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step(closure)
+        for group in self.param_groups:
+            group["counter"] = (group["counter"] + 1) % self.every
+            for parameter in group["params"]:
+                slow = self.state[parameter].setdefault("slow", parameter.detach().clone())
+                if group["counter"] == 0:
+                    parameter.copy_(slow.lerp_(parameter, 0.5))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+class Handing(Optimizer):
+    """Another: it hands on what the one inside has, and its slow weights are no state that an optimizer would know."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.base, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, inner.defaults
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+
+def looking_ahead(every: int = 1, *, scheduled: bool = False, handing: bool = False) -> TrainingStep:
+    model = network()
+    inner = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    outer = Handing(inner) if handing else Lookahead(inner, every)
+    if scheduled:  # which goes around the step as it is
+        optim.lr_scheduler.ConstantLR(outer)
+    optimizers = {"outer": outer} if handing else {"outer": outer, "inner": inner}
+    iterate = iterating(model, outer)
+    return TrainingStep(step=lambda _: iterate(), models={"model": model}, optimizers=optimizers, batch=X)
+
+
+@pytest.mark.parametrize("options", [{}, {"scheduled": True}, {"handing": True}], ids=str)
+def test_wrappers_that_torch_hangs_no_hooks_into(options: dict[str, Any], tmp_path: Path) -> None:
+    assert_works(functools.partial(looking_ahead, **options), tmp_path)
+
+
+@pytest.mark.parametrize("way", ["steps", "plain", "scheduled"])
+def test_a_wrapper_is_seen_to_step(way: str, tmp_path: Path) -> None:
+    plan, jobs, steps = plan_by_trace(looking_ahead(3)), [], []
+    for directory, stop in (("whole", 8), ("cut", 4), ("cut", 8)):
+        step = looking_ahead(3, scheduled=way == "scheduled")
+        with Checkpointer(
+            step.models, step.optimizers, directory=tmp_path / directory, plan=plan, every=plan.interval
+        ) as checkpointer:
+            left = range(checkpointer.iteration, stop)
+            for _ in checkpointer.steps(stop) if way == "steps" else left:
+                step.run(step.batch)
+        jobs.append(clone_state(step.models, step.optimizers))
+        steps.append(checkpointer.iteration)
+    assert steps == [8, 4, 8]
+    assert [name for name in jobs[0] if not same_bits(jobs[0][name], jobs[2][name])] == []
+    others = Lookahead(optim.SGD(network().parameters(), lr=0.1), 1)  # no class was changed
+    others.step()
 
 
 def test_parameters_without_a_gradient_in_some_iterations(tmp_path: Path) -> None:

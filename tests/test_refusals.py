@@ -345,6 +345,19 @@ TRACED: dict[str, tuple[Run, str]] = {
 }
 
 
+def with_closure() -> TrainingStep:
+    model = nn.Linear(2, 2)
+    optimizer = sgd(model.parameters())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.ones(1, 2)).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    return step_of(model, optimizer, lambda _: optimizer.step(closure))
+
+
 def never_the_same() -> TrainingStep:
     """A step that does more in each iteration."""
     done: list[int] = []
@@ -362,6 +375,7 @@ TRACED |= {
         lambda _: measure_step(TrainingStep(step=len, models={"model": nn.Linear(1, 1)}, batch=None), name="n", runs=1),
         "cannot run n: TypeError: object of type 'NoneType'",
     ),
+    "closure, run": (lambda _: measure_step(with_closure(), name="n"), "cannot trace SGD with a closure"),
     "an iteration without operators": (
         lambda _: scaled_seconds(
             Recorded(trace(TrainingStep(step=id, models={"model": nn.Linear(2, 2)}, batch=None), name="n"), ()), 1.0
@@ -421,6 +435,27 @@ def plan_with_lbfgs(_directory: Path, _plan: Plan) -> Any:
     optimizer = torch.optim.LBFGS(model.parameters())
     batch = torch.zeros(1, 2)
     return trace(TrainingStep(model, optimizer, loss=lambda m, x: m(x).sum(), batch=batch), name="n")
+
+
+class Around(torch.optim.Optimizer):
+    """A wrapper as many are: with a state of its own, and without a call of Optimizer.__init__."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
+        self.state = collections.defaultdict(dict)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+
+
+def with_wrapper(directory: Path, plan: Plan) -> Any:
+    return open_with(optimizer=Around(sgd(nn.Linear(2, 2).parameters())))(directory, plan)
+
+
+def run_with_wrapper() -> Any:
+    model = nn.Linear(2, 2)
+    optimizer = Around(sgd(model.parameters()))
+    return TrainingStep(model, optimizer, loss=lambda m, x: m(x).sum(), batch=torch.zeros(1, 2))
 
 
 def fitting(plan: Plan, directory: Path) -> tuple[nn.Module, torch.optim.Optimizer, Checkpointer]:
@@ -538,6 +573,9 @@ def cannot_tell_what_was_used(_directory: Path, _plan: Plan) -> None:
 RUNTIME: dict[str, tuple[Callable[[Path, Plan], Any], str]] = {
     "LBFGS": (with_lbfgs, "optimizer optimizer is LBFGS"),
     "LBFGS, planned": (plan_with_lbfgs, "optimizer optimizer is LBFGS"),
+    "wrapper": (with_wrapper, "optimizer optimizer is Around around SGD, whose state is in no checkpoint"),
+    "wrapper, traced": (lambda _, __: trace(run_with_wrapper(), name="n"), "optimizer optimizer is Around around SGD"),
+    "wrapper, run": (lambda _, __: measure_step(run_with_wrapper(), name="n"), "is Around around SGD"),
     "closure": (steps_with_closure, "optimizer optimizer steps with a closure"),
     "meta": (open_with(nn.Linear(2, 2, device="meta")), "model/weight is on the meta device"),
     "device": (on_devices("cpu", "xpu:0"), "model/state1 lies on xpu:0: this version trains on one NVIDIA GPU"),
