@@ -228,6 +228,8 @@ class _OneDevice(TorchFunctionMode):
         keywords = dict(kwargs or {})
         if func is torch.Tensor.pin_memory:
             return args[0]
+        if func is torch.quantize_per_tensor and self._device.type == "meta":  # torch's others raise there
+            raise NotImplementedError("on the meta device, what is quantized would be a tensor of floats")
         if func is torch.Tensor.cuda:
             return args[0].to(self._device)
         # There is nothing on "meta" that could go to the CPU.

@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 
 import checkflow.training_step
 from checkflow.errors import CheckflowError, TraceError
-from checkflow.graph import TrainingGraph
+from checkflow.graph import AnchorKind, TrainingGraph
 from checkflow.planner.attention import cuda_kernels
 from checkflow.planner.autocasting import autocast_as_cuda, autocast_on_cpu
 from checkflow.planner.belongings import Belongings
@@ -177,9 +177,19 @@ class _Tracing:
                 raise TraceError(_needs_values(self._name, *blamed, f" ({_reason(error)})")) from error
             raise TraceError(_explain(self._name, error, recorder.culprit(error))) from error
 
+    def _refuse_without_step(self) -> None:
+        stepped = any(anchor.key.kind is AnchorKind.OPTIMIZER_POST for anchor in self._iteration.where.anchors)
+        if self._step.optimizers and not stepped:
+            raise TraceError(
+                f"cannot plan {self._name}: no optimizer stepped in the iteration that was traced: call "
+                "optimizer.step() in the training step, or pass no optimizer"
+            )
+
     def graph(self, implementations: tuple[tuple[str, str], ...]) -> TrainingGraph:
         """Everything that was seen, as plain data."""
-        return self._iteration.graph(self._name, self._batch, self._step.micro_batches, implementations)
+        graph = self._iteration.graph(self._name, self._batch, self._step.micro_batches, implementations)
+        self._refuse_without_step()  # whatever else is wrong is said first
+        return graph
 
     def _record_opaque_step(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = self._steps.opaque_parameters(optimizer)

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkflow.errors import ModelError
+from checkflow.errors import ModelError, UnsupportedError
 from checkflow.planner.load import OPTIMIZERS, TEMPLATE, list_models, load_training_step
+from checkflow.planner.trace import trace
 from checkflow.training_step import TrainingStep
 
 GOOD = """
@@ -404,6 +405,19 @@ def test_asking_for_a_device_gets_advice(write: Write) -> None:
 
 
 # --- building for real where nothing else works
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_what_is_quantized_is_seen_to_be(write: Write, caplog: pytest.LogCaptureFixture) -> None:
+    made = "scales = torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8)\n        model = nn"
+    path = write(
+        GOOD.replace("model = nn", made).replace("bias=bias)", "bias=bias); model.register_buffer('q', scales)")
+    )
+    with caplog.at_level(logging.WARNING, logger="checkflow"):
+        _, step = load_training_step(path)
+    assert caplog.messages[0].endswith("the model was allocated instead")
+    with pytest.raises(UnsupportedError, match="model/q is quantized"):
+        trace(step, name="model")
 
 
 def test_values_needed_while_building(write: Write, caplog: pytest.LogCaptureFixture) -> None:

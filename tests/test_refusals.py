@@ -341,6 +341,10 @@ TRACED: dict[str, tuple[Run, str]] = {
     "csr": (tracing(branch, lambda: with_buffer(torch.eye(2).to_sparse_csr())), r"cannot trace a torch\.sparse_csr"),
     "opaque": (tracing(branch, lambda: with_buffer(Opaque(torch.zeros(2)))), "cannot trace a Opaque"),
     "late state": (tracing(backward_and_step, optimizer=LateState), "cannot trace LateState: its state"),
+    "no step, traced": (
+        tracing(lambda m, o, x: m(x).sum().backward()),
+        "no optimizer stepped in the iteration that was t",
+    ),
     "no step": (lambda _: record_step(step_of(nn.Linear(2, 2), LateState([torch.zeros(1)])), name="n"), "no optimizer"),
 }
 
