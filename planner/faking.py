@@ -328,6 +328,10 @@ def _replace_in_module(module: nn.Module, stand_ins: StandIns) -> None:
 def _replace_in_optimizer(optimizer: torch.optim.Optimizer, stand_ins: StandIns) -> None:
     state = dict(optimizer.state)
     optimizer.state.clear()
+    updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for owner, values in state.items():
+        if id(owner) not in updated:  # what an optimizer keeps for all of its parameters, under a name of its own
+            optimizer.state[owner] = stand_ins.replace(values)
     for group in optimizer.param_groups:
         on_device = bool(group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:

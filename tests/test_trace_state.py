@@ -258,6 +258,38 @@ def test_an_optimizer_that_decides_upon_data_is_one_operator() -> None:
     assert [a.position for a in graph.anchors[-2:]] == [opaque[0], opaque[0] + 1]
 
 
+class Counting(torch.optim.Optimizer):
+    """Keeps something for all parameters together, made before training."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.state["all"] = {"steps": 0, "sums": [torch.zeros(2)]}  # type: ignore[index]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        common: Any = self.state["all"]  # type: ignore[index]
+        common["steps"] += 1
+        common["sums"][0] += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad * common["sums"][0][0], alpha=group["lr"] / common["steps"])
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_what_an_optimizer_keeps_for_all_parameters_is_there_and_left_as_it_is(target: Any) -> None:
+    step = steps.parallel(Counting)
+    (optimizer,) = step.optimizers.values()
+    common: Any = optimizer.state["all"]  # type: ignore[index]
+    total = common["sums"][0]
+    graph = trace(step, name="n", target=target)
+    assert optimizer.state["all"] is common  # type: ignore[index]
+    assert common == {"steps": 0, "sums": [total]}
+    assert common["sums"][0] is total
+    assert total.tolist() == [0, 0]
+    assert [e.name for e in graph.state] == [t.name for t in collect_state(step.models, step.optimizers).tensors]
+    assert trace(on_meta(lambda: steps.parallel(Counting)), name="n", target=target).state == graph.state
+
+
 class LateState(torch.optim.Optimizer):
     """Looks at the data before it makes its state."""
 
