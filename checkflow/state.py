@@ -193,6 +193,15 @@ def dense_parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         yield "", tensor
 
 
+def with_shapes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors whose shapes tell what a tensor is like: of a nested one, whose own is none, the flat ones inside."""
+    if not tensor.is_nested:
+        return (tensor,)
+    with _disable_current_modes(), torch.no_grad():  # a look is no operator
+        inside: Any = tensor
+        return (inside.values(), inside.offsets()) if tensor.layout is torch.jagged else (inside.values(),)
+
+
 @functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype as files name it: "float32" for torch.float32."""

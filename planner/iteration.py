@@ -22,7 +22,7 @@ from checkflow.planner.hooks import Whereabouts
 from checkflow.planner.lifetimes import StorageLedger
 from checkflow.planner.placement import Crossing
 from checkflow.planner.structures import tensors_of
-from checkflow.state import StateTensor, TrainingState, collect_state, dense_parts, dtype_name
+from checkflow.state import StateTensor, TrainingState, collect_state, dense_parts, dtype_name, with_shapes
 
 
 class Places(Protocol):
@@ -175,7 +175,11 @@ class Iteration:
         fired = {anchor.key for anchor in anchors}
         return TrainingGraph(
             model=name,
-            batch=tuple((tuple(leaf.shape), dtype_name(leaf.dtype)) for _, leaf, _ in _named(batch, "", "input")),
+            batch=tuple(
+                (tuple(tensor.shape), dtype_name(tensor.dtype))
+                for leaf in tensors_of(batch)
+                for tensor in with_shapes(leaf)
+            ),
             micro_batches=micro_batches,
             optimizers=implementations,
             autocast=self.where.autocast,

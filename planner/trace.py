@@ -212,6 +212,11 @@ def _explain(name: str, error: Exception, culprit: OpOverload | None) -> str:
             f"cannot trace {name}: {reason}{place} takes functions, and runs operators unseen: write it as plain "
             f"Python or with torch.where, or, where it is compiled, {RECORD}"
         )
+    if "is not tracked with proxy" in reason:  # torch's words for a size that came from nowhere
+        return (
+            f"cannot trace {name}: {culprit or 'it'} makes sizes that only data tells, as a jagged tensor has{place}: "
+            f"{RECORD}"
+        )
     if isinstance(error, NEEDS_DATA):
         because = f" ({reason})"
         return f"cannot trace {name}: {culprit or 'it'} needs the values of tensors{place}: {ADVICE}{because}"

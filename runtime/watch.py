@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from checkflow.plan import Fingerprint
-from checkflow.state import dtype_name
+from checkflow.state import dtype_name, with_shapes
 
 BatchShape = tuple[tuple[tuple[int, ...], str], ...]
 
@@ -139,11 +139,12 @@ class Watch:
 
 
 def describe(structure: Any) -> BatchShape:
-    """Shape and dtype of each tensor in a structure of lists, tuples and dictionaries."""
+    """Shape and dtype of each tensor in a structure of lists, tuples and dictionaries; of what is in nested ones."""
     return tuple(
-        (tuple(leaf.shape), dtype_name(leaf.dtype))
+        (tuple(tensor.shape), dtype_name(tensor.dtype))
         for leaf in pytree.tree_leaves(structure)
         if isinstance(leaf, torch.Tensor)
+        for tensor in with_shapes(leaf)
     )
 
 

@@ -315,6 +315,10 @@ def backward_and_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: tor
     optimizer.step()
 
 
+def jagged(model: nn.Module, _: Any, x: torch.Tensor) -> None:
+    model(torch.nested.as_nested_tensor([x, x], layout=torch.jagged)).values().sum().backward()
+
+
 def branch(model: nn.Module, _: Any, x: torch.Tensor) -> None:
     if model(x).sum() > 0:
         model(x)
@@ -339,6 +343,7 @@ TRACED: dict[str, tuple[Run, str]] = {
     "functions, recorded": (lambda _: record_step(chooses(), name="n"), "cond cannot be recorded"),
     "an error of the step": (tracing(lambda m, o, x: m(x[:, :1])), r"aten\.addmm\.default raised RuntimeError at"),
     "csr": (tracing(branch, lambda: with_buffer(torch.eye(2).to_sparse_csr())), r"cannot trace a torch\.sparse_csr"),
+    "jagged": (tracing(jagged), "it makes sizes that only data tells"),
     "opaque": (tracing(branch, lambda: with_buffer(Opaque(torch.zeros(2)))), "cannot trace a Opaque"),
     "late state": (tracing(backward_and_step, optimizer=LateState), "cannot trace LateState: its state"),
     "no step, traced": (

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from own_plans import Never
 from planned_jobs import assert_every_checkpoint_is_true, plan_by_trace, plan_graph
 from torch import nn
 from writes import WatchedWrites
 
+import checkflow
 from checkflow.errors import TraceError, UnsupportedError
 from checkflow.graph import AnchorKind
+from checkflow.planner.live import LivePlanner
 from checkflow.planner.record import record_step
 from checkflow.planner.trace import trace
 from checkflow.runtime.checkpointer import Checkpointer
@@ -55,6 +58,22 @@ def without_fake_kernel() -> TrainingStep:
     return step_of(perceptron(), torch.randn(4, 6), loss=loss)
 
 
+def jagged_of(x: torch.Tensor, rows: int = 1) -> torch.Tensor:
+    return torch.nested.as_nested_tensor([x[:rows], x[rows:]], layout=torch.jagged)
+
+
+def jagged() -> TrainingStep:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+    optimizer = momentum(model.parameters())
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(jagged_of(x)).values().square().mean().backward()  # the line
+        optimizer.step()
+
+    return TrainingStep(model, optimizer, step=step, batch=torch.randn(4, 6))
+
+
 def through_numpy() -> TrainingStep:
     """Writes a buffer after the step, where no operator and no version counter tells."""
     model = perceptron()
@@ -90,6 +109,7 @@ NEED_A_RECORD: Mapping[str, tuple[Callable[[], TrainingStep], str]] = {
     "masked": (masked, "needs the values"),
     "no fake kernel": (without_fake_kernel, "checkflow_steps.triple.default has no fake implementation"),
     "numpy": (through_numpy, "read-only"),
+    "jagged": (jagged, "makes sizes that only data tells"),
     "quantised": (lambda: step_of(FakeQuantised(), torch.randn(4, 6)), "has no fake implementation"),
 }
 
@@ -113,6 +133,41 @@ def test_and_a_record_keeps_checkpoints_true(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     step = NEED_A_RECORD[name][0]()
     assert_every_checkpoint_is_true(step, plan_graph(record_step(step, name=name).graph), tmp_path, iterations=5)
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_live_job_on_nested_tensors_is_recorded(
+    layout: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each batch has a shape of its own, which no other tensor has."""
+    recorded = []
+
+    def start(_: LivePlanner, one: Any, **asked: Any) -> Never:
+        recorded.append(one.graph.batch)
+        return Never()
+
+    monkeypatch.setattr(LivePlanner, "start", start)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+    optimizer = momentum(model.parameters())
+    with checkflow.Checkpointer(model, optimizer, directory=tmp_path, every=1) as checkpointer:
+        for turn in checkpointer.steps(6):
+            x = torch.randn(4, 6)
+            batch = torch.nested.as_nested_tensor([x[: 1 + turn % 3], x[1 + turn % 3 :]], layout=layout)
+            optimizer.zero_grad()
+            model(batch).values().square().mean().backward()
+            optimizer.step()
+    assert recorded == [(((4, 6), "float32"), ((3,), "int64")) if layout is torch.jagged else (((24,), "float32"),)]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_jagged_batch_is_traced() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).values().square().mean()  # type: ignore[no-any-return]
+
+    step = step_of(nn.Linear(6, 4), jagged_of(torch.randn(4, 6)), loss=loss)
+    graph = trace(step, name="job", target="cpu")
+    assert graph.batch == record_step(step, name="job").graph.batch == (((4, 6), "float32"), ((3,), "int64"))
 
 
 # Lazy modules
