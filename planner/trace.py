@@ -178,8 +178,9 @@ class _Tracing:
             raise TraceError(_explain(self._name, error, recorder.culprit(error))) from error
 
     def _refuse_without_step(self) -> None:
-        stepped = any(anchor.key.kind is AnchorKind.OPTIMIZER_POST for anchor in self._iteration.where.anchors)
-        if self._step.optimizers and not stepped:
+        where = self._iteration.where
+        stepped = any(anchor.key.kind is AnchorKind.OPTIMIZER_POST for anchor in where.anchors)
+        if self._step.optimizers and not (stepped or where.steps_unseen):
             raise TraceError(
                 f"cannot plan {self._name}: no optimizer stepped in the iteration that was traced: call "
                 "optimizer.step() in the training step, or pass no optimizer"
