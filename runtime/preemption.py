@@ -3,19 +3,21 @@
 The life of a request, in words. The *handler* runs in the main thread, between any two of its bytecodes: it takes note,
 calls the handler that was there before, and wakes the watchdog through a queue whose ``put`` may interrupt itself
 (``SimpleQueue`` is made for that; a lock, the log's too, might be held by the very code that was interrupted). The
-*watchdog*, a thread that waits for this, says in the log what is going to happen, and lets snapshots leave. The
-training thread brings the capture in flight to its end at its next anchor; at the next boundary it captures that,
-waits until storage has it, and raises :class:`Preempted`, or KeyboardInterrupt for Ctrl-C (:mod:`.boundary_work`).
+*watchdog*, a thread that waits for this, says in the log what is going to happen, and lets snapshots leave; it has
+heard of the signal before (:mod:`.wakeup`), and goes by that alone where no handler runs. The training thread brings
+the capture in flight to its end at its next anchor; at the next boundary it captures that, waits until storage has it,
+and raises :class:`Preempted`, or KeyboardInterrupt for Ctrl-C (:mod:`.boundary_work`).
 
 Where no boundary comes in time (a long validation, an iteration that outlasts the grace period), the watchdog has the
 exception raised wherever the main thread is, so early that a commit fits into what is left: the ``with`` block then
 brings what is in flight to its end, as after any exception. Only the training thread ever reads live tensors; the
 watchdog moves nothing but snapshots. A main thread that runs no Python (it hangs in a collective) does not hear of it:
-at the end of the grace period the process ends as the signal would have ended it.
+at the end of the grace period, which begins with the signal, the process ends as that would have ended it.
 
 Where no boundary will come at all, since no loop goes on, the exception is raised at once. The same signal a second
 time acts as it would without this, at once; within ``ECHO_SECONDS`` it is taken for an echo: schedulers signal all
-processes of a job, and launchers such as torchrun pass on what they were sent.
+processes of a job, and launchers such as torchrun pass on what they were sent. A Ctrl-C is followed so soon by a
+launcher's alone: people who press it twice are slower than ``CTRL_C_ECHO_SECONDS``.
 
 Signals that are ignored stay ignored, and handlers that are not Python's own stay where they are. So does a handler
 for Ctrl-C that somebody set: it says what Ctrl-C does. Forked children get back what was there before.
@@ -23,6 +25,7 @@ for Ctrl-C that somebody set: it says what Ctrl-C does. Forked children get back
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -31,11 +34,13 @@ import signal
 import threading
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 from checkflow.errors import Preempted
 from checkflow.hardware import format_seconds
+from checkflow.runtime import wakeup
 from checkflow.runtime.worker_signals import WorkerShield
 
 logger = logging.getLogger("checkflow")
@@ -44,7 +49,12 @@ logger = logging.getLogger("checkflow")
 #: Engine by SIGUSR1 or SIGUSR2, limits of CPU time by SIGXCPU, a terminal that is closed by SIGHUP.
 HEEDED = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU", "SIGQUIT")
 ECHO_SECONDS = 1.0
-_SETTLED = 0  # what the watchdog is told in place of a signal's number when the exception has been raised
+CTRL_C_ECHO_SECONDS = 0.2
+MOMENT_SECONDS = 0.5  # from a signal to its handler, where the main thread runs Python
+
+_AT_BOUNDARY = "training ends at its next boundary, and is saved there"
+_SAVED_FIRST = "what is in flight is saved first"
+_AT_ONCE = "it acts at once, since no loop goes on"
 
 
 class Training(Protocol):
@@ -61,6 +71,25 @@ class Training(Protocol):
         """How long the last commit took."""
 
 
+@dataclass(frozen=True)
+class _Request:
+    """What the watchdog is told.
+
+    Attributes:
+        number: of the signal.
+        begun: when it came.
+        what: its handler has made of it, to be logged; None: it has not run yet, "": there is nothing to be said.
+    """
+
+    number: int
+    begun: float
+    what: str | None
+
+
+class _Settled:
+    """The watchdog is told that the exception has been raised."""
+
+
 class Preemption:
     """The handlers and the watchdog of one Checkpointer.
 
@@ -75,10 +104,11 @@ class Preemption:
         self._training: Training | None = None
         self._handler = self._arrived  # one object, by which it is recognised
         self._before: dict[int, Any] = {}  # by signal, the handler that was there
-        self._first: dict[int, float] = {}  # by signal that has come, when it came first
-        self._news: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._first: dict[int, float] = {}  # by signal that has come, when its handler ran first
+        self._begun: dict[int, float] = {}  # likewise, when it came first, as far as is known
+        self._news: queue.SimpleQueue[_Request | _Settled | None] = queue.SimpleQueue()
         self._watchdog: threading.Thread | None = None
-        self._saving = self._raised = self._overdue = self._closed = False
+        self._saving = self._raised = self._overdue = self._ended = self._closed = False
         self.asked = False  # training is to end at the next boundary
         self.preempted = False  # by a signal other than Ctrl-C's
 
@@ -108,6 +138,8 @@ class Preemption:
             signal.signal(number, self._handler)
         if self._shield is not None:
             self._shield.raise_for(self._before)
+        if self._before:
+            wakeup.hear(self._heard)
 
     def begin_ending(self) -> bool:
         """At a boundary, or before closing: whether to end; from here on the training thread is not interrupted."""
@@ -121,8 +153,8 @@ class Preemption:
             what: to be said of it.
         """
         logger.warning("%s: %s", self._name(), what)
-        self._news.put(_SETTLED)
-        self._saving = False
+        self._news.put(_Settled())
+        self._ended, self._saving = self.preempted, False
         raise self._exception()
 
     def end_late(self) -> None:
@@ -144,6 +176,7 @@ class Preemption:
         if self in _listening:
             _listening.remove(self)
         self._lower_shield()
+        wakeup.cease(self._heard)
         self._restore()
         self._news.put(None)
         if self._watchdog is not None and self._watchdog is not threading.current_thread():
@@ -159,9 +192,7 @@ class Preemption:
         for number, before in self._before.items():
             if signal.getsignal(number) == self._handler:
                 # One that was made earlier and closed meanwhile could not take its handler away from below this one.
-                while isinstance(owner := getattr(before, "__self__", None), Preemption) and owner._closed:
-                    before = owner._before[number]
-                signal.signal(number, before)
+                signal.signal(number, _below(number, before, closed_only=True))
 
     def forked(self) -> None:
         """In a forked child: what it does at a signal is not for us to say."""
@@ -174,24 +205,32 @@ class Preemption:
         before, first = self._before[number], self._first.get(number)
         if self._closed or (number == signal.SIGINT and self.preempted):
             _as_before(number, before, frame)
+        elif first is None:
+            self._ask(number, before, frame)
         elif self._overdue:
             self._overdue = False
             if not (self._saving or self._raised):  # a boundary may have come meanwhile
                 raise self._exception()
-        elif first is not None:
-            if time.monotonic() - first >= ECHO_SECONDS:
-                _as_before(number, before, frame)
-        else:
-            self._ask(number, before, frame)
+        elif time.monotonic() - first >= (CTRL_C_ECHO_SECONDS if number == signal.SIGINT else ECHO_SECONDS):
+            _as_before(number, before, frame)
 
     def _ask(self, number: int, before: Any, frame: FrameType | None) -> None:
-        self._first[number] = time.monotonic()
+        self._first[number] = now = time.monotonic()
+        begun = self._begun.setdefault(number, now)
         self.asked = True
         self.preempted = self.preempted or number != signal.SIGINT
-        self._news.put(number)
+        overdue, self._overdue = self._overdue, False  # it has waited for the main thread to run Python again
+        if self._raised or overdue:
+            what = ""
+        elif self._saving:
+            what = _SAVED_FIRST
+        else:
+            what = _AT_BOUNDARY if _boundary_is_expected() else _AT_ONCE
+        if not self._ended:
+            self._news.put(_Request(number, begun, what))
         if number != signal.SIGINT and callable(before):
             before(number, frame)
-        if not (self._saving or self._raised or any(one.expects_boundary for one in _listening)):
+        if not (self._saving or self._raised or (_boundary_is_expected() and not overdue)):
             raise self._exception()
 
     @property
@@ -205,8 +244,9 @@ class Preemption:
             self._raised = True
             return Preempted(self._name())
         self._first.pop(signal.SIGINT, None)
+        self._begun.pop(signal.SIGINT, None)
         self.asked = False
-        self._news.put(_SETTLED)
+        self._news.put(_Settled())
         return KeyboardInterrupt()
 
     def _name(self) -> str:
@@ -214,27 +254,49 @@ class Preemption:
         came = sorted(self._first.items(), key=lambda item: (item[0] == signal.SIGINT, item[1]))
         return "Ctrl-C" if came[0][0] == signal.SIGINT else signal.Signals(came[0][0]).name
 
+    # In the thread that hears of signals
+
+    def _heard(self, number: int) -> None:
+        """A signal has come, whose handler may have run already, or run soon, or not."""
+        if self._closed or self._ended or number not in self._before or number in self._begun:
+            return
+        # Ctrl-C ends nothing by force: its handler is early enough.
+        if number != signal.SIGINT and signal.getsignal(number) == self._handler:
+            self._begun[number] = begun = time.monotonic()
+            self._news.put(_Request(number, begun, None))
+
     # In the watchdog
 
     def _watch(self) -> None:
-        while (number := self._news.get()) is not None:
-            while number:
-                number = self._attend(number)
-            if number is None:
+        while (news := self._news.get()) is not None:
+            while isinstance(news, _Request):
+                news = self._attend(news)
+            if news is None:
                 return
 
-    def _attend(self, number: int) -> int | None:
-        """See one request to its end; returns what comes next: another one, _SETTLED, or None."""
-        begun = time.monotonic()
-        self._announce(number)
+    def _attend(self, request: _Request) -> _Request | _Settled | None:
+        """See one request to its end; returns what comes next."""
+        number = request.number
+        begun = request.begun if number == signal.SIGINT else self._grace_begun()
+        with contextlib.suppress(queue.Empty):
+            if request.what is None:  # a handler that runs will say more
+                return self._wait_until(request.begun + MOMENT_SECONDS)
+        self._announce(request)
         assert self._training is not None
         self._training.hasten()
         for seconds, act in ((self._patience_seconds(), self._interrupt), (self._grace_seconds, self._give_up)):
             try:
-                return self._news.get(timeout=max(0.0, begun + seconds - time.monotonic()))
+                return self._wait_until(begun + seconds)
             except queue.Empty:
                 act(number)
         return self._news.get()
+
+    def _wait_until(self, end: float) -> _Request | _Settled | None:
+        return self._news.get(timeout=max(0.0, end - time.monotonic()))
+
+    def _grace_begun(self) -> float:
+        """With the first signal that is no Ctrl-C: another one does not begin it anew."""
+        return min(begun for number, begun in tuple(self._begun.items()) if number != signal.SIGINT)
 
     def _patience_seconds(self) -> float:
         """For how long a boundary is waited for: two commits must fit behind it, since one may be under way.
@@ -246,14 +308,18 @@ class Preemption:
         reserve_seconds = max(2 * (commit_seconds or 0.0), self._grace_seconds / 5)
         return self._grace_seconds - min(reserve_seconds, self._grace_seconds / 2)
 
-    def _announce(self, number: int) -> None:
-        if self._raised:
+    def _announce(self, request: _Request) -> None:
+        number, what = request.number, request.what
+        if what == "":
             return
-        what = "training ends at its next boundary, and is saved there"
+        if what is None:
+            what = f"the main thread is outside of Python; if it comes back, {_AT_BOUNDARY}"
         if number == signal.SIGINT:
-            logger.warning("Ctrl-C: %s; press it again to stop at once", what)
+            again = "" if what == _AT_ONCE else "; press it again to stop at once"
+            logger.warning("Ctrl-C: %s%s", what, again)
         else:
-            logger.warning("%s: %s, within %s", signal.Signals(number).name, what, format_seconds(self._grace_seconds))
+            within = "" if what == _AT_ONCE else f", within {format_seconds(self._grace_seconds)}"
+            logger.warning("%s: %s%s", signal.Signals(number).name, what, within)
 
     def _interrupt(self, number: int) -> None:
         """No boundary has come: training ends where it is."""
@@ -270,13 +336,24 @@ class Preemption:
         if number == signal.SIGINT:
             return  # whoever pressed it is still there
         over = f"{signal.Signals(number).name}: {format_seconds(self._grace_seconds)} are over"
-        if self._before[number] != signal.SIG_DFL or signal.getsignal(number) != self._handler:
+        if _below(number, self._handler) != signal.SIG_DFL or signal.getsignal(number) != self._handler:
             logger.error("%s, and what is in flight is not saved yet", over)
             return
         logger.error("%s: what is not on storage by now is given up", over)
         # signal.signal() is the main thread's alone, and that thread does not answer.
         ctypes.pythonapi.PyOS_setsig(ctypes.c_int(number), ctypes.c_void_p(None))
         os.kill(os.getpid(), number)
+
+
+def _boundary_is_expected() -> bool:
+    return any(one.expects_boundary for one in _listening)
+
+
+def _below(number: int, handler: Any, *, closed_only: bool = False) -> Any:
+    """What is to be set in this handler's place when all of ours are gone, or those that are closed."""
+    while isinstance(owner := getattr(handler, "__self__", None), Preemption) and (owner._closed or not closed_only):
+        handler = owner._before[number]
+    return handler
 
 
 def _as_before(number: int, before: Any, frame: FrameType | None) -> None:

@@ -47,6 +47,7 @@ def _random_plans_have_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
 def _echoes_are_echoes(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the machine takes from a signal to the next one."""
     monkeypatch.setattr(preemption, "ECHO_SECONDS", 3600.0)
+    monkeypatch.setattr(preemption, "CTRL_C_ECHO_SECONDS", 3600.0)
 
 
 @pytest.fixture(autouse=True)
@@ -216,7 +217,7 @@ def test_ctrl_c_waits_for_the_boundary_and_twice_does_not(tmp_path: Path, monkey
             loop.iterate()  # goes on
             assert not checkpointer.preempted
     assert steps(tmp_path) == [1]
-    monkeypatch.setattr(preemption, "ECHO_SECONDS", 0.0)
+    monkeypatch.setattr(preemption, "CTRL_C_ECHO_SECONDS", 0.0)
     loop = Loop(tmp_path)
     with pytest.raises(KeyboardInterrupt), loop.checkpointer as checkpointer:
         for _ in checkpointer.steps(9):

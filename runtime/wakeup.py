@@ -1,0 +1,153 @@
+"""Signals, heard of at once, whatever the main thread does.
+
+Python runs a signal's handler in the main thread, between two of its bytecodes: never, while that waits in a lock or a
+collective of some library. Below it, a handler of Python's own in C writes the signal's number to a descriptor
+(``signal.set_wakeup_fd``), whatever runs in whichever thread. A thread here reads that, and tells who listens. One that
+needs Python's lock for it: code that holds the lock all the while holds this up, too.
+
+There is one such descriptor in a process. What was set before, an event loop's, is passed what it would have had, and
+is put back; whoever sets another one later has it, and signals are heard of by their handlers alone, as without this.
+
+A forked child has its parent's descriptors, and its handler in C, until Python sees to it that it has not. What it
+writes in between is not the parent's: the socket says who wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Callable
+
+_END = b"\0"  # no signal has this number
+_READ_BYTES = 4096
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+_KNOWS_SENDER = hasattr(socket, "SO_PASSCRED")  # Linux
+
+Listener = Callable[[int], None]
+
+
+class _Ear:
+    """The descriptor, and the thread that reads it."""
+
+    def __init__(self) -> None:
+        self._read, self._write = socket.socketpair()
+        self._write.setblocking(False)
+        if _KNOWS_SENDER:
+            self._read.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._process = os.getpid()
+        self._before = self._forward = -1
+        self._replaced: bool | None = None  # by somebody else's; None: it was not given back yet
+        self._thread = threading.Thread(target=self._listen, name="checkflow-wakeup", daemon=True)
+
+    def open(self) -> None:
+        """In the main thread."""
+        self._thread.start()
+        self._before = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        if self._before >= 0:
+            # Of our own: its owner may close it meanwhile, and the number would be another file's.
+            self._forward = os.dup(self._before)
+
+    @property
+    def is_set(self) -> bool:
+        """Whether signals are written here; asked in the main thread."""
+        found = signal.set_wakeup_fd(-1)
+        ours = found == self._write.fileno()
+        _set(found, warn=not ours)
+        return ours
+
+    def close(self) -> None:
+        """In the main thread: put back what was there before; once more is harmless."""
+        self._put_back()
+        if self._thread.is_alive():
+            self._write.setblocking(True)
+            self._write.send(_END)
+            self._thread.join()
+            self._write.setblocking(False)
+        if self._replaced:  # who has done so may put it back: its number must not be another file's by then
+            self._read.detach()
+            self._write.detach()
+        self._drop()
+
+    def forked(self) -> None:
+        """In a forked child, which has no thread that would read."""
+        self._put_back()
+        self._drop()
+
+    def _put_back(self) -> None:
+        if self._replaced is not None:
+            return
+        found = signal.set_wakeup_fd(-1)
+        self._replaced = found >= 0 and found != self._write.fileno()
+        if self._replaced:
+            _set(found, warn=True)
+        elif self._forward >= 0 and _same(self._before, self._forward):
+            _set(self._before, warn=True)
+
+    def _drop(self) -> None:
+        self._read.close()
+        self._write.close()
+        forward, self._forward = self._forward, -1
+        if forward >= 0:
+            os.close(forward)
+
+    def _listen(self) -> None:
+        while True:
+            heard, ancillary, _, _ = self._read.recvmsg(_READ_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
+            if _KNOWS_SENDER and (not ancillary or _CREDENTIALS.unpack(ancillary[0][2])[0] != self._process):
+                continue
+            numbers = heard.removesuffix(_END)
+            if self._forward >= 0 and numbers:
+                with contextlib.suppress(OSError):  # full, or nobody reads there any more
+                    os.write(self._forward, numbers)
+            for number in numbers:
+                for listener in tuple(_listeners):
+                    listener(number)
+            if numbers != heard:
+                return
+
+
+def hear(listener: Listener) -> None:
+    """In the main thread: have it called, in another one, with the number of every signal that has a handler."""
+    _listeners.append(listener)
+    if not any(ear.is_set for ear in _ears):
+        _ears.append(_Ear())
+        _ears[-1].open()
+
+
+def cease(listener: Listener) -> None:
+    """Tell this one no more. With the last one everything is given back, if this is the main thread."""
+    if listener in _listeners:
+        _listeners.remove(listener)
+    if not _listeners and threading.current_thread() is threading.main_thread():
+        for ear in reversed(tuple(_ears)):
+            ear.close()
+            if ear in _ears:  # a handler may have been here meanwhile
+                _ears.remove(ear)
+
+
+def _set(descriptor: int, *, warn: bool) -> None:
+    with contextlib.suppress(OSError, ValueError):  # closed meanwhile: nothing is lost with it
+        signal.set_wakeup_fd(descriptor, warn_on_full_buffer=warn)
+
+
+def _same(one: int, other: int) -> bool:
+    try:
+        return os.path.sameopenfile(one, other)
+    except OSError:
+        return False
+
+
+def _forked() -> None:
+    _listeners.clear()
+    while _ears:
+        _ears.pop().forked()
+
+
+_listeners: list[Listener] = []
+_ears: list[_Ear] = []  # the last one is written to, unless somebody has put another one in its place, or back
+
+os.register_at_fork(after_in_child=_forked)
