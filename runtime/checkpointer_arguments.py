@@ -5,10 +5,12 @@ What is wrong in an argument is said before anything of the job is looked at, op
 
 from __future__ import annotations
 
-import math
 import operator
 import os
+import reprlib
 import signal
+import sys
+import threading
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -109,8 +111,8 @@ def read_asked(overhead: object, every: object, mtbf: object) -> Asked:
         )
     if mtbf is None or isinstance(mtbf, str):
         return Asked(share, every, mtbf_seconds=None if mtbf is None else _read_time("mtbf", mtbf))
-    if isinstance(mtbf, bool) or not isinstance(mtbf, int | float) or not 0 < mtbf < math.inf:
-        raise ValueError(f'mtbf must be seconds, more than 0, text such as "4h", or None, not {mtbf!r}')
+    if isinstance(mtbf, bool) or not isinstance(mtbf, int | float) or not 0 < mtbf <= sys.float_info.max:
+        raise ValueError(f'mtbf must be seconds, more than 0, text such as "4h", or None, not {reprlib.repr(mtbf)}')
     return Asked(share, every, mtbf_seconds=float(mtbf))
 
 
@@ -127,9 +129,12 @@ def read_share(overhead: object) -> float:
     Raises:
         ValueError: it is none.
     """
-    if isinstance(overhead, bool) or not isinstance(overhead, int | float) or not 0 <= overhead < math.inf:
-        raise ValueError(f"overhead must be a share of training's time, 0 or more, such as 0.035, not {overhead!r}")
-    return float(overhead)
+    number = isinstance(overhead, int | float) and not isinstance(overhead, bool)
+    if not number or not 0 <= overhead <= sys.float_info.max:  # type: ignore[operator]
+        raise ValueError(
+            f"overhead must be a share of training's time, 0 or more, such as 0.035, not {reprlib.repr(overhead)}"
+        )
+    return float(overhead)  # type: ignore[arg-type]
 
 
 def read_size(extra_memory: object) -> int | None:
@@ -182,11 +187,14 @@ def read_grace(grace_seconds: object) -> float:
     """Seconds from a signal to the end.
 
     Raises:
-        ValueError: no number of seconds above 0.
+        ValueError: no number of seconds above 0, or more than a thread can wait for.
     """
     number = isinstance(grace_seconds, int | float) and not isinstance(grace_seconds, bool)
-    if not number or not 0 < grace_seconds < math.inf:  # type: ignore[operator]
-        raise ValueError(f"grace_seconds must be a number of seconds above 0, not {grace_seconds!r}")
+    if not number or not 0 < grace_seconds <= threading.TIMEOUT_MAX:  # type: ignore[operator]
+        raise ValueError(
+            f"grace_seconds must be a number of seconds above 0, and at most {threading.TIMEOUT_MAX:.0f}, not "
+            f"{reprlib.repr(grace_seconds)}"
+        )
     return float(grace_seconds)  # type: ignore[arg-type]
 
 

@@ -537,6 +537,7 @@ def test_failures_known_to_be_rare_make_checkpoints_rare(tmp_path: Path, world: 
         ({"every": 1.5}, "every must be"),
         ({"mtbf": 0}, "mtbf must be seconds, more than 0"),
         ({"mtbf": float("inf")}, "mtbf must be"),
+        pytest.param({"mtbf": 10**400}, "mtbf must be", id="mtbf huge"),
         ({"mtbf": "4 hours"}, "mtbf: not a time"),
         ({"mtbf": 3600, "every": 5}, "every says how often already: pass every or mtbf"),
         ({"mtbf": "1h", "every": "30s"}, "every says how often already: pass every or mtbf"),

@@ -30,6 +30,7 @@ from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import preemption
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.finding import find
+from checkflow.runtime.persist import Writer
 from checkflow.runtime.preemption import Preemption
 from checkflow.runtime.store import Store
 
@@ -331,8 +332,6 @@ def test_outside_of_a_loop_it_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_a_signal_while_it_closes_waits_for_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkflow.runtime.persist import Writer
-
     close = Writer.close
 
     def signalled(self: Writer) -> None:
@@ -560,6 +559,9 @@ def test_a_main_thread_that_does_not_answer(snapshots: bool, last: str, saved: l
         ("grace_seconds", float("inf")),
         ("grace_seconds", True),
         ("grace_seconds", "25"),
+        ("grace_seconds", 1e300),  # more than a thread can wait for
+        pytest.param("grace_seconds", 10**400, id="grace_seconds-huge"),
+        pytest.param("overhead", 10**400, id="overhead-huge"),
     ],
 )
 def test_bad_arguments(name: str, bad: Any, tmp_path: Path) -> None:
@@ -589,6 +591,34 @@ def test_slurm(tmp_path: Path) -> None:
     assert run(75, 0) == (75, "requeue 7\n")
     assert run(138, 3) == (138, "requeue 7\n")  # killed by SIGUSR1: no boundary came
     assert run(75, 100) == (75, "")
+
+
+@pytest.mark.parametrize("number", [INT, TERM])
+def test_the_log_says_what_a_signal_does_outside_of_a_loop(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, kind = ("Ctrl-C", KeyboardInterrupt) if number == INT else ("SIGTERM", checkflow.Preempted)
+    for turns in (0, 2):
+        caplog.clear()
+        loop = Loop(tmp_path / str(turns))
+        with pytest.raises(kind), loop.checkpointer as checkpointer:
+            for _ in checkpointer.steps(turns):
+                loop.iterate()
+            signal.raise_signal(number)
+        assert caplog.text.count(f"{name}: it acts at once, since no loop goes on\n") == 1
+        assert "next boundary" not in caplog.text
+    close = Writer.close
+
+    def signalled(self: Writer) -> None:
+        signal.raise_signal(number)
+        close(self)
+
+    monkeypatch.setattr(Writer, "close", signalled)
+    caplog.clear()
+    with pytest.raises(kind), Loop(tmp_path / "closing").checkpointer:
+        pass
+    assert caplog.text.count(f"{name}: what is in flight is saved first") == 1
+    assert "next boundary" not in caplog.text
 
 
 def test_the_log_does_not_repeat_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
