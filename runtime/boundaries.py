@@ -280,7 +280,17 @@ class Boundaries:
         last = self._saving.writer.last
         return None if last is None else last.seconds
 
+    def end_workers_by(self, end: float) -> None:
+        """From here on no worker of the loader is waited for longer than until then."""
+        if (loader := self._job.loader) is not None and loader.listener is self:
+            loader.workers_end_by = end
+
     # What the loader and the hooks call
+
+    def on_lost_worker(self) -> None:
+        """A worker has ended while a batch was waited for; where a signal is the reason, this ends training."""
+        if self._preemption.is_asked_soon():
+            self._work.end_without_batches()
 
     def on_seeds_needed(self) -> None:
         """The loader draws an epoch's seeds, one of another make is about to fetch, or an epoch has ended: numbers are

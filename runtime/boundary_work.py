@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
 from checkflow.runtime import extra_state
@@ -67,6 +68,8 @@ class BoundaryWork:
         self._planning_seconds = self._no_cost_seconds = 0.0  # held for planning; of these, for what is done once
         # All state at a boundary that was not captured, and its version counters, in case it is the last one.
         self._passed: tuple[TrainingState | None, list[int]] = None, []
+        # Likewise everything else, where the loader starts workers next: they may be lost to a signal.
+        self._passed_extra: Callable[[], bytes] | None = None
 
     @property
     def execution(self) -> Execution:
@@ -136,6 +139,7 @@ class BoundaryWork:
         if not due:
             state = self._job.walk.current()
             self._passed = state, _versions(state)
+            self._passed_extra = self._extra_before_workers(epoch_end=epoch_end)
         if due:
             self._clock.shift(self._capture(epoch_end))
         self._pace.left()
@@ -167,6 +171,15 @@ class BoundaryWork:
         if idle and self.captured_iteration == self.iteration and self._preemption.begin_ending():
             self.end()
 
+    def end_without_batches(self) -> NoReturn:
+        """Training is asked to end, and there are no workers any more that would bring it to a further boundary: end at
+        the last one, which is saved if no iteration has begun since; what has begun is done again."""
+        self._preemption.begin_ending()
+        extra = self._passed_extra
+        if self.captured_iteration != self.iteration and extra is not None:
+            self.capture_passed(extra)
+        self.end()
+
     def end(self) -> NoReturn:
         """Wait until storage has what was captured, and end training here."""
         self.execution.finish()
@@ -179,8 +192,12 @@ class BoundaryWork:
             self._preemption.end(f"training ends at step {self.iteration}, which is saved")
         self._preemption.end("training ends before its first step")
 
-    def capture_passed(self) -> None:
-        """Capture the last boundary, which was not, if the state is still what it was there."""
+    def capture_passed(self, extra: Callable[[], bytes] | None = None) -> None:
+        """Capture the last boundary, which was not, if the state is still what it was there.
+
+        Args:
+            extra: what else was there; None: as it is now.
+        """
         if self.execution.stepped or self.began:
             return
         self._pace.is_due(self.iteration, demanded=True)  # what is demanded, storage is to take, too
@@ -193,20 +210,31 @@ class BoundaryWork:
             self.execution.follow()
             self.execution.hooks.reset()  # what ran since (an evaluation) is no part of the iteration to come
             self.execution.heed(self._saving.writer)
-            self._clock.shift(self._capture(epoch_end=False))
+            self._clock.shift(self._capture(epoch_end=False, extra=extra))
 
-    def _capture(self, epoch_end: bool) -> float:
+    def _capture(self, epoch_end: bool, extra: Callable[[], bytes] | None = None) -> float:
         """Capture this boundary; returns the seconds waited for storage and buffers."""
         # The first capture tells whether the job can be checkpointed at all; later ones must not end it.
         with self.execution.surviving() if self._saving.captures else contextlib.nullcontext():
             self._place.tell_unplanned()
-            waited_seconds = self._begin(epoch_end)
+            waited_seconds = self._begin(epoch_end, extra or self._extra())
             if self._place.quiet:
                 self.execution.capturer.finish()
             return waited_seconds
         return 0.0
 
-    def _begin(self, epoch_end: bool) -> float:
+    def _extra_before_workers(self, *, epoch_end: bool) -> Callable[[], bytes] | None:
+        """What lies beside the state; None: the loader starts no workers before the next batch, as far as is known."""
+        loader = self._job.loader
+        if loader is None or loader.shield is None or not (epoch_end or loader.exhausted):
+            return None
+        try:
+            return self._extra()
+        except Exception:  # noqa: BLE001 - it is for a rare case only: where it is captured, it is said
+            return None
+
+    def _extra(self) -> Callable[[], bytes]:
+        """What lies beside the state, as it is now."""
         job = capture_extra(self._job.walk, self._job.optimizers, self._job.objects)
         known = {"iteration": self.iteration, **self._progress.capture(), "job": job}
         generators = known.pop("generators")  # copies: they wait for the writer
@@ -215,6 +243,9 @@ class BoundaryWork:
         def extra() -> bytes:
             return extra_state.with_entry(encoded, "generators", compact_generators(generators))
 
+        return extra
+
+    def _begin(self, epoch_end: bool, extra: Callable[[], bytes]) -> float:
         info = {"epoch": self._progress.epoch, EPOCH_END: epoch_end, "created": round(time.time(), 3)}
         waited_seconds = self._saving.begin(self.execution, self.iteration, extra, info, durable=self._pace.durable)
         self._pace.captured(self.iteration)

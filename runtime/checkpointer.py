@@ -37,6 +37,7 @@ from checkflow.runtime.checkpointer_arguments import (
 from checkflow.runtime.job import Job
 from checkflow.runtime.last_resort import show_lines
 from checkflow.runtime.live_state import Stateful, StateWalk
+from checkflow.runtime.lost_workers import tells_of_lost_worker
 from checkflow.runtime.reporting import start_line
 from checkflow.runtime.resumable import ResumableLoader
 from checkflow.runtime.retention import Rules
@@ -390,8 +391,12 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        lost = tells_of_lost_worker(error) and self._preemption.is_asked_soon()
         try:
             if kind is None and not self._held.closed:
                 self._boundaries.end_training()
         finally:
             self._close(raising=kind is None)
+        if lost:
+            logger.warning("%s: of the signal that has asked the job to end, which ends where it is", error)
+            self._preemption.end_late()

@@ -123,6 +123,7 @@ class ForeignLoader(ResumableLoader):
 
     def end_workers(self) -> None:
         """End workers that persist; iterating starts new ones."""
+        self._end_workers_in_time()
         if isinstance(self.loader, TorchDataLoader):
             self.loader._iterator = None
 
@@ -166,6 +167,9 @@ class _Rest(Iterator[Any]):
         self._told = False
         self._failed = False  # the last fetch
         self._broken = False
+
+    def __del__(self) -> None:  # before torch's iterator, which would wait for each worker
+        self._loader._end_workers_in_time()
 
     def __next__(self) -> Any:
         loader = self._loader

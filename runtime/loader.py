@@ -253,7 +253,7 @@ class DataLoader(ResumableLoader):
     def _batches(self) -> Iterator[Any]:
         """What the feed's steps become."""
         if self.num_workers or self._loader.pin_memory:
-            return iter(self._loader)
+            return self._note_workers(iter(self._loader))
         return made_here(self._feed, self._caught)
 
     def _end(self, dropped: int, repeated: int) -> None:
@@ -288,6 +288,7 @@ class DataLoader(ResumableLoader):
         They end at once as long as torch's iterator goes by itself. Where the collector takes it with a cycle of
         references it takes its queues first, no worker hears of the end, and each costs torch's five seconds.
         """
+        self._end_workers_in_time()
         self._loader._iterator = None
 
     def state_at(self, epoch: int, position: int) -> dict[str, Any]:
@@ -330,6 +331,9 @@ class _Rest(Iterator[Any]):
     def __init__(self, loader: DataLoader, batches: Iterator[Any], *, told: bool) -> None:
         self._loader, self._feed, self._batches, self._told = loader, loader._feed, batches, told
         self._broken = False  # by an error
+
+    def __del__(self) -> None:  # before torch's iterator, which would wait for each worker
+        self._loader._end_workers_in_time()
 
     def __next__(self) -> Any:
         if self._broken:

@@ -51,6 +51,7 @@ HEEDED = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU", "SIGQUIT")
 ECHO_SECONDS = 1.0
 CTRL_C_ECHO_SECONDS = 0.2
 MOMENT_SECONDS = 0.5  # from a signal to its handler, where the main thread runs Python
+_LOOK_SECONDS = 0.01
 
 _AT_BOUNDARY = "training ends at its next boundary, and is saved there"
 _SAVED_FIRST = "what is in flight is saved first"
@@ -69,6 +70,9 @@ class Training(Protocol):
 
     def persist_seconds(self) -> float | None:
         """How long the last commit took."""
+
+    def end_workers_by(self, end: float) -> None:
+        """From here on no worker is waited for longer than until then, as time.monotonic() has it."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,13 @@ class Preemption:
     def begin_ending(self) -> bool:
         """At a boundary, or before closing: whether to end; from here on the training thread is not interrupted."""
         self._saving = self._saving or self.asked
+        return self.asked
+
+    def is_asked_soon(self) -> bool:
+        """Whether training is to end: what has killed another process of the job may be about to come here."""
+        end = time.monotonic() + MOMENT_SECONDS
+        while not self.asked and time.monotonic() < end:
+            time.sleep(_LOOK_SECONDS)
         return self.asked
 
     def end(self, what: str) -> NoReturn:
@@ -242,6 +253,8 @@ class Preemption:
         """What ends training. A Ctrl-C is over with it: a notebook goes on with its next cell."""
         if self.preempted:
             self._raised = True
+            if self._training is not None:
+                self._training.end_workers_by(self._grace_begun() + self._grace_seconds)
             return Preempted(self._name())
         self._first.pop(signal.SIGINT, None)
         self._begun.pop(signal.SIGINT, None)

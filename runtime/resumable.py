@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import reprlib
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from checkflow.errors import MismatchError, UnsupportedError
 from checkflow.runtime.accelerating import told_to_accelerate
+from checkflow.runtime.lost_workers import end_at_once, has_workers, tells_of_lost_worker
 from checkflow.runtime.torch_view import torch_view
 from checkflow.runtime.worker_signals import WorkerShield
 
@@ -29,6 +31,10 @@ class LoaderListener(Protocol):
     def on_batch_handed(self, batch: Any) -> None:
         """A batch is about to be handed out."""
 
+    def on_lost_worker(self) -> None:
+        """A worker has ended while a batch was waited for, and an error is about to tell: where a signal that asks the
+        job to end is the reason, this ends it instead."""
+
     def on_fetching_ahead(self) -> None:
         """From here on batches may be fetched ahead of the steps that use them."""
 
@@ -42,6 +48,8 @@ class ResumableLoader(abc.ABC):
         listener: told of all that is handed out.
         epochs_counted_elsewhere: by ``Checkpointer.epochs``: to iterate twice in one is a mistake then.
         shield: of its workers, against signals; None: it has none.
+        workers_end_by: when the job ends, of a signal, as time.monotonic() has it: busy workers are not waited for;
+            None: it goes on, or ends as it likes.
         remainder: how many samples were added to fill the last batch, for Accelerate.
     """
 
@@ -51,6 +59,8 @@ class ResumableLoader(abc.ABC):
         self.listener: LoaderListener | None = None
         self.epochs_counted_elsewhere = False
         self.shield = shield
+        self.workers_end_by: float | None = None
+        self._started: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's iterators that have workers
         self._epoch = self._handed = 0
         self._fresh = True  # the epoch was set, and not iterated since
         self._pass = 0  # counts iterations and changes of the place: an iteration begun before the last is over
@@ -134,6 +144,7 @@ class ResumableLoader(abc.ABC):
         """A job begins, or goes on, with this loader."""
         self.listener, self._followed = listener, True
         self.epochs_counted_elsewhere = False  # unless this job calls epochs(), too
+        self.workers_end_by = None
 
     def begin_anew(self) -> None:
         """A job that has nothing to go on from begins: what an earlier one left of its run is forgotten.
@@ -201,6 +212,19 @@ class ResumableLoader(abc.ABC):
     def _tell_handed(self, batch: Any) -> None:
         if self.listener is not None:
             self.listener.on_batch_handed(batch)
+
+    def _note_workers(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        if has_workers(iterator):
+            self._started.add(iterator)
+        return iterator
+
+    def _end_workers_in_time(self) -> None:
+        """If the job has little time; otherwise torch ends them when it is done with them."""
+        if self.workers_end_by is None:
+            return
+        if self.shield is not None:
+            self.shield.lower()
+        end_at_once(tuple(self._started), self.workers_end_by)
 
     @abc.abstractmethod
     def end_workers(self) -> None:
@@ -293,10 +317,14 @@ class _Iteration(Iterator[Any]):
                 "this iteration of the loader cannot go on: another one began since, or the epoch was set, and there "
                 "is one place in an epoch; use a loader for each of two loops that run at once"
             )
-        if self._rest is None:
-            self._rest = self._loader._rest_of_epoch()
         try:
+            if self._rest is None:
+                self._rest = self._loader._rest_of_epoch()
             return next(self._rest)
+        except RuntimeError as error:
+            if self._loader.listener is not None and tells_of_lost_worker(error):
+                self._loader.listener.on_lost_worker()
+            raise
         except StopIteration:
             self._ended = True
             if self._loader.listener is not None:

@@ -91,11 +91,11 @@ class SkippingLoader(ForeignLoader):
         """Start a pass, and fetch its first batch."""
         self._announce(epoch)
         self.end_workers()  # torch draws a base seed when workers start: for each epoch, as where the job resumes
-        iterator = iter(self.loader)
+        iterator = self._note_workers(iter(self.loader))
         first = _first_of(iterator)
         if first is END and self._starts_over and self._made:  # others start over by themselves
             self.loader.reset()  # type: ignore[attr-defined]
-            iterator = iter(self.loader)
+            iterator = self._note_workers(iter(self.loader))
             first = _first_of(iterator)
         self._first = [first]
         self._made += 1

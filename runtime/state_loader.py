@@ -106,7 +106,7 @@ class StateLoader(ForeignLoader):
         self._announce(self._epoch)
         with drawing_from(again):
             self._running, self._fetched = (self._epoch, self._begin_now()), 0
-            iterator = iter(self.loader)
+            iterator = self._note_workers(iter(self.loader))
             if left is not None and not left.ended:
                 iterator = _OrTheNext(iterator, self.loader)
             if again is not None:
@@ -148,7 +148,7 @@ class StateLoader(ForeignLoader):
         self._announce(at.epoch)
         with self._as_at(at.begin):  # what is drawn in setting up is drawn as it was then
             self._load(at)
-            iterator = iter(self.loader)
+            iterator = self._note_workers(iter(self.loader))
         if self._draws_late:
             for generator, state in zip(self._own, at.own, strict=True):
                 generator.set_state(state)
