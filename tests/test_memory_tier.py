@@ -332,7 +332,7 @@ def test_a_layout_that_is_damaged_leaves_what_storage_has(tmp_path: Path, caplog
 
 
 def test_a_full_disk_keeps_what_memory_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = killed(tmp_path)
+    directory = killed(tmp_path, stored=6)
     folder = folder_of(directory)
     with monkeypatch.context() as patched:
         commit = Store.commit
@@ -378,7 +378,7 @@ def test_a_job_that_is_to_begin_anew_is_told(tmp_path: Path) -> None:
 
 
 def test_going_back_to_a_step_that_memory_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = killed(tmp_path, options={"host_buffers": 5})
+    directory = killed(tmp_path, stored=6, options={"host_buffers": 5})
     assert {5, 7} <= set(kept_in(directory))
     committed: list[int] = []
     commit = Store.commit
