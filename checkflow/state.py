@@ -99,7 +99,8 @@ def _have_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Have torch's hooks run around the step of an optimizer that did not call ``Optimizer.__init__``, which sees to
     that. Not by its class, as there: others of it need not have what the hooks look for."""
     step = optimizer.step
-    if getattr(step, "hooked", False):
+    # Optimizer.__init__ has hooked the class's step: what the user put in its place, on this one, calls that or not.
+    if getattr(type(optimizer).step, "hooked", False) or getattr(step, "hooked", False):
         return
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         if hooks not in vars(optimizer):

@@ -256,7 +256,8 @@ class Whereabouts:
         return hook
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
-        refuse_closure(type(optimizer).__name__, (*arguments[1:], *keywords.values()))
+        if id(optimizer) in self._optimizers:  # of others nothing is saved: they may step as they like
+            refuse_closure(type(optimizer).__name__, (*arguments[1:], *keywords.values()))
         self._phase = "optimizer"
         if (function := compiled_function()) is not None:
             self.compiled.add(f"{function}()")

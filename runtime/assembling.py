@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from checkflow import plan as plans
+from checkflow.errors import CheckflowError
 from checkflow.handover import Planner
 from checkflow.plan import Plan
 from checkflow.runtime import fit, holdings, job_arguments
@@ -24,6 +25,7 @@ from checkflow.runtime.boundaries import Boundaries
 from checkflow.runtime.checkpointer_arguments import Arguments
 from checkflow.runtime.job import Job
 from checkflow.runtime.memory_tier import NOTHING
+from checkflow.runtime.opening import glance, step_name
 from checkflow.runtime.plan_cache import PlanCache
 from checkflow.runtime.planning import Planning
 from checkflow.runtime.preemption import Preemption
@@ -126,7 +128,7 @@ def assemble(
         saving = Saving(
             store, device, each=asked.every is not None or asked.every_seconds is not None,
             host_buffers=arguments.host_buffers, audit=arguments.audit,
-            base=NOTHING if resumed_from is None else resumed_from,
+            base=_base(store, resumed_from),
         )  # fmt: skip
         undo.callback(saving.close)
         boundaries = Boundaries(
@@ -141,6 +143,16 @@ def assemble(
         )  # fmt: skip
         undo.pop_all()
     return Parts(progress, preemption, store, saving, boundaries, reporter, resumed_from)
+
+
+def _base(store: Store, step: int | None) -> tuple[int, str]:
+    """The step that the job goes on from, and the run that made it."""
+    if step is None:
+        return NOTHING, ""
+    try:
+        return step, glance(store.directory / step_name(step), shared=False).run_id
+    except CheckflowError:  # it was there a moment ago
+        return step, ""
 
 
 def _resume(store: Store, mode: str | int, job: Job, progress: Progress, plan: Plan | None) -> tuple[int | None, bool]:

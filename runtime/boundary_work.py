@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from checkflow.runtime import extra_state
 from checkflow.runtime.execution import Execution
+from checkflow.runtime.interrupts import raised_by_handler
 from checkflow.runtime.job import Job
 from checkflow.runtime.live_state import capture_extra, compact_generators, versions_of
 from checkflow.runtime.pace import Pace
@@ -226,12 +227,14 @@ class BoundaryWork:
     def _extra_before_workers(self, *, epoch_end: bool) -> Callable[[], bytes] | None:
         """What lies beside the state; None: the loader starts no workers before the next batch, as far as is known."""
         loader = self._job.loader
-        if loader is None or loader.shield is None or not (epoch_end or loader.exhausted):
+        if loader is None or loader.shield is None or not (epoch_end or loader.exhausted or loader.position == 0):
             return None
         try:
             return self._extra()
-        except Exception:  # noqa: BLE001 - it is for a rare case only: where it is captured, it is said
-            return None
+        except Exception as error:
+            if raised_by_handler(error):  # it is training's
+                raise
+            return None  # it is for a rare case only: where it is captured, it is said
 
     def _extra(self) -> Callable[[], bytes]:
         """What lies beside the state, as it is now."""

@@ -241,7 +241,8 @@ class Checkpointer:
         """The turns of ``range(stop)`` or ``range(start, stop)`` from where the last run stopped, for loops without
         epochs. They are counted over the whole job: one loop for all of them.
 
-        Each number is handed out once, as by ``range``, and is usually an iteration. A turn in which no optimizer
+        Each number is handed out once, as by ``range``, and is usually an iteration (where a turn ends several, by
+        ``step()`` or by what it fetches from the loader, as many numbers are passed over). A turn in which no optimizer
         steps (gradients are accumulated, a scaler or the loop skips the step) is none: it belongs to the iteration that
         ends with the next step, since its gradients are in no checkpoint, and ``iteration`` does not count it. A resume
         goes on with the number after the last turn that ended a saved iteration, and so does such turns again.
@@ -256,6 +257,7 @@ class Checkpointer:
         progress = self._progress
         done = max(progress.turns, progress.turn)
         self._tell_nothing_left(done, numbers, "steps")
+        without, longest = 0, 0  # turns in which no optimizer steps, in a row: now, and at most
         while done < len(numbers):
             progress.turn = done
             progress.restore_generators()
@@ -267,7 +269,11 @@ class Checkpointer:
                 raise
             finally:
                 self._loops -= 1
-            boundaries.end_step(last=done + 1 >= len(numbers))
+            before = self.iteration
+            # After so many more turns without a step training may end: the boundary before them is to be saved.
+            boundaries.end_step(last=done + 1 + longest >= len(numbers))
+            without = without + 1 if self.iteration == before else 0
+            longest = max(longest, without)
             done = max(done + 1, progress.turns)  # of which several end in one where that calls step() as often
             progress.turn = done
         boundaries.in_steps = False
@@ -391,8 +397,9 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        lost = tells_of_lost_worker(error) and self._preemption.is_asked_soon()
+        lost = False
         try:
+            lost = tells_of_lost_worker(error) and self._preemption.is_asked_soon()
             if kind is None and not self._held.closed:
                 self._boundaries.end_training()
         finally:

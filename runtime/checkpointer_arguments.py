@@ -118,7 +118,10 @@ def read_asked(overhead: object, every: object, mtbf: object) -> Asked:
 
 def _read_time(name: str, text: str) -> float:
     try:
-        return parse_seconds(text)
+        seconds = parse_seconds(text)
+        if not seconds <= threading.TIMEOUT_MAX:
+            raise ValueError(f"{name}: {reprlib.repr(text)} is more than {threading.TIMEOUT_MAX:.3g} seconds")
+        return seconds
     except CheckflowError as error:
         raise ValueError(f"{name}: {error}") from None
 

@@ -51,6 +51,8 @@ def _taken_from_torch(iterator: Any) -> list[Any]:
         iterator._worker_pids_set = False
     if hasattr(iterator, "_pin_memory_thread_done_event"):
         iterator._pin_memory_thread_done_event.set()
+        iterator._worker_result_queue.put((None, None))  # it may be waiting there, and must not pin at the exit
+        iterator._pin_memory_thread.join(POLITE_SECONDS)
     for queue in getattr(iterator, "_index_queues", ()):
         queue.cancel_join_thread()
         queue.close()

@@ -57,7 +57,7 @@ MOST_BYTES = 1 << 16  # of each of these
 SHARE = 0.5  # of what is free in shared memory, at most
 NOTHING = -1  # in the place of a step, where storage has none
 _SMALL_BYTES = 1 << 20  # of extra state: no more than what is always there
-_PIECE_BYTES = 1 << 26  # allocated at once: a signal undoes what one call has done, and it begins anew
+PIECE_BYTES = 1 << 26  # asked of the system at once: a signal undoes what one call has done, or waits for its end
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _AGAIN = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -124,7 +124,8 @@ class Life:
 
     __pydantic_config__ = STRICT
     run_id: str
-    base: Stored = NOTHING  # that it went on from
+    base: Stored = NOTHING  # that it went on from, and whose run made that
+    base_run: str = ""
     durable: Stored = NOTHING  # the newest that it knows to be on storage
 
 
@@ -197,6 +198,8 @@ class MemoryTier:
         Args:
             node: the NUMA node that they are to lie on, if that matters.
         """
+        if os.getpid() != self._pid:  # a forked child: what is beside the checkpoints is its parent's
+            return None
         self.close()
         try:
             _refuse_too_much(count * size_bytes)
@@ -301,15 +304,16 @@ class MemoryTier:
         if os.getpid() != self._pid:  # a forked child, which may give nothing back
             return
         with self._mutex:
-            if leave and self._path is not None and self._marks_it():
+            marked = self._marked() if self._path is not None else None
+            if leave and self._path is not None and marked in (None, self._token):  # None: storage may be away
                 newest = self.newest()
                 for index, memory in enumerate(self._memories):
                     if self.step_of(index) != newest:
                         self.forget(index)
                         _give_pages_back(memory)
             elif self._path is not None:
-                with contextlib.suppress(OSError):
-                    if self._marks_it():
+                if marked == self._token:  # otherwise the directory is another one by now
+                    with contextlib.suppress(OSError):
                         os.unlink(self._directory / MARK)
                 for memory in self._memories:
                     _give_pages_back(memory)
@@ -334,12 +338,12 @@ class MemoryTier:
         assert self._folder is not None
         return self._folder
 
-    def _marks_it(self) -> bool:
-        """Whether the mark beside the checkpoints is of this folder: the directory may be another one by now."""
+    def _marked(self) -> str | None:
+        """The token beside the checkpoints; None: it cannot be read."""
         try:
-            return MARKS.validate_json(read_regular(self._directory / MARK, MOST_BYTES)).token == self._token
+            return MARKS.validate_json(read_regular(self._directory / MARK, MOST_BYTES)).token
         except (OSError, ValidationError):
-            return False
+            return None
 
     def _open(self) -> None:
         """Make the folder, then say beside the checkpoints which one it is."""
@@ -363,8 +367,8 @@ class MemoryTier:
             memory = mmap.mmap(fd, size_bytes)
             if node is not None:  # before there are pages
                 numa.prefer_node(map_address(memory), size_bytes, node)
-            for begin in range(0, size_bytes, _PIECE_BYTES):  # or a page fault where memory is short would be SIGBUS
-                os.posix_fallocate(fd, begin, min(_PIECE_BYTES, size_bytes - begin))
+            for begin in range(0, size_bytes, PIECE_BYTES):  # or a page fault where memory is short would be SIGBUS
+                os.posix_fallocate(fd, begin, min(PIECE_BYTES, size_bytes - begin))
         finally:
             os.close(fd)
         return memory
@@ -386,7 +390,8 @@ def _give_pages_back(memory: mmap.mmap) -> None:
     """At once: forked children that look at the same file would keep its pages for as long as they live."""
     if hasattr(mmap, "MADV_REMOVE"):
         with contextlib.suppress(OSError, ValueError):
-            memory.madvise(mmap.MADV_REMOVE)
+            for begin in range(0, len(memory), PIECE_BYTES):
+                memory.madvise(mmap.MADV_REMOVE, begin, min(PIECE_BYTES, len(memory) - begin))
 
 
 def _refuse_too_much(size_bytes: int) -> None:
@@ -425,7 +430,8 @@ def remove(path: Path) -> None:
     try:
         with files.folder(str(path)) as folder:
             for name in files.names(folder):
-                files.unlink(name, dir_fd=folder)
+                with contextlib.suppress(FileNotFoundError):  # another process gives it back, too
+                    files.unlink(name, dir_fd=folder)
         os.rmdir(path)
     except FileNotFoundError:  # the system takes shared memory away when a user logs out (RemoveIPC)
         pass

@@ -14,6 +14,7 @@ from typing import Literal
 
 BETWEEN = 0.25  # of the overhead, for captures that storage does not take
 LEAST_LEFT = 0.5  # of the overhead, for checkpoints, whatever is spent in every iteration
+_MOST_UNITS = 1e15  # more than any job has
 _SLACK = 1e-9  # relative: a quotient that is whole but for rounding is whole
 
 
@@ -231,7 +232,7 @@ def least_waste(unit: int, iteration_seconds: float, stall_seconds: float, mtbf_
 
 def in_iterations(unit: int, iteration_seconds: float, seconds: float) -> int:
     """The multiple of ``unit``, itself or more, that comes nearest to so many seconds of training."""
-    return unit * max(1, round(seconds / (unit * iteration_seconds)))
+    return unit * max(1, round(min(seconds / (unit * iteration_seconds), _MOST_UNITS)))
 
 
 def is_time(since_seconds: float, late_seconds: float, every_seconds: float, interval_seconds: float) -> bool:

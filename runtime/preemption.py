@@ -143,7 +143,10 @@ class Preemption:
         if self._shield is not None:
             self._shield.raise_for(self._before)
         if self._before:
-            wakeup.hear(self._heard)
+            try:
+                wakeup.hear(self._heard)
+            except OSError as error:  # then signals are heard of by their handlers alone
+                logger.debug("signals are not heard of outside of Python: %s", error)
 
     def begin_ending(self) -> bool:
         """At a boundary, or before closing: whether to end; from here on the training thread is not interrupted."""
@@ -222,7 +225,9 @@ class Preemption:
             self._overdue = False
             if not (self._saving or self._raised):  # a boundary may have come meanwhile
                 raise self._exception()
-        elif time.monotonic() - first >= (CTRL_C_ECHO_SECONDS if number == signal.SIGINT else ECHO_SECONDS):
+        elif time.monotonic() - first >= _echo_seconds(number):
+            if number == signal.SIGINT:  # what was asked is done with that
+                raise self._exception()
             _as_before(number, before, frame)
 
     def _ask(self, number: int, before: Any, frame: FrameType | None) -> None:
@@ -348,6 +353,9 @@ class Preemption:
         """The time is over: end the process as the signal would have done."""
         if number == signal.SIGINT:
             return  # whoever pressed it is still there
+        # Of several, one that has a handler of the user's below may end nothing.
+        came = [one for one, _ in sorted(self._begun.items(), key=lambda item: item[1]) if one != signal.SIGINT]
+        number = next((one for one in came if _below(one, self._handler) == signal.SIG_DFL), number)
         over = f"{signal.Signals(number).name}: {format_seconds(self._grace_seconds)} are over"
         if _below(number, self._handler) != signal.SIG_DFL or signal.getsignal(number) != self._handler:
             logger.error("%s, and what is in flight is not saved yet", over)
@@ -356,6 +364,13 @@ class Preemption:
         # signal.signal() is the main thread's alone, and that thread does not answer.
         ctypes.pythonapi.PyOS_setsig(ctypes.c_int(number), ctypes.c_void_p(None))
         os.kill(os.getpid(), number)
+
+
+def _echo_seconds(number: int) -> float:
+    """For how long after a signal the same one is taken for its echo. A launcher passes a Ctrl-C on in its own time."""
+    if number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return CTRL_C_ECHO_SECONDS
+    return ECHO_SECONDS
 
 
 def _boundary_is_expected() -> bool:

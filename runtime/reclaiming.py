@@ -25,7 +25,7 @@ from checkflow.runtime import files, memory_tier, retention
 from checkflow.runtime.digest import Digest, digest_memory
 from checkflow.runtime.layout import Layout, TensorRecord, make_layout
 from checkflow.runtime.left_memory import find_left, is_free, is_ours, read_kept, read_records, words_of
-from checkflow.runtime.manifest import MAX_EXTRA_BYTES, MAX_MANIFEST_BYTES
+from checkflow.runtime.manifest import MAX_EXTRA_BYTES, MAX_MANIFEST_BYTES, MAX_STEP
 from checkflow.runtime.memory import address_of
 from checkflow.runtime.memory_tier import (
     LAYOUTS,
@@ -71,6 +71,7 @@ class _Loaded:
     """A capture that was left, and proved whole as far as its record tells."""
 
     record: Record
+    run_id: str
     layout: Layout
     extra: bytes
     memory: mmap.mmap
@@ -124,10 +125,18 @@ def reclaim(store: Store, mode: str | int) -> Reclaimed:
             f'resume="never", but the run before left step {loaded[0].record.step} of {store.directory} in host '
             f"memory: choose another directory, or delete {path}"
         )
-    steps = sorted(one.record.step for one in loaded)
-    for one in reversed(loaded):
-        _commit(store, path, one)
-    return Reclaimed(tuple(steps), path)
+    steps = []
+    needed = wanted if wanted is not None else max((one.record.step for one in loaded), default=NOTHING)
+    for one in sorted(loaded, key=lambda one: one.record.step != needed):
+        try:
+            _commit(store, path, one)
+        except StorageError as error:
+            if one.record.step == needed:
+                raise
+            logger.warning("%s", error)
+        else:
+            steps.append(one.record.step)
+    return Reclaimed(tuple(sorted(steps)), path)
 
 
 def _folder_of(directory: Path) -> Path | None:
@@ -151,11 +160,11 @@ def _load_all(store: Store, path: Path, wanted: int | None) -> list[_Loaded]:
     storage = _storage(store)
     steps = {step for one in store.checkpoints() if (step := parse_step(one.name)) is not None}
     loaded: list[_Loaded] = []
-    refuted: set[str] = set()  # plans
     with files.folder(str(path)) as folder:
         life = LIVES.validate_json(read_kept(folder, LIFE, MOST_BYTES))
         records = {index: one for index, one in read_records(folder).items() if one.step not in steps}
         stay = _worth_keeping(store, records.values()) if records else frozenset()
+        refuted = {one.plan_digest for index, one in records.items() if one.audited and _is_torn(folder, index, one)}
         for index, record in sorted(records.items(), key=lambda item: -item[1].step):
             try:
                 _refuse_other_life(life, storage)
@@ -163,12 +172,23 @@ def _load_all(store: Store, path: Path, wanted: int | None) -> list[_Loaded]:
                     continue
                 if record.by_plan and record.plan_digest in refuted and not record.audited:
                     raise CorruptCheckpointError("it was captured by a plan that does not fit its job")
-                loaded.append(_load(folder, index, record))
+                loaded.append(_Loaded(record, life.run_id, *_load(folder, index, record)))
             except (CorruptCheckpointError, UnsupportedError, ValidationError) as error:
-                if isinstance(error, _TornError):
-                    refuted.add(record.plan_digest)
                 logger.warning("step %d in host memory is passed over: %s", record.step, words_of(error))
     return loaded
+
+
+def _is_torn(folder: int, index: int, record: Record) -> bool:
+    """Whether an audit refutes a capture, and the plan that made it."""
+    if not record.by_plan:
+        return False
+    try:
+        _load(folder, index, record)
+    except _TornError:
+        return True
+    except (CorruptCheckpointError, UnsupportedError, ValidationError):
+        return False  # told where it is to be taken
+    return False
 
 
 def _storage(store: Store) -> _Storage:
@@ -186,18 +206,19 @@ def _storage(store: Store) -> _Storage:
 def _refuse_other_life(life: Life, storage: _Storage) -> None:
     """Storage must have all that the run knew it to have, and nothing that another run put there since."""
     whole = storage.step >= max(life.durable, life.base)
-    its_own = storage.step in (life.durable, life.base) or storage.run_id == life.run_id
-    if not (whole and its_own):
+    its_own = storage.run_id in ("", life.run_id)  # what cannot be read is for the restore to tell
+    if not (whole and (its_own or (storage.step, storage.run_id) == (life.base, life.base_run))):
         raise CorruptCheckpointError("storage is not what its run left there")
 
 
 def _worth_keeping(store: Store, records: Iterable[Record]) -> frozenset[int]:
+    """What stays for another reason than that it is one of the newest."""
     known = [*store.look(), *(retention.known(one.step, one.info) for one in records)]
-    newest = max((one.step for one in known), default=NOTHING)
-    return retention.kept(store.rules, known, newest)
+    later = [retention.Known(MAX_STEP - number) for number in range(store.rules.keep_latest)]
+    return retention.kept(store.rules, [*known, *later], MAX_STEP)
 
 
-def _load(folder: int, index: int, record: Record) -> _Loaded:
+def _load(folder: int, index: int, record: Record) -> tuple[Layout, bytes, mmap.mmap]:
     """A capture's layout, extra state and bytes.
 
     Raises:
@@ -220,7 +241,7 @@ def _load(folder: int, index: int, record: Record) -> _Loaded:
             kept.rule, address_of(view) + placed.staging_offset, placed.record.size_bytes
         ):
             raise _TornError(f"it is torn: {name} was written before its copy was made")
-    return _Loaded(record, layout, extra, memory)
+    return layout, extra, memory
 
 
 def _map(folder: int, name: str, least_bytes: int) -> mmap.mmap:
@@ -243,7 +264,7 @@ def _commit(store: Store, path: Path, one: _Loaded) -> None:
     try:
         store.commit(
             record.step, one.layout, memoryview(one.memory), one.extra, record.info,
-            ties=record.ties, absent=record.absent, plan_digest=record.plan_digest, retire=False,
+            ties=record.ties, absent=record.absent, plan_digest=record.plan_digest, retire=False, run_id=one.run_id,
         )  # fmt: skip
     except CheckflowError as error:
         raise StorageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import os
 import reprlib
 import weakref
 from collections.abc import Iterator, Mapping
@@ -39,6 +40,11 @@ class LoaderListener(Protocol):
         """From here on batches may be fetched ahead of the steps that use them."""
 
 
+# By loader, torch's iterators of it that have workers: no part of a loader, which may be pickled.
+_started: weakref.WeakKeyDictionary[ResumableLoader, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+os.register_at_fork(after_in_child=_started.clear)  # they are the parent's to end
+
+
 class ResumableLoader(abc.ABC):
     """Iterated once an epoch; each time the rest of it, the whole of it unless a position was restored.
 
@@ -60,7 +66,6 @@ class ResumableLoader(abc.ABC):
         self.epochs_counted_elsewhere = False
         self.shield = shield
         self.workers_end_by: float | None = None
-        self._started: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's iterators that have workers
         self._epoch = self._handed = 0
         self._fresh = True  # the epoch was set, and not iterated since
         self._pass = 0  # counts iterations and changes of the place: an iteration begun before the last is over
@@ -215,7 +220,7 @@ class ResumableLoader(abc.ABC):
 
     def _note_workers(self, iterator: Iterator[Any]) -> Iterator[Any]:
         if has_workers(iterator):
-            self._started.add(iterator)
+            _started.setdefault(self, weakref.WeakSet()).add(iterator)
         return iterator
 
     def _end_workers_in_time(self) -> None:
@@ -224,7 +229,7 @@ class ResumableLoader(abc.ABC):
             return
         if self.shield is not None:
             self.shield.lower()
-        end_at_once(tuple(self._started), self.workers_end_by)
+        end_at_once(tuple(_started.get(self, ())), self.workers_end_by)
 
     @abc.abstractmethod
     def end_workers(self) -> None:

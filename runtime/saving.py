@@ -55,15 +55,16 @@ class Saving:
             the newest one.
         host_buffers: staging buffers.
         audit: of how many captures one is audited; 0: none but the first ones.
-        base: the step that the job went on from.
+        base: the step that the job went on from, and the run that made it.
 
     Raises:
         CheckflowError: the GPU cannot be copied from.
     """
 
     def __init__(
-        self, store: Store, device: torch.device, *, each: bool, host_buffers: int, audit: int, base: int = NOTHING
-    ) -> None:
+        self, store: Store, device: torch.device, *, each: bool, host_buffers: int, audit: int,
+        base: tuple[int, str] = (NOTHING, ""),
+    ) -> None:  # fmt: skip
         self._store, self._each, self._audit_every = store, each, audit
         self.host_buffers = host_buffers
         self.metrics = Metrics(store)
@@ -73,7 +74,7 @@ class Saving:
         with contextlib.ExitStack() as undo:
             self.engine, locking = make_engine(device)
             undo.callback(self.engine.close)
-            self.tier = MemoryTier(store.directory, Life(store.run_id, base))
+            self.tier = MemoryTier(store.directory, Life(store.run_id, *base))
             tier = self.tier if host_buffers > 1 else None  # one buffer is filled or written: it is seldom complete
             self.buffers = StagingBuffers(host_buffers, locking, self._urge, tier)
             undo.callback(self.buffers.close)

@@ -28,12 +28,13 @@ from checkflow.errors import CheckflowError, StorageError
 from checkflow.hardware import format_size
 from checkflow.runtime import numa
 from checkflow.runtime.memory import MADV_WIPEONFORK, map_address
-from checkflow.runtime.memory_tier import MemoryTier
+from checkflow.runtime.memory_tier import PIECE_BYTES, MemoryTier
 
 logger = logging.getLogger("checkflow")
 
 _MADV_POPULATE_WRITE = 23  # of Linux 5.14, and the flags of its mmap: Python has no names for them
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Locking(Protocol):
@@ -125,14 +126,10 @@ class StagingBuffers:
             while not self._free:
                 self._changed.wait()
             buffer = min(self._free, key=self._worth)
-            self._free.remove(buffer)
-        if self._tier is not None:
-            try:
+            if self._tier is not None:
                 self._tier.forget(buffer.index)
-            except BaseException:  # a signal's handler may raise here, too
-                self.give_back(buffer)
-                raise
-        return buffer
+            self._free.remove(buffer)  # last: what a signal's handler raises before it leaves the buffer free
+            return buffer
 
     def _worth(self, buffer: StagingBuffer) -> int:
         """Of a free buffer: the newest capture stays for the next run as long as possible."""
@@ -226,7 +223,8 @@ def _touched(memory: mmap.mmap) -> int:
     middle of training costs more than the copy that meets it."""
     address = map_address(memory)
     try:
-        memory.madvise(_MADV_POPULATE_WRITE)
+        for begin in range(0, len(memory), PIECE_BYTES):  # nothing else runs in Python meanwhile
+            memory.madvise(_MADV_POPULATE_WRITE, begin, min(PIECE_BYTES, len(memory) - begin))
     except (OSError, ValueError):  # an older kernel, or another system
         ctypes.memset(address, 0, len(memory))
     return address
@@ -240,17 +238,18 @@ def _part() -> None:
 
     It may train on under the hooks that it inherited, and is not to write where its parent does.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (
-        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong,
-    )  # fmt: skip
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
     for buffer in list(_apart):
-        libc.mmap(
-            buffer.address, len(buffer.memory), mmap.PROT_READ | mmap.PROT_WRITE,
-            mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE, -1, 0,
-        )  # fmt: skip
+        size_bytes = len(buffer.memory)
+        if _map(buffer.address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _MAP_FAILED:
+            # A system that promises no more memory than it has: not to be touched at all, then.
+            _map(buffer.address, size_bytes, _PROT_NONE, flags, -1, 0)
 
 
 if sys.platform == "linux":  # elsewhere there is no shared memory of this kind
+    _map = ctypes.CDLL(None, use_errno=True).mmap
+    _map.restype = ctypes.c_void_p
+    _map.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong,
+    )  # fmt: skip
     os.register_at_fork(after_in_child=_part)

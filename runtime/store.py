@@ -155,6 +155,7 @@ class Store:
         absent: Sequence[str] = (),
         plan_digest: str = "",
         retire: bool = True,
+        run_id: str | None = None,
     ) -> Path:
         """Write a checkpoint. When this returns, it survives a power cut: it is acknowledged.
 
@@ -170,6 +171,7 @@ class Store:
             absent: names of state that did not exist at this boundary.
             plan_digest: of the plan that ran.
             retire: whether older ones may go then; otherwise with the next commit.
+            run_id: of the run that captured it, if that is another one.
 
         Raises:
             StorageError: it could not be written. What was written of it is removed, earlier checkpoints are untouched,
@@ -182,7 +184,7 @@ class Store:
         plain = manifest.to_info(info)
         described = manifest.Manifest(
             step=step,
-            run_id=self.run_id,
+            run_id=self.run_id if run_id is None else run_id,
             plan_digest=plan_digest,
             world_size=1,
             files={},

@@ -45,11 +45,15 @@ class _Ear:
 
     def open(self) -> None:
         """In the main thread."""
-        self._thread.start()
         self._before = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         if self._before >= 0:
             # Of our own: its owner may close it meanwhile, and the number would be another file's.
-            self._forward = os.dup(self._before)
+            try:
+                self._forward = os.dup(self._before)
+            except OSError:
+                self._put_back(self._before)
+                raise
+        self._thread.start()
 
     @property
     def is_set(self) -> bool:
@@ -61,11 +65,14 @@ class _Ear:
 
     def close(self) -> None:
         """In the main thread: put back what was there before; once more is harmless."""
+        if self._write.fileno() < 0:  # a handler has been here meanwhile
+            return
         self._put_back()
         if self._thread.is_alive():
             self._write.setblocking(True)
             self._write.send(_END)
             self._thread.join()
+        if self._write.fileno() >= 0:
             self._write.setblocking(False)
         if self._replaced:  # who has done so may put it back: its number must not be another file's by then
             self._read.detach()
@@ -77,14 +84,18 @@ class _Ear:
         self._put_back()
         self._drop()
 
-    def _put_back(self) -> None:
+    def _put_back(self, before: int | None = None) -> None:
         if self._replaced is not None:
             return
         found = signal.set_wakeup_fd(-1)
-        self._replaced = found >= 0 and found != self._write.fileno()
+        ours = found == self._write.fileno()
+        self._replaced = found >= 0 and not ours
         if self._replaced:
             _set(found, warn=True)
-        elif self._forward >= 0 and _same(self._before, self._forward):
+        elif before is not None:
+            _set(before, warn=True)
+        elif ours and self._forward >= 0 and _same(self._before, self._forward):
+            # Not where somebody took ours away: the one before may be closed soon, without being taken away again.
             _set(self._before, warn=True)
 
     def _drop(self) -> None:
@@ -97,7 +108,9 @@ class _Ear:
     def _listen(self) -> None:
         while True:
             heard, ancillary, _, _ = self._read.recvmsg(_READ_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
-            if _KNOWS_SENDER and (not ancillary or _CREDENTIALS.unpack(ancillary[0][2])[0] != self._process):
+            if not heard:  # nobody can write any more
+                return
+            if ancillary and _CREDENTIALS.unpack(ancillary[0][2])[0] != self._process:
                 continue
             numbers = heard.removesuffix(_END)
             if self._forward >= 0 and numbers:
@@ -111,11 +124,16 @@ class _Ear:
 
 
 def hear(listener: Listener) -> None:
-    """In the main thread: have it called, in another one, with the number of every signal that has a handler."""
+    """In the main thread: have it called, in another one, with the number of every signal that has a handler.
+
+    Raises:
+        OSError: there are no descriptors left for it.
+    """
     _listeners.append(listener)
     if not any(ear.is_set for ear in _ears):
-        _ears.append(_Ear())
-        _ears[-1].open()
+        ear = _Ear()
+        ear.open()
+        _ears.append(ear)
 
 
 def cease(listener: Listener) -> None:

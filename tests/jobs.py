@@ -110,7 +110,7 @@ def run(job: Job) -> None:
     plan = make_plan(interval=job.interval)  # in any case: it draws numbers
     with Checkpointer(
         model, optimizer, loader, directory=job.directory / "checkpoints", plan=None if job.planless else plan,
-        state={"scheduler": scheduler}, every=job.every, audit=1, **{"grace_seconds": GRACE_SECONDS, **job.options},
+        state={"scheduler": scheduler}, every=job.every, **{"grace_seconds": GRACE_SECONDS, "audit": 1, **job.options},
     ) as checkpointer:  # fmt: skip
         for epoch in checkpointer.epochs(EPOCHS):
             model.train()

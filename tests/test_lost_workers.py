@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable
@@ -147,3 +148,12 @@ def test_one_that_is_lost_in_the_middle_of_an_iteration(signalled: bool, tmp_pat
                 raise RuntimeError(LOST)
             iterate()
     assert steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_loader_can_be_pickled(wrapped: bool) -> None:
+    """For torch.multiprocessing.spawn, say."""
+    data = torch.arange(8)
+    loader: Any = resumable(TorchDataLoader(data, 2)) if wrapped else DataLoader(data, 2)  # type: ignore[arg-type]
+    assert len(list(loader)) == 4
+    assert type(pickle.loads(pickle.dumps(loader))) is type(loader)

@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from waiting import wait_for
 
 from checkflow.cli import main
 from checkflow.errors import ConsistencyError, CorruptCheckpointError, LockedError, MismatchError, StorageError
-from checkflow.runtime import left_memory, memory_tier, reclaiming
+from checkflow.runtime import left_memory, memory_tier, reclaiming, saving
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.finding import find
 from checkflow.runtime.frequency import Controller
@@ -50,6 +51,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def own_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Shared memory without others' folders in it, for what gives those back."""
+    folder = Path(tempfile.mkdtemp(prefix="checkflow-test-", dir=memory_tier.ROOT))
+    monkeypatch.setattr(memory_tier, "ROOT", folder)
+    yield folder
+    shutil.rmtree(folder)
+
+
 @dataclass(frozen=True)
 class Death:
     """A job that dies; at the end of an iteration it waits until memory has the boundary before that."""
@@ -57,6 +67,7 @@ class Death:
     job: jobs.Job
     breaks: str = ""
     stored: int | None = None  # what storage has by then
+    root: Path = memory_tier.ROOT
 
 
 def rarely() -> None:
@@ -68,6 +79,7 @@ def rarely() -> None:
 def die(death: Death) -> None:
     """In a process of its own."""
     rarely()
+    memory_tier.ROOT = death.root
     at = jobs.Killer.at
     checkpoints = death.job.directory / "checkpoints"
 
@@ -96,12 +108,12 @@ def full_disk() -> None:
     Store.commit = fail  # type: ignore[method-assign]
 
 
-def tear() -> None:
+def tear(step: int = 7) -> None:
     """What was staged is changed before the record of it is made: what a write too early would do."""
     keep = MemoryTier.keep
 
     def torn(self: MemoryTier, capture: Any, *rest: Any) -> None:
-        if capture.step == 7:
+        if capture.step == step:
             placed = max(capture.layout.tensors.values(), key=lambda one: one.record.size_bytes)
             view = capture.buffer.view
             view[placed.staging_offset] ^= 1
@@ -110,7 +122,13 @@ def tear() -> None:
     MemoryTier.keep = torn  # type: ignore[method-assign]
 
 
-BREAKS: dict[str, Callable[[], None]] = {"full": full_disk, "torn": tear}
+def tear_the_audited() -> None:
+    """The first capture is audited, and torn; those that follow are neither looked at."""
+    saving.FIRST_AUDITS = 1
+    tear(1)
+
+
+BREAKS: dict[str, Callable[[], None]] = {"full": full_disk, "torn": tear, "audited": tear_the_audited}
 
 
 def folders() -> set[Path]:
@@ -158,7 +176,7 @@ def killed(
 ) -> Path:
     """The directory of the checkpoints of a job that died: with seven iterations finished, and the eighth stepped."""
     one = jobs.Job(tmp_path, kill=kill, every=None, **job)
-    assert jobs.in_a_process(die, Death(one, breaks, stored)) == -signal.SIGKILL
+    assert jobs.in_a_process(die, Death(one, breaks, stored, memory_tier.ROOT)) == -signal.SIGKILL
     return tmp_path / "checkpoints"
 
 
@@ -298,6 +316,19 @@ def test_torn_bytes_are_passed_over_for_the_next_older(tmp_path: Path, caplog: p
     assert "step 7 in host memory is passed over: it is torn" in caplog.text
 
 
+def test_a_plan_that_an_audit_refutes_is_trusted_with_no_other_capture(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = killed(
+        tmp_path, kill=("after step", 0, 3), breaks="audited", options={"host_buffers": 5, "audit": 0}
+    )  # fmt: skip
+    assert {1, 2, 3} <= set(kept_in(directory))
+    with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
+        assert checkpointer.resumed_from is None
+    assert "step 3 in host memory is passed over: it was captured by a plan that does not fit its job" in caplog.text
+    assert "step 1 in host memory is passed over: it is torn" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
@@ -347,6 +378,51 @@ def test_a_full_disk_keeps_what_memory_has(tmp_path: Path, monkeypatch: pytest.M
     assert folder.is_dir()
     with resume(directory) as checkpointer:
         assert checkpointer.resumed_from == 7
+
+
+def test_what_was_saved_of_it_does_not_keep_the_rest_from_being_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start that saved one of two captures died then: the next one takes the other, too."""
+    directory = killed(tmp_path, stored=6, options={"host_buffers": 5})
+    committed: list[int] = []
+    commit = Store.commit
+
+    def once(self: Store, step: int, *rest: Any, **more: Any) -> Path:
+        if committed:
+            raise KeyboardInterrupt
+        committed.append(step)
+        return commit(self, step, *rest, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "commit", once)
+        with pytest.raises(KeyboardInterrupt):
+            resume(directory, resume=5)
+    assert committed == [5]
+    with resume(directory) as checkpointer:
+        assert checkpointer.resumed_from == 7
+
+
+def test_storage_that_is_away_at_the_end_gives_nothing_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a disk that fails, or that is no longer mounted: neither checkpoints nor the mark can be reached."""
+    monkeypatch.setattr(Store, "commit", Store.commit)
+    read = memory_tier.read_regular
+
+    def away(path: Path, most_bytes: int) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    full_disk()
+    with caplog.at_level(logging.WARNING, "checkflow"), resume(tmp_path, every=1) as checkpointer:
+        for _ in checkpointer.epochs(2):
+            train(checkpointer)
+        monkeypatch.setattr(memory_tier, "read_regular", away)
+    assert "stays in this machine's memory" in caplog.text
+    monkeypatch.undo()
+    assert memory_tier.read_regular is read
+    with resume(tmp_path) as checkpointer:
+        assert checkpointer.resumed_from == 2 * PER_EPOCH
 
 
 def test_a_last_checkpoint_that_failed_stays_in_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -462,7 +538,7 @@ def test_a_damaged_mark_is_passed_over(tmp_path: Path, caplog: pytest.LogCapture
 
 
 def test_the_memory_of_a_dead_job_that_nobody_goes_on_from_is_given_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, own_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun_anew, gone, waiting = (killed(tmp_path / name) for name in ("one", "two", "three"))
     unmarked, missing, kept = folder_of(begun_anew), folder_of(gone), folder_of(waiting)
@@ -486,7 +562,9 @@ def test_the_memory_of_a_dead_job_that_nobody_goes_on_from_is_given_back(
         assert kept.is_dir()
 
 
-def test_a_directory_that_was_moved_takes_its_own_however_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_was_moved_takes_its_own_however_old(
+    tmp_path: Path, own_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reclaiming, "_YOUNG_SECONDS", 0.0)
     monkeypatch.setattr(reclaiming, "_OLD_SECONDS", 0.0)
     killed(tmp_path).rename(tmp_path / "moved")
@@ -508,7 +586,7 @@ def test_storage_that_was_set_back_counts(tmp_path: Path, caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize(
-    ("base", "durable", "step", "run", "taken"),
+    ("base", "durable", "step", "run", "taken"),  # the base was another one's
     [
         (NOTHING, NOTHING, NOTHING, "", True),  # it died before its first checkpoint
         (NOTHING, NOTHING, 4, "its", True),  # or just behind it
@@ -518,6 +596,8 @@ def test_storage_that_was_set_back_counts(tmp_path: Path, caplog: pytest.LogCapt
         (NOTHING, 4, NOTHING, "", False),  # emptied
         (NOTHING, 8, 4, "its", False),  # set back
         (4, NOTHING, 4, "another", True),  # it went on from there
+        (4, NOTHING, 4, "a third", False),  # which put its own there
+        (NOTHING, 4, 4, "another", False),
         (4, NOTHING, 3, "another", False),
         (4, NOTHING, 5, "another", False),  # as another one has since
         (4, 6, 6, "its", True),
@@ -527,7 +607,8 @@ def test_storage_that_was_set_back_counts(tmp_path: Path, caplog: pytest.LogCapt
 )
 def test_whose_storage_it_is(base: int, durable: int, step: int, run: str, taken: bool) -> None:
     with contextlib.nullcontext() if taken else pytest.raises(CorruptCheckpointError):
-        reclaiming._refuse_other_life(Life("its", base, durable), reclaiming._Storage(step, run))
+        life = Life("its", base, "" if base == NOTHING else "another", durable)
+        reclaiming._refuse_other_life(life, reclaiming._Storage(step, run))
 
 
 def test_what_cannot_be_read_now_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -599,22 +680,23 @@ def test_a_record_that_is_just_being_made_is_removed_when_its_plan_is_refuted(
     with resume(tmp_path, every=1, host_buffers=2) as checkpointer:
         for _ in checkpointer.epochs(1):
             train(checkpointer)
-        saving = checkpointer._saving
-        saving.writer.wait_until_at_most(0)
-        folder, tier = folder_of(tmp_path), saving.tier
+        writer, tier, folder = checkpointer._saving.writer, checkpointer._saving.tier, folder_of(tmp_path)
+        writer.wait_until_at_most(0)
         kept: list[Any] = []
         keep = MemoryTier.keep
         monkeypatch.setattr(MemoryTier, "keep", lambda self, *rest: (kept.append(rest), keep(self, *rest)))
         for _ in checkpointer.epochs(2):
             train(checkpointer)
-        saving.writer.wait_until_at_most(0)
+        writer.wait_until_at_most(0)
         capture = next(one for one in kept if one[0].buffer.index == 0)
         monkeypatch.setattr(memory_tier, "_publish", slowly)
         keeper = threading.Thread(target=keep, args=(tier, *capture))
         keeper.start()
-        inside.wait(10)
+        assert inside.wait(10)
         other = threading.Thread(target=tier.distrust, args=(capture[0].plan_digest,))
         other.start()
+        other.join(0.3)
+        assert other.is_alive()  # it waits for the record to be there, and removes it then
         go_on.set()
         keeper.join()
         other.join()
@@ -642,6 +724,7 @@ def test_memory_goes_back_though_a_child_lives(tmp_path: Path) -> None:
     tier = MemoryTier(tmp_path, Life("run"))
     memories = tier.allocate(2, 32 << 20, None)
     assert memories is not None
+    folder = folder_of(tmp_path)
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -649,17 +732,12 @@ def test_memory_goes_back_though_a_child_lives(tmp_path: Path) -> None:
         os.read(read, 1)
         os._exit(0)
     os.close(read)
-    used = shared_pages()
-    tier.close()
-    assert shared_pages() <= used - (60 << 20)
+    with open(folder / "buffer-0", "rb") as first, open(folder / "buffer-1", "rb") as second:
+        assert all(os.fstat(one.fileno()).st_blocks * 512 >= 32 << 20 for one in (first, second))
+        tier.close()
+        assert not any(os.fstat(one.fileno()).st_blocks for one in (first, second))
     os.close(write)
     os.waitpid(child, 0)
-
-
-def shared_pages() -> int:
-    """Bytes that are taken in shared memory; other tests take little at a time."""
-    room = os.statvfs(memory_tier.ROOT)
-    return (room.f_blocks - room.f_bfree) * room.f_frsize
 
 
 def test_one_buffer_is_no_tier(tmp_path: Path) -> None:
