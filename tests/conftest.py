@@ -6,11 +6,16 @@ The machines that run them have two cores, and spinning threads are no test. Oth
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+
+from checkflow.errors import StorageError
+from checkflow.runtime import files, left_memory, memory_tier
 
 torch.set_num_threads(1)
 
@@ -19,6 +24,20 @@ _PATIENT = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.
 hypothesis.settings.register_profile("fixed", _PATIENT, derandomize=True, database=None)
 hypothesis.settings.register_profile("random", _PATIENT, derandomize=False)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Give back what killed jobs have left in shared memory, where nobody goes on from it."""
+    if hasattr(session.config, "workerinput"):
+        return
+    ours = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+    for folder in memory_tier.ROOT.glob(f"{memory_tier.PREFIX}{'?' * 32}"):
+        with contextlib.suppress(OSError, ValueError, StorageError):
+            with files.folder(str(folder)) as opened:
+                owner = memory_tier.OWNERS.validate_json(left_memory.read_kept(opened, memory_tier.OWNER, 1 << 16))
+                dead = left_memory.is_free(opened) and Path(owner.directory).is_relative_to(ours)
+            if dead:
+                memory_tier.remove(folder)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
