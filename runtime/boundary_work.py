@@ -227,7 +227,7 @@ class BoundaryWork:
     def _extra_before_workers(self, *, epoch_end: bool) -> Callable[[], bytes] | None:
         """What lies beside the state; None: the loader starts no workers before the next batch, as far as is known."""
         loader = self._job.loader
-        if loader is None or loader.shield is None or not (epoch_end or loader.exhausted or loader.position == 0):
+        if loader is None or loader.shield is None or not (epoch_end or loader.exhausted):
             return None
         try:
             return self._extra()

@@ -99,7 +99,7 @@ class Progress:
             MismatchError: the loader is another one.
         """
         self.epoch, self.position, self._generators = extra["epoch"], extra["position"], extra["generators"]
-        self.turns = self.turn = extra.get("turns", extra["iteration"])
+        self.turns = self.turn = extra["turns"] if "turns" in extra else extra["iteration"]
         self._loader_epoch = extra["loader"]["epoch"] if extra["loader"] is not None else 0
         if self._loader is not None and extra["loader"] is not None:
             self._loader.load_state_dict(extra["loader"])

@@ -39,14 +39,13 @@ class Folder(NamedTuple):
 def make_feeds(directory: Path) -> dict[str, Feed]:
     """All of them, by the target's name; ``directory`` is where those that read from a disk find their inputs."""
     directory.mkdir(parents=True, exist_ok=True)
-    cache = ProfileCache(directory)
     return {
         "manifest": feed_manifest,
         "safetensors header": feed_header,
         "extra state": feed_extra,
         "plan": feed_plan,
         "report": feed_report,
-        "profile": lambda data: feed_profile(cache, data),
+        "profile": lambda data: feed_profile(directory, data),
         "checkpoint": lambda item: feed_folder(directory, Folder(*item)),
     }
 
@@ -101,15 +100,16 @@ def feed_report(data: bytes) -> str:
     return "valid"
 
 
-def feed_profile(cache: ProfileCache, data: bytes) -> str:
-    """A profile is passed over where it cannot be read."""
+def feed_profile(directory: Path, data: bytes) -> str:
+    """A profile is passed over where it cannot be read. Each run of a job reads it once."""
+    cache = ProfileCache(directory)
     cache.path.write_bytes(data)
     with _Quiet():
         costs = cache.find(IDENTITY)
         if costs is None:
             return "passed over"
         cache.keep(IDENTITY, costs)
-        assert cache.find(IDENTITY) == costs
+        assert ProfileCache(directory).find(IDENTITY) == costs
     assert 0 < costs.iteration_seconds < math.inf
     return "valid"
 

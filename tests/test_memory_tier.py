@@ -68,17 +68,18 @@ class Death:
     breaks: str = ""
     stored: int | None = None  # what storage has by then
     root: Path = memory_tier.ROOT
+    rare: int = RARE
 
 
-def rarely() -> None:
+def rarely(rare: int) -> None:
     """Every boundary is captured, and few are durable, for the rest of this process."""
     Controller.is_due = lambda self, number: True  # type: ignore[method-assign]
-    Controller.is_durable = lambda self, number: number % RARE == 0  # type: ignore[method-assign]
+    Controller.is_durable = lambda self, number: number % rare == 0  # type: ignore[method-assign]
 
 
 def die(death: Death) -> None:
     """In a process of its own."""
-    rarely()
+    rarely(death.rare)
     memory_tier.ROOT = death.root
     at = jobs.Killer.at
     checkpoints = death.job.directory / "checkpoints"
@@ -172,11 +173,12 @@ def killed(
     kill: tuple[str, int, int] = ("after step", 1, 1),
     breaks: str = "",
     stored: int | None = None,
+    rare: int = RARE,
     **job: Any,
 ) -> Path:
     """The directory of the checkpoints of a job that died: with seven iterations finished, and the eighth stepped."""
     one = jobs.Job(tmp_path, kill=kill, every=None, **job)
-    assert jobs.in_a_process(die, Death(one, breaks, stored, memory_tier.ROOT)) == -signal.SIGKILL
+    assert jobs.in_a_process(die, Death(one, breaks, stored, memory_tier.ROOT, rare)) == -signal.SIGKILL
     return tmp_path / "checkpoints"
 
 
@@ -384,7 +386,7 @@ def test_what_was_saved_of_it_does_not_keep_the_rest_from_being_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The start that saved one of two captures died then: the next one takes the other, too."""
-    directory = killed(tmp_path, stored=6, options={"host_buffers": 5})
+    directory = killed(tmp_path, stored=6, rare=100, options={"host_buffers": 5})
     committed: list[int] = []
     commit = Store.commit
 
@@ -454,7 +456,7 @@ def test_a_job_that_is_to_begin_anew_is_told(tmp_path: Path) -> None:
 
 
 def test_going_back_to_a_step_that_memory_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = killed(tmp_path, stored=6, options={"host_buffers": 5})
+    directory = killed(tmp_path, stored=6, rare=100, options={"host_buffers": 5})
     assert {5, 7} <= set(kept_in(directory))
     committed: list[int] = []
     commit = Store.commit
