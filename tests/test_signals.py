@@ -409,6 +409,10 @@ def in_a_child(run: Any) -> int:
     if child == 0:
         code = 1
         try:
+            # No handlers of other tests, or of what runs them, are below ours; and it ends in any case.
+            for number in (TERM, USR1, signal.SIGALRM):
+                signal.signal(number, signal.SIG_DFL)
+            signal.alarm(200)
             run()
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else 1

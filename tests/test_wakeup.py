@@ -56,6 +56,15 @@ def current() -> int:
     return found
 
 
+@pytest.fixture(autouse=True)
+def no_other_handlers() -> Iterator[None]:
+    """The command line's, say, which another test has run in this process, would be called below ours."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (TERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 class Hung:
     """A main thread that waits in C, for ever or until another one ends that."""
 
@@ -85,7 +94,6 @@ class Hung:
 
 def test_a_main_thread_that_hangs_when_the_signal_comes(tmp_path: Path) -> None:
     def run() -> None:
-        signal.alarm(100)  # where it is not heard of
         loop, hung = Loop(tmp_path, {"grace_seconds": 0.5}), Hung()
         with loop.checkpointer as checkpointer:
             for n in checkpointer.steps(9):
