@@ -232,9 +232,8 @@ class MemoryTier:
             return
         with self._mutex:
             try:
-                files.unlink(f"buffer-{index}.json", dir_fd=self._open_folder)
-            except FileNotFoundError:
-                pass
+                with contextlib.suppress(FileNotFoundError):  # it has no record, or the system took the folder away
+                    files.unlink(f"buffer-{index}.json", dir_fd=self._open_folder)
             except OSError as error:
                 raise StorageError(f"cannot remove a record from {self._path}: {error.strerror}") from error
             self._kept.pop(index, None)
