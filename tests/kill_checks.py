@@ -12,6 +12,7 @@ Each check returns what is wrong, one line each that begins with the promise's n
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -48,6 +49,7 @@ class Record:
     acknowledged: int  # the newest step; -1: none
     acknowledgements: int
     begun: Mapping[int, int]  # by life: iterations finished and under way, over all lives
+    restored: Mapping[int, Mapping[str, Any]]  # by life: the note of what it went on from
     interval: Mapping[int, int]  # by life: the longest of a plan that ran
     batches: tuple[Mapping[str, Any], ...]
     end: Mapping[str, Any] | None
@@ -59,6 +61,7 @@ def make_record(notes: Iterable[Mapping[str, Any]]) -> Record:
     begun: dict[int, int] = {}
     interval: dict[int, int] = {}
     batches = []
+    restored: dict[int, Mapping[str, Any]] = {}
     for note in notes:
         kind, life = note["kind"], note["life"]
         if kind == "boundary":
@@ -71,10 +74,12 @@ def make_record(notes: Iterable[Mapping[str, Any]]) -> Record:
             begun[life] = note["step"] + 1
             interval[life] = max(interval.get(life, 1), note["interval"])
             batches.append(note)
+        elif kind == "restored":
+            restored[life] = note
         elif kind == "end":
             end = note
     whole = {step: tuple(states) for step, states in boundaries.items()}
-    return Record(whole, acknowledged, count, begun, interval, tuple(batches), end)
+    return Record(whole, acknowledged, count, begun, restored, interval, tuple(batches), end)
 
 
 def check_restored(restored: Mapping[str, Any] | None, record: Record, *, oldest: int | None = None) -> list[str]:
@@ -87,7 +92,7 @@ def check_restored(restored: Mapping[str, Any] | None, record: Record, *, oldest
     if restored is None:
         return ["L5 a fresh process cannot go on from what is there"]
     least = record.acknowledged if oldest is None else oldest
-    step = 0 if restored["step"] is None else restored["step"]
+    step = step_of(restored)
     if (-1 if restored["step"] is None else step) < least:
         return [f"L1 step {least} was acknowledged, and {restored['step']} is the newest that can be restored"]
     noted = record.boundaries.get(step, ())
@@ -123,6 +128,23 @@ def check_files(directory: Path, record: Record) -> list[str]:
             if found not in expected:
                 wrong.append(f"L2 the tensors of {path.name} ({reader}) are no state of that boundary")
     return wrong
+
+
+def step_of(restored: Mapping[str, Any]) -> int:
+    """What was gone on from; 0: from nothing."""
+    return 0 if restored["step"] is None else int(restored["step"])
+
+
+def check_reclaimed(restored: Mapping[str, Any], record: Record, stored: int) -> list[str]:
+    """L1 and L2 of what the next life went on from: host memory had something newer than storage, or nothing.
+
+    Args:
+        record: of the lives before.
+        stored: the step that storage alone gives.
+    """
+    if (step := step_of(restored)) < stored:
+        return [f"L1 storage has step {stored}, and the next life went on from {step}"]
+    return check_restored(restored, record)
 
 
 def check_replayed(begun: int, restored: int, interval: int, every: int | None) -> list[str]:
@@ -266,7 +288,7 @@ def examine(
     link_copy(directory, copy)
     restored, after = restore_somewhere(variant, copy, plan, folder, iterations=2)
     problems += check_restored(restored, record)
-    step = 0 if restored is None or restored["step"] is None else restored["step"]
+    step = 0 if restored is None else step_of(restored)
     if step < variant.steps:
         newest = find(copy)[:1]
         if not newest or parse_step(newest[0].name) != min(step + 2, variant.steps):
@@ -282,7 +304,7 @@ def merged(one: Record, other: Record) -> Record:
     """The states of both."""
     steps = one.boundaries.keys() | other.boundaries.keys()
     states = {step: one.boundaries.get(step, ()) + other.boundaries.get(step, ()) for step in steps}
-    return Record(states, one.acknowledged, one.acknowledgements, one.begun, one.interval, one.batches, one.end)
+    return dataclasses.replace(one, boundaries=states)
 
 
 def _examine_damaged(

@@ -50,6 +50,10 @@ class Variant:
         return self.micro_batches, self.explicit
 
     @property
+    def cadence(self) -> str:
+        return "default" if self.every is None else f"every={self.every}"
+
+    @property
     def steps(self) -> int:
         return EPOCHS * -(-BATCHES // self.micro_batches)
 

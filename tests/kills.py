@@ -5,8 +5,8 @@ it was killed, and the same as JSON. The tests run a short form (``test_kills.py
 
 Jobs (:mod:`killed_job`) train with loader workers, by a plan that was given or one that they make. SIGKILL meets the
 training process at a random time, or in a phase drawn by lot; or one of its loader workers, or the process that plans
-for it. After each kill a fresh process examines the directory (:mod:`kill_checks`), and the job is started again, until
-it comes to its end; then another one begins.
+for it. After each kill a fresh process examines a copy of the directory (:mod:`kill_checks`): what storage has. Then
+the job is started again, which may find more in host memory, until it comes to its end, and another one begins.
 
 All processes are forked from this one, which has imported what they need and computes nothing: a life costs what it
 trains. What is drawn by lot follows from the seed; where a kill hits follows from the clock too.
@@ -15,7 +15,6 @@ trains. What is drawn by lot follows from the seed; where a kill hits follows fr
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import json
 import os
@@ -25,21 +24,34 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import kill_processes
 from kill_breaks import BREAKS
-from kill_checks import Record, check_disk, check_end, check_left, check_replayed, examine, make_record, size_bytes
-from kill_notes import KINDS, STORAGE, TRAINING, Whereabouts, read_notes
+from kill_checks import (
+    Record,
+    check_disk,
+    check_end,
+    check_left,
+    check_reclaimed,
+    check_replayed,
+    examine,
+    make_record,
+    size_bytes,
+    step_of,
+)  # fmt: skip
+from kill_notes import STORAGE, TRAINING, Whereabouts, read_notes
 from kill_processes import abort, adopt_orphans, bury, children, descendants, fork, run, run_for, tail
+from kill_tally import Tally, as_json, table
 from killed_job import PLANNER, VARIANTS, Variant, live, make_plan, preload
 
 from checkflow.runtime.finding import find
 
 LOOK_SECONDS = 0.001
+SHARED_MEMORY = Path("/dev/shm")
 BEFORE_A_PLAN = ("recording", "timing", "making the plan")
 # Times that a phase is passed, at most, before it is deadly: those of every iteration often, those of an epoch seldom.
 PHASES = (
@@ -61,23 +73,13 @@ class Aim:
     delay_seconds: float = 0.0  # since then
 
 
-@dataclass
-class Tally:
-    """What a series of kills came to."""
+@dataclass(frozen=True)
+class Dead:
+    """A life that was killed, when a fresh process had examined it."""
 
-    kills: int = 0
-    jobs: int = 0
-    acknowledged: int = 0
-    boundaries: int = 0
-    damaged: int = 0
-    targets: collections.Counter[str] = field(default_factory=collections.Counter)
-    hits: dict[str, collections.Counter[str]] = field(
-        default_factory=lambda: {kind: collections.Counter() for kind in KINDS}
-    )
-    replayed: dict[str, list[int]] = field(default_factory=dict)
-    most_bytes: int = 0
-    checkpoint_bytes: int = 0
-    problems: list[str] = field(default_factory=list)
+    record: Record  # of all lives up to it
+    begun: int  # iterations finished and under way
+    stored: int  # the step that storage gives
 
 
 def draw_aim(source: random.Random, variant: Variant, usual_seconds: float) -> Aim:
@@ -114,6 +116,7 @@ class Killing:
         self._temporary = folder / "temporary"
         self._excused: set[Path] = set()
         self._ours: set[int] = set()
+        self._shared = set(SHARED_MEMORY.iterdir())  # before any of it
         self._plan = folder / "plan.json"
         run(make_plan, self._plan, log=folder / "plan.log", temporary=self._temporary / "plan")
 
@@ -147,14 +150,18 @@ class Killing:
         notes, log = directory.with_suffix(".notes"), directory.with_suffix(".log")
         expected, usual_seconds = self.reference(variant)
         life, before, ended = 0, tally.kills, False
+        dead: Dead | None = None
         while not ended and not self.over and life < 3 * most_kills + 3:
             aim = draw_aim(self._source, variant, usual_seconds) if tally.kills - before < most_kills else None
             damage_seed = self._source.randrange(2**32) if self._source.random() < 0.4 else None
             if aim is not None and aim.stage is not None:  # or a kept plan would spare the job this stage
                 shutil.rmtree(directory / "plans", ignore_errors=True)
             ended, hit = self._live(variant, directory, life, aim)
+            if dead is not None and (restored := make_record(read_notes(notes)).restored.get(life)) is not None:
+                self._after_start(variant, log, dead, restored)
+                dead = None
             if hit:
-                self._after_kill(variant, directory, life, damage_seed)
+                dead = self._after_kill(variant, directory, life, damage_seed) or dead
             self._look_at_leftovers()
             life += 1
         record = make_record(read_notes(notes))
@@ -231,8 +238,15 @@ class Killing:
             tally.hits[kind][phase] += 1
         return exitcode in (0, -signal.SIGKILL)
 
-    def _after_kill(self, variant: Variant, directory: Path, life: int, damage_seed: int | None) -> None:
-        """A fresh process examines what is left."""
+    def _after_start(self, variant: Variant, log: Path, dead: Dead, restored: Mapping[str, Any]) -> None:
+        """What the next life went on from, in the same directory."""
+        step = step_of(restored)
+        self.tally.replayed.setdefault(variant.cadence, []).append(max(0, dead.begun - step))
+        self.tally.reclaimed += step > dead.stored
+        self._say(log, check_reclaimed(restored, dead.record, dead.stored))
+
+    def _after_kill(self, variant: Variant, directory: Path, life: int, damage_seed: int | None) -> Dead | None:
+        """A fresh process examines what storage has, in a copy: host memory is the directory's own."""
         tally, log = self.tally, directory.with_suffix(".log")
         record = make_record(read_notes(directory.with_suffix(".notes")))
         directory.mkdir(exist_ok=True)
@@ -243,6 +257,7 @@ class Killing:
         self._say(log, check_disk(used_bytes, checkpoint_bytes))
         folder = self._folder / "examined"
         folder.mkdir()
+        dead = None
         try:
             answer = run_for(
                 examine, variant, directory, self.plan(variant), record, folder, damage_seed, self._break,
@@ -255,11 +270,12 @@ class Killing:
             tally.damaged += answer["damaged"]
             if life in record.begun:
                 begun, restored = record.begun[life], answer["restored"]
-                every = "default" if variant.every is None else f"every={variant.every}"
-                tally.replayed.setdefault(every, []).append(max(0, begun - restored))
+                tally.behind.setdefault(variant.cadence, []).append(max(0, begun - restored))
                 problems += check_replayed(begun, restored, record.interval[life], variant.every)
+                dead = Dead(record, begun, restored)
             self._say(log, problems)
         shutil.rmtree(folder)
+        return dead
 
     # What is left over
 
@@ -288,8 +304,15 @@ class Killing:
         left = [path for folder in self._temporary.iterdir() for path in folder.iterdir()]
         if odd := sorted(str(path) for path in left if not path.name.startswith(theirs.get(path.parent, ()))):
             problems.append(f"L5 left over among temporary files: {', '.join(odd)}")
-        if odd := sorted(path.name for pid in self._ours for path in Path("/dev/shm").glob(f"*_{pid}_*")):
+        left = [path for path in SHARED_MEMORY.iterdir() if path not in self._shared and self._is_ours(path)]
+        if odd := sorted(path.name for path in left):
             problems.append(f"L5 left over in shared memory: {', '.join(odd)}")
+
+    def _is_ours(self, path: Path) -> bool:
+        """Whether something in shared memory is of one of the jobs, or of one of their workers."""
+        if path.is_dir():
+            return (path / "owner.json").exists() and str(self._folder) in (path / "owner.json").read_text()
+        return any(f"_{pid}_" in path.name for pid in self._ours)
 
 
 def kill(kills: int, seed: int, *, breaking: str = "", most_a_job: int = 8, variants: int = len(VARIANTS)) -> Tally:
@@ -317,37 +340,6 @@ def kill(kills: int, seed: int, *, breaking: str = "", most_a_job: int = 8, vari
 def say(text: str, stream: Any = sys.stdout) -> None:
     stream.write(text)
     stream.flush()
-
-
-def as_json(tally: Tally, seed: int, seconds: float) -> dict[str, Any]:
-    replayed = {
-        every: {"kills": len(counts), "most": max(counts), "mean": round(sum(counts) / len(counts), 2)}
-        for every, counts in sorted(tally.replayed.items())
-    }
-    return {
-        "seed": seed, "kills": tally.kills, "jobs": tally.jobs, "cores": os.cpu_count(), "seconds": round(seconds, 1),
-        "killed": dict(tally.targets),
-        "hits": {kind: {phase: tally.hits[kind][phase] for phase in phases} for kind, phases in KINDS.items()},
-        "replayed_iterations": replayed,
-        "boundaries_noted": tally.boundaries, "checkpoints_acknowledged": tally.acknowledged,
-        "damaged_on_purpose": tally.damaged, "checkpoint_bytes": tally.checkpoint_bytes,
-        "most_directory_bytes": tally.most_bytes, "losses": len(tally.problems), "problems": tally.problems,
-    }  # fmt: skip
-
-
-def table(result: dict[str, Any]) -> str:
-    killed = result["killed"]
-    rows = [(f"{kind}: {phase}", count) for kind, hits in result["hits"].items() for phase, count in hits.items()]
-    rows += [("instead: a loader worker", killed.get("worker", 0)), ("instead: the planner", killed.get("planner", 0))]
-    lines = [f"{'killed while':36} kills", *(f"{name:36} {count:5}" for name, count in rows)]
-    for every, counts in result["replayed_iterations"].items():
-        lines.append(f"iterations replayed, {every}: {counts['most']} at most, {counts['mean']} in the mean")
-    lines.append(
-        f"{result['kills']} kills of {result['jobs']} jobs in {result['seconds']} s: {result['boundaries_noted']} "
-        f"boundaries, {result['checkpoints_acknowledged']} checkpoints acknowledged, {result['damaged_on_purpose']} "
-        f"damaged on purpose; {result['losses']} losses"
-    )
-    return "\n".join(lines) + "\n"
 
 
 def main() -> int:

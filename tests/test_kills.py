@@ -44,7 +44,7 @@ def test_killed_jobs_lose_nothing(tmp_path: Path) -> None:
     assert sum(result["killed"].values()) == KILLS
     for hits in result["hits"].values():
         assert sum(hits.values()) == result["killed"]["training"]
-    assert list(result["replayed_iterations"]) == ["every=1"]
+    assert list(result["replayed_iterations"]) == list(result["storage_behind_iterations"]) == ["every=1"]
 
 
 # What is noted of a job that nothing happens to
@@ -169,6 +169,16 @@ def test_l1_before_anything_was_acknowledged_a_job_may_begin_anew() -> None:
     assert kill_checks.check_restored(restored(None, [0, 0]), begun) == []
     assert kill_checks.check_restored(restored(None, [0, 0]), make_record([])) == []
     assert "L2" in kill_checks.check_restored(restored(None, [0, 0], generators="others"), begun)[0]
+
+
+def test_l1_host_memory_has_something_newer_or_nothing() -> None:
+    notes = good()
+    record = make_record(notes[: 1 + 4 * 4])  # four iterations, all acknowledged
+    for step, stored, said in ((4, 4, ""), (4, 3, ""), (4, 5, "L1 storage has step 5"), (3, 3, "L1 step 4 was ack")):
+        problems = kill_checks.check_reclaimed(restored(step, [0, step * BATCH]), record, stored)
+        assert [problem[: len(said)] for problem in problems] == ([said] if said else [])
+    torn = restored(4, [0, 4 * BATCH], tensors="others")
+    assert "L2" in kill_checks.check_reclaimed(torn, record, 4)[0]
 
 
 @pytest.mark.parametrize(
