@@ -11,14 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.nn.functional as F
 from oracle import clone_state, random_plan
 from torch import nn
 from torch.utils.data import TensorDataset
+from waiting import wait_for
 
 from checkflow import plan as plans
 from checkflow.plan import Plan
+from checkflow.planner.child import LOWEST_PRIORITY
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import reporting
 from checkflow.runtime.checkpointer import Checkpointer
@@ -146,6 +149,9 @@ def wait_for_plan(job: Job, checkpointer: Checkpointer, killer: Killer) -> None:
     """Where it is being made, wait for the end of the process that does; or be killed before it ends."""
     making = checkpointer._boundaries.place.planning._making
     if making is not None:
+        # One that is stopped before it has said that it ends with the job stays for ever. It lowers its priority next.
+        process = psutil.Process(making.pid)
+        wait_for(lambda: process.status() == psutil.STATUS_ZOMBIE or process.nice() == LOWEST_PRIORITY)
         os.kill(making.pid, signal.SIGSTOP)
         (job.directory / "planning process").write_text(str(making.pid))
         killer.at("planning", 0, 0)
