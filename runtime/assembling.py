@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 
 from checkflow import plan as plans
-from checkflow.errors import CheckflowError
 from checkflow.handover import Planner
 from checkflow.plan import Plan
 from checkflow.runtime import fit, holdings, job_arguments
@@ -24,8 +23,8 @@ from checkflow.runtime.barriers import compile_plan
 from checkflow.runtime.boundaries import Boundaries
 from checkflow.runtime.checkpointer_arguments import Arguments
 from checkflow.runtime.job import Job
-from checkflow.runtime.memory_tier import NOTHING
-from checkflow.runtime.opening import glance, step_name
+from checkflow.runtime.memory_files import NOTHING
+from checkflow.runtime.opening import run_of, step_name
 from checkflow.runtime.plan_cache import PlanCache
 from checkflow.runtime.planning import Planning
 from checkflow.runtime.preemption import Preemption
@@ -147,12 +146,7 @@ def assemble(
 
 def _base(store: Store, step: int | None) -> tuple[int, str]:
     """The step that the job goes on from, and the run that made it."""
-    if step is None:
-        return NOTHING, ""
-    try:
-        return step, glance(store.directory / step_name(step), shared=False).run_id
-    except CheckflowError:  # it was there a moment ago
-        return step, ""
+    return (NOTHING, "") if step is None else (step, run_of(store.directory / step_name(step)))
 
 
 def _resume(store: Store, mode: str | int, job: Job, progress: Progress, plan: Plan | None) -> tuple[int | None, bool]:

@@ -1,6 +1,6 @@
 """What a run that died has left in shared memory: finding it, and its records. Changes nothing; free of torch.
 
-:mod:`.reclaiming` takes it, :mod:`.memory_tier` says how it lies there.
+:mod:`.reclaiming` takes it, :mod:`.memory_files` says how it lies there.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from checkflow.errors import CorruptCheckpointError, LockedError, StorageError, first_fault
-from checkflow.runtime import files, memory_tier
+from checkflow.runtime import files, memory_files
 from checkflow.runtime.finding import find
 from checkflow.runtime.manifest import MAX_MANIFEST_BYTES
-from checkflow.runtime.memory_tier import (
+from checkflow.runtime.memory_files import (
     MARK,
     MARKS,
     MOST_BYTES,
@@ -65,7 +65,7 @@ def find_left(directory: Path, wait_seconds: float = 0.0) -> Path:
     mark = MARKS.validate_json(read_regular(directory / MARK, MOST_BYTES))
     if mark.boot != boot_id():
         raise FileNotFoundError("the memory of an earlier start of the machine is gone")
-    path = memory_tier.ROOT / f"{PREFIX}{mark.token}"
+    path = memory_files.ROOT / f"{PREFIX}{mark.token}"
     try:
         with files.folder(str(path)) as folder:
             if not is_ours(folder):

@@ -1,20 +1,10 @@
 """Host memory that outlives the process: what a killed job had captured, and storage did not have yet.
 
-Staging buffers are files in shared memory, in a folder of their job:
-
-    <checkpoints>/.memory.json         says which folder, and in which start of the machine; gone after a clean end
-    /dev/shm/checkflow-<token>/
-      owner.json                       whose it is; locked for as long as its job lives
-      life.json                        its run, and what that knows to be on storage
-      layout-<digest>.json             where each tensor lies in a buffer
-      buffer-<i>                       a staging buffer: the image of one checkpoint's files, allocated in full
-      buffer-<i>.extra                 the extra state that belongs to it
-      buffer-<i>.json                  the record: there only while the buffer holds a complete capture
-
-A record is removed before the first byte of the next capture comes into its buffer, and gets its name by a rename when
-the last one has arrived: at whatever instant the process dies, a buffer with a record is whole. Where the capture is to
-be audited, the record has what its bytes are held against. The next run takes a capture (:mod:`.reclaiming`) only where
-storage is still what its run has left.
+Staging buffers are files in shared memory, in a folder of their job (:mod:`.memory_files`). A record is removed before
+the first byte of the next capture comes into its buffer, and gets its name by a rename when the last one has arrived:
+at whatever instant the process dies, a buffer with a record is whole. Where the capture is to be audited, the record
+has what its bytes are held against. The next run takes a capture (:mod:`.reclaiming`) only where storage is still what
+its run has left.
 
 Where there is no shared memory, or too little, buffers are the process's alone. Loaders pass batches through the same
 file system, and die where it is full: at most half of what is free in it is taken.
@@ -29,20 +19,39 @@ import mmap
 import os
 import secrets
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import xxhash
-from pydantic import Field, JsonValue, StringConstraints, TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from checkflow.errors import CheckflowError, StorageError
-from checkflow.graph import STRICT, Many, Named
 from checkflow.hardware import format_size
-from checkflow.runtime import files, numa
+from checkflow.runtime import files, memory_files, numa
 from checkflow.runtime.layout import Layout
-from checkflow.runtime.manifest import MAX_STEP, to_info
+from checkflow.runtime.manifest import to_info
 from checkflow.runtime.memory import map_address
+from checkflow.runtime.memory_files import (
+    LIFE,
+    LIVES,
+    MARK,
+    MARKS,
+    MOST_BYTES,
+    NOTHING,
+    OWNER,
+    OWNERS,
+    PREFIX,
+    RECORDS,
+    KeptDigest,
+    Life,
+    Mark,
+    Owner,
+    Record,
+    boot_id,
+    dump_layout,
+    remove,
+)
 from checkflow.small_files import read_regular
 
 if TYPE_CHECKING:
@@ -50,115 +59,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("checkflow")
 
-ROOT = Path("/dev/shm")
-PREFIX = "checkflow-"
-MARK, OWNER, LIFE = ".memory.json", "owner.json", "life.json"
-MOST_BYTES = 1 << 16  # of each of these
 SHARE = 0.5  # of what is free in shared memory, at most
-NOTHING = -1  # in the place of a step, where storage has none
 _SMALL_BYTES = 1 << 20  # of extra state: no more than what is always there
 PIECE_BYTES = 1 << 26  # asked of the system at once: a signal undoes what one call has done, or waits for its end
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _AGAIN = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-
-Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}\z")]
-Count = Annotated[int, Field(ge=0, le=2**62)]
-Stored = Annotated[int, Field(ge=NOTHING, le=MAX_STEP)]
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """The file beside the checkpoints."""
-
-    __pydantic_config__ = STRICT
-    token: Hash
-    boot: str  # the start of the machine that the memory belongs to
-    format: Literal["checkflow-memory"] = "checkflow-memory"
-    version: Literal[1] = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """Whose folder it is. A copy of the checkpoints' directory is another directory."""
-
-    __pydantic_config__ = STRICT
-    directory: str
-    device: int
-    inode: int
-
-    def is_of(self, path: str | os.PathLike[str]) -> bool:
-        """Whether the directory of this path is the one. A network's file system may have got another number."""
-        status = os.stat(path)
-        same_place = status.st_dev == self.device or os.path.realpath(path) == self.directory
-        return status.st_ino == self.inode and same_place
-
-
-@dataclass(frozen=True, slots=True)
-class KeptTensor:
-    """A :class:`.layout.TensorRecord`."""
-
-    __pydantic_config__ = STRICT
-    name: str
-    dtype: str
-    shape: Many[Count]
-    size_bytes: Count
-    element_bytes: Count
-    deadline: int
-    permutation: Many[Count] | None
-    conjugated: bool
-    negated: bool
-
-
-@dataclass(frozen=True, slots=True)
-class KeptDigest:
-    """A :class:`.digest.Digest` of a tensor at the boundary: what was staged must have it."""
-
-    __pydantic_config__ = STRICT
-    rule: Literal["xxh3", "sums"]
-    value: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{1,16}\z")]
-
-
-@dataclass(frozen=True, slots=True)
-class Life:
-    """What a run is to storage. Steps, or ``NOTHING``."""
-
-    __pydantic_config__ = STRICT
-    run_id: str
-    base: Stored = NOTHING  # that it went on from, and whose run made that
-    base_run: str = ""
-    durable: Stored = NOTHING  # the newest that it knows to be on storage
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """What a capture is beside its bytes."""
-
-    __pydantic_config__ = STRICT
-    step: Annotated[int, Field(ge=0, le=MAX_STEP)]
-    layout: Hash  # xxh3-128 of the file that says it
-    extra: Hash  # xxh3-128 of the extra state
-    plan_digest: str
-    by_plan: bool
-    audited: bool  # all tensors have their digests here
-    ties: Many[tuple[str, str]]
-    absent: Many[str]
-    digests: Named[str, KeptDigest]
-    info: dict[str, JsonValue] = field(default_factory=dict)
-
-
-MARKS: TypeAdapter[Mark] = TypeAdapter(Mark)
-OWNERS: TypeAdapter[Owner] = TypeAdapter(Owner)
-LIVES: TypeAdapter[Life] = TypeAdapter(Life)
-LAYOUTS: TypeAdapter[tuple[KeptTensor, ...]] = TypeAdapter(Many[KeptTensor])
-RECORDS: TypeAdapter[Record] = TypeAdapter(Record)
-
-
-def boot_id() -> str:
-    """Of this start of the machine; "" where the system does not tell."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 @dataclass(frozen=True)
@@ -211,7 +116,7 @@ class MemoryTier:
             self.survives = False
             if not self._told:
                 self._told = True
-                reason = f"{ROOT}: {error.strerror}" if isinstance(error, OSError) else error
+                reason = f"{memory_files.ROOT}: {error.strerror}" if isinstance(error, OSError) else error
                 logger.warning(
                     "captures in host memory end with the process, and storage is what is left then: %s", reason
                 )
@@ -347,7 +252,7 @@ class MemoryTier:
     def _open(self) -> None:
         """Make the folder, then say beside the checkpoints which one it is."""
         self._token = secrets.token_hex(16)
-        path = ROOT / f"{PREFIX}{self._token}"
+        path = memory_files.ROOT / f"{PREFIX}{self._token}"
         os.mkdir(path, 0o700)
         self._path = path
         self._folder = files.pass_by(files.open_folder(str(path)))
@@ -400,42 +305,15 @@ def _refuse_too_much(size_bytes: int) -> None:
         StorageError: it would be more than half of what is free, or the system has no shared memory there.
         OSError: nor anything else.
     """
-    room = os.statvfs(ROOT)
-    if (kind := files.file_system(ROOT)[0]) not in (None, "tmpfs"):
-        raise StorageError(f"{ROOT} is no shared memory, but {kind}")
+    room = os.statvfs(memory_files.ROOT)
+    if (kind := files.file_system(memory_files.ROOT)[0]) not in (None, "tmpfs"):
+        raise StorageError(f"{memory_files.ROOT} is no shared memory, but {kind}")
     free_bytes = room.f_bavail * room.f_frsize
     if size_bytes > SHARE * free_bytes:
         raise StorageError(
-            f"{format_size(size_bytes)} are more than half of the {format_size(free_bytes)} that are free in {ROOT} "
-            "(--shm-size gives a container more)"
+            f"{format_size(size_bytes)} are more than half of the {format_size(free_bytes)} that are free in "
+            f"{memory_files.ROOT} (--shm-size gives a container more)"
         )
-
-
-def dump_layout(layout: Layout) -> bytes:
-    """The tensors of a layout: :func:`.layout.make_layout` makes the same of them again."""
-    records = (placed.record for placed in layout.tensors.values())
-    tensors = tuple(
-        KeptTensor(
-            one.name, one.dtype, one.shape, one.size_bytes, one.element_bytes, one.deadline, one.permutation,
-            one.conjugated, one.negated,
-        )
-        for one in records
-    )  # fmt: skip
-    return LAYOUTS.dump_json(tensors)
-
-
-def remove(path: Path) -> None:
-    """A job's folder. What cannot be removed stays, and is told of."""
-    try:
-        with files.folder(str(path)) as folder:
-            for name in files.names(folder):
-                with contextlib.suppress(FileNotFoundError):  # another process gives it back, too
-                    files.unlink(name, dir_fd=folder)
-        os.rmdir(path)
-    except FileNotFoundError:  # the system takes shared memory away when a user logs out (RemoveIPC)
-        pass
-    except OSError as error:
-        logger.warning("%s holds memory, and cannot be removed: %s", path, error.strerror)
 
 
 def _publish(folder: int, name: str, data: bytes) -> None:

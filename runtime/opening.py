@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
-from checkflow.errors import CorruptCheckpointError, StorageError
+from checkflow.errors import CheckflowError, CorruptCheckpointError, StorageError
 from checkflow.runtime import files
 from checkflow.runtime.lock import share
 from checkflow.runtime.manifest import (
@@ -338,3 +338,11 @@ def glance(path: Path, *, shared: bool = True) -> Manifest:
     manifest, opened = open_all(path, passing=True, shared=shared)
     close_all(opened)
     return manifest
+
+
+def run_of(path: Path) -> str:
+    """The run that made a checkpoint, for the one writer; "" where it cannot be read: to tell why is its reader's."""
+    try:
+        return glance(path, shared=False).run_id
+    except CheckflowError:
+        return ""

@@ -21,13 +21,13 @@ import xxhash
 from pydantic import ValidationError
 
 from checkflow.errors import CheckflowError, CorruptCheckpointError, LockedError, StorageError, UnsupportedError
-from checkflow.runtime import files, memory_tier, retention
+from checkflow.runtime import files, memory_files, retention
 from checkflow.runtime.digest import Digest, digest_memory
 from checkflow.runtime.layout import Layout, TensorRecord, make_layout
 from checkflow.runtime.left_memory import find_left, is_free, is_ours, read_kept, read_records, words_of
 from checkflow.runtime.manifest import MAX_EXTRA_BYTES, MAX_MANIFEST_BYTES, MAX_STEP
 from checkflow.runtime.memory import address_of
-from checkflow.runtime.memory_tier import (
+from checkflow.runtime.memory_files import (
     LAYOUTS,
     LIFE,
     LIVES,
@@ -39,10 +39,11 @@ from checkflow.runtime.memory_tier import (
     OWNERS,
     PREFIX,
     Life,
+    Owner,
     Record,
     remove,
 )
-from checkflow.runtime.opening import glance, parse_step
+from checkflow.runtime.opening import parse_step, run_of
 from checkflow.runtime.store import Store
 from checkflow.small_files import read_regular
 
@@ -50,7 +51,8 @@ logger = logging.getLogger("checkflow")
 
 _FOLDER = re.compile(rf"{PREFIX}[0-9a-f]{{32}}", re.ASCII)
 _YOUNG_SECONDS = 60.0  # a folder whose job may not have come to lock it
-_OLD_SECONDS = 7 * 86400.0  # one whose checkpoints cannot be found, and may be on a disk that is not mounted now
+_MOVED_SECONDS = 3600.0  # one whose checkpoints are not where they were: most often they have been deleted
+_OLD_SECONDS = 7 * 86400.0  # one whose checkpoints may be on a disk that is not mounted now
 _WAIT_SECONDS = 5.0  # for the last breath of the run before
 
 
@@ -193,14 +195,8 @@ def _is_torn(folder: int, index: int, record: Record) -> bool:
 
 def _storage(store: Store) -> _Storage:
     newest = next(iter(store.checkpoints()), None)
-    if newest is None:
-        return _Storage()
-    step = parse_step(newest.name)
-    assert step is not None
-    try:
-        return _Storage(step, glance(newest, shared=False).run_id)
-    except CheckflowError:  # the restore tells what is wrong with it
-        return _Storage(step)
+    step = None if newest is None else parse_step(newest.name)
+    return _Storage() if newest is None or step is None else _Storage(step, run_of(newest))
 
 
 def _refuse_other_life(life: Life, storage: _Storage) -> None:
@@ -276,11 +272,11 @@ def _commit(store: Store, path: Path, one: _Loaded) -> None:
 def _tidy(own: Path | None) -> None:
     """Give back the memory of jobs that are dead, and that nobody can go on from, this one's own aside."""
     try:
-        names = files.folder_names(str(memory_tier.ROOT))
+        names = files.folder_names(str(memory_files.ROOT))
     except OSError:  # there is no shared memory
         return
     for name in filter(_FOLDER.fullmatch, names):
-        path = memory_tier.ROOT / name
+        path = memory_files.ROOT / name
         try:
             if path != own and _is_orphan(path):
                 remove(path)
@@ -300,10 +296,19 @@ def _is_orphan(path: Path) -> bool:
         there = owner.is_of(owner.directory)
     except (FileNotFoundError, NotADirectoryError):
         there = False
-    if not there:  # moved, deleted, or not mounted here
-        return age_seconds > _OLD_SECONDS
+    if not there:
+        return age_seconds > (_MOVED_SECONDS if _is_mounted(owner) else _OLD_SECONDS)
     try:
         mark = MARKS.validate_json(read_regular(Path(owner.directory) / MARK, MOST_BYTES))
     except FileNotFoundError:
         return True
     return path.name != f"{PREFIX}{mark.token}"
+
+
+def _is_mounted(owner: Owner) -> bool:
+    """Whether the file system that had the checkpoints is where it was."""
+    directory = Path(owner.directory)
+    for path in (directory, *directory.parents):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return os.stat(path).st_dev == owner.device
+    return False

@@ -19,7 +19,8 @@ from checkflow.runtime.capture import Capture
 from checkflow.runtime.copy_engine import CopyEngine
 from checkflow.runtime.execution import Execution
 from checkflow.runtime.host_engine import HostCopyEngine
-from checkflow.runtime.memory_tier import NOTHING, Life, MemoryTier
+from checkflow.runtime.memory_files import NOTHING, Life
+from checkflow.runtime.memory_tier import MemoryTier
 from checkflow.runtime.metrics import Metrics
 from checkflow.runtime.persist import Writer
 from checkflow.runtime.retention import EPOCH_END

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from checkflow.errors import StorageError
-from checkflow.runtime import files, left_memory, memory_tier
+from checkflow.runtime import files, left_memory, memory_files
 
 torch.set_num_threads(1)
 
@@ -31,13 +31,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
         return
     ours = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
-    for folder in memory_tier.ROOT.glob(f"{memory_tier.PREFIX}{'?' * 32}"):
+    for folder in memory_files.ROOT.glob(f"{memory_files.PREFIX}{'?' * 32}"):
         with contextlib.suppress(OSError, ValueError, StorageError):
             with files.folder(str(folder)) as opened:
-                owner = memory_tier.OWNERS.validate_json(left_memory.read_kept(opened, memory_tier.OWNER, 1 << 16))
+                owner = memory_files.OWNERS.validate_json(left_memory.read_kept(opened, memory_files.OWNER, 1 << 16))
                 dead = left_memory.is_free(opened) and Path(owner.directory).is_relative_to(ours)
             if dead:
-                memory_tier.remove(folder)
+                memory_files.remove(folder)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

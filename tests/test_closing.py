@@ -28,7 +28,7 @@ import checkflow
 from checkflow import plan as plans
 from checkflow.errors import LockedError, StorageError
 from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime import holdings, lock, memory_tier
+from checkflow.runtime import holdings, lock, memory_files
 from checkflow.runtime.boundaries import Boundaries
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.execution import Execution
@@ -92,7 +92,7 @@ def descriptors() -> list[str]:
 def large_mappings(least_bytes: int) -> int:
     """Memory that is mapped in pieces of at least this size and belongs to no file, or to one in shared memory."""
     maps = psutil.Process().memory_maps(grouped=False)
-    ours = ("[anon]", str(memory_tier.ROOT))
+    ours = ("[anon]", str(memory_files.ROOT))
     return sum(entry.rss for entry in maps if entry.path.startswith(ours) and entry.rss >= least_bytes)
 
 

@@ -97,7 +97,7 @@ def train(kind: str, directory: Path) -> None:
     from checkflow.runtime import checkpointer as checkpointers
     from checkflow.runtime.checkpointer import Checkpointer
     from checkflow.runtime.loader import DataLoader
-    from checkflow.runtime.memory_tier import MARK
+    from checkflow.runtime.memory_files import MARK
 
     there = find_in(directory)
     if kind == "goes back" and len(there) > 1:

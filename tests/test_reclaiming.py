@@ -1,0 +1,470 @@
+"""Host memory outlives the process: what a killed job had captured is where the next run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+import torch
+from dead_jobs import (
+    PER_EPOCH,
+    Death,
+    die,
+    folder_of,
+    give_back,
+    kept_in,
+    killed,
+    needs_memory,
+    newest_on_storage,
+    resume,
+    train,
+)
+from oracle import assert_checkpoint_is, clone_state, random_plan
+
+from checkflow import plan as plans
+from checkflow.cli import main
+from checkflow.errors import CorruptCheckpointError, LockedError, MismatchError, StorageError
+from checkflow.runtime import checkpointer as checkpointers
+from checkflow.runtime import left_memory, memory_files, reclaiming
+from checkflow.runtime.checkpointer import Checkpointer
+from checkflow.runtime.finding import find
+from checkflow.runtime.memory_files import MARK, NOTHING, OWNER, Life
+from checkflow.runtime.store import Store
+
+pytestmark = needs_memory
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpointers, "check_plan", plans.validate)  # a random plan obeys deadlines, and no link
+        yield
+    give_back(tmp_path)
+
+
+@pytest.fixture
+def own_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Shared memory without others' folders in it, for what gives those back."""
+    folder = Path(tempfile.mkdtemp(prefix="checkflow-test-", dir=memory_files.ROOT))
+    monkeypatch.setattr(memory_files, "ROOT", folder)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[list[int]]]:
+    directory = tmp_path_factory.mktemp("whole")
+    jobs.run(jobs.Job(directory))
+    return torch.load(directory / "final.pt", weights_only=True), jobs.samples(directory)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("place", ["forward", "backward", "step", "after step", "validation"])
+def test_a_killed_job_goes_on_from_host_memory(
+    tmp_path: Path, uninterrupted: tuple[dict[str, Any], list[list[int]]], place: str, workers: int
+) -> None:
+    number = 0 if place == "validation" else 1
+    directory = killed(tmp_path, kill=(place, 1, number), workers=workers)
+    finished = PER_EPOCH * (2 if place == "validation" else 1) + number
+    before = newest_on_storage(directory)
+    assert folder_of(directory).is_dir()
+    with resume(directory) as checkpointer:
+        resumed = checkpointer.resumed_from
+        assert resumed is not None
+        assert (before or 0) <= resumed <= finished
+        assert resumed >= finished - 2  # the boundary before, or, if its bytes had not all come, the one before that
+        if place == "after step":
+            assert resumed == finished
+            assert checkpointer.report()["reclaimed_step"] == (None if before == resumed else resumed)
+    jobs.run(jobs.Job(tmp_path, workers=workers))
+    final, samples = uninterrupted
+    ended = torch.load(tmp_path / "final.pt", weights_only=True)
+    assert ended["state"].keys() == final["state"].keys()
+    assert all(ended["state"][name].equal(tensor) for name, tensor in final["state"].items())
+    assert ended["rng"].equal(final["rng"])
+    assert ended["scheduler"] == final["scheduler"]
+    assert jobs.samples(tmp_path) == samples
+    assert not (directory / MARK).exists()
+
+
+def test_what_is_put_on_storage_is_a_checkpoint_like_others(tmp_path: Path) -> None:
+    directory = killed(tmp_path)
+    with resume(directory) as checkpointer:
+        job = checkpointer._job
+        truth = clone_state(job.models, job.optimizers)
+        assert find(directory)[0].name == "step-00000007"
+        assert_checkpoint_is(find(directory)[0], truth)
+
+
+def test_torn_bytes_are_passed_over_for_the_next_older(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All captures of this job are audited: the record has the digests of the boundary."""
+    directory = killed(tmp_path, breaks="torn")
+    with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
+        assert checkpointer.resumed_from == 6
+    assert "step 7 in host memory is passed over: it is torn" in caplog.text
+
+
+def test_a_plan_that_an_audit_refutes_is_trusted_with_no_other_capture(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = killed(
+        tmp_path, kill=("after step", 0, 3), breaks="audited", options={"host_buffers": 5, "audit": 0}
+    )  # fmt: skip
+    assert {1, 2, 3} <= set(kept_in(directory))
+    with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
+        assert checkpointer.resumed_from is None
+    assert "step 3 in host memory is passed over: it was captured by a plan that does not fit its job" in caplog.text
+    assert "step 1 in host memory is passed over: it is torn" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("buffer-{}.json", lambda path: path.write_bytes(path.read_bytes().replace(b'"step":7', b'"step":-7'))),
+        ("buffer-{}.json", lambda path: path.write_bytes(path.read_bytes()[:-1])),
+        ("buffer-{}.extra", lambda path: path.write_bytes(path.read_bytes()[:-1])),
+        ("buffer-{}", lambda path: os.truncate(path, 4096)),
+        ("buffer-{}", lambda path: path.unlink()),
+    ],
+)
+def test_a_damaged_capture_is_passed_over_for_the_next_older(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], object]
+) -> None:
+    directory = killed(tmp_path)
+    folder = folder_of(directory)
+    (newest,) = (path for path in folder.glob("buffer-*.json") if json.loads(path.read_text())["step"] == 7)
+    damage(folder / name.format(newest.stem.removeprefix("buffer-")))
+    with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
+        assert checkpointer.resumed_from == 6
+    assert "in host memory is passed over" in caplog.text
+    assert not folder.exists()
+
+
+def test_a_layout_that_is_damaged_leaves_what_storage_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = killed(tmp_path)
+    before = newest_on_storage(directory)
+    (layout,) = folder_of(directory).glob("layout-*.json")
+    layout.write_bytes(layout.read_bytes().replace(b"float32", b"float64"))
+    with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
+        assert checkpointer.resumed_from == before
+    assert "its layout or its extra state is damaged" in caplog.text
+
+
+def test_a_full_disk_keeps_what_memory_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = killed(tmp_path, stored=6)
+    folder = folder_of(directory)
+    with monkeypatch.context() as patched:
+        commit = Store.commit
+
+        def fail(self: Store, *rest: Any, **more: Any) -> Path:
+            raise StorageError("no space left")
+
+        patched.setattr(Store, "commit", fail)
+        with pytest.raises(StorageError, match=f"step 7 lies in host memory.*no space left.*delete {folder}"):
+            resume(directory)
+        assert Store.commit is not commit
+    assert folder.is_dir()
+    with resume(directory) as checkpointer:
+        assert checkpointer.resumed_from == 7
+
+
+def test_what_was_saved_of_it_does_not_keep_the_rest_from_being_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start that saved one of two captures died then: the next one takes the other, too."""
+    directory = killed(tmp_path, stored=6, rare=100, options={"host_buffers": 5})
+    committed: list[int] = []
+    commit = Store.commit
+
+    def once(self: Store, step: int, *rest: Any, **more: Any) -> Path:
+        if committed:
+            raise KeyboardInterrupt
+        committed.append(step)
+        return commit(self, step, *rest, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "commit", once)
+        with pytest.raises(KeyboardInterrupt):
+            resume(directory, resume=5)
+    assert committed == [5]
+    with resume(directory) as checkpointer:
+        assert checkpointer.resumed_from == 7
+
+
+def test_a_last_checkpoint_that_failed_stays_in_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert jobs.in_a_process(die, Death(jobs.Job(tmp_path, every=None), "full")) == 0
+    directory = tmp_path / "checkpoints"
+    assert newest_on_storage(directory) in (None, 4, 5)
+    with resume(directory) as checkpointer:
+        assert checkpointer.resumed_from == jobs.EPOCHS * PER_EPOCH
+
+
+def test_a_job_that_is_to_begin_anew_is_told(tmp_path: Path) -> None:
+    directory = killed(tmp_path, kill=("after step", 0, 3))
+    with pytest.raises(StorageError, match=r'resume="never", but the run before left step 3 of'):
+        resume(directory, resume="never")
+
+
+def test_going_back_to_a_step_that_memory_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = killed(tmp_path, stored=6, rare=100, options={"host_buffers": 5})
+    assert {5, 7} <= set(kept_in(directory))
+    committed: list[int] = []
+    commit = Store.commit
+
+    def note(self: Store, step: int, *rest: Any, **more: Any) -> Path:
+        committed.append(step)
+        return commit(self, step, *rest, **more)
+
+    monkeypatch.setattr(Store, "commit", note)
+    with resume(directory, resume=5) as checkpointer:
+        assert checkpointer.resumed_from == 5
+    assert committed == [5, 7]
+    assert (directory / ".superseded-step-00000007").is_dir()
+
+
+def test_must_is_content_with_memory(tmp_path: Path) -> None:
+    directory = killed(tmp_path, kill=("after step", 0, 3))
+    assert newest_on_storage(directory) is None
+    with resume(directory, resume="must") as checkpointer:
+        assert checkpointer.resumed_from == 3
+
+
+def test_a_copy_of_the_directory_takes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = killed(tmp_path)
+    before = newest_on_storage(directory)
+    shutil.copytree(directory, tmp_path / "copy")
+    with caplog.at_level(logging.WARNING, "checkflow"), resume(tmp_path / "copy") as checkpointer:
+        assert checkpointer.resumed_from == before
+    assert f"is of the checkpoints in {directory}" in caplog.text
+    with resume(directory) as checkpointer:
+        assert checkpointer.resumed_from == 7
+
+
+def test_a_directory_that_was_moved_takes_its_own(tmp_path: Path) -> None:
+    killed(tmp_path).rename(tmp_path / "moved")
+    with resume(tmp_path / "moved") as checkpointer:
+        assert checkpointer.resumed_from == 7
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770])
+def test_a_folder_that_others_may_write_to_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int
+) -> None:
+    directory = killed(tmp_path)
+    before = newest_on_storage(directory)
+    folder_of(directory).chmod(mode)
+    with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
+        assert checkpointer.resumed_from == before
+    assert "is another user's" in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_another_users_folder_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = killed(tmp_path)
+    before = newest_on_storage(directory)
+    os.chown(folder_of(directory), 12345, 12345)
+    with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
+        assert checkpointer.resumed_from == before
+    assert "is another user's" in caplog.text
+
+
+def test_after_a_restart_of_the_machine_storage_is_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = killed(tmp_path)
+    before = newest_on_storage(directory)
+    monkeypatch.setattr(left_memory, "boot_id", lambda: "another")
+    with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
+        assert checkpointer.resumed_from == before
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"token":"../../etc"}', b"\xff", b"[" * 9999])
+def test_a_damaged_mark_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes) -> None:
+    directory = killed(tmp_path)
+    before = newest_on_storage(directory)
+    (directory / MARK).write_bytes(content)
+    with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
+        assert checkpointer.resumed_from == before
+    assert "what the run before had in host memory is passed over" in caplog.text
+
+
+def test_the_memory_of_a_dead_job_that_nobody_goes_on_from_is_given_back(
+    tmp_path: Path, own_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun_anew, gone, replaced, away, waiting = (killed(tmp_path / name) for name in ("a", "b", "c", "d", "e"))
+    unmarked, moved, other, missing, kept = map(folder_of, (begun_anew, gone, replaced, away, waiting))
+    (begun_anew / MARK).unlink()
+    for directory in (gone, replaced, away):
+        shutil.rmtree(directory)
+    replaced.mkdir()
+    owner = json.loads((missing / OWNER).read_text())
+    (missing / OWNER).write_text(json.dumps({**owner, "device": owner["device"] + 1}))  # not mounted now
+    with resume(tmp_path / "four"):
+        assert unmarked.is_dir()  # it is young: its job may be just about to say whose it is
+    monkeypatch.setattr(reclaiming, "_YOUNG_SECONDS", 0.0)
+    with resume(tmp_path / "four"):
+        assert not unmarked.exists()
+        assert moved.is_dir()
+        assert other.is_dir()
+    monkeypatch.setattr(reclaiming, "_MOVED_SECONDS", 0.0)
+    with resume(tmp_path / "four") as living:
+        for _ in living.epochs(1):
+            train(living)
+        assert not moved.exists()
+        assert not other.exists()
+        assert missing.is_dir()
+        # One that lives keeps its own, whatever becomes of its directory.
+        mine = folder_of(tmp_path / "four")
+        (tmp_path / "four" / MARK).unlink()
+        monkeypatch.setattr(reclaiming, "_OLD_SECONDS", 0.0)
+        with resume(tmp_path / "five"):
+            assert mine.is_dir()
+        assert not missing.exists()
+        assert kept.is_dir()
+
+
+def test_a_directory_that_was_moved_takes_its_own_however_old(
+    tmp_path: Path, own_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("_YOUNG_SECONDS", "_MOVED_SECONDS", "_OLD_SECONDS"):
+        monkeypatch.setattr(reclaiming, limit, 0.0)
+    killed(tmp_path).rename(tmp_path / "moved")
+    with resume(tmp_path / "moved") as checkpointer:
+        assert checkpointer.resumed_from == 7
+
+
+@pytest.mark.parametrize("left", ["nothing", "less"])
+def test_storage_that_was_set_back_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture, left: str) -> None:
+    """Emptied to begin anew, or up to where a bad stretch began."""
+    directory = killed(tmp_path, stored=6)  # an epoch's end, which nothing replaces
+    for path in find(directory)[: None if left == "nothing" else 1]:
+        shutil.rmtree(path)
+    expected = newest_on_storage(directory)
+    assert expected is None or left == "less"
+    with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
+        assert checkpointer.resumed_from == expected
+    assert "step 7 in host memory is passed over: storage is not what its run left there" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("base", "durable", "step", "run", "taken"),  # the base was another one's
+    [
+        (NOTHING, NOTHING, NOTHING, "", True),  # it died before its first checkpoint
+        (NOTHING, NOTHING, 4, "its", True),  # or just behind it
+        (NOTHING, 4, 4, "its", True),
+        (NOTHING, 4, 5, "its", True),
+        (NOTHING, 4, 4, "", True),  # it cannot be read: that is for the restore to tell
+        (NOTHING, 4, NOTHING, "", False),  # emptied
+        (NOTHING, 8, 4, "its", False),  # set back
+        (4, NOTHING, 4, "another", True),  # it went on from there
+        (4, NOTHING, 4, "a third", False),  # which put its own there
+        (NOTHING, 4, 4, "another", False),
+        (4, NOTHING, 3, "another", False),
+        (4, NOTHING, 5, "another", False),  # as another one has since
+        (4, 6, 6, "its", True),
+        (4, 6, 7, "another", False),
+        (NOTHING, NOTHING, 3, "another", False),  # imported weights, say
+    ],
+)
+def test_whose_storage_it_is(base: int, durable: int, step: int, run: str, taken: bool) -> None:
+    with contextlib.nullcontext() if taken else pytest.raises(CorruptCheckpointError):
+        life = Life("its", base, "" if base == NOTHING else "another", durable)
+        reclaiming._refuse_other_life(life, reclaiming._Storage(step, run))
+
+
+def test_what_cannot_be_read_now_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = killed(tmp_path)
+    folder = folder_of(directory)
+    with monkeypatch.context() as patched:
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+        patched.setattr(reclaiming, "_map", fail)
+        with pytest.raises(StorageError, match=f"cannot be read now: Cannot allocate memory; .*delete {folder}"):
+            resume(directory)
+    with resume(directory) as checkpointer:
+        assert checkpointer.resumed_from == 7
+
+
+def test_what_another_process_uses_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reclaiming, "_WAIT_SECONDS", 0.1)
+    directory = killed(tmp_path)
+    with open(folder_of(directory) / OWNER, "rb") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        with pytest.raises(LockedError, match="is in use by another process"):
+            resume(directory)
+        fcntl.flock(owner, fcntl.LOCK_SH)  # somebody looks
+        with resume(directory) as checkpointer:
+            assert checkpointer.resumed_from == 7
+
+
+def test_a_restore_that_fails_leaves_what_memory_has(tmp_path: Path) -> None:
+    directory = killed(tmp_path)
+    folder = folder_of(directory)
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    plan = random_plan({"model": model}, {"optimizer": optimizer}, 0)
+    with pytest.raises(MismatchError):
+        Checkpointer(model, optimizer, directory=directory, plan=plan)
+    assert folder.is_dir()
+    with resume(directory) as checkpointer:
+        assert checkpointer.resumed_from == 7
+    assert not folder.exists()
+
+
+def test_another_layout_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A release that lays files out in another way reads other bytes."""
+    directory = killed(tmp_path)
+    for buffer in folder_of(directory).glob("buffer-?"):
+        with open(buffer, "r+b") as file:
+            file.write(b"\x01")
+    before = newest_on_storage(directory)
+    with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
+        assert checkpointer.resumed_from == before
+    assert "its buffer is not laid out as model-00000-of-00001.safetensors is" in caplog.text
+
+
+def test_the_next_run_says_where_it_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = killed(tmp_path)
+    with caplog.at_level(logging.INFO, "checkflow"), resume(directory):
+        pass
+    assert "step 7 was complete in host memory when the run before died: it is saved now" in caplog.text
+    assert "resumed from step 7" in caplog.text
+    assert "which the run before had in host memory" in caplog.text
+
+
+def test_what_storage_has_already_is_not_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = killed(tmp_path, kill=("after step", 1, 2), stored=8)
+    assert max(kept_in(directory)) == newest_on_storage(directory) == 8
+    monkeypatch.setattr(Store, "commit", None)
+    with Store(directory, run_id="next") as store:
+        found = reclaiming.reclaim(store, "auto")
+        assert found.steps == ()
+        found.give_back(directory)
+    assert not (directory / MARK).exists()
+
+
+def test_ls_tells_what_the_next_run_will_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = killed(tmp_path)
+    assert main(["ls", str(directory), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["left_in_memory"] == 7
+    main(["ls", str(directory)])
+    assert "step 7 lies in this machine's memory" in " ".join(capsys.readouterr().out.split())
+    with resume(directory):
+        main(["ls", str(directory), "--json"])
+        assert json.loads(capsys.readouterr().out)["left_in_memory"] is None
+    main(["ls", str(directory), "--json"])
+    assert json.loads(capsys.readouterr().out)["left_in_memory"] is None
