@@ -81,13 +81,9 @@ class _Loaded:
 
 @dataclass(frozen=True)
 class Reclaimed:
-    """What was put on storage, and where it lay.
+    """What was put on storage, and where it lay."""
 
-    Attributes:
-        steps: in order.
-    """
-
-    steps: tuple[int, ...] = ()
+    steps: frozenset[int] = frozenset()
     path: Path | None = None
 
     def give_back(self, directory: Path) -> None:
@@ -127,7 +123,7 @@ def reclaim(store: Store, mode: str | int) -> Reclaimed:
             f'resume="never", but the run before left step {loaded[0].record.step} of {store.directory} in host '
             f"memory: choose another directory, or delete {path}"
         )
-    steps = []
+    steps = set()
     needed = wanted if wanted is not None else max((one.record.step for one in loaded), default=NOTHING)
     for one in sorted(loaded, key=lambda one: one.record.step != needed):
         try:
@@ -137,8 +133,8 @@ def reclaim(store: Store, mode: str | int) -> Reclaimed:
                 raise
             logger.warning("%s", error)
         else:
-            steps.append(one.record.step)
-    return Reclaimed(tuple(sorted(steps)), path)
+            steps.add(one.record.step)
+    return Reclaimed(frozenset(steps), path)
 
 
 def _folder_of(directory: Path) -> Path | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 from collections.abc import Callable
@@ -16,11 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import jobs
+import numpy
 import pytest
 import torch
+from oracle import random_plan
+from torch import nn
 from waiting import wait_for
 
+from checkflow import plan as plans
 from checkflow.errors import StorageError
+from checkflow.plan import Plan
+from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import memory_files, reclaiming, saving
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.finding import find
@@ -175,3 +182,61 @@ def give_back(tmp_path: Path) -> None:
             continue
         if Path(owner).is_relative_to(tmp_path):
             shutil.rmtree(path)
+
+
+class Tied(nn.Module):
+    """Two names for one weight, and a layer that is used late: until then its optimizer state is absent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again, self.late = (nn.Linear(8, 8) for _ in range(3))
+        self.again.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor, *, late: bool) -> torch.Tensor:
+        x = self.again(self.first(x))
+        return self.late(x) if late else x
+
+
+def tied() -> tuple[Tied, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    numpy.random.seed(0)
+    random.seed(0)
+    model = Tied()
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def tied_plan() -> Plan:
+    """It has the late layer's state, too."""
+    model, optimizer = tied()
+    model(torch.ones(4, 8), late=True).sum().backward()
+    optimizer.step()
+    return random_plan({"model": model}, {"optimizer": optimizer}, 0)
+
+
+def train_tied(directory: Path, steps: int, every: int | None = 1, last: Callable[[], object] = lambda: None) -> None:
+    """In a process of its own.
+
+    Args:
+        last: called in the iteration after so many, when it has stepped.
+    """
+    checkpointers.check_plan = plans.validate  # a random plan obeys deadlines, and no link
+    model, optimizer = tied()
+    with Checkpointer(model, optimizer, directory=directory, plan=tied_plan(), every=every) as checkpointer:
+        for step in checkpointer.steps(steps + 1):
+            optimizer.zero_grad()
+            model(torch.full((4, 8), float(step)), late=False).square().mean().backward()
+            optimizer.step()
+            if step == steps:
+                last()
+            checkpointer.metric("loss", step / 8)
+
+
+def die_tied(directory: Path, steps: int) -> None:
+    """Killed with its last boundary in host memory, and nothing on storage."""
+
+    def die() -> None:
+        wait_for(lambda: steps in kept_in(directory))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    rarely(1000)
+    train_tied(directory, steps, None, die)

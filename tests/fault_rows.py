@@ -73,7 +73,8 @@ def parts() -> list[Part]:
     rows += [_program("F7", "strangers", "full_disks.py", "strangers", mounts=True)]
     rows += [_tests("F7", "directories, shared memory", "tests/test_store.py", "tests/test_copy_engine.py", "-k",
                     "read_only or cannot_be_used or volatile or memory")]  # fmt: skip
-    rows += [_tests("F7", "host memory that outlives its job", "tests/test_memory_tier.py", "tests/test_reclaiming.py")]
+    rows += [_tests("F7", "host memory that outlives its job", "tests/test_memory_records.py",
+                    "tests/test_memory_tier.py", "tests/test_left_memory.py", "tests/test_reclaiming.py")]  # fmt: skip
     rows += [_program("F8", f"rivals {n}", "rivals.py", "{folder}/checkpoints", 100, n * 1000) for n in range(10)]
     rows += [_tests("F8", "locks", "tests/test_store.py", "-k", "writer or forked or reader")]
     rows += [_tests("F9", "names", "tests/test_store.py", "tests/test_reader.py", "tests/test_finding.py", "-k",

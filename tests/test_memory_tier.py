@@ -35,9 +35,9 @@ from mounting import in_namespace
 from checkflow import plan as plans
 from checkflow.errors import ConsistencyError
 from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime import memory_files, memory_tier
+from checkflow.runtime import memory_tier
 from checkflow.runtime.checkpointer import Checkpointer
-from checkflow.runtime.memory_files import MARK, Life
+from checkflow.runtime.memory_files import MARK
 from checkflow.runtime.memory_tier import MemoryTier
 from checkflow.runtime.persist import Writer
 from checkflow.runtime.saving import Saving
@@ -211,40 +211,12 @@ def test_a_forked_child_writes_elsewhere(tmp_path: Path) -> None:
         assert [bytes(buffer.view) for buffer in checkpointer._saving.buffers._all] == before
 
 
-def test_memory_goes_back_though_a_child_lives(tmp_path: Path) -> None:
-    tier = MemoryTier(tmp_path, Life("run"))
-    memories = tier.allocate(2, 32 << 20, None)
-    assert memories is not None
-    folder = folder_of(tmp_path)
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(write)
-        os.read(read, 1)
-        os._exit(0)
-    os.close(read)
-    with open(folder / "buffer-0", "rb") as first, open(folder / "buffer-1", "rb") as second:
-        assert all(os.fstat(one.fileno()).st_blocks * 512 >= 32 << 20 for one in (first, second))
-        tier.close()
-        assert not any(os.fstat(one.fileno()).st_blocks for one in (first, second))
-    os.close(write)
-    os.waitpid(child, 0)
-
-
 def test_one_buffer_is_no_tier(tmp_path: Path) -> None:
     with resume(tmp_path, every=1, host_buffers=1) as checkpointer:
         for _ in checkpointer.epochs(1):
             train(checkpointer)
         assert not checkpointer.report()["memory_outlives_process"]
         assert not (tmp_path / MARK).exists()
-
-
-def test_a_directory_that_was_exchanged_keeps_its_own_mark(tmp_path: Path) -> None:
-    tier = MemoryTier(tmp_path, Life("run"))
-    assert tier.allocate(1, 4096, None) is not None
-    (tmp_path / MARK).write_bytes(memory_files.MARKS.dump_json(memory_files.Mark("0" * 32, "boot")))
-    tier.close()
-    assert (tmp_path / MARK).exists()
 
 
 def test_a_forked_child_gives_nothing_back(tmp_path: Path) -> None:
@@ -347,19 +319,3 @@ def test_large_extra_state_leaves_others_their_part(tmp_path: Path, monkeypatch:
         assert max(kept_in(tmp_path), default=0) <= 7
         assert checkpointer.report()["failed"] == 0
     assert newest_on_storage(tmp_path) == 12
-
-
-def test_larger_state_gets_larger_buffers_and_leaves_no_old_ones(tmp_path: Path) -> None:
-    tier = MemoryTier(tmp_path, Life("run"))
-    first = tier.allocate(2, 4096, None)
-    one = folder_of(tmp_path)
-    second = tier.allocate(3, 8193, None)
-    two = folder_of(tmp_path)
-    assert first is not None
-    assert second is not None
-    assert [len(memory) for memory in second] == [8193] * 3
-    assert not one.exists()
-    assert sorted(path.stat().st_size for path in two.glob("buffer-*")) == [8193] * 3
-    tier.close()
-    tier.close()
-    assert not two.exists()

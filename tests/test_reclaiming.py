@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
-import fcntl
 import json
 import logging
 import os
 import shutil
-import tempfile
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from dead_jobs import (
     PER_EPOCH,
     Death,
     die,
+    die_tied,
     folder_of,
     give_back,
     kept_in,
@@ -28,18 +29,22 @@ from dead_jobs import (
     needs_memory,
     newest_on_storage,
     resume,
-    train,
+    tied,
+    tied_plan,
+    train_tied,
 )
 from oracle import assert_checkpoint_is, clone_state, random_plan
+from store_tools import fill, small_layout
 
 from checkflow import plan as plans
-from checkflow.cli import main
-from checkflow.errors import CorruptCheckpointError, LockedError, MismatchError, StorageError
+from checkflow.errors import CorruptCheckpointError, MismatchError, StorageError
 from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime import left_memory, memory_files, reclaiming
+from checkflow.runtime import reclaiming
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.finding import find
-from checkflow.runtime.memory_files import MARK, NOTHING, OWNER, Life
+from checkflow.runtime.memory_files import LIFE, MARK, NOTHING, Life, Record
+from checkflow.runtime.opening import glance
+from checkflow.runtime.retention import METRICS, read_metrics, write_metrics
 from checkflow.runtime.store import Store
 
 pytestmark = needs_memory
@@ -51,15 +56,6 @@ def nothing_is_left(tmp_path: Path) -> Iterator[None]:
         patch.setattr(checkpointers, "check_plan", plans.validate)  # a random plan obeys deadlines, and no link
         yield
     give_back(tmp_path)
-
-
-@pytest.fixture
-def own_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Shared memory without others' folders in it, for what gives those back."""
-    folder = Path(tempfile.mkdtemp(prefix="checkflow-test-", dir=memory_files.ROOT))
-    monkeypatch.setattr(memory_files, "ROOT", folder)
-    yield folder
-    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +103,25 @@ def test_what_is_put_on_storage_is_a_checkpoint_like_others(tmp_path: Path) -> N
         assert_checkpoint_is(find(directory)[0], truth)
 
 
+def test_what_is_put_on_storage_has_all_that_its_job_would_have_written(tmp_path: Path) -> None:
+    """Ties, state that is absent, metrics, the plan; and each file to the byte."""
+    dead, whole = tmp_path / "dead", tmp_path / "whole"
+    assert jobs.in_a_process(die_tied, dead, 3) == -signal.SIGKILL
+    assert jobs.in_a_process(train_tied, whole, 3) == 0
+    assert not find(dead)
+    owner_run = json.loads((folder_of(dead) / LIFE).read_text())["run_id"]
+    model, optimizer = tied()
+    with Checkpointer(model, optimizer, directory=dead, plan=tied_plan()) as checkpointer:
+        assert checkpointer.resumed_from == 3
+    reclaimed, written = (glance(directory / "step-00000003") for directory in (dead, whole))
+    assert reclaimed.ties
+    assert reclaimed.absent
+    assert read_metrics(reclaimed.info) == {"loss": 2 / 8}
+    assert reclaimed.run_id == owner_run
+    info = {**reclaimed.info, "created": written.info["created"]}
+    assert dataclasses.replace(reclaimed, run_id=written.run_id, info=info) == written
+
+
 def test_torn_bytes_are_passed_over_for_the_next_older(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """All captures of this job are audited: the record has the digests of the boundary."""
     directory = killed(tmp_path, breaks="torn")
@@ -128,6 +143,19 @@ def test_a_plan_that_an_audit_refutes_is_trusted_with_no_other_capture(
     assert "step 1 in host memory is passed over: it is torn" in caplog.text
 
 
+def test_what_was_copied_at_the_boundary_is_trusted_whatever_an_audit_says_of_its_plan(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = killed(
+        tmp_path, kill=("after step", 0, 3), breaks="audited", options={"host_buffers": 5, "audit": 0}
+    )  # fmt: skip
+    for path in folder_of(directory).glob("buffer-*.json"):
+        record = json.loads(path.read_text())
+        path.write_text(json.dumps({**record, "by_plan": record["step"] != 2}))
+    with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
+        assert checkpointer.resumed_from == 2
+
+
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
@@ -135,6 +163,7 @@ def test_a_plan_that_an_audit_refutes_is_trusted_with_no_other_capture(
         ("buffer-{}.json", lambda path: path.write_bytes(path.read_bytes()[:-1])),
         ("buffer-{}.extra", lambda path: path.write_bytes(path.read_bytes()[:-1])),
         ("buffer-{}", lambda path: os.truncate(path, 4096)),
+        ("buffer-{}", lambda path: os.truncate(path, path.stat().st_size - 1)),
         ("buffer-{}", lambda path: path.unlink()),
     ],
 )
@@ -233,116 +262,43 @@ def test_going_back_to_a_step_that_memory_has(tmp_path: Path, monkeypatch: pytes
     assert (directory / ".superseded-step-00000007").is_dir()
 
 
+def test_the_newest_is_saved_first_then_what_retention_would_keep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where room is for one, it is for the newest; what else is lost is told, and keeps no job from going on."""
+    keep = {"keep_every": 3}
+    directory = killed(tmp_path, kill=("after step", 0, 5), rare=100, options={"host_buffers": 6, **keep})
+    assert {2, 3, 4, 5} <= set(kept_in(directory))
+    committed: list[int] = []
+    commit = Store.commit
+
+    def note(self: Store, step: int, *rest: Any, **more: Any) -> Path:
+        committed.append(step)
+        if len(committed) == 2:
+            raise StorageError("no space left")
+        return commit(self, step, *rest, **more)
+
+    monkeypatch.setattr(Store, "commit", note)
+    with caplog.at_level(logging.WARNING, "checkflow"), resume(directory, **keep) as checkpointer:
+        assert checkpointer.resumed_from == 5
+        assert committed == [5, 3]
+        assert checkpointer.report()["reclaimed_step"] == 5
+    assert "step 3 lies in host memory" in caplog.text
+
+
+def test_a_job_that_died_before_its_first_capture_may_begin_anew(tmp_path: Path) -> None:
+    directory = killed(tmp_path, kill=("after step", 0, 3))
+    for path in folder_of(directory).glob("buffer-*.json"):
+        path.unlink()
+    with resume(directory, resume="never") as checkpointer:
+        assert checkpointer.resumed_from is None
+
+
 def test_must_is_content_with_memory(tmp_path: Path) -> None:
     directory = killed(tmp_path, kill=("after step", 0, 3))
     assert newest_on_storage(directory) is None
     with resume(directory, resume="must") as checkpointer:
         assert checkpointer.resumed_from == 3
-
-
-def test_a_copy_of_the_directory_takes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    directory = killed(tmp_path)
-    before = newest_on_storage(directory)
-    shutil.copytree(directory, tmp_path / "copy")
-    with caplog.at_level(logging.WARNING, "checkflow"), resume(tmp_path / "copy") as checkpointer:
-        assert checkpointer.resumed_from == before
-    assert f"is of the checkpoints in {directory}" in caplog.text
-    with resume(directory) as checkpointer:
-        assert checkpointer.resumed_from == 7
-
-
-def test_a_directory_that_was_moved_takes_its_own(tmp_path: Path) -> None:
-    killed(tmp_path).rename(tmp_path / "moved")
-    with resume(tmp_path / "moved") as checkpointer:
-        assert checkpointer.resumed_from == 7
-
-
-@pytest.mark.parametrize("mode", [0o755, 0o770])
-def test_a_folder_that_others_may_write_to_is_passed_over(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int
-) -> None:
-    directory = killed(tmp_path)
-    before = newest_on_storage(directory)
-    folder_of(directory).chmod(mode)
-    with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
-        assert checkpointer.resumed_from == before
-    assert "is another user's" in caplog.text
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_another_users_folder_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    directory = killed(tmp_path)
-    before = newest_on_storage(directory)
-    os.chown(folder_of(directory), 12345, 12345)
-    with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
-        assert checkpointer.resumed_from == before
-    assert "is another user's" in caplog.text
-
-
-def test_after_a_restart_of_the_machine_storage_is_what_there_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    directory = killed(tmp_path)
-    before = newest_on_storage(directory)
-    monkeypatch.setattr(left_memory, "boot_id", lambda: "another")
-    with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
-        assert checkpointer.resumed_from == before
-    assert not caplog.text
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b'{"token":"../../etc"}', b"\xff", b"[" * 9999])
-def test_a_damaged_mark_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes) -> None:
-    directory = killed(tmp_path)
-    before = newest_on_storage(directory)
-    (directory / MARK).write_bytes(content)
-    with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
-        assert checkpointer.resumed_from == before
-    assert "what the run before had in host memory is passed over" in caplog.text
-
-
-def test_the_memory_of_a_dead_job_that_nobody_goes_on_from_is_given_back(
-    tmp_path: Path, own_memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun_anew, gone, replaced, away, waiting = (killed(tmp_path / name) for name in ("a", "b", "c", "d", "e"))
-    unmarked, moved, other, missing, kept = map(folder_of, (begun_anew, gone, replaced, away, waiting))
-    (begun_anew / MARK).unlink()
-    for directory in (gone, replaced, away):
-        shutil.rmtree(directory)
-    replaced.mkdir()
-    owner = json.loads((missing / OWNER).read_text())
-    (missing / OWNER).write_text(json.dumps({**owner, "device": owner["device"] + 1}))  # not mounted now
-    with resume(tmp_path / "four"):
-        assert unmarked.is_dir()  # it is young: its job may be just about to say whose it is
-    monkeypatch.setattr(reclaiming, "_YOUNG_SECONDS", 0.0)
-    with resume(tmp_path / "four"):
-        assert not unmarked.exists()
-        assert moved.is_dir()
-        assert other.is_dir()
-    monkeypatch.setattr(reclaiming, "_MOVED_SECONDS", 0.0)
-    with resume(tmp_path / "four") as living:
-        for _ in living.epochs(1):
-            train(living)
-        assert not moved.exists()
-        assert not other.exists()
-        assert missing.is_dir()
-        # One that lives keeps its own, whatever becomes of its directory.
-        mine = folder_of(tmp_path / "four")
-        (tmp_path / "four" / MARK).unlink()
-        monkeypatch.setattr(reclaiming, "_OLD_SECONDS", 0.0)
-        with resume(tmp_path / "five"):
-            assert mine.is_dir()
-        assert not missing.exists()
-        assert kept.is_dir()
-
-
-def test_a_directory_that_was_moved_takes_its_own_however_old(
-    tmp_path: Path, own_memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for limit in ("_YOUNG_SECONDS", "_MOVED_SECONDS", "_OLD_SECONDS"):
-        monkeypatch.setattr(reclaiming, limit, 0.0)
-    killed(tmp_path).rename(tmp_path / "moved")
-    with resume(tmp_path / "moved") as checkpointer:
-        assert checkpointer.resumed_from == 7
 
 
 @pytest.mark.parametrize("left", ["nothing", "less"])
@@ -372,6 +328,8 @@ def test_storage_that_was_set_back_counts(tmp_path: Path, caplog: pytest.LogCapt
         (4, NOTHING, 4, "a third", False),  # which put its own there
         (NOTHING, 4, 4, "another", False),
         (4, NOTHING, 3, "another", False),
+        (4, NOTHING, NOTHING, "", False),
+        (4, NOTHING, 3, "its", False),
         (4, NOTHING, 5, "another", False),  # as another one has since
         (4, 6, 6, "its", True),
         (4, 6, 7, "another", False),
@@ -399,16 +357,18 @@ def test_what_cannot_be_read_now_stays(tmp_path: Path, monkeypatch: pytest.Monke
         assert checkpointer.resumed_from == 7
 
 
-def test_what_another_process_uses_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reclaiming, "_WAIT_SECONDS", 0.1)
-    directory = killed(tmp_path)
-    with open(folder_of(directory) / OWNER, "rb") as owner:
-        fcntl.flock(owner, fcntl.LOCK_EX)
-        with pytest.raises(LockedError, match="is in use by another process"):
-            resume(directory)
-        fcntl.flock(owner, fcntl.LOCK_SH)  # somebody looks
-        with resume(directory) as checkpointer:
-            assert checkpointer.resumed_from == 7
+def test_what_storage_has_of_the_best_counts_among_them(tmp_path: Path) -> None:
+    layout = small_layout()
+
+    def told(step: int, loss: float) -> Record:
+        info = {METRICS: write_metrics({"loss": loss})}
+        return Record(step, "0" * 32, "0" * 32, "", False, False, (), (), {}, info)
+
+    records = [told(2, 0.5), told(3, 0.25), told(4, 0.75)]
+    with Store(tmp_path, run_id="run", keep_best=1, monitor="loss") as store:
+        assert reclaiming._worth_keeping(store, records) & {2, 3, 4} == {3}
+        store.commit(1, layout, fill(layout, 1)[0], b"", told(1, 0.125).info)
+        assert not reclaiming._worth_keeping(store, records) & {2, 3, 4}
 
 
 def test_a_restore_that_fails_leaves_what_memory_has(tmp_path: Path) -> None:
@@ -452,19 +412,6 @@ def test_what_storage_has_already_is_not_saved_again(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Store, "commit", None)
     with Store(directory, run_id="next") as store:
         found = reclaiming.reclaim(store, "auto")
-        assert found.steps == ()
+        assert not found.steps
         found.give_back(directory)
     assert not (directory / MARK).exists()
-
-
-def test_ls_tells_what_the_next_run_will_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = killed(tmp_path)
-    assert main(["ls", str(directory), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["left_in_memory"] == 7
-    main(["ls", str(directory)])
-    assert "step 7 lies in this machine's memory" in " ".join(capsys.readouterr().out.split())
-    with resume(directory):
-        main(["ls", str(directory), "--json"])
-        assert json.loads(capsys.readouterr().out)["left_in_memory"] is None
-    main(["ls", str(directory), "--json"])
-    assert json.loads(capsys.readouterr().out)["left_in_memory"] is None
