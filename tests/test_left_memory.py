@@ -31,7 +31,7 @@ from checkflow.cli import main
 from checkflow.errors import LockedError
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import left_memory, memory_files, reclaiming
-from checkflow.runtime.memory_files import LIFE, MARK, OWNER
+from checkflow.runtime.memory_files import LIFE, MARK, MOST_BYTES, OWNER
 
 pytestmark = needs_memory
 
@@ -117,7 +117,8 @@ def test_a_damaged_mark_is_passed_over(tmp_path: Path, caplog: pytest.LogCapture
 def test_a_file_that_is_no_such_file_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
     directory = killed(tmp_path)
     before = newest_on_storage(directory)
-    os.truncate(folder_of(directory) / name, 1 << 40)
+    path = folder_of(directory) / name
+    path.write_text(path.read_text().ljust(MOST_BYTES + 1))
     with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
         assert checkpointer.resumed_from == before
     assert f"is passed over: {name} is no file of at most 65536 bytes" in caplog.text
