@@ -99,7 +99,10 @@ class TrainingJob:
             step: checkflow.TrainingStep = module.build(batch_size=case.batch_size, **case.settings)
             if case.optimizer is not None:
                 make = OPTIMIZERS[case.optimizer]
-                step.optimizers = {name: make(other.param_groups) for name, other in step.optimizers.items()}
+                step.optimizers = {  # of the parameters alone: a group's own lr and momentum would count
+                    name: make([{"params": group["params"]} for group in other.param_groups])
+                    for name, other in step.optimizers.items()
+                }
         self.step = step
         here = [leaf for leaf in pytree.tree_leaves(step.batch) if isinstance(leaf, torch.Tensor)]
         apart = device.type != "cpu"

@@ -100,7 +100,10 @@ def real_step(model: str, batch_size: int, optimizer: str) -> checkflow.Training
     """A shipped model's training step with its tensors on the GPU."""
     with torch.device("cuda"):
         step: checkflow.TrainingStep = importlib.import_module(f"checkflow.models.{model}").build(batch_size=batch_size)
-        step.optimizers = {name: OPTIMIZERS[optimizer](other.param_groups) for name, other in step.optimizers.items()}
+        step.optimizers = {  # of the parameters alone: a group's own lr and momentum would count
+            name: OPTIMIZERS[optimizer]([{"params": group["params"]} for group in other.param_groups])
+            for name, other in step.optimizers.items()
+        }
     return step
 
 

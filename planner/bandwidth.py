@@ -44,7 +44,7 @@ def measure_bandwidths(device: torch.device) -> Bandwidths:
     size_bytes = array_size_bytes(GPU_MOMENT, device)
     link_bytes = min(size_bytes, _BYTES)  # torch keeps what it pins
     source, other = (torch.ones(size_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    here, part = torch.ones(link_bytes, dtype=torch.uint8, pin_memory=True), source[:link_bytes]
+    here, part = torch.ones(link_bytes, dtype=torch.uint8, device="cpu", pin_memory=True), source[:link_bytes]
     link = repeat(lambda: here.copy_(part, non_blocking=True), clock, MOMENT).median
     memory = repeat(lambda: other.copy_(source), clock, GPU_MOMENT).median
     return Bandwidths(link_bytes / link, 2 * size_bytes / memory)

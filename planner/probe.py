@@ -204,7 +204,7 @@ def memory_figures(device: torch.device, clock: Clock, effort: Effort, array_byt
 
 def host_link_figure(clock: Clock, effort: Effort, array_bytes: int) -> Figure:
     """One thread's copy from memory to memory; a byte that is copied counts once."""
-    source, target = (torch.ones(array_bytes, dtype=torch.uint8) for _ in range(2))
+    source, target = (torch.ones(array_bytes, dtype=torch.uint8, device="cpu") for _ in range(2))
     addresses = target.data_ptr(), source.data_ptr()
     seconds = repeat(lambda: ctypes.memmove(*addresses, array_bytes), clock, effort)
     how = f"{format_size(array_bytes)}, memory to memory, one thread"
@@ -216,7 +216,7 @@ def link_figures(device: torch.device, clock: Clock, effort: Effort, array_bytes
     there = torch.ones(array_bytes, dtype=torch.uint8, device=device)
     figures = []
     for pinned in (True, False):
-        here = torch.ones(array_bytes, dtype=torch.uint8, pin_memory=pinned)
+        here = torch.ones(array_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         kind = "pinned" if pinned else "pageable"
         for name, target, source in (("device to host", here, there), ("host to device", there, here)):
             seconds = repeat(_copy(target, source), clock, effort)

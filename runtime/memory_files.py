@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -34,7 +36,9 @@ ROOT = Path("/dev/shm")
 PREFIX = "checkflow-"
 MARK, OWNER, LIFE = ".memory.json", "owner.json", "life.json"
 MOST_BYTES = 1 << 16  # of each of these
+PIECE_BYTES = 1 << 26  # asked of the system at once: a signal undoes what one call has done, or waits for its end
 NOTHING = -1  # in the place of a step, where storage has none
+_BUFFER = re.compile(r"buffer-[0-9]{1,9}", re.ASCII)
 
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}\z")]
 Count = Annotated[int, Field(ge=0, le=2**62)]
@@ -149,15 +153,37 @@ def dump_layout(layout: Layout) -> bytes:
     return LAYOUTS.dump_json(tensors)
 
 
+def give_pages_back(memory: mmap.mmap) -> None:
+    """At once: forked children that look at the same file would keep its pages for as long as they live."""
+    if hasattr(mmap, "MADV_REMOVE"):
+        with contextlib.suppress(OSError, ValueError):
+            for begin in range(0, len(memory), PIECE_BYTES):
+                memory.madvise(mmap.MADV_REMOVE, begin, min(PIECE_BYTES, len(memory) - begin))
+
+
 def remove(path: Path) -> None:
     """A job's folder. What cannot be removed stays, and is told of."""
     try:
         with files.folder(str(path)) as folder:
             for name in files.names(folder):
                 with contextlib.suppress(FileNotFoundError):  # another process gives it back, too
+                    if _BUFFER.fullmatch(name):
+                        with contextlib.suppress(OSError):  # it goes with the last that hold it open, then
+                            _empty(folder, name)
                     files.unlink(name, dir_fd=folder)
         os.rmdir(path)
     except FileNotFoundError:  # the system takes shared memory away when a user logs out (RemoveIPC)
         pass
     except OSError as error:
         logger.warning("%s holds memory, and cannot be removed: %s", path, error.strerror)
+
+
+def _empty(folder: int, name: str) -> None:
+    """A child that a dead job has forked may hold its buffers open: their pages would stay for as long as it lives."""
+    fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        if size_bytes := files.regular_size(fd):
+            with mmap.mmap(fd, size_bytes) as memory:
+                give_pages_back(memory)
+    finally:
+        os.close(fd)

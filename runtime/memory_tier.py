@@ -41,6 +41,7 @@ from checkflow.runtime.memory_files import (
     NOTHING,
     OWNER,
     OWNERS,
+    PIECE_BYTES,
     PREFIX,
     RECORDS,
     KeptDigest,
@@ -50,6 +51,7 @@ from checkflow.runtime.memory_files import (
     Record,
     boot_id,
     dump_layout,
+    give_pages_back,
     remove,
 )
 from checkflow.small_files import read_regular
@@ -61,7 +63,6 @@ logger = logging.getLogger("checkflow")
 
 SHARE = 0.5  # of what is free in shared memory, at most
 _SMALL_BYTES = 1 << 20  # of extra state: no more than what is always there
-PIECE_BYTES = 1 << 26  # asked of the system at once: a signal undoes what one call has done, or waits for its end
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _AGAIN = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -214,13 +215,13 @@ class MemoryTier:
                 for index, memory in enumerate(self._memories):
                     if self.step_of(index) != newest:
                         self.forget(index)
-                        _give_pages_back(memory)
+                        give_pages_back(memory)
             elif self._path is not None:
                 if marked == self._token:  # otherwise the directory is another one by now
                     with contextlib.suppress(OSError):
                         os.unlink(self._directory / MARK)
                 for memory in self._memories:
-                    _give_pages_back(memory)
+                    give_pages_back(memory)
                 remove(self._path)
             self._path = None
             self._memories.clear()
@@ -288,14 +289,6 @@ class MemoryTier:
 
     def _publish(self, name: str, data: bytes) -> None:
         _publish(self._open_folder, name, data)
-
-
-def _give_pages_back(memory: mmap.mmap) -> None:
-    """At once: forked children that look at the same file would keep its pages for as long as they live."""
-    if hasattr(mmap, "MADV_REMOVE"):
-        with contextlib.suppress(OSError, ValueError):
-            for begin in range(0, len(memory), PIECE_BYTES):
-                memory.madvise(mmap.MADV_REMOVE, begin, min(PIECE_BYTES, len(memory) - begin))
 
 
 def _refuse_too_much(size_bytes: int) -> None:

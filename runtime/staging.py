@@ -28,7 +28,8 @@ from checkflow.errors import CheckflowError, StorageError
 from checkflow.hardware import format_size
 from checkflow.runtime import numa
 from checkflow.runtime.memory import MADV_WIPEONFORK, map_address
-from checkflow.runtime.memory_tier import PIECE_BYTES, MemoryTier
+from checkflow.runtime.memory_files import PIECE_BYTES
+from checkflow.runtime.memory_tier import MemoryTier
 
 logger = logging.getLogger("checkflow")
 

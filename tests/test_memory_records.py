@@ -321,3 +321,12 @@ def test_larger_state_gets_larger_buffers_and_leaves_no_old_ones(tmp_path: Path)
     tier.close()
     tier.close()
     assert not two.exists()
+
+
+def test_what_a_dead_job_had_goes_back_though_its_child_lives(three: Tier) -> None:
+    with open(three.folder / "buffer-0", "rb") as held:  # as a child that it has forked
+        assert os.fstat(held.fileno()).st_blocks
+        (three.folder / "buffer-1").unlink()
+        (three.folder / "buffer-1").symlink_to("/dev/zero")  # nothing of ours
+        memory_files.remove(three.folder)
+        assert not os.fstat(held.fileno()).st_blocks
