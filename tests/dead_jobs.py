@@ -173,15 +173,23 @@ def train(checkpointer: Checkpointer) -> None:
         optimizer.step()
 
 
-def give_back(tmp_path: Path) -> None:
-    """What is left below a test's directory. Other tests run at the same time, and have folders of their own."""
+def folders_below(tmp_path: Path) -> list[Path]:
+    """Of a test's own directories. Other tests run at the same time, and have folders of their own."""
+    found = []
     for path in folders():
         try:
             owner = json.loads((path / OWNER).read_text())["directory"]
         except FileNotFoundError:
             continue
         if Path(owner).is_relative_to(tmp_path):
-            shutil.rmtree(path)
+            found.append(path)
+    return found
+
+
+def give_back(tmp_path: Path) -> None:
+    """What is left below a test's directory."""
+    for path in folders_below(tmp_path):
+        shutil.rmtree(path)
 
 
 class Tied(nn.Module):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import xxhash
-from dead_jobs import folder_of, folders, give_back, kept_in, needs_memory
+from dead_jobs import folder_of, give_back, kept_in, needs_memory
 from store_tools import record
 
 from checkflow.errors import StorageError
@@ -201,7 +201,6 @@ def test_a_directory_that_was_exchanged_keeps_its_mark_and_nothing_stays(
 def test_a_forked_child_changes_nothing(tmp_path: Path, three: Tier) -> None:
     three.keep(0, 6)
     before = {path.name: path.read_bytes() for path in three.folder.iterdir()}
-    known = folders()
     child = os.fork()
     if not child:
         code = 1
@@ -216,7 +215,7 @@ def test_a_forked_child_changes_nothing(tmp_path: Path, three: Tier) -> None:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
     assert {path.name: path.read_bytes() for path in three.folder.iterdir()} == before
-    assert folders() & known == known
+    assert folders_below(tmp_path) == [three.folder]
     assert (tmp_path / MARK).exists()
     assert three.tier.step_of(0) == 6
 
@@ -237,7 +236,7 @@ def test_memory_on_a_disk_is_none(
     with caplog.at_level(logging.WARNING, "checkflow"):
         assert tier.allocate(1, 4096, None) is None
     assert "is no shared memory, but" in caplog.text
-    assert not folders()
+    assert not folders_below(tmp_path)
 
 
 def failing(error: BaseException) -> Callable[..., Any]:
@@ -253,7 +252,6 @@ def failing(error: BaseException) -> Callable[..., Any]:
 def test_memory_that_runs_short_is_told_once_and_all_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = folders()
     tier = MemoryTier(tmp_path, Life("run"))
     monkeypatch.setattr(MemoryTier, "_map", failing(OSError(errno.ENOSPC, "No space left on device")))
     with caplog.at_level(logging.WARNING, "checkflow"):
@@ -263,18 +261,17 @@ def test_memory_that_runs_short_is_told_once_and_all_given_back(
         "captures in host memory end with the process, and storage is what is left then: "
         f"{memory_files.ROOT}: No space left on device"
     ]
-    assert folders() <= before
+    assert not folders_below(tmp_path)
     assert not (tmp_path / MARK).exists()
     assert not tier.survives
 
 
 def test_ctrl_c_while_memory_is_taken_gives_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = folders()
     tier = MemoryTier(tmp_path, Life("run"))
     monkeypatch.setattr(MemoryTier, "_map", failing(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         tier.allocate(2, 4096, None)
-    assert folders() <= before
+    assert not folders_below(tmp_path)
     assert not (tmp_path / MARK).exists()
 
 
