@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import xxhash
-from dead_jobs import folder_of, give_back, kept_in, needs_memory
+from dead_jobs import folder_of, folders_below, give_back, kept_in, needs_memory
 from store_tools import record
 
 from checkflow.errors import StorageError
