@@ -161,8 +161,8 @@ class Boundaries:
         count = self.execution.plan.fingerprint.micro_batches if batches is None else batches
         if batches is not None:
             self._tell_too_many(batches)
-        self._progress.count(count)
-        self._boundary(micro_batches=count)
+        ended = self._progress.count(count)
+        self._boundary(epoch_end=ended, micro_batches=count)
 
     def _tell_too_many(self, batches: int) -> None:
         """An epoch's last iteration may have fewer batches than others; anywhere else the loop has counted wrongly."""

@@ -249,7 +249,8 @@ class BoundaryWork:
         return extra
 
     def _begin(self, epoch_end: bool, extra: Callable[[], bytes]) -> float:
-        info = {"epoch": self._progress.epoch, EPOCH_END: epoch_end, "created": round(time.time(), 3)}
+        epochs = self._progress.epochs_over(epoch_end=epoch_end)
+        info = {"epoch": epochs, EPOCH_END: epoch_end, "created": round(time.time(), 3)}
         waited_seconds = self._saving.begin(self.execution, self.iteration, extra, info, durable=self._pace.durable)
         self._pace.captured(self.iteration)
         self.captured_iteration = self.iteration

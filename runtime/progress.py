@@ -47,16 +47,29 @@ class Progress:
         assert self._loader is not None
         self._handed.append((self._loader.epoch, self._loader.position))
 
-    def count(self, batches: int | None = None) -> None:
-        """So many batches reached a step; None: all that were handed out."""
+    def count(self, batches: int | None = None) -> bool:
+        """So many batches reached a step; None: all that were handed out. Returns whether an epoch's last is among
+        them, as far as is known: some loaders find that out when they are asked for one more."""
         count = self.waiting if batches is None else min(batches, self.waiting)
-        if count:
-            assert self._loader is not None
-            self._assumed = self._handed[:count] if batches is None else []
-            self._before = self._loader_epoch, self.position
-            self._loader_epoch, self.position = self._handed[count - 1]
-            del self._handed[:count]
-            self._loader.used(self._loader_epoch, self.position, marked=batches is not None)
+        if not count:
+            return False
+        assert self._loader is not None
+        self._assumed = self._handed[:count] if batches is None else []
+        self._before = self._loader_epoch, self.position
+        self._loader_epoch, self.position = self._handed[count - 1]
+        del self._handed[:count]
+        self._loader.used(self._loader_epoch, self.position, marked=batches is not None)
+        return self._handed[0][0] > self._loader_epoch if self._handed else self._loader.exhausted
+
+    def epochs_over(self, *, epoch_end: bool) -> int:
+        """How many epochs are over at this boundary.
+
+        Args:
+            epoch_end: one of them ends here.
+        """
+        counted = self._loader is None or self._loader.epochs_counted_elsewhere
+        # A loop that marks its steps has not said yet that this epoch is over.
+        return (self.epoch if counted else self._loader_epoch) + (epoch_end and self.position > 0)
 
     def end_iteration(self) -> None:
         """A boundary: turns of ``steps()`` before this one, in which no optimizer stepped, belong to its iteration."""
