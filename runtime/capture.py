@@ -189,6 +189,7 @@ class Capturer:
             waited_seconds = time.perf_counter() - begun
             if buffer.index not in self._prepared:
                 self._prepare(buffer, arrangement)
+            self._engine.join()
             at_once = self._copy_at_boundary(buffer, arrangement)
             digests = Digests(arrangement.state.tensors) if audit or self.settled.undecided else None
             settled = self.settled.look(self._tensors, digests)
@@ -222,6 +223,10 @@ class Capturer:
             self._leaving[0].concluded.wait()
             self._collect()
         return self._buffers.free > 0
+
+    def note(self) -> None:
+        """Training writes state where this is called."""
+        self._engine.note()
 
     def reached(self, key: AnchorKey) -> None:
         """An anchor fired: do its work, and that of all before it that has not been done."""

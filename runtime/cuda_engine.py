@@ -15,7 +15,7 @@ A device does what is enqueued on one stream in order, and on several in any ord
 4. Training may use several streams: backward runs on a thread with a current stream of its own. What others must come
    behind is a *fence*: the boundary (before which all state was written), snapshots made, and events that a stream had
    to wait for. Whenever the engine is called under a stream, that stream first waits for the fences that it has not
-   passed yet.
+   passed yet. A boundary comes behind all streams that were noted since the one before.
 5. When the last chunk of a capture has been ordered, a thread waits for the last event and calls ``on_complete``: for
    one capture after the other.
 6. ``conclude`` has every stream that the engine was called under during the capture wait for its last part: then no
@@ -25,6 +25,7 @@ A device does what is enqueued on one stream in order, and on several in any ord
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -56,6 +57,7 @@ class CudaCopyEngine:
         self._device = device
         self.source = device.memory
         self._now = nothing()  # the capture that was begun last
+        self._noted: set[Stream] = set()  # on which training has written since the last ``join``
         self._ordering = threading.RLock()  # what ``hasten`` reads and writes, on whichever thread
         self._prepared: dict[int, tuple[Sequence[Transfer], dict[tuple[int, ...], list[Part]]]] = {}
         # Between the training thread and the one that waits for the ends of captures:
@@ -66,6 +68,19 @@ class CudaCopyEngine:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="checkflow-copy", daemon=True)
         self._thread.start()
+
+    def note(self) -> None:
+        # While a graph is captured nothing is written; a device that has failed says so again in ``begin``.
+        with contextlib.suppress(CheckflowError):
+            self._noted.add(self._device.current())
+
+    def join(self) -> None:
+        device, here = self._device, self._device.current()
+        for stream in self._noted - {here}:
+            event = device.record(stream)
+            device.wait(here, event)
+            device.recycle([event])
+        self._noted.clear()
 
     def begin(
         self,

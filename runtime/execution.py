@@ -49,6 +49,10 @@ UNPLANNED = Plan(
 )
 
 
+#: Anchors beside which state is written: batch norm's statistics, and whatever follows on an optimizer's stream.
+_WRITERS = (AnchorKind.FORWARD, AnchorKind.OPTIMIZER_POST)
+
+
 class Listener(Protocol):
     """Whom the hooks call: the Checkpointer, which times them and finds boundaries."""
 
@@ -171,6 +175,8 @@ class Execution:
     def reached(self, key: AnchorKey) -> None:
         """An anchor fired: do what the plan, and caution beyond it, ask for before the job goes on from it."""
         self._fired = True
+        if key.kind in _WRITERS:
+            self.capturer.note()
         if self.capturer.gathering:
             with self._one_hook:
                 try:

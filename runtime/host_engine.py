@@ -68,6 +68,12 @@ class HostCopyEngine:
         self._thread = threading.Thread(target=self._run, name="checkflow-copy", daemon=True)
         self._thread.start()
 
+    def note(self) -> None:
+        """What the training thread has written is written."""
+
+    def join(self) -> None:
+        """As above."""
+
     def begin(
         self,
         transfers: Sequence[Transfer],

@@ -55,6 +55,12 @@ def _no_patience_with_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "_acquire", lambda fd, path, wait_seconds: acquire(fd, path, 0.0))
 
 
+@pytest.fixture(autouse=True)
+def _nothing_left_of_others() -> None:
+    """What an earlier test of this process left to the collector is not to go between two looks."""
+    gc.collect()
+
+
 def held(job: Job) -> dict[str, Any]:
     """What a process has that a Checkpointer takes: everything that can be counted."""
     model, optimizer, _ = job

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import oracle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -133,20 +134,26 @@ def test_checkpoints_over_several_iterations(interval: int, tmp_path: Path) -> N
     Job("adam foreach").train(tmp_path, planned("adam foreach", 5, interval=interval), 9)
 
 
-def test_training_on_streams_of_its_own(tmp_path: Path) -> None:
-    """Iterations take turns on two streams, each ordered behind the one before."""
+def test_training_on_streams_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Iterations take turns on two streams, and nothing but checkflow orders the loop's own stream behind them."""
     job, streams = Job("adam foreach"), [torch.cuda.Stream(), torch.cuda.Stream()]
-    iterate = job.iterate
+    iterate, clone = job.iterate, oracle.clone_state
 
     def on_streams(n: int) -> None:
-        here, before = streams[n % 2], torch.cuda.current_stream()
-        here.wait_stream(before)
+        here = streams[n % 2]
+        here.wait_stream(streams[1 - n % 2])
+        here.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(here):
+            torch.cuda._sleep(20_000_000)  # some 10 ms: what does not wait comes too early
             iterate(n)
-        before.wait_stream(here)
+
+    def clone_all(*state: Any) -> Any:
+        torch.cuda.synchronize()
+        return clone(*state)
 
     plan = planned("adam foreach", 2)
     job.iterate = on_streams  # type: ignore[method-assign]
+    monkeypatch.setattr(oracle, "clone_state", clone_all)
     job.train(tmp_path, plan)
 
 

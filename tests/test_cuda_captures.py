@@ -20,8 +20,8 @@ from checkflow import plan as plans
 from checkflow.errors import CheckflowError
 from checkflow.graph import BOUNDARY, AnchorKey, AnchorKind
 from checkflow.plan import Plan
+from checkflow.runtime import capture, digest
 from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime import digest
 from checkflow.runtime.capture import Capturer
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.cuda_engine import CudaCopyEngine
@@ -95,6 +95,38 @@ def test_every_checkpoint_is_one_boundary(
     assert report["breaches"] == report["failed"] == 0
     assert report["audited"] == 9 // interval
     assert device.allocated_bytes == 0
+
+
+def test_a_boundary_comes_behind_the_streams_that_training_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nothing is gathered any more when they are used, and before digests are reckoned."""
+    device, job, told = simulate_gpu(monkeypatch, copies="first"), Job(), []
+    iterate, record, wait, digests = job.iterate, device.record, device.wait, capture.Digests
+    streams: dict[Any, str] = {}
+
+    def iterate_elsewhere(n: int) -> None:
+        device.on_stream(f"own {n}")
+        iterate(n)
+        device.on_stream("main")
+
+    def recorded(stream: str, **options: Any) -> Any:
+        event = record(stream, **options)
+        streams[event] = stream
+        return event
+
+    def waited(stream: str, event: Any) -> None:
+        told.append(f"{stream} waits for {streams[event]}")
+        wait(stream, event)
+
+    monkeypatch.setattr(device, "record", recorded)
+    monkeypatch.setattr(device, "wait", waited)
+    monkeypatch.setattr(capture, "Digests", lambda tensors: (told.append("digests"), digests(tensors))[1])
+    job.iterate = iterate_elsewhere  # type: ignore[method-assign]
+    _, truths = job.train(tmp_path, plan_of(3), 4)
+    assert_true(tmp_path, truths, range(1, 5))
+    just_before = [told[at - 1] for at, line in enumerate(told) if line == "digests"]
+    assert just_before == [f"main waits for own {n}" for n in range(4)]
 
 
 @pytest.mark.parametrize(("interval", "every"), [(1, 1), (3, 3), (2, 4)])

@@ -110,27 +110,32 @@ class Job:
         if tensor.size:
             self.device.write(ctypes.addressof(self.memory) + tensor.offset, content, stream)
 
-    def settle(self, content: bytes) -> None:
-        """An iteration ends: every stream has joined, and all state has its new values, or will have."""
-        device = self.device
+    def settle(self, engine: CudaCopyEngine, content: bytes) -> None:
+        """An iteration ends: all state has its new values, or will have; on some streams, which the engine is told."""
+        device, writing = self.device, self.rng.choice(([self.boundary], STREAMS))
         for stream in STREAMS:
             device.wait(self.boundary, device.record(stream))
+        over = device.record(self.boundary)
+        for stream in STREAMS:
+            device.wait(stream, over)
         for tensor in self.tensors:
-            self.write(tensor, content[tensor.offset : tensor.offset + tensor.size], self.boundary)
+            device.on_stream(self.rng.choice(writing))
+            engine.note()
+            self.write(tensor, content[tensor.offset : tensor.offset + tensor.size], device.current())
 
     def run(self, engine: CudaCopyEngine, begin: Callable[[], None], abort_at: int | None = None) -> None:
         """One iteration with a capture under way. Training's other streams begin by waiting for the boundary's state.
 
         No stream is told of what the engine enqueued on another: the engine itself has to see to it.
         """
-        device = self.device
-        begun = device.record(self.boundary)
-        ready = {self.boundary}
+        device, ready = self.device, {self.boundary}
         for number, anchor in enumerate(self.anchors):
             device.on_stream(anchor.stream)
             if number == abort_at:
                 return
             if number == 0:
+                engine.join()
+                begun = device.record(self.boundary)
                 begin()
             engine.live([])
             for work, chunks in ((engine.snapshot, anchor.snapshot), (engine.offload, anchor.release)):
@@ -166,7 +171,7 @@ def test_every_capture_is_the_state_of_its_boundary(copies: str, hasty: float) -
         lazy = rng.random() < 0.8
         for number in range(4):
             content, target = rng.randbytes(job.size), targets[number % 2]
-            job.settle(content)
+            job.settle(engine, content)
             arrived: list[bytes] = []
             if lazy:
                 device.host_waits.clear()
@@ -206,7 +211,7 @@ def test_captures_that_are_concluded_queue_and_each_is_the_state_of_its_boundary
         lazy = rng.random() < 0.8
         for target in targets:
             content = rng.randbytes(job.size)
-            job.settle(content)
+            job.settle(engine, content)
             if lazy:
                 device.host_waits.clear()
             transfers, at_once = job.transfers(ctypes.addressof(target))
