@@ -28,9 +28,9 @@ from checkflow import plan as plans
 from checkflow.errors import CheckflowError, PlanError, TraceError
 from checkflow.handover import Answer, Handover, Making, Recorder, Wishes
 from checkflow.hardware import DeviceKind, usable_bytes
+from checkflow.host_memory import host_memory_bytes
 from checkflow.plan import Fingerprint
 from checkflow.planner.bandwidth import Bandwidths, measure_bandwidths
-from checkflow.planner.machine import host_memory_bytes
 from checkflow.planner.record import Recorded
 from checkflow.planner.record import Recorder as IterationRecorder
 from checkflow.planner.schedule import fingerprint_for

@@ -9,11 +9,7 @@ from pathlib import Path
 import torch
 
 from checkflow.hardware import DeviceKind
-
-# A container's limit, and what of its memory cannot be dropped: by control groups of version 2, else of version 1.
-_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-_STATISTICS = (Path("/sys/fs/cgroup/memory.stat"), Path("/sys/fs/cgroup/memory/memory.stat"))
-_ANONYMOUS = ("anon", "total_rss")
+from checkflow.host_memory import free_host_memory_bytes, host_memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,40 +41,6 @@ def free_memory_bytes(device: torch.device) -> int:
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for this process
         return int(torch.cuda.mem_get_info(device)[0]) + kept
     return free_host_memory_bytes()
-
-
-def free_host_memory_bytes() -> int:
-    """What this process can still allocate in host memory without swapping, within its container's limit."""
-    import psutil
-
-    free, limit = int(psutil.virtual_memory().available), _container_limit_bytes()
-    return free if limit is None else max(0, min(free, limit - _container_used_bytes()))
-
-
-def host_memory_bytes() -> int:
-    """All of the host's that this process may use: a container may have less than the machine."""
-    import psutil
-
-    total, limit = int(psutil.virtual_memory().total), _container_limit_bytes()
-    return total if limit is None else min(total, limit)
-
-
-def _container_limit_bytes() -> int | None:
-    """None: there is no such limit ("max", or no file that says it)."""
-    for file in _LIMITS:
-        if file.is_file():
-            text = file.read_text().strip()
-            return int(text) if text.isdigit() else None
-    return None
-
-
-def _container_used_bytes() -> int:
-    """Without what lies in memory only because it was read from files."""
-    for file in _STATISTICS:
-        if file.is_file():
-            rows = (line.split() for line in file.read_text().splitlines())
-            return max((int(value) for key, value in rows if key in _ANONYMOUS), default=0)
-    return 0
 
 
 def _processor() -> str:

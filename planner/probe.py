@@ -28,7 +28,8 @@ import torch
 
 from checkflow.errors import CheckflowError
 from checkflow.hardware import Device, format_size
-from checkflow.planner.machine import Machine, free_host_memory_bytes, free_memory_bytes, this_machine
+from checkflow.host_memory import free_host_memory_bytes
+from checkflow.planner.machine import Machine, free_memory_bytes, this_machine
 from checkflow.planner.timing import Clock, HostClock, Spread, Work, clock_of, spread_of
 from checkflow.planner.torch_settings import torch_settings_kept
 

@@ -22,10 +22,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import psutil
-
 from checkflow.errors import CheckflowError, StorageError
 from checkflow.hardware import format_size
+from checkflow.host_memory import free_host_memory_bytes
 from checkflow.runtime import numa
 from checkflow.runtime.memory import MADV_WIPEONFORK, map_address
 from checkflow.runtime.memory_files import PIECE_BYTES
@@ -101,7 +100,7 @@ class StagingBuffers:
             return
         self.wait_all_free()
         self.close()
-        available = psutil.virtual_memory().available
+        available = free_host_memory_bytes()
         if self._count * wanted_bytes > available:  # the kernel would grant it, and kill the job when it is touched
             raise StorageError(
                 f"{self._count} staging buffers of {format_size(size_bytes)} do not fit into the "
