@@ -421,6 +421,12 @@ def refuse_hidden_state(optimizers: Mapping[str, torch.optim.Optimizer]) -> None
                 )
 
 
+def training_device(models: Mapping[str, nn.Module]) -> torch.device:
+    """Where a job trains: the device that its first parameter on an accelerator lies on, else the CPU."""
+    devices = (parameter.device for model in models.values() for parameter in model.parameters())
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
 def optimizer_implementation(optimizer: torch.optim.Optimizer, device_type: str) -> str:
     """Class and implementation of an optimizer, such as "Adam foreach": what decides which operators update the state.
 

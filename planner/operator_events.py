@@ -44,8 +44,8 @@ class Floor:
 class OperatorEvents:
     """Measures operators, as :class:`.record.Recorder` asks for it: an event before the kernels, and one after them."""
 
-    def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pair: tuple[torch.Event, torch.Event] | None = None
         self._last: torch.Event | None = None  # behind what was measured last
         self._before: torch.Event | None = None  # the same, for the operator that is being measured
@@ -55,11 +55,11 @@ class OperatorEvents:
 
     def start(self) -> None:
         self._before, self._pair = self._last, (self._event(), self._event())
-        self._pair[0].record()
+        self._record(self._pair[0])
 
     def stop(self) -> None:
         assert self._pair is not None
-        self._pair[1].record()
+        self._record(self._pair[1])
         self._last = self._pair[1]
 
     def keep(self) -> None:
@@ -68,20 +68,20 @@ class OperatorEvents:
 
     def open(self) -> object:
         before = self._event()
-        before.record()
+        self._record(before)
         return len(self._kept), before
 
     def keep_rest(self, span: Any, apart_seconds: float, /) -> None:
         first, before = span
         self._last = after = self._event()
-        after.record()
+        self._record(after)
         self._containing[len(self._kept)] = first, apart_seconds
         self._kept.append((None, before, after))
 
     def seconds(self) -> tuple[float, ...]:
         """Of each that was kept; of operators without their launches, as far as these were waited for."""
         self.synchronize()
-        floor = measure_floor(self._device_type) if self._kept else Floor(0.0, 0.0)
+        floor = measure_floor(self._device) if self._kept else Floor(0.0, 0.0)
         own = []
         for index, (seconds, (last, before, _)) in enumerate(zip(self.read(), self._kept, strict=True)):
             if index in self._containing:  # many kernels, called by one: their launches are not told apart
@@ -104,23 +104,28 @@ class OperatorEvents:
         return seconds
 
     def _event(self) -> torch.Event:
-        return torch.Event(self._device_type, enable_timing=True)
+        return torch.Event(self._device, enable_timing=True)
+
+    def _record(self, event: torch.Event) -> None:
+        # By itself an event goes to the current device, which the job's need not be.
+        apart = self._device.type != "cpu"
+        event.record(torch.accelerator.current_stream(self._device) if apart else None)
 
 
-def measure_floor(device_type: str) -> Floor:
+def measure_floor(device: torch.device) -> Floor:
     """What events tell of nothing, and of an operator that computes next to nothing: medians.
 
     Both under a mode, which calls operators from Python, as where they are recorded; the job's own modes see nothing.
     """
-    torch.get_device_module(device_type).synchronize()
+    torch.get_device_module(device).synchronize(device)
     with _disable_current_modes(), torch.no_grad():
-        scalar = torch.zeros((), device=device_type)
-        return Floor(_laps(device_type, scalar, call_nothing), _laps(device_type, scalar, call))
+        scalar = torch.zeros((), device=device)
+        return Floor(_laps(device, scalar, call_nothing), _laps(device, scalar, call))
 
 
-def _laps(device_type: str, scalar: torch.Tensor, do: Call) -> float:
+def _laps(device: torch.device, scalar: torch.Tensor, do: Call) -> float:
     """The median of several, each on a device that has nothing to do."""
-    events = OperatorEvents(device_type)
+    events = OperatorEvents(device)
     for _ in range(LAPS):
         with _Timed(events, do):
             scalar.fill_(1.0)

@@ -37,7 +37,7 @@ from checkflow.planner.iteration import Iteration
 from checkflow.planner.live_regions import LiveRegions, Spans
 from checkflow.planner.operator_events import OperatorEvents
 from checkflow.planner.placement import NO_CROSSING, Crossing, crossing
-from checkflow.state import host_counters, optimizer_implementation
+from checkflow.state import host_counters, optimizer_implementation, training_device
 from checkflow.training_step import TrainingStep
 
 # Calls that reach a dispatch mode but are no operators of the model.
@@ -67,10 +67,10 @@ class Recorder:
         self, models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer], *, name: str
     ) -> None:
         self._name, self._models, self._optimizers = name, models, optimizers
-        self._device_type = device_type(models)
-        places = _LivePlaces(self._device_type, optimizers)
-        self._iteration = Iteration(models, optimizers, places, device_type=self._device_type)
-        self._clock: _Clock = _HostClock() if self._device_type == "cpu" else OperatorEvents(self._device_type)
+        self._device = device = training_device(models)
+        places = _LivePlaces(device, optimizers)
+        self._iteration = Iteration(models, optimizers, places, device_type=device.type)
+        self._clock: _Clock = _HostClock() if device.type == "cpu" else OperatorEvents(device)
         self._mode = _LiveMode(self._iteration, places, self._clock)
         self._regions = self._iteration.where.regions = LiveRegions(self._iteration, self._clock)
         self._hooks = contextlib.ExitStack()
@@ -82,11 +82,11 @@ class Recorder:
             batch: a structure with the tensors of the batch, if it is at hand already.
             held: a structure with what the loop still holds of the last iteration, if that is known.
         """
-        apart = self._device_type != "cpu"  # on the CPU, a job's data sets are no part of what it computes with
-        entered = self._iteration.begin(batch, held, held_tensors(self._device_type) if apart else ())
+        apart = self._device.type != "cpu"  # on the CPU, a job's data sets are no part of what it computes with
+        entered = self._iteration.begin(batch, held, held_tensors(self._device) if apart else ())
         if apart:
             seen = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for _, part in entered}
-            self._iteration.ledger.enter_unseen("other", _allocated_bytes(self._device_type) - sum(seen.values()))
+            self._iteration.ledger.enter_unseen("other", _allocated_bytes(self._device) - sum(seen.values()))
         del entered  # would keep alive what the iteration drops
         self._hooks.enter_context(self._iteration.where.watching())
         self._regions.start()
@@ -110,7 +110,7 @@ class Recorder:
         if self._optimizers and not (stepped or self._iteration.where.steps_unseen):
             raise TraceError(f"cannot plan {self._name}: no optimizer stepped in the iteration that was recorded")
         implementations = tuple(
-            (name, optimizer_implementation(optimizer, self._device_type))
+            (name, optimizer_implementation(optimizer, self._device.type))
             for name, optimizer in self._optimizers.items()
         )
         graph = self._iteration.graph(self._name, batch, micro_batches, implementations)
@@ -139,30 +139,24 @@ def record_step(step: TrainingStep, *, name: str) -> Recorded:
         recorder.abandon()
 
 
-def device_type(models: Mapping[str, nn.Module]) -> str:
-    """Where a job trains: the kind of device that its first parameter on an accelerator lies on, else "cpu"."""
-    kinds = (parameter.device.type for model in models.values() for parameter in model.parameters())
-    return next((kind for kind in kinds if kind != "cpu"), "cpu")
-
-
-def held_tensors(device_type: str) -> list[torch.Tensor]:
-    """Every tensor on this kind of device that some Python object refers to: a loop's logits, averages, caches."""
+def held_tensors(device: torch.device) -> list[torch.Tensor]:
+    """Every tensor on this device that some Python object refers to: a loop's logits, averages, caches."""
     kinds = (torch.Tensor, nn.Parameter, nn.Buffer)
     # type() and no isinstance: lazy objects of other libraries would wake up.
-    found = [value for value in gc.get_objects() if type(value) in kinds and value.device.type == device_type]
+    found = [value for value in gc.get_objects() if type(value) in kinds and value.device == device]
     return [tensor for tensor in found if tensor.layout is torch.strided]
 
 
-def _allocated_bytes(device_type: str) -> int:
-    """What torch's allocator has given out on the current device: also what only C++ holds, such as workspaces."""
-    return int(torch.cuda.memory_allocated()) if device_type == "cuda" else 0
+def _allocated_bytes(device: torch.device) -> int:
+    """What torch's allocator has given out on this device: also what only C++ holds, such as workspaces."""
+    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
 
 
 class _LivePlaces:
     """Where real tensors lie. On the CPU only counters count as host memory, as in a trace for it."""
 
-    def __init__(self, device_type: str, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-        self._apart = device_type != "cpu"
+    def __init__(self, device: torch.device, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        self._apart = device.type != "cpu"
         self._counters = [tensor for optimizer in optimizers.values() for tensor in host_counters(optimizer)]
         self._addresses = frozenset(tensor.untyped_storage()._cdata for tensor in self._counters)
 

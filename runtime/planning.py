@@ -42,7 +42,7 @@ from checkflow.runtime.interrupts import raised_by_handler
 from checkflow.runtime.job import Job
 from checkflow.runtime.plan_cache import PlanCache
 from checkflow.runtime.watch import Seen, Traits, Watch, as_tensors, device_name
-from checkflow.state import TrainingState, implementation_options, unwrap
+from checkflow.state import TrainingState, implementation_options, training_device, unwrap
 
 logger = logging.getLogger("checkflow")
 
@@ -120,8 +120,8 @@ class Planning:
         self._models, self._optimizers, self._walk = job.models, job.optimizers, job.walk
         self._cache, self._planner, self._check, self._wishes = cache, planner, check, wishes
         self._follow = follow
-        kind, self._device = device_name(job.models)
-        self.watch = Watch(kind)
+        self._device = device_name(job.models)[1]
+        self.watch = Watch(training_device(job.models))
         self.stage = Stage.UNPLANNED
         self.reason = ""  # of the last failure
         self._error: PlanError | None = None

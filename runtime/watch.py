@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from checkflow.plan import Fingerprint
-from checkflow.state import dtype_name, with_shapes
+from checkflow.state import dtype_name, training_device, with_shapes
 
 BatchShape = tuple[tuple[tuple[int, ...], str], ...]
 
@@ -60,11 +60,11 @@ class Watch:
     """Watches one iteration after the other.
 
     Args:
-        device_type: of the device that the job trains on.
+        device: that the job trains on.
     """
 
-    def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.timing = False  # whether the next iterations are to be timed: a GPU is waited for at both ends
         self._batch: BatchShape | None = None
         self._handed = self._evaluations = 0
@@ -85,8 +85,8 @@ class Watch:
         self._start()
         if self._batch is None:
             self._batch = describe(arguments)
-        if not self._autocast and torch.is_autocast_enabled(self._device_type):
-            self._autocast = dtype_name(torch.get_autocast_dtype(self._device_type))
+        if not self._autocast and torch.is_autocast_enabled(self._device.type):
+            self._autocast = dtype_name(torch.get_autocast_dtype(self._device.type))
         self._forwards[name] += 1
 
     def evaluated(self) -> None:
@@ -134,8 +134,8 @@ class Watch:
             self._began = time.perf_counter()
 
     def _synchronize(self) -> None:
-        if self._device_type != "cpu":
-            torch.accelerator.synchronize()
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
 
 
 def describe(structure: Any) -> BatchShape:
@@ -159,8 +159,5 @@ def _text(batch: BatchShape) -> str:
 
 def device_name(models: Mapping[str, torch.nn.Module]) -> tuple[str, str]:
     """The kind of the device that a job trains on ("cpu", "cuda"), and the device's name."""
-    devices = (parameter.device for model in models.values() for parameter in model.parameters())
-    device = next((device for device in devices if device.type != "cpu"), None)
-    if device is None:
-        return "cpu", "cpu"
+    device = training_device(models)
     return device.type, torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

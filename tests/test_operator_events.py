@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from checkflow.planner import operator_events
 from checkflow.planner.operator_events import LEAST_SECONDS, Floor, OperatorEvents, measure_floor
 
+CPU = torch.device("cpu")
 EVENT, CALL, BETWEEN = 3e-6, 25e-6, 40e-6  # seconds of the host's for an event, an operator, and what lies between two
 NEAR = 1.01 * EVENT  # the later event is recorded while the kernel runs, if that lasts
 
@@ -39,10 +40,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     gpu = Gpu()
 
     class Event:
-        def __init__(self, device_type: str, enable_timing: bool) -> None:
+        def __init__(self, device: torch.device, enable_timing: bool) -> None:
             assert enable_timing
 
-        def record(self) -> None:
+        def record(self, stream: None) -> None:
             gpu.host_seconds += EVENT
             self.at = max(gpu.host_seconds, gpu.free_seconds)
 
@@ -63,7 +64,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 
 def measured(gpu: Gpu, *kernels: float) -> list[float]:
-    events = OperatorEvents("cpu")
+    events = OperatorEvents(CPU)
     for seconds in kernels:
         gpu.operator(events, seconds)
     return list(events.seconds())
@@ -71,7 +72,7 @@ def measured(gpu: Gpu, *kernels: float) -> list[float]:
 
 def test_the_floor_is_what_a_launch_takes_on_an_idle_device(gpu: Gpu) -> None:
     gpu.free_seconds = 1.0  # much is queued before
-    floor = measure_floor("cpu")
+    floor = measure_floor(CPU)
     assert floor.nothing_seconds == pytest.approx(EVENT)
     assert floor.launch_seconds == pytest.approx(CALL + EVENT)
 
@@ -90,7 +91,7 @@ def test_what_was_queued_behind_others_is_told_as_it_is(gpu: Gpu) -> None:
 
 def test_what_contains_others_is_told_without_what_these_were_read_as(gpu: Gpu) -> None:
     """Their launches are no part of the rest."""
-    events = OperatorEvents("cpu")
+    events = OperatorEvents(CPU)
     gpu.operator(events, 5e-6)
     span = events.open()
     for seconds in (5e-6, 5e-6):
@@ -131,9 +132,9 @@ def test_a_job_s_own_modes_see_nothing_of_it(gpu: Gpu) -> None:
 
 @pytest.mark.cuda
 def test_on_a_gpu_a_launch_takes_longer_than_nothing_and_every_operator_something() -> None:
-    floor = measure_floor("cuda")
+    floor = measure_floor(torch.device("cuda"))
     assert 0 < floor.nothing_seconds < floor.launch_seconds
-    events, x = OperatorEvents("cuda"), torch.ones(1000, device="cuda")
+    events, x = OperatorEvents(torch.device("cuda")), torch.ones(1000, device="cuda")
     for _ in range(20):
         events.start()
         x.add_(1.0)

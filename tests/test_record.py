@@ -317,11 +317,11 @@ def test_held_tensors_are_found_wherever_python_holds_them() -> None:
     local = torch.zeros(4)[1:]
     with FakeTensorMode():
         fake = torch.zeros(5)
-    found = {id(tensor) for tensor in held_tensors("cpu")}
+    found = {id(tensor) for tensor in held_tensors(torch.device("cpu"))}
     assert {id(local), id(keeper.cache["logits"])} <= found  # type: ignore[attr-defined]
     assert id(fake) not in found
     elsewhere = torch.zeros(6, device="meta")
-    assert id(elsewhere) in {id(tensor) for tensor in held_tensors("meta")} - found
+    assert id(elsewhere) in {id(tensor) for tensor in held_tensors(torch.device("meta"))} - found
 
 
 def test_memory_that_belongs_to_no_tensor_lives_all_iteration_long() -> None:
