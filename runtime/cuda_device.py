@@ -50,7 +50,8 @@ class CudaDevice:
 
     def allocate(self, size_bytes: int) -> tuple[int, object]:
         try:
-            memory = torch.empty(size_bytes, dtype=torch.uint8, device=self.memory)
+            # No tensor: where algorithms are to be deterministic, torch would fill it first.
+            memory = torch.UntypedStorage(size_bytes, device=self.memory)  # type: ignore[no-untyped-call]
         except torch.OutOfMemoryError as error:
             raise CheckflowError(
                 f"no GPU memory for a snapshot of {format_size(size_bytes)}: make a plan with --extra-memory 0, or "

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from checkflow.errors import MismatchError
 from checkflow.runtime.variables import Variables
@@ -312,7 +313,11 @@ def _capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str
             others[parameter] = table  # some optimizers also keep values of their own beside those of parameters
         elif isinstance(table, dict) and (name := names.get(id(parameter))) is not None:
             values[name] = {key: value for key, value in table.items() if not isinstance(value, torch.Tensor)}
-    return {"class": type(optimizer).__name__, "groups": groups, "values": values, "others": others}
+    leaves = enumerate(pytree.tree_leaves(others))
+    apart = [number for number, leaf in leaves if torch.is_tensor(leaf) and leaf.device.type != "cpu"]
+    return {
+        "class": type(optimizer).__name__, "groups": groups, "values": values, "others": others, "others_apart": apart,
+    }  # fmt: skip
 
 
 def _restore_optimizer(models: Models, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
@@ -328,7 +333,10 @@ def _restore_optimizer(models: Models, optimizer: torch.optim.Optimizer, saved: 
     for name, values in saved["values"].items():
         if values:
             optimizer.state[parameters[name]].update(values)
-    optimizer.state.update(saved["others"])
+    leaves, structure = pytree.tree_flatten(saved["others"])
+    for number in saved.get("others_apart", ()):  # a checkpoint's tensors are read into host memory
+        leaves[number] = leaves[number].to(next(iter(parameters.values())).device)
+    optimizer.state.update(pytree.tree_unflatten(leaves, structure))
 
 
 def make_lazy_state(

@@ -18,6 +18,7 @@ from checkflow import Checkpointer, DataLoader, load_weights
 from checkflow.errors import CorruptCheckpointError, LockedError, MismatchError
 from checkflow.runtime import files, half_restored
 from checkflow.runtime.importing import import_weights
+from checkflow.runtime.live_state import StateWalk, capture_extra, restore_extra
 from checkflow.runtime.lock import DirectoryLock
 from checkflow.runtime.resume import resume_from
 from checkflow.runtime.store import Store
@@ -255,3 +256,23 @@ def test_a_child_that_is_forked_while_a_lock_is_awaited_does_not_hold_it(
         for fd in (*begun, *end):
             os.close(fd)
         os.waitpid(child, 0)
+
+
+def test_what_an_optimizer_keeps_for_all_parameters_returns_where_it_lay() -> None:
+    """A checkpoint's tensors are read into host memory. The other device is "meta" here."""
+    model = torch.nn.Linear(2, 2, device="meta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state["all"] = {"sum": torch.zeros(3, device="meta"), "seen": [torch.arange(2), 5]}  # type: ignore[index]
+    walk = StateWalk({"model": model}, {"optimizer": optimizer})
+    walk.current()
+    extra = capture_extra(walk, {"optimizer": optimizer}, {})
+    saved = extra["optimizers"]["optimizer"]
+    saved["others"] = {"all": {"sum": torch.ones(3), "seen": [torch.arange(2), 5]}}
+    optimizer.state.clear()
+    restore_extra(extra, {"model": model}, {"optimizer": optimizer}, {})
+    restored = optimizer.state["all"]  # type: ignore[index]
+    assert (restored["sum"].device.type, restored["seen"][0].device.type) == ("meta", "cpu")
+    assert restored["seen"][1] == 5
+    del saved["others_apart"]  # of an earlier release
+    restore_extra(extra, {"model": model}, {"optimizer": optimizer}, {})
+    assert optimizer.state["all"]["sum"].device.type == "cpu"  # type: ignore[index]
