@@ -72,7 +72,7 @@ def name_of(case: Case) -> str:
 
 
 def tasks(card: str, output: Path, *, quick: bool) -> tuple[Task, ...]:
-    """All parts in the order in which they run: those that time nothing first, then the others by weight.
+    """All parts in the order in which they run: what every other rests on first, then by weight.
 
     Args:
         card: what files are named after.
@@ -96,10 +96,6 @@ def tasks(card: str, output: Path, *, quick: bool) -> tuple[Task, ...]:
             "traces",
             cases=list(cases),
         ),
-        *(
-            _task(Part(tool, "a short run, watched by NVIDIA", 150.0, 30.0, beside="tools"), "sanitized", tool=tool)
-            for tool in ("memcheck", "racecheck")
-        ),
         _task(Part("link", "the device that plans are made for, and its bare link", 60.0, 10.0, on_cpu=True), "link"),
         *first,
         *others,
@@ -107,6 +103,10 @@ def tasks(card: str, output: Path, *, quick: bool) -> tuple[Task, ...]:
         _task(Part("probe", "checkflow probe", 60.0, 20.0), "command", arguments=probe),
         _task(Part("device auto", "checkflow plan --device auto", 60.0, 20.0), "command", arguments=auto),
         _task(Part("memory", "benchmarks/memory.py, one model", 60.0, 20.0), "command", arguments=memory),
+        *(
+            _task(Part(tool, "a short run, watched by NVIDIA", 150.0, 30.0, beside="tools"), "sanitized", tool=tool)
+            for tool in ("memcheck", "racecheck")
+        ),
         *again,
         _task(Part("disk", "durable checkpoints beside bare writes", 40.0, 15.0, on_cpu=True), "disk", case=small),
         _task(Part("step time", "benchmarks/step_time.py, two models", 80.0, 25.0), "command", arguments=step_time),
@@ -118,8 +118,9 @@ def _task(part: Part, function: str, **options: Any) -> Task:
 
 
 def _case(case: Case) -> Task:
-    seconds = 110.0 if case.get("thorough") else 40.0
-    part = Part(f"case {name_of(case)}", "with and without checkpoints", seconds, 12.0, on_cpu=True)
+    thorough = bool(case.get("thorough"))
+    seconds = 110.0 if thorough else 40.0
+    part = Part(f"case {name_of(case)}", "with and without checkpoints", seconds, 12.0, on_cpu=True, last=thorough)
     return _task(part, "case", case=case)
 
 
@@ -203,6 +204,8 @@ class Run:
         if status == "done" and rows and all("skipped" in row for row in rows):
             status, reason = "skipped", rows[0]["skipped"]
         self.note(task.part, status, reason, time.monotonic() - begun, rows)
+        if task.part.last:
+            worker.close()
 
 
 def perform(run: Run, chosen: Iterable[Task], common: Mapping[str, Any], worker: Worker) -> None:

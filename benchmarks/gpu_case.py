@@ -197,12 +197,13 @@ def measure_case(
         row |= memory(blocks, plan, before, traced if job.case == case else None, recorded=recorded)
     if not case.thorough:
         return
-    crossing(job, plan, storage, min(iterations, 5 * plan.interval), state_bytes, send)
     with section(send, "following") as row:
         plain = [seconds for one in blocks if one.kind == PLAIN for seconds in one.seconds]
         row |= following(job, plan, storage, effort, statistics.median(plain or [iteration_seconds]))
     with section(send, "stays") as row:
         row |= stays(job, plan, storage, min(iterations, 10 * plan.interval))
+    # Last: once a profiler has watched, every call of CUDA in this process takes longer.
+    crossing(job, plan, storage, min(iterations, 5 * plan.interval), state_bytes, send)
 
 
 def _build(case: Case, device: torch.device) -> TrainingJob:

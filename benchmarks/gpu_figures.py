@@ -31,6 +31,7 @@ class Part:
     least_seconds: float
     beside: str = ""  # it times nothing: runs at the same time as those before and behind it that have the same word
     on_cpu: bool = False  # a run without a GPU has it too
+    last: bool = False  # in its process: what it leaves there (a profiler's hooks in CUDA) slows what follows
 
 
 def allowed_seconds(part: Part, left_seconds: float) -> float | None:

@@ -33,6 +33,7 @@ from checkflow.runtime.frequency import Controller
 #: In the order of an iteration. The batch comes to the device in the first one. The wait is what happens between
 #: backward and the optimizer's own work, where most of the state is due; "boundary" is what follows the update.
 PHASES = ("data", "forward and backward", "wait before the update", "update", "boundary")
+BUFFERS = 4  # with three, a host that runs ahead waits for storage, which is busy all the time here
 AUDITED = 3  # captures, of each plan's first ones: not to be timed
 
 
@@ -274,7 +275,7 @@ def checkpointing(
         tempfile.TemporaryDirectory(dir=storage, prefix=scratch(), ignore_cleanup_errors=True) as directory,
         checkflow.Checkpointer(
             job.step.models, job.step.optimizers, directory=directory, plan=plan,
-            every=every, audit=0, resume="never", on_error="raise",
+            every=every, audit=0, resume="never", on_error="raise", host_buffers=BUFFERS,
         ) as checkpointer,
     ):  # fmt: skip
         yield checkpointer
@@ -282,7 +283,7 @@ def checkpointing(
 
 def warm_up_iterations(interval: int) -> int:
     """Until audits are over and every staging buffer has been used twice, a multiple of the interval."""
-    return (AUDITED + 6) * interval
+    return (AUDITED + 2 * BUFFERS) * interval
 
 
 def block(job: TrainingJob, kind: str, plan: checkflow.Plan, storage: Path, iterations: int) -> Block:

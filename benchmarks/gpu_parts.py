@@ -92,7 +92,12 @@ def gpu_state() -> Row | str:
         "driver_version", "pstate", "persistence_mode", "clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu",
         "power.draw", "power.limit", "pcie.link.gen.current", "pcie.link.width.current", "utilization.gpu",
     )  # fmt: skip
-    command = ["nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader", "--id=0"]
+    import torch
+
+    # Torch's device 0 need not be the driver's: by what is visible to this process, it may be any.
+    uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None) if torch.cuda.is_available() else None
+    which = "0" if uuid is None else f"GPU-{str(uuid).removeprefix('GPU-')}"
+    command = ["nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader", f"--id={which}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired) as error:

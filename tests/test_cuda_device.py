@@ -43,7 +43,7 @@ def test_a_device_that_has_failed_is_told_of_in_a_line(device: CudaDevice, monke
         lambda: device.wait("stream", there),
         lambda: device.allocate(1),
     ]
-    monkeypatch.setattr(torch, "empty", fail)
+    monkeypatch.setattr(torch, "UntypedStorage", fail)
     for name in ("is_current_stream_capturing", "current_stream"):
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -332,6 +332,14 @@ def test_parts_that_time_nothing_run_beside_each_other(tmp_path: Path, worker: W
     }  # fmt: skip
 
 
+def test_a_part_that_is_the_last_of_its_process(tmp_path: Path, worker: Worker) -> None:
+    parts = [Part(f"part {number}", "", 1800.0, 1.0, on_cpu=True, last=number == 1) for number in range(4)]
+    run = run_in(tmp_path)
+    gpu.perform(run, [gpu.Task(part, "gpu_faults:go_well") for part in parts], {"device": "cpu"}, worker)
+    first, last, other, same = (run.result["parts"][part.name]["rows"][0]["process"] for part in parts)
+    assert first == last != other == same
+
+
 def test_parts_of_one_word_meet_and_others_come_after_them(tmp_path: Path, worker: Worker) -> None:
     pairs = [
         gpu.Task(
@@ -351,9 +359,13 @@ def test_parts_of_one_word_meet_and_others_come_after_them(tmp_path: Path, worke
 def test_the_order_of_a_run() -> None:
     parts = [task.part for task in gpu.tasks("a-card", Path("out"), quick=False)]
     names = [part.name for part in parts]
-    assert names[:5] == ["tests", "traces", "memcheck", "racecheck", "link"]
-    assert [part.beside for part in parts[:5]] == ["tests", "tests", "tools", "tools", ""]
-    assert not any(part.beside for part in parts[5:])
+    assert names[:3] == ["tests", "traces", "link"]
+    assert {part.name: part.beside for part in parts if part.beside} == {
+        "tests": "tests", "traces": "tests", "memcheck": "tools", "racecheck": "tools",
+    }  # fmt: skip
+    assert names.index("racecheck") - names.index("memcheck") == 1
+    thorough = {f"case {gpu.name_of(case)}" for case in gpu.CASES if case.get("thorough")}
+    assert {part.name for part in parts if part.last} == thorough
     reached = {name.split()[1] for name in names[: names.index("live")] if name.startswith("case ")}
     assert reached == {case["model"] for case in gpu.CASES}
     assert sum(name.startswith("case ") for name in names) == len(gpu.CASES)
@@ -793,7 +805,7 @@ def test_copies_are_timed_and_profiled_in_one_loop_with_every_interval_captured(
     assert (copies["captures"], copies["bytes"]) == (5, 5 * size_bytes)
     assert copies["copies_a_capture"] >= copies["calls_a_capture"] >= 1
     assert copies["of_bare_link"] == copies["bytes_per_second"] / 1e6
-    assert copies["ran"] == {"buffers": 3, "buffers_locked": False}
+    assert copies["ran"] == {"buffers": 4, "buffers_locked": False}
     assert Watching.said == ["start", "stop"]
     assert rows[2]["seen"] == ["gpu_memcpy: Copy"]
 
@@ -879,7 +891,7 @@ def test_the_whole_flow_on_the_cpu(tmp_path: Path) -> None:
     assert set(times["phase_seconds"][CHECKPOINTED]) == set(gpu_loop.PHASES)
     assert times["captures"] == times["checkpointed_seconds"]["count"]
     assert times["captures_an_iteration"] == 1
-    assert times["ran"] == {"buffers": 3, "buffers_locked": False}
+    assert times["ran"] == {"buffers": 4, "buffers_locked": False}
     assert (times["failed"], times["breaches"]) == (0, 0)
     assert {row["anchor"] for row in sections["stays"]["anchors"]} >= {"boundary", "optimizer_pre optimizer"}
     assert sections["following"]["checkpoints"] == gpu_case.QUICK.singles
