@@ -19,6 +19,7 @@ from typing import Literal
 from checkflow.errors import Preempted
 from checkflow.hardware import format_size
 from checkflow.run_report import RunReport
+from checkflow.runtime.left_memory import memory_of
 from checkflow.runtime.opening import step_name
 from checkflow.torture_checks import (
     Found,
@@ -331,12 +332,19 @@ class Torture:
         return f"the job {how}, and made no checkpoint in {self.directory}{elsewhere}; {life.words}"
 
     def _look_at_memory(self) -> None:
-        """Killed processes cannot take away what others made for them: multiprocessing and torch, for loaders."""
+        """Killed processes cannot take away what others made for them: multiprocessing and torch, for loaders. What
+        checkflow leaves is meant to stay."""
         if left := shared_memory(self._pids):
             size = format_size(sum(left.values()))
             names = sorted(left)
             more = ", …" if len(names) > 3 else ""
             self.remarks.append(f"left in /dev/shm by killed processes: {size}, {', '.join(names[:3])}{more}")
+        if self.directory is not None and (kept := memory_of(self.directory)) is not None:
+            path, size_bytes = kept
+            self.remarks.append(
+                f"the last life's host memory stays for the job's next start in {self.directory}: "
+                f"{format_size(size_bytes)}; delete {path} if there is none"
+            )
 
 
 def _left(life: Life) -> str:

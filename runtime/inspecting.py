@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from checkflow.errors import CheckflowError, StorageError
 from checkflow.runtime import extra_state, files
 from checkflow.runtime.finding import find
+from checkflow.runtime.left_memory import left_step
 from checkflow.runtime.leftovers import BROKEN, SUPERSEDED, is_leftover
 from checkflow.runtime.manifest import MANIFEST, MAX_STEP
 from checkflow.runtime.opening import glance, parse_step, step_name
@@ -199,6 +200,11 @@ def choose(reference: str | os.PathLike[str]) -> Path:
             raise StorageError(f"there is no {path}")
         path = Path(folder) / step_name(int(step))
         if not os.path.isdir(path):
+            if left_step(folder) == int(step):
+                raise StorageError(
+                    f"step {int(step)} of {folder} lies in this machine's memory, where its job left it: the next run "
+                    "there saves it"
+                )
             raise StorageError(f"{folder} holds no checkpoint of step {int(step)}")
         return path
     if _is_checkpoint(path):

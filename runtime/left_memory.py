@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
 import stat
 import time
 from pathlib import Path
+from typing import TypeVar
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from checkflow.errors import CorruptCheckpointError, LockedError, StorageError, first_fault
 from checkflow.runtime import files, memory_files
@@ -34,6 +36,8 @@ from checkflow.small_files import read_regular
 
 logger = logging.getLogger("checkflow")
 
+_T = TypeVar("_T")
+_OTHERS = 0o077  # what a folder's mode must not let them do
 _RETRY_SECONDS = 0.05
 _RECORD = re.compile(r"buffer-([0-9]{1,9})\.json", re.ASCII)
 
@@ -45,9 +49,20 @@ def left_step(directory: str | os.PathLike[str]) -> int | None:
         with files.folder(str(find_left(root))) as folder:
             steps = [record.step for record in read_records(folder).values()]
         newest = max((one for path in find(root) if (one := parse_step(path.name)) is not None), default=-1)
-    except (OSError, StorageError, ValidationError):  # nothing is lost by looking: the next run tells what is wrong
+    except (OSError, StorageError):  # nothing is lost by looking: the next run tells what is wrong
         return None
     return max((step for step in steps if step > newest), default=None)
+
+
+def memory_of(directory: str | os.PathLike[str]) -> tuple[Path, int] | None:
+    """The folder that the run before has left for a directory, and its bytes; None: there is none for the next run."""
+    try:
+        path = find_left(Path(directory))
+        with files.folder(str(path)) as folder:
+            sizes = [os.stat(name, dir_fd=folder, follow_symlinks=False).st_blocks for name in files.names(folder)]
+    except (OSError, StorageError):
+        return None
+    return path, 512 * sum(sizes)
 
 
 def find_left(directory: Path, wait_seconds: float = 0.0) -> Path:
@@ -59,25 +74,29 @@ def find_left(directory: Path, wait_seconds: float = 0.0) -> Path:
     Raises:
         FileNotFoundError: it ended by itself, or with the machine.
         LockedError: another process uses it.
-        StorageError, ValidationError: it is not this directory's, not this user's, or damaged.
+        StorageError: it is not this directory's, not this user's, or damaged.
         OSError: it cannot be read now.
     """
-    mark = MARKS.validate_json(read_regular(directory / MARK, MOST_BYTES))
+    mark = understood(directory / MARK, MARKS, read_regular(directory / MARK, MOST_BYTES))
     if mark.boot != boot_id():
         raise FileNotFoundError("the memory of an earlier start of the machine is gone")
     path = memory_files.ROOT / f"{PREFIX}{mark.token}"
     try:
         with files.folder(str(path)) as folder:
-            if not is_ours(folder):
-                raise StorageError(f"{path} is another user's")
+            _refuse_others(folder, path)
             end = time.monotonic() + wait_seconds
             while not is_free(folder):
                 if time.monotonic() >= end:
-                    raise LockedError(f"{path} is in use by another process: stop it first")
+                    raise LockedError(f"{path} is in use by {_user_of(folder)}: stop it first")
                 time.sleep(_RETRY_SECONDS)
-            owner = OWNERS.validate_json(read_kept(folder, OWNER, MOST_BYTES))
+            owner = understood(path / OWNER, OWNERS, read_kept(folder, OWNER, MOST_BYTES))
             if not owner.is_of(directory):
-                raise StorageError(f"{path} is of the checkpoints in {owner.directory}")
+                if os.path.realpath(directory) != owner.directory:
+                    raise StorageError(f"{path} is of the checkpoints in {owner.directory}")
+                raise StorageError(
+                    f"{path} is of another directory that was at {directory} before: where that is gone for good, "
+                    f"delete {path}, or a later job will"
+                )
     except PermissionError:
         raise StorageError(f"{path} is another user's") from None
     return path
@@ -110,6 +129,8 @@ def read_kept(folder: int, name: str, most_bytes: int) -> bytes:
         fd = files.open_read(name, dir_fd=folder)
     except FileNotFoundError:
         raise CorruptCheckpointError(f"{name} is missing") from None
+    except OSError as error:
+        raise told(name, error) from error
     try:
         size_bytes = files.regular_size(fd)
         if size_bytes is None or size_bytes > most_bytes:
@@ -123,7 +144,37 @@ def read_kept(folder: int, name: str, most_bytes: int) -> bytes:
 def is_ours(folder: int) -> bool:
     """Whether nobody but this user can have written there."""
     status = os.fstat(folder)
-    return status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
+    return status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & _OTHERS
+
+
+def _refuse_others(folder: int, path: Path) -> None:
+    """As :func:`is_ours`, in words."""
+    status = os.fstat(folder)
+    if status.st_uid != os.geteuid():
+        raise StorageError(f"{path} is another user's")
+    if (mode := stat.S_IMODE(status.st_mode)) & _OTHERS:
+        raise StorageError(f"{path} is open to others (mode {mode:o}): chmod 700 it if nobody else wrote there")
+
+
+def _user_of(folder: int) -> str:
+    """Of a folder that is in use."""
+    try:
+        pid = OWNERS.validate_json(read_kept(folder, OWNER, MOST_BYTES)).pid
+    except (OSError, CorruptCheckpointError, ValidationError):  # it holds the lock all the same
+        pid = 0
+    return f"process {pid}, or one that it left behind" if pid else "another process"
+
+
+def understood(path: Path, adapter: TypeAdapter[_T], data: bytes) -> _T:
+    """The content of a file.
+
+    Raises:
+        CorruptCheckpointError: it is none.
+    """
+    try:
+        return adapter.validate_json(data)
+    except ValidationError as error:
+        raise CorruptCheckpointError(f"{path} is damaged: {first_fault(error)}") from error
 
 
 def is_free(folder: int) -> bool:
@@ -139,6 +190,11 @@ def is_free(folder: int) -> bool:
     finally:
         files.close_quietly(fd)
     return True
+
+
+def told(name: str, error: OSError) -> OSError | CorruptCheckpointError:
+    """Why a file cannot be opened: what has taken its place will be there the next time, too."""
+    return CorruptCheckpointError(f"{name} is a link") if error.errno == errno.ELOOP else error
 
 
 def words_of(error: Exception) -> str:

@@ -64,6 +64,7 @@ class Owner:
     directory: str
     device: int
     inode: int
+    pid: int = 0  # of the job; 0: written by an earlier release
 
     def is_of(self, path: str | os.PathLike[str]) -> bool:
         """Whether the directory of this path is the one. A network's file system may have got another number."""

@@ -88,6 +88,7 @@ class MemoryTier:
         self._directory, self._life = directory, life
         self._pid = os.getpid()
         self.survives = False  # captures outlive the process, or did until this was closed
+        self._unmarked = False  # the folder is there, and nothing beside the checkpoints says which one it is
         self._token = ""
         self._path: Path | None = None  # of the folder
         self._folder: int | None = None
@@ -115,18 +116,33 @@ class MemoryTier:
         except (OSError, ValueError, CheckflowError) as error:
             self.close()
             self.survives = False
-            if not self._told:
-                self._told = True
-                reason = f"{memory_files.ROOT}: {error.strerror}" if isinstance(error, OSError) else error
-                logger.warning(
-                    "captures in host memory end with the process, and storage is what is left then: %s", reason
-                )
+            self._tell(f"{memory_files.ROOT}: {error.strerror}" if isinstance(error, OSError) else error)
             return None
         except BaseException:
             self.close()
             raise
-        self.survives = True
+        self._unmarked, self.survives = True, False
+        self.mark()
         return list(self._memories)
+
+    def mark(self) -> bool:
+        """Say beside the checkpoints where the memory is, unless that was said; returns whether it is."""
+        if self._is_mine and self._unmarked:
+            try:
+                with files.folder(str(self._directory)) as beside:
+                    _publish(beside, MARK, MARKS.dump_json(Mark(self._token, boot_id())))
+            except OSError as error:
+                self._tell(f"{self._directory / MARK} cannot be written: {error.strerror}")
+                return False
+            self._unmarked, self.survives = False, True
+            if self._told:
+                logger.info("captures in host memory outlive the process from now on")
+        return self.survives
+
+    def _tell(self, reason: object) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning("captures in host memory end with the process, and storage is what is left then: %s", reason)
 
     def forget(self, index: int) -> None:
         """What a buffer holds is void, or about to be written over.
@@ -251,7 +267,7 @@ class MemoryTier:
             return None
 
     def _open(self) -> None:
-        """Make the folder, then say beside the checkpoints which one it is."""
+        """Make the folder."""
         self._token = secrets.token_hex(16)
         path = memory_files.ROOT / f"{PREFIX}{self._token}"
         os.mkdir(path, 0o700)
@@ -259,11 +275,11 @@ class MemoryTier:
         self._folder = files.pass_by(files.open_folder(str(path)))
         with files.folder(str(self._directory)) as beside:
             status = os.fstat(beside)
-            self._publish(OWNER, OWNERS.dump_json(Owner(str(self._directory), status.st_dev, status.st_ino)))
-            self._publish(LIFE, LIVES.dump_json(self._life))
-            self._lock = files.open_claimed(OWNER, dir_fd=self._folder)
-            files.flock(self._lock)
-            _publish(beside, MARK, MARKS.dump_json(Mark(self._token, boot_id())))
+        owner = Owner(str(self._directory), status.st_dev, status.st_ino, self._pid)
+        self._publish(OWNER, OWNERS.dump_json(owner))
+        self._publish(LIFE, LIVES.dump_json(self._life))
+        self._lock = files.open_claimed(OWNER, dir_fd=self._folder)
+        files.flock(self._lock)
 
     def _map(self, index: int, size_bytes: int, node: int | None) -> mmap.mmap:
         fd = os.open(f"buffer-{index}", os.O_RDWR | _NEW, 0o600, dir_fd=self._open_folder)
@@ -312,8 +328,13 @@ def _refuse_too_much(size_bytes: int) -> None:
 def _publish(folder: int, name: str, data: bytes) -> None:
     """A file that is there whole or not at all, whenever the process dies."""
     temporary = f"{name}.tmp"
-    _write(folder, temporary, data)
-    files.rename(temporary, name, dir_fd=folder)
+    try:
+        _write(folder, temporary, data)
+        files.rename(temporary, name, dir_fd=folder)
+    except OSError:
+        with contextlib.suppress(OSError):  # the first error is the one to report
+            files.unlink(temporary, dir_fd=folder)
+        raise
 
 
 def _write(folder: int, name: str, data: bytes) -> None:

@@ -24,6 +24,7 @@ from checkflow.runtime.settled import WrittenError
 
 logger = logging.getLogger("checkflow")
 Commit = Callable[[Capture], Path]
+_TELL_AGAIN_SECONDS = 60.0  # that checkpoints fail, for the same reason as before
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ class Writer:
         self.persisted_bytes, self.persist_seconds = 0, 0.0  # of what was committed
         self.last_failure: tuple[float, str] | None = None  # when, by time.monotonic, and why
         self.after_each: Callable[[], None] = _nothing  # outcome, on the writer's thread; must raise nothing
+        self._reason: object = None  # why checkpoints fail, as it was told last; None: the last one did not
+        self._told, self._untold = 0.0, 0  # when, by time.monotonic; failures since then
         self._thread = threading.Thread(target=self._run, name="checkflow-writer", daemon=True)
         self._thread.start()
 
@@ -244,6 +247,9 @@ class Writer:
         try:
             self._audit(capture)
             path = self._commit(capture)
+            if self._reason is not None:
+                self._reason, self._untold = None, 0
+                logger.info("checkpoint of step %d is saved: storage takes them again", capture.step)
         except CheckflowError as reason:
             error = reason
             if isinstance(reason, WrittenError):
@@ -251,7 +257,7 @@ class Writer:
                     self._written.append(reason.name)
             if isinstance(reason, ConsistencyError):
                 self._void(capture)
-            logger.warning("checkpoint of step %d failed, training goes on: %s", capture.step, reason)
+            self._tell(capture, reason)
         except Exception as reason:
             # A fault of ours must not end the training job either; the traceback goes to the log.
             said = " ".join(str(reason).split())
@@ -261,6 +267,17 @@ class Writer:
             capture.step, path, error, time.perf_counter() - begun,
             sum(file.size_bytes for file in capture.layout.files), capture.digests is not None,
         )  # fmt: skip
+
+    def _tell(self, capture: Capture, error: CheckflowError) -> None:
+        """A full disk refuses one checkpoint after the other: each reason is told, and that it stays, now and then."""
+        reason, now = _reason_of(error), time.monotonic()
+        if reason == self._reason and now - self._told < _TELL_AGAIN_SECONDS and capture is not self._again:
+            self._untold += 1
+            logger.debug("checkpoint of step %d failed, training goes on: %s", capture.step, error)
+            return
+        more = f" (so did {self._untold} before it)" if self._untold and reason == self._reason else ""
+        self._reason, self._told, self._untold = reason, now, 0
+        logger.warning("checkpoint of step %d failed, training goes on: %s%s", capture.step, error, more)
 
     def _audit(self, capture: Capture) -> None:
         """Hold the staged bytes against the digests made at the boundary, those of settled tensors before it."""
@@ -291,6 +308,12 @@ def _is_staged(capture: Capture, name: str, digest: Digest) -> bool:
     return (
         digest_memory(digest.rule, capture.buffer.address + placed.staging_offset, placed.record.size_bytes) == digest
     )
+
+
+def _reason_of(error: CheckflowError) -> object:
+    """Equal for failures that differ in the checkpoint alone."""
+    cause = error.__cause__
+    return type(error), (cause.errno if isinstance(cause, OSError) else str(error))
 
 
 def _nothing() -> None:

@@ -24,7 +24,16 @@ from checkflow.errors import CheckflowError, CorruptCheckpointError, LockedError
 from checkflow.runtime import files, memory_files, retention
 from checkflow.runtime.digest import Digest, digest_memory
 from checkflow.runtime.layout import Layout, TensorRecord, make_layout
-from checkflow.runtime.left_memory import find_left, is_free, is_ours, read_kept, read_records, words_of
+from checkflow.runtime.left_memory import (
+    find_left,
+    is_free,
+    is_ours,
+    read_kept,
+    read_records,
+    told,
+    understood,
+    words_of,
+)
 from checkflow.runtime.manifest import MAX_EXTRA_BYTES, MAX_MANIFEST_BYTES, MAX_STEP
 from checkflow.runtime.memory import address_of
 from checkflow.runtime.memory_files import (
@@ -110,8 +119,8 @@ def reclaim(store: Store, mode: str | int) -> Reclaimed:
     wanted = mode if isinstance(mode, int) else None
     try:
         loaded = _load_all(store, path, wanted)
-    except (CorruptCheckpointError, ValidationError) as error:
-        logger.warning("what the run before had in host memory is passed over: %s", words_of(error))
+    except CorruptCheckpointError as error:
+        logger.warning("what the run before had in host memory is passed over: %s", error)
         loaded = []
     except OSError as error:
         raise StorageError(
@@ -145,8 +154,8 @@ def _folder_of(directory: Path) -> Path | None:
         return None
     except LockedError:
         raise
-    except (StorageError, ValidationError) as error:
-        logger.warning("what the run before had in host memory is passed over: %s", words_of(error))
+    except StorageError as error:
+        logger.warning("what the run before had in host memory is passed over: %s", error)
         return None
     except OSError as error:
         raise StorageError(f"cannot look for what the run before had in host memory: {error.strerror}") from error
@@ -159,7 +168,7 @@ def _load_all(store: Store, path: Path, wanted: int | None) -> list[_Loaded]:
     steps = {step for one in store.checkpoints() if (step := parse_step(one.name)) is not None}
     loaded: list[_Loaded] = []
     with files.folder(str(path)) as folder:
-        life = LIVES.validate_json(read_kept(folder, LIFE, MOST_BYTES))
+        life = understood(path / LIFE, LIVES, read_kept(folder, LIFE, MOST_BYTES))
         records = {index: one for index, one in read_records(folder).items() if one.step not in steps}
         stay = _worth_keeping(store, records.values()) if records else frozenset()
         refuted = {one.plan_digest for index, one in records.items() if one.audited and _is_torn(folder, index, one)}
@@ -241,6 +250,8 @@ def _map(folder: int, name: str, least_bytes: int) -> mmap.mmap:
         fd = files.open_read(name, dir_fd=folder)
     except FileNotFoundError:
         raise CorruptCheckpointError("its buffer is missing") from None
+    except OSError as error:
+        raise told(name, error) from error
     try:
         size_bytes = files.regular_size(fd)
         if size_bytes is None or size_bytes < max(1, least_bytes):

@@ -85,9 +85,10 @@ class Reporter:
         # killed had come further than when it last wrote its report.
         self._replayed: int | None = 0 if imported else None
         self._exactly = imported
-        if resumed_from is not None and earlier and not imported:
-            self._replayed = max(0, earlier[-1].iteration - resumed_from)
-            self._exactly = earlier[-1].closed and earlier[-1].iteration >= resumed_from
+        reached = [run.iteration for run in earlier[-1:]] + [step for step in (reclaimed,) if step is not None]
+        if resumed_from is not None and reached and not imported:
+            self._replayed = max(0, max(reached) - resumed_from)
+            self._exactly = reclaimed is None and earlier[-1].closed and earlier[-1].iteration >= resumed_from
 
     def make(self, *, closed: bool = False) -> RunReport:
         """The report as of now. Any thread may ask for it."""

@@ -156,7 +156,7 @@ class Saving:
 
     def _outlive(self, capture: Capture) -> None:
         """Have a complete capture outlive the process, unless its plan is refuted."""
-        if not self.tier.survives or self._is_refuted(capture):
+        if not self.tier.mark() or self._is_refuted(capture):
             return
         if not isinstance(capture.extra, bytes):
             try:

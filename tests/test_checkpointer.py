@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
 import multiprocessing
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +30,7 @@ from checkflow import plan as plans
 from checkflow.errors import MismatchError, PlanError, StorageError, UnsupportedError
 from checkflow.plan import Plan
 from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime import extra_state
+from checkflow.runtime import extra_state, persist
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.finding import find
 from checkflow.runtime.loader import DataLoader
@@ -123,6 +126,40 @@ def test_a_full_disk_raises_if_asked(small_disk: Path) -> None:
         fill(small_disk / "ballast")
         for _ in checkpointer.steps(20):
             iterate()
+
+
+def test_each_reason_for_failing_is_told_once_then_now_and_then_and_that_it_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps 2 to 8 meet a full disk, with a message each of their own; 9 and 10 another fault."""
+    plan = make_plan()
+    model, optimizer, iterate = make()
+    commit, clock = Store.commit, [0.0]
+
+    def failing(self: Store, number: int, *rest: Any, **more: Any) -> Path:
+        clock[0] = 60.0 if number >= 7 else 0.0
+        if 2 <= number <= 8:
+            raise StorageError(f"cannot write step-{number}: full") from OSError(errno.ENOSPC, "full")
+        if number in (9, 10):
+            raise StorageError("worn out") from OSError(errno.EIO, "worn out")
+        return commit(self, number, *rest, **more)
+
+    monkeypatch.setattr(Store, "commit", failing)
+    monkeypatch.setattr(persist, "time", SimpleNamespace(monotonic=lambda: clock[0], perf_counter=time.perf_counter))
+    with (
+        caplog.at_level(logging.INFO, "checkflow.runtime"), caplog.at_level(logging.INFO, "checkflow"),
+        Checkpointer(model, optimizer, directory=tmp_path, plan=plan, every=1) as checkpointer,
+    ):  # fmt: skip
+        for _ in checkpointer.steps(12):
+            iterate()
+    said = [one.getMessage() for one in caplog.records if one.getMessage().startswith("checkpoint of")]
+    assert said == [
+        "checkpoint of step 2 failed, training goes on: cannot write step-2: full",
+        "checkpoint of step 7 failed, training goes on: cannot write step-7: full (so did 4 before it)",
+        "checkpoint of step 9 failed, training goes on: worn out",
+        "checkpoint of step 11 is saved: storage takes them again",
+    ]
+    assert checkpointer.report()["failed"] == 9
 
 
 def failing_commits(monkeypatch: pytest.MonkeyPatch, step: int, times: int) -> list[bool]:

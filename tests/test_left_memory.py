@@ -32,6 +32,7 @@ from checkflow.errors import LockedError
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import left_memory, memory_files, reclaiming
 from checkflow.runtime.memory_files import LIFE, MARK, MOST_BYTES, OWNER
+from checkflow.torturing import Request, Torture
 
 pytestmark = needs_memory
 
@@ -64,6 +65,35 @@ def test_a_copy_of_the_directory_takes_nothing(tmp_path: Path, caplog: pytest.Lo
         assert checkpointer.resumed_from == 7
 
 
+def test_a_copy_in_the_place_of_the_directory_takes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It may be older, or newer: a backup that was restored."""
+    directory = killed(tmp_path)
+    before, folder = newest_on_storage(directory), folder_of(directory)
+    directory.rename(tmp_path / "aside")
+    shutil.copytree(tmp_path / "aside", directory)
+    with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
+        assert checkpointer.resumed_from == before
+    assert f"{folder} is of another directory that was at {directory} before: where that is gone for" in caplog.text
+    shutil.rmtree(directory)
+    (tmp_path / "aside").rename(directory)
+    with resume(directory) as checkpointer:
+        assert checkpointer.resumed_from == 7
+
+
+@pytest.mark.parametrize("name", ["buffer-*[0-9]", "buffer-*.json", "buffer-*.extra", "layout-*.json"])
+def test_links_in_the_place_of_what_a_capture_needs_are_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    directory = killed(tmp_path)
+    before = newest_on_storage(directory)
+    for path in folder_of(directory).glob(name):
+        shutil.move(path, tmp_path / path.name)
+        path.symlink_to(tmp_path / path.name)
+    with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
+        assert checkpointer.resumed_from == before
+    assert "is a link" in caplog.text
+
+
 def test_a_directory_that_was_moved_takes_its_own(tmp_path: Path) -> None:
     killed(tmp_path).rename(tmp_path / "moved")
     with resume(tmp_path / "moved") as checkpointer:
@@ -79,7 +109,7 @@ def test_a_folder_that_others_may_write_to_is_passed_over(
     folder_of(directory).chmod(mode)
     with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
         assert checkpointer.resumed_from == before
-    assert "is another user's" in caplog.text
+    assert f"is open to others (mode {mode:o}): chmod 700" in caplog.text
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -180,7 +210,7 @@ def test_what_another_process_uses_is_waited_for(tmp_path: Path, monkeypatch: py
     directory = killed(tmp_path)
     with open(folder_of(directory) / OWNER, "rb") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
-        with pytest.raises(LockedError, match="is in use by another process"):
+        with pytest.raises(LockedError, match=r"is in use by process \d+, or one that it left behind: stop it first"):
             resume(directory)
         fcntl.flock(owner, fcntl.LOCK_SH)  # somebody looks
         with resume(directory) as checkpointer:
@@ -203,6 +233,11 @@ def test_ls_tells_what_the_next_run_will_save(tmp_path: Path, capsys: pytest.Cap
     directory = killed(tmp_path)
     assert main(["ls", str(directory), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["left_in_memory"] == 7
+    for command in ("verify", "export"):
+        assert main([command, f"{directory}@7", *(["-o", "x"] if command == "export" else [])]) == 1
+        assert f"step 7 of {directory} lies in this machine's memory" in " ".join(capsys.readouterr().err.split())
+    assert main(["verify", f"{directory}@99"]) == 1
+    assert "holds no checkpoint of step 99" in " ".join(capsys.readouterr().err.split())
     main(["ls", str(directory)])
     assert "step 7 lies in this machine's memory" in " ".join(capsys.readouterr().out.split())
     with resume(directory):
@@ -210,3 +245,20 @@ def test_ls_tells_what_the_next_run_will_save(tmp_path: Path, capsys: pytest.Cap
         assert json.loads(capsys.readouterr().out)["left_in_memory"] is None
     main(["ls", str(directory), "--json"])
     assert json.loads(capsys.readouterr().out)["left_in_memory"] is None
+
+
+def test_torture_tells_what_its_last_life_left_in_memory(tmp_path: Path) -> None:
+    directory = killed(tmp_path)
+    torture = Torture(Request(("true",), directory, 1, None, 0, 1.0, 0.0, 0.0, tmp_path / "log"), directory=directory)
+    torture._look_at_memory()
+    (remark,) = torture.remarks
+    assert f"host memory stays for the job's next start in {directory}" in remark
+    assert f"delete {folder_of(directory)}" in remark
+    path, size_bytes = left_memory.memory_of(directory) or (None, 0)
+    assert path == folder_of(directory)
+    assert size_bytes >= sum(path.stat().st_size for path in path.glob("buffer-?"))
+    with resume(directory):
+        assert left_memory.memory_of(directory) is None  # in use
+    torture.remarks.clear()
+    torture._look_at_memory()
+    assert not torture.remarks

@@ -21,7 +21,7 @@ from checkflow.runtime import files, left_memory, memory_files, memory_tier
 from checkflow.runtime.capture import Capture
 from checkflow.runtime.digest import Digest
 from checkflow.runtime.layout import Layout, make_layout
-from checkflow.runtime.memory_files import LIFE, MARK, NOTHING, RECORDS, Life, Owner
+from checkflow.runtime.memory_files import LIFE, MARK, MARKS, NOTHING, RECORDS, Life, Owner
 from checkflow.runtime.memory_tier import MemoryTier
 from checkflow.runtime.staging import StagingBuffer, StagingBuffers
 
@@ -264,6 +264,48 @@ def test_memory_that_runs_short_is_told_once_and_all_given_back(
     assert not folders_below(tmp_path)
     assert not (tmp_path / MARK).exists()
     assert not tier.survives
+
+
+def test_where_the_mark_cannot_be_written_it_is_tried_again_with_each_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk of the checkpoints is full at the start; shared memory is not."""
+    tier, publish, full = MemoryTier(tmp_path, Life("run")), memory_tier._publish, [True]
+
+    def publish_unless_full(folder: int, name: str, data: bytes) -> None:
+        if full and name == MARK:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        publish(folder, name, data)
+
+    monkeypatch.setattr(memory_tier, "_publish", publish_unless_full)
+    with caplog.at_level(logging.INFO, "checkflow"):
+        assert tier.allocate(2, 4096, None) is not None
+        assert not tier.mark()
+        assert not tier.survives
+        assert [one.getMessage() for one in caplog.records] == [
+            "captures in host memory end with the process, and storage is what is left then: "
+            f"{tmp_path / MARK} cannot be written: No space left on device"
+        ]
+        full.clear()
+        assert tier.mark()
+        assert tier.survives
+        assert caplog.records[1:][0].getMessage() == "captures in host memory outlive the process from now on"
+        tier.mark()
+        assert len(caplog.records) == 2
+    (folder,) = folders_below(tmp_path)
+    assert MARKS.validate_json((tmp_path / MARK).read_bytes()).token in folder.name
+    tier.close()
+    assert not folders_below(tmp_path)
+    assert not (tmp_path / MARK).exists()
+
+
+def test_a_file_that_comes_half_is_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_tier.files, "write_all", failing(OSError(errno.ENOSPC, "No space left on device")))
+    fd = os.open(tmp_path, os.O_RDONLY)
+    with pytest.raises(OSError, match="No space left"):
+        memory_tier._publish(fd, MARK, b"{}")
+    os.close(fd)
+    assert not list(tmp_path.iterdir())
 
 
 def test_ctrl_c_while_memory_is_taken_gives_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,6 +258,8 @@ def test_going_back_to_a_step_that_memory_has(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(Store, "commit", note)
     with resume(directory, resume=5) as checkpointer:
         assert checkpointer.resumed_from == 5
+        report = checkpointer.report()
+        assert (report["reclaimed_step"], report["replayed_iterations"], report["replayed_exactly"]) == (7, 2, False)
     assert committed == [5, 7]
     assert (directory / ".superseded-step-00000007").is_dir()
 
