@@ -5,6 +5,7 @@ What nobody can go on from is given back.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -14,11 +15,13 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from dead_jobs import (
     folder_of,
     give_back,
+    kept_in,
     killed,
     needs_memory,
     newest_on_storage,
@@ -195,6 +198,42 @@ def test_the_memory_of_a_dead_job_that_nobody_goes_on_from_is_given_back(
         assert kept.is_dir()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_the_memory_of_other_users_is_theirs_to_give_back(
+    tmp_path: Path, own_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reclaiming, "_YOUNG_SECONDS", 0.0)
+    theirs, ours = (killed(tmp_path / name) for name in ("theirs", "ours"))
+    for directory in (theirs, ours):
+        own = folder_of(directory)
+        (directory / MARK).unlink()
+        if directory == theirs:
+            os.chown(own, 12345, 12345)
+            kept = own
+    with resume(tmp_path / "another"):
+        assert kept.is_dir()
+        assert not own.exists()
+
+
+def test_a_folder_that_cannot_be_looked_into_is_anothers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for every user but root."""
+    directory = killed(tmp_path)
+    before, opened, folder = newest_on_storage(directory), left_memory.files.folder, folder_of(directory)
+
+    def refuse(path: str) -> Any:
+        if path == str(folder):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(left_memory.files, "folder", refuse)
+        with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
+            assert checkpointer.resumed_from == before
+    assert f"is passed over: {folder} is another user's" in caplog.text
+
+
 def test_a_directory_that_was_moved_takes_its_own_however_old(
     tmp_path: Path, own_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +284,12 @@ def test_ls_tells_what_the_next_run_will_save(tmp_path: Path, capsys: pytest.Cap
         assert json.loads(capsys.readouterr().out)["left_in_memory"] is None
     main(["ls", str(directory), "--json"])
     assert json.loads(capsys.readouterr().out)["left_in_memory"] is None
+
+
+def test_ls_does_not_tell_what_storage_has_too(tmp_path: Path) -> None:
+    directory = killed(tmp_path, kill=("after step", 1, 2), stored=8)
+    assert max(kept_in(directory)) == newest_on_storage(directory) == 8
+    assert left_memory.left_step(directory) is None
 
 
 def test_torture_tells_what_its_last_life_left_in_memory(tmp_path: Path) -> None:

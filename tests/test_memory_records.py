@@ -173,6 +173,29 @@ def test_the_newest_capture_is_written_over_last(tmp_path: Path) -> None:
     buffers.close()
 
 
+def test_a_buffer_whose_record_cannot_be_removed_stays_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = MemoryTier(tmp_path, Life("run"))
+    buffers = StagingBuffers(2, tier=tier)
+    buffers.grow(SIZE_BYTES)
+    with monkeypatch.context() as patch:
+        patch.setattr(tier, "forget", failing_always(StorageError("cannot remove a record")))
+        with pytest.raises(StorageError):
+            buffers.take()
+    assert buffers.free == 2
+    taken = [buffers.take(), buffers.take()]
+    assert {one.index for one in taken} == {0, 1}
+    for one in taken:
+        buffers.give_back(one)
+    buffers.close()
+
+
+def failing_always(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
 def pages(path: Path) -> int:
     return os.stat(path).st_blocks
 
@@ -300,7 +323,8 @@ def test_where_the_mark_cannot_be_written_it_is_tried_again_with_each_capture(
 
 
 def test_a_file_that_comes_half_is_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_tier.files, "write_all", failing(OSError(errno.ENOSPC, "No space left on device")))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(memory_tier.files, "write_all", failing_always(full))
     fd = os.open(tmp_path, os.O_RDONLY)
     with pytest.raises(OSError, match="No space left"):
         memory_tier._publish(fd, MARK, b"{}")

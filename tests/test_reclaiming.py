@@ -26,6 +26,7 @@ from dead_jobs import (
     give_back,
     kept_in,
     killed,
+    known_to_be_stored,
     needs_memory,
     newest_on_storage,
     resume,
@@ -154,6 +155,31 @@ def test_what_was_copied_at_the_boundary_is_trusted_whatever_an_audit_says_of_it
         path.write_text(json.dumps({**record, "by_plan": record["step"] != 2}))
     with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
         assert checkpointer.resumed_from == 2
+
+
+def test_bytes_that_were_damaged_speak_against_no_plan_that_did_not_copy_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Step 1 was copied at the boundary, under the plan that copied the others."""
+    directory = killed(
+        tmp_path, kill=("after step", 0, 3), breaks="audited", options={"host_buffers": 5, "audit": 0}
+    )  # fmt: skip
+    for path in folder_of(directory).glob("buffer-*.json"):
+        record = json.loads(path.read_text())
+        path.write_text(json.dumps({**record, "by_plan": record["step"] != 1}))
+    with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
+        assert checkpointer.resumed_from == 3
+
+
+def test_a_run_that_died_before_it_saved_anything_is_known_by_what_it_went_on_from(tmp_path: Path) -> None:
+    directory = killed(tmp_path, stored=6)
+    with resume(directory) as checkpointer:
+        assert checkpointer.resumed_from == 7
+    jobs.in_a_process(die, Death(jobs.Job(tmp_path, kill=("after step", 1, 4), every=None), rare=1000))
+    assert newest_on_storage(directory) == 7
+    assert known_to_be_stored(directory) == NOTHING
+    with resume(directory) as checkpointer:
+        assert checkpointer.resumed_from == 10
 
 
 @pytest.mark.parametrize(
