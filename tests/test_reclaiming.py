@@ -175,11 +175,11 @@ def test_a_run_that_died_before_it_saved_anything_is_known_by_what_it_went_on_fr
     directory = killed(tmp_path, stored=6)
     with resume(directory) as checkpointer:
         assert checkpointer.resumed_from == 7
-    jobs.in_a_process(die, Death(jobs.Job(tmp_path, kill=("after step", 1, 4), every=None), rare=1000))
+    jobs.in_a_process(die, Death(jobs.Job(tmp_path, kill=("after step", 1, 2), every=None), rare=1000))
     assert newest_on_storage(directory) == 7
     assert known_to_be_stored(directory) == NOTHING
     with resume(directory) as checkpointer:
-        assert checkpointer.resumed_from == 10
+        assert checkpointer.resumed_from in (8, 9)  # the third iteration of that life had stepped
 
 
 @pytest.mark.parametrize(
