@@ -48,8 +48,12 @@ class Progress:
         self._handed.append((self._loader.epoch, self._loader.position))
 
     def count(self, batches: int | None = None) -> bool:
-        """So many batches reached a step; None: all that were handed out. Returns whether an epoch's last is among
-        them, as far as is known: some loaders find that out when they are asked for one more."""
+        """So many batches reached a step; None: all that were handed out.
+
+        Returns:
+            Whether one of the job's epochs ends with them, as far as is known: some loaders find out when they are
+            asked for one more.
+        """
         count = self.waiting if batches is None else min(batches, self.waiting)
         if not count:
             return False
@@ -59,7 +63,8 @@ class Progress:
         self._loader_epoch, self.position = self._handed[count - 1]
         del self._handed[:count]
         self._loader.used(self._loader_epoch, self.position, marked=batches is not None)
-        return self._handed[0][0] > self._loader_epoch if self._handed else self._loader.exhausted
+        # Where nobody says that there are epochs, a loop may pass through its data thousands of times.
+        return self._loader.epochs_counted_elsewhere and not self._handed and self._loader.exhausted
 
     def epochs_over(self, *, epoch_end: bool) -> int:
         """How many epochs are over at this boundary.
