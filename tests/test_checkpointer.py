@@ -180,7 +180,7 @@ def failing_commits(monkeypatch: pytest.MonkeyPatch, step: int, times: int) -> l
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("on_error", ["warn", "raise"])
 def test_the_end_of_training_is_tried_twice_and_saved_as_it_was(
-    on_error: Any, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_error: Any, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Any other checkpoint that fails is made up for by the next one."""
     plan = make_plan()
@@ -205,6 +205,7 @@ def test_the_end_of_training_is_tried_twice_and_saved_as_it_was(
     assert len(tries) == 2
     assert steps(tmp_path) == [1, 2, 3, 4, 5][: 6 - times]
     assert checkpointer.report()["failed"] == times
+    assert caplog.text.count("checkpoint of step 5 failed, training goes on: planted") == times  # the last word, too
     if times == 1:
         assert_checkpoint_is(find(tmp_path)[0], truth)
         torch.manual_seed(5)
