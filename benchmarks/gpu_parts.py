@@ -96,15 +96,17 @@ def gpu_state() -> Row | str:
 
     # Torch's device 0 need not be the driver's: by what is visible to this process, it may be any.
     uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None) if torch.cuda.is_available() else None
-    which = "0" if uuid is None else f"GPU-{str(uuid).removeprefix('GPU-')}"
-    command = ["nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader", f"--id={which}"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"nvidia-smi does not answer: {error}"
-    if done.returncode:
-        return f"nvidia-smi: {(done.stderr or done.stdout).strip()}"
-    return dict(zip(asked, (part.strip() for part in done.stdout.split(",")), strict=False))
+    said = "nvidia-smi was not asked"
+    for which in ([] if uuid is None else [f"GPU-{str(uuid).removeprefix('GPU-')}"]) + ["0"]:  # a part has none there
+        command = ["nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader", f"--id={which}"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"nvidia-smi does not answer: {error}"
+        if not done.returncode:
+            return dict(zip(asked, (part.strip() for part in done.stdout.split(",")), strict=False))
+        said = f"nvidia-smi: {(done.stderr or done.stdout).strip()}"
+    return said
 
 
 def tests(options: Options, send: Send) -> None:

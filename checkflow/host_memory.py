@@ -54,19 +54,22 @@ def _groups() -> Iterator[_Group]:
 
 
 def _own_path(controller: str) -> str:
-    if not _OWN.is_file():  # another system than Linux
-        return ""
-    rows = (line.split(":", 2) for line in _OWN.read_text().splitlines())
+    rows = (line.split(":", 2) for line in _text(_OWN).splitlines())
     return next((path for _, controllers, path in rows if controller in controllers.split(",")), "")
 
 
 def _read(folder: Path, version: _Version) -> _Group | None:
-    """None: it has no limit."""
-    limit, statistics = folder / version.limit, folder / "memory.stat"
-    if not (limit.is_file() and statistics.is_file()):
+    """None: it has no limit, or none that may be known."""
+    limit = _text(folder / version.limit).strip()
+    if not limit.isdigit():  # "max"
         return None
-    text = limit.read_text().strip()
-    if not text.isdigit():  # "max"
-        return None
-    rows = (line.split() for line in statistics.read_text().splitlines())
-    return _Group(int(text), sum(int(value) for key, value in rows if key in version.kept))
+    rows = (line.split() for line in _text(folder / "memory.stat").splitlines())
+    return _Group(int(limit), sum(int(value) for key, value in rows if key in version.kept))
+
+
+def _text(file: Path) -> str:
+    """Of what the system tells; nothing where it does not: another system, a sandbox, a group that has just gone."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

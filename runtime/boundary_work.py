@@ -67,8 +67,10 @@ class BoundaryWork:
         self.began = False  # an iteration, since the last boundary
         self.closed = False
         self._planning_seconds = self._no_cost_seconds = 0.0  # held for planning; of these, for what is done once
-        # All state at a boundary that was not captured, and its version counters, in case it is the last one.
+        # All state at a boundary that was not captured, and its version counters, in case it is the last one; and
+        # whether an epoch ended there.
         self._passed: tuple[TrainingState | None, list[int]] = None, []
+        self._passed_epoch_end = False
         # Likewise everything else, where the loader starts workers next: they may be lost to a signal.
         self._passed_extra: Callable[[], bytes] | None = None
 
@@ -140,6 +142,7 @@ class BoundaryWork:
         if not due:
             state = self._job.walk.current()
             self._passed = state, _versions(state)
+            self._passed_epoch_end = epoch_end
             self._passed_extra = self._extra_before_workers(epoch_end=epoch_end)
         if due:
             self._clock.shift(self._capture(epoch_end))
@@ -211,7 +214,7 @@ class BoundaryWork:
             self.execution.follow()
             self.execution.hooks.reset()  # what ran since (an evaluation) is no part of the iteration to come
             self.execution.heed(self._saving.writer)
-            self._clock.shift(self._capture(epoch_end=False, extra=extra))
+            self._clock.shift(self._capture(self._passed_epoch_end, extra=extra))
 
     def _capture(self, epoch_end: bool, extra: Callable[[], bytes] | None = None) -> float:
         """Capture this boundary; returns the seconds waited for storage and buffers."""
@@ -238,6 +241,7 @@ class BoundaryWork:
 
     def _extra(self) -> Callable[[], bytes]:
         """What lies beside the state, as it is now."""
+        self.execution.capturer.join()
         job = capture_extra(self._job.walk, self._job.optimizers, self._job.objects)
         known = {"iteration": self.iteration, **self._progress.capture(), "job": job}
         generators = known.pop("generators")  # copies: they wait for the writer

@@ -189,7 +189,7 @@ class Capturer:
             waited_seconds = time.perf_counter() - begun
             if buffer.index not in self._prepared:
                 self._prepare(buffer, arrangement)
-            self._engine.join()
+            self.join()
             at_once = self._copy_at_boundary(buffer, arrangement)
             digests = Digests(arrangement.state.tensors) if audit or self.settled.undecided else None
             settled = self.settled.look(self._tensors, digests)
@@ -223,6 +223,10 @@ class Capturer:
             self._leaving[0].concluded.wait()
             self._collect()
         return self._buffers.free > 0
+
+    def join(self) -> None:
+        """What is read on the current stream from now on is the state of this boundary."""
+        self._engine.join()
 
     def note(self) -> None:
         """Training writes state where this is called."""

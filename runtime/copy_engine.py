@@ -3,7 +3,8 @@
 One capture is gathered at a time. The training thread calls; the engine copies beside it:
 
 ``note``      training writes state on the stream that is current here, it may be until the next ``join``;
-``join``      what is enqueued on the current stream from now on comes behind all that noted streams have been given;
+``join``      what is enqueued on the current stream from now on comes behind all that noted streams have been given, as
+              what they are given after the next ``begin`` comes behind the boundary;
 ``begin``     takes the transfers of one capture: nothing moves yet, except what is to leave ``at_once``: on return,
               later writes to its memory do no harm. The capture before has been concluded, or has come to its end;
 ``snapshot``  on return, later writes to these chunks' live tensors do no harm: their bytes are copied on the device, in

@@ -58,6 +58,7 @@ class CudaCopyEngine:
         self.source = device.memory
         self._now = nothing()  # the capture that was begun last
         self._noted: set[Stream] = set()  # on which training has written since the last ``join``
+        self._joined: set[Stream] = set()  # which the next capture's boundary comes behind
         self._ordering = threading.RLock()  # what ``hasten`` reads and writes, on whichever thread
         self._prepared: dict[int, tuple[Sequence[Transfer], dict[tuple[int, ...], list[Part]]]] = {}
         # Between the training thread and the one that waits for the ends of captures:
@@ -76,11 +77,12 @@ class CudaCopyEngine:
 
     def join(self) -> None:
         device, here = self._device, self._device.current()
-        for stream in self._noted - {here}:
+        noted, self._noted = self._noted, set()  # first: one that is there no more is not to be asked for ever
+        for stream in noted - {here}:
             event = device.record(stream)
             device.wait(here, event)
             device.recycle([event])
-        self._noted.clear()
+        self._joined |= noted
 
     def begin(
         self,
@@ -97,8 +99,13 @@ class CudaCopyEngine:
         self._now = DeviceCapture(on_complete, on_failure, transfers, [-1] * len(transfers), len(transfers))
         if at_once:
             device.copy(device.prepare(merged(at_once)), stream)
-        self._fence(stream, self._event(stream))
-        device.wait(device.side, self._now.fences[0][1])
+        boundary = self._event(stream)
+        self._fence(stream, boundary)
+        device.wait(device.side, boundary)
+        joined, self._joined = self._joined, set()
+        for other in joined - {stream}:  # what no anchor tells of, they may write next
+            device.wait(other, boundary)
+            self._now.behind[other] = len(self._now.fences)
         if not transfers:
             self._seal()
 

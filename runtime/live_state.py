@@ -27,6 +27,7 @@ from checkflow.state import (
     is_composite,
     module_names,
     optimizer_parameters,
+    training_device,
 )
 
 Models = Mapping[str, nn.Module]
@@ -335,7 +336,7 @@ def _restore_optimizer(models: Models, optimizer: torch.optim.Optimizer, saved: 
             optimizer.state[parameters[name]].update(values)
     leaves, structure = pytree.tree_flatten(saved["others"])
     for number in saved.get("others_apart", ()):  # a checkpoint's tensors are read into host memory
-        leaves[number] = leaves[number].to(next(iter(parameters.values())).device)
+        leaves[number] = leaves[number].to(training_device(models))
     optimizer.state.update(pytree.tree_unflatten(leaves, structure))
 
 

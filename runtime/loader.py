@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 import torch.distributed
@@ -45,10 +45,20 @@ from checkflow.runtime.worker_signals import WorkerShield
 
 logger = logging.getLogger("checkflow")
 _OF_WORKERS = -2  # in the place of an index
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    _T_co = TypeVar("_T_co", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    _T_co = TypeVar("_T_co", covariant=True)
 
 
-class DataLoader(ResumableLoader):
+class DataLoader(ResumableLoader, Generic[_T_co]):
     """``torch.utils.data.DataLoader`` for map-style data, resumable in the middle of an epoch.
+
+    In annotations it is ``DataLoader[Sample]``, as torch's.
 
     Args:
         dataset: anything with ``__getitem__``, and ``__len__`` if there is no sampler. One that fetches whole batches

@@ -136,6 +136,7 @@ class MemoryTier:
                 return False
             self._unmarked, self.survives = False, True
             if self._told:
+                self._told = False
                 logger.info("captures in host memory outlive the process from now on")
         return self.survives
 

@@ -249,7 +249,7 @@ class Writer:
             path = self._commit(capture)
             if self._reason is not None:
                 self._reason, self._untold = None, 0
-                logger.info("checkpoint of step %d is saved: storage takes them again", capture.step)
+                logger.info("checkpoint of step %d is saved: those that follow are as before", capture.step)
         except CheckflowError as reason:
             error = reason
             if isinstance(reason, WrittenError):

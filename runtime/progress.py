@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from checkflow.runtime.interrupts import raised_by_handler
 from checkflow.runtime.live_state import capture_generators, restore_generators
 from checkflow.runtime.resumable import ResumableLoader
 
@@ -64,7 +65,19 @@ class Progress:
         del self._handed[:count]
         self._loader.used(self._loader_epoch, self.position, marked=batches is not None)
         # Where nobody says that there are epochs, a loop may pass through its data thousands of times.
-        return self._loader.epochs_counted_elsewhere and not self._handed and self._loader.exhausted
+        return self._loader.epochs_counted_elsewhere and not self._handed and self._is_at_end()
+
+    def _is_at_end(self) -> bool:
+        """Whether no batch follows in the epoch of the one that reached a step last, as far as is known."""
+        assert self._loader is not None
+        if self._loader.epoch > self._loader_epoch:
+            return True
+        try:
+            return self._loader.exhausted
+        except Exception as error:  # the user's sampler is asked: the loop gets its error with the next batch, as ever
+            if raised_by_handler(error):
+                raise
+            return False
 
     def epochs_over(self, *, epoch_end: bool) -> int:
         """How many epochs are over at this boundary.

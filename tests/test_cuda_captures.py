@@ -105,7 +105,17 @@ def test_a_boundary_comes_behind_the_streams_that_training_used(
     iterate, record, wait, digests = job.iterate, device.record, device.wait, capture.Digests
     streams: dict[Any, str] = {}
 
+    class Scale:
+        """Extra state on the device: it is read there."""
+
+        def state_dict(self) -> dict[str, float]:
+            told.append("extra")
+            return {"scale": 1.0}
+
+        def load_state_dict(self, state: Any) -> None: ...
+
     def iterate_elsewhere(n: int) -> None:
+        told.append(f"iteration {n}")
         device.on_stream(f"own {n}")
         iterate(n)
         device.on_stream("main")
@@ -123,10 +133,18 @@ def test_a_boundary_comes_behind_the_streams_that_training_used(
     monkeypatch.setattr(device, "wait", waited)
     monkeypatch.setattr(capture, "Digests", lambda tensors: (told.append("digests"), digests(tensors))[1])
     job.iterate = iterate_elsewhere  # type: ignore[method-assign]
-    _, truths = job.train(tmp_path, plan_of(3), 4)
+    options: dict[str, Any] = {"state": {"scale": Scale()}}
+    _, truths = job.train(tmp_path, plan_of(3), 4, **options)
+    told.append("iteration 4")
     assert_true(tmp_path, truths, range(1, 5))
-    just_before = [told[at - 1] for at, line in enumerate(told) if line == "digests"]
-    assert just_before == [f"main waits for own {n}" for n in range(4)]
+    del told[: told.index("iteration 0")]
+    assert [line for line in told if line in ("digests", "extra") or line.startswith("main waits for own")][:3] == [
+        "main waits for own 0", "extra", "digests",
+    ]  # fmt: skip
+    for n in range(4):
+        after = told[told.index(f"main waits for own {n}") + 1 :]
+        assert after.index("extra") < after.index("digests") < after.index(f"own {n} waits for main")
+        assert after.index(f"own {n} waits for main") < after.index(f"iteration {n + 1}")
 
 
 @pytest.mark.parametrize(("interval", "every"), [(1, 1), (3, 3), (2, 4)])

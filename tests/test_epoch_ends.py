@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,17 @@ def _a_random_plan_obeys_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpointers, "check_plan", plans.validate)
 
 
-def train(directory: Path, loop: str, *, most: int = 10**6, **options: Any) -> Checkpointer:
+def train(
+    directory: Path, loop: str, *, most: int = 10**6,
+    after: Callable[[Checkpointer], object] = lambda checkpointer: None, **options: Any,
+) -> Checkpointer:  # fmt: skip
     """Some iterations, or all of them.
 
     Args:
         loop: who marks boundaries: "checkflow"; "step", each with ``step()``; "ahead", so too, and batches are fetched
             before the one before them has reached its step; "plain", so too, without ``epochs()``; "endless", without
             it, ahead, and from one epoch into the next; "accumulated", two batches each, and ``step(2)``.
+        after: called at the end of each loop over batches.
     """
     random.seed(1)
     numpy.random.seed(2)
@@ -65,6 +69,7 @@ def train(directory: Path, loop: str, *, most: int = 10**6, **options: Any) -> C
             with torch.no_grad():
                 model(torch.randn(4, 8))
             model.train()
+            after(checkpointer)
     return checkpointer
 
 
@@ -139,6 +144,45 @@ def sorted_by_key(value: Any) -> Any:
     if isinstance(value, dict):
         return [(key, sorted_by_key(value[key])) for key in sorted(value, key=repr)]
     return [sorted_by_key(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+@pytest.mark.parametrize("loop", ["checkflow", "step", "ahead", "accumulated"])
+def test_an_end_that_is_captured_late_is_one_too(loop: str, tmp_path: Path) -> None:
+    """For its metric, which the loop tells when the epoch's last step is marked; or since training ends there."""
+    per_epoch = BATCHES // 2 if loop == "accumulated" else BATCHES
+    values = iter((0.5, 0.25, 0.75))
+    train(tmp_path, loop, every=100, keep_best=1, monitor="loss", after=lambda job: job.metric("loss", next(values)))
+    found = {per_epoch * epoch: epoch for epoch in (1, 2, 3)}
+    assert ends(tmp_path) == found
+
+
+def test_a_sampler_that_cannot_say_whether_more_follows_costs_no_checkpoint(tmp_path: Path) -> None:
+    """It is the user's, and may fail: the loop is told when it asks for a batch, as by torch's loader."""
+
+    class Failing(DataLoader[Any]):
+        asked = 0
+        fails = False
+
+        @property
+        def exhausted(self) -> bool:
+            if not self.fails:
+                return super().exhausted
+            self.asked += 1
+            raise ValueError("the sampler failed")
+
+    model, optimizer, _ = jobs.make()
+    loader = Failing(jobs.data(1), jobs.BATCH, shuffle=True, seed=3)
+    with Checkpointer(model, optimizer, loader, directory=tmp_path, plan=jobs.make_plan(), every=1) as checkpointer:
+        for _ in checkpointer.epochs(1):
+            for _, x, y in checkpointer.loader:
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                loader.fails = True
+                checkpointer.step()
+                loader.fails = False
+    assert loader.asked
+    assert [glance(path).step for path in find(tmp_path)] == [BATCHES, BATCHES - 1]
+    assert not ends(tmp_path)
 
 
 def test_a_last_iteration_with_fewer_batches_ends_its_epoch(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -78,6 +80,22 @@ def test_a_container_sees_its_own_group_at_the_mount(groups: Groups) -> None:
     groups.belong("0::/system.slice/docker-1.scope")
     groups.group("", "300", "anon 30\nshmem 5\n")
     assert found() == (300, 265)
+
+
+def test_what_the_system_does_not_tell_limits_nothing_more(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups.belong("0::/sandbox/job")
+    groups.group("sandbox", "400", "")
+    (groups.mount / "sandbox" / "memory.stat").unlink()
+    groups.group("sandbox/job", "1", "anon 1\n")
+    text = Path.read_text
+
+    def gone(self: Path, *rest: Any) -> str:
+        if self.parent.name == "job":
+            raise OSError(errno.ENODEV, "No such device")
+        return text(self, *rest)
+
+    monkeypatch.setattr(Path, "read_text", gone)
+    assert found() == (400, 400)
 
 
 def test_more_used_than_granted_leaves_nothing(groups: Groups) -> None:

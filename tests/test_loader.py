@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,12 @@ def test_another_batch_size_goes_on_at_the_same_sample() -> None:
     other = DataLoader(Augmented(10), 4, True, seed=2)
     other.load_state_dict(loader.state_dict())
     assert rows(other) == whole[3:]
+
+
+def test_annotations_name_what_it_hands_out_as_torchs_do() -> None:
+    def train(loader: DataLoader[tuple[torch.Tensor, torch.Tensor]]) -> None: ...
+
+    assert typing.get_type_hints(train, {"torch": torch, "DataLoader": DataLoader})["loader"].__origin__ is DataLoader
 
 
 def test_bad_arguments_are_refused() -> None:

@@ -315,6 +315,12 @@ def test_where_the_mark_cannot_be_written_it_is_tried_again_with_each_capture(
         assert caplog.records[1:][0].getMessage() == "captures in host memory outlive the process from now on"
         tier.mark()
         assert len(caplog.records) == 2
+        full.append(True)
+        tier.allocate(2, 8192, None)  # the state has grown
+        assert not tier.survives
+        assert "cannot be written" in caplog.records[2].getMessage()
+        full.clear()
+        assert tier.mark()
     (folder,) = folders_below(tmp_path)
     assert MARKS.validate_json((tmp_path / MARK).read_bytes()).token in folder.name
     tier.close()

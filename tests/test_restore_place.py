@@ -260,7 +260,7 @@ def test_a_child_that_is_forked_while_a_lock_is_awaited_does_not_hold_it(
 
 def test_what_an_optimizer_keeps_for_all_parameters_returns_where_it_lay() -> None:
     """A checkpoint's tensors are read into host memory. The other device is "meta" here."""
-    model = torch.nn.Linear(2, 2, device="meta")
+    model = nn.Sequential(nn.Embedding(2, 2), nn.Linear(2, 2, device="meta"))  # its table stays in host memory
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state["all"] = {"sum": torch.zeros(3, device="meta"), "seen": [torch.arange(2), 5]}  # type: ignore[index]
     walk = StateWalk({"model": model}, {"optimizer": optimizer})
