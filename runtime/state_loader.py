@@ -11,12 +11,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from checkflow.errors import UnsupportedError
+from checkflow.errors import MismatchError, UnsupportedError
 from checkflow.runtime import extra_state
 from checkflow.runtime.foreign_loaders import END, ForeignLoader, Place, drawing_from, parts
 from checkflow.runtime.frozen_state import freeze, thaw
 from checkflow.runtime.live_state import capture_generators
 from checkflow.runtime.resumable import refuse_another
+from checkflow.runtime.torchdata_states import begin_anew
 
 logger = logging.getLogger("checkflow")
 
@@ -136,19 +137,30 @@ class StateLoader(ForeignLoader):
             self._running = None
         return batch
 
-    def _load(self, at: _Inner) -> None:
+    def _load(self, at: _Inner) -> int:
+        """Returns how many batches are to be fetched and thrown away when it is iterated next."""
         assert at.state is not None
         self.end_workers()
         self._to_load = False
-        self.loader.load_state_dict(thaw(at.state))
+        state, again = begin_anew(thaw(at.state))
+        self.loader.load_state_dict(state)
+        return again
+
+    def _iterate(self, again: int) -> Iterator[Any]:
+        iterator = self._note_workers(iter(self.loader))
+        if again:
+            logger.info("the data has no state: %d batches are fetched again, and thrown away", again)
+        for number in range(again):
+            if next(iterator, END) is END:
+                raise MismatchError(f"the checkpoint lies after batch {again} of an epoch, which has {number} now")
+        return iterator
 
     def _restored(self, at: _Inner) -> Iterator[Any]:
         """The rest of the epoch that this lies in; the process's generators are left as they are."""
         assert at.begin is not None
         self._announce(at.epoch)
         with self._as_at(at.begin):  # what is drawn in setting up is drawn as it was then
-            self._load(at)
-            iterator = self._note_workers(iter(self.loader))
+            iterator = self._iterate(self._load(at))
         if self._draws_late:
             for generator, state in zip(self._own, at.own, strict=True):
                 generator.set_state(state)

@@ -108,6 +108,15 @@ class StreamOfIterations(IterableDataset[torch.Tensor]):
         return StatefulIteration()
 
 
+class StreamOfMaps(IterableDataset[torch.Tensor]):
+    """Its iterator is no generator, and has no state."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return map(PlainMapData().__getitem__, range(first, SIZE, step))
+
+
 class OwnLoader:
     """A user's loader: an order for each epoch, a state that it changes in place, numbers drawn for each batch.
 
@@ -294,6 +303,8 @@ KINDS: dict[str, Callable[[], Any]] = {
     "torch, iterable-style": lambda: iterable_loader(Stream(), 0),
     "torch, iterable-style with state": lambda: iterable_loader(StatefulStream(), 0),
     "torch, iterable-style, iterator with state": lambda: iterable_loader(StreamOfIterations(), 0),
+    "torch, iterable-style, iterator without state": lambda: iterable_loader(StreamOfMaps(), 0),
+    "torchdata, iterable-style without state": lambda: stateful_loader(StreamOfMaps(), 0),
     "torch, otherwise iterated": lambda: OtherwiseIterated(MapData(), BATCH, shuffle=True),  # type: ignore[arg-type]
     "list": sequence,
     "sequence that draws": DrawnSequence,
@@ -320,6 +331,9 @@ WORKERS: dict[str, Callable[[], Any]] = {
     ),  # type: ignore[arg-type]
     "torch, iterable-style": lambda: iterable_loader(Stream(), 2),
     "torch, iterable-style, persistent": lambda: iterable_loader(Stream(), 2, persistent_workers=True),
+    "torch, iterable-style, iterator without state": lambda: iterable_loader(StreamOfMaps(), 2),
+    "torchdata, iterable-style without state": lambda: stateful_loader(StreamOfMaps(), 2),
+    "torchdata, now and then": lambda: stateful_loader(StreamOfMaps(), 2, snapshot_every_n_steps=2),
     "torch, iterable-style with state": lambda: iterable_loader(StatefulStream(), 2),
     "torch, with state, persistent": lambda: iterable_loader(StatefulStream(), 2, persistent_workers=True),
     "torch, iterator with state": lambda: iterable_loader(StreamOfIterations(), 2, worker_init_fn=print_nothing),

@@ -81,6 +81,38 @@ def test_goes_on_after_epochs_left_early(kind: str) -> None:
     check_every_capture(foreign.KINDS[kind], take=2)
 
 
+def check_lives(kind: Callable[[], Any], *, ahead: int | None = None) -> None:
+    """Each life goes on from the first capture of the one before it, and must end like the first one."""
+    foreign.seeded(1)
+    whole = life = foreign.Loop(foreign.make(kind), ahead=ahead)
+    whole.run(foreign.EPOCHS)
+    end, used = foreign.drawn(), 0
+    whole.loader.end_workers()
+    while life.captures:
+        rows, capture = life.captures[0]
+        used += rows
+        foreign.seeded(100 + used)
+        life = foreign.Loop(foreign.make(kind), ahead=ahead)
+        life.go_on(capture)
+        life.run(foreign.EPOCHS)
+        assert life.rows == whole.rows[used:], f"after {used}"
+        assert foreign.drawn() == end
+        life.loader.end_workers()
+    assert used == whole.captures[-1][0]
+
+
+@pytest.mark.parametrize("ahead", [None, 1])
+@pytest.mark.parametrize("kind", foreign.KINDS)
+def test_goes_on_from_a_life_that_went_on(kind: str, ahead: int | None) -> None:
+    check_lives(foreign.KINDS[kind], ahead=ahead)
+
+
+@pytest.mark.parametrize("ahead", [None, 1])
+@pytest.mark.parametrize("kind", foreign.WORKERS)
+def test_goes_on_from_a_life_that_went_on_with_workers(kind: str, ahead: int | None) -> None:
+    check_lives(foreign.WORKERS[kind], ahead=ahead)
+
+
 # Whole jobs
 
 
