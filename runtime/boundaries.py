@@ -229,6 +229,14 @@ class Boundaries:
         self._tell_no_step()
         self._capture_last_boundary()
 
+    def end_untold(self) -> None:
+        """Nothing follows, and nothing says whether what was done since the last boundary is a whole iteration."""
+        self.execution.note_unseen_steps()
+        if self._work.iterated:
+            self._unsaved.closed(self.iteration)
+        else:
+            self._capture_last_boundary()
+
     def _tell_no_step(self) -> None:
         self.execution.note_unseen_steps()
         if self._never_stepped:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import TracebackType
@@ -374,9 +375,16 @@ class Checkpointer:
     def close(self) -> None:
         """Finish and commit what is in flight, then give everything back: hooks, threads, memory, the lock, signals.
 
+        Without an exception on its way the last boundary that the loop has told of is saved, if the state is still what
+        it was there. That an iteration has ended which nothing told of, only the end of a ``with`` block says.
+
         Once more is harmless; if it is interrupted, call it again.
         """
-        self._close(raising=True)
+        try:
+            if not (self._held.closed or self._boundaries.closed) and sys.exception() is None:
+                self._boundaries.end_untold()
+        finally:
+            self._close(raising=True)
 
     def _close(self, *, raising: bool) -> None:
         if self._held.closed:

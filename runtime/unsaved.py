@@ -1,6 +1,6 @@
 """Says why what a loop does is not saved, where nothing would fail and no checkpoint, or one of another place, be made.
 
-Each is said once in a run, but for what concerns one epoch alone.
+Each is said once in a run.
 """
 
 from __future__ import annotations
@@ -89,11 +89,13 @@ class Unsaved:
             )  # fmt: skip
 
     def not_counted(self, batches: int, epoch: int) -> None:
-        """An epoch has ended in a loop that calls ``step()``; told of each."""
-        logger.warning(
-            "%d batches of epoch %d were handed out and not counted by step(): after a resume they are used again; "
-            "pass their number to step()",
-            batches, epoch,
+        """An epoch has ended in a loop that calls ``step()``."""
+        self._say(
+            "not counted",
+            "at the end of epoch %d batches (%d) were handed out that no step() has counted: such ends of epochs are "
+            "not kept, and a resume in them uses these batches again; if an optimizer has used them, pass their number "
+            "to step()",
+            epoch, batches,
         )  # fmt: skip
 
     def all_in_one(self) -> None:
@@ -118,6 +120,16 @@ class Unsaved:
             "end",
             "training went on after step %d and ended inside of the next iteration: its end is not saved; call "
             "optimizer.step() after the last batch, too, and checkpointer.step() if the loop calls it elsewhere",
+            iteration,
+        )  # fmt: skip
+
+    def closed(self, iteration: int) -> None:
+        """close() came after an optimizer's step whose iteration nothing has ended."""
+        self._say(
+            "closed",
+            "closed after an optimizer's step and before the end of its iteration, as far as the loop has told: what "
+            "was trained after step %d is not saved; train in a with block, whose end is the end of training, or call "
+            "checkpointer.step() after each iteration",
             iteration,
         )  # fmt: skip
 

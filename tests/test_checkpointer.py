@@ -355,9 +355,32 @@ def test_every_nth_iteration_and_retention(tmp_path: Path) -> None:
     assert steps(tmp_path) == [12, 14]  # the end of training is saved, whatever its number is
 
 
+def test_a_close_outside_of_a_with_block_takes_nothing_for_an_iteration(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of several optimizers one may not have stepped; an exception may have come from anywhere."""
+    plan, (model, optimizer, iterate) = make_plan(), make()
+    job = Checkpointer(model, optimizer, directory=tmp_path, plan=plan, every=1, keep_latest=9)
+    for _ in range(3):
+        iterate()
+    job.close()
+    assert steps(tmp_path) == [1, 2]
+    assert caplog.text.count("what was trained after step 2 is not saved; train in a with block") == 1
+    model, optimizer, iterate = make()
+    job = Checkpointer(model, optimizer, directory=tmp_path, plan=plan, every=100, keep_latest=9)
+    with pytest.raises(ZeroDivisionError):
+        try:
+            iterate()
+            job.step()
+            raise ZeroDivisionError
+        finally:
+            job.close()
+    assert steps(tmp_path) == [1, 2]
+
+
 @pytest.mark.parametrize("way", ["steps", "step()", "epochs", "break", "close"])
 def test_the_end_of_training_is_saved_beside_every_nth_iteration(way: str, tmp_path: Path) -> None:
-    """Once, and no end of an epoch besides; not where nothing says that training ended."""
+    """Once, and no end of an epoch besides."""
     plan, (model, optimizer, iterate) = make_plan(), make()
     data = TensorDataset(torch.randn(14, 4), torch.randint(0, 3, (14,)))
     loader = DataLoader(data, 2) if way == "epochs" else None
@@ -370,9 +393,11 @@ def test_the_end_of_training_is_saved_beside_every_nth_iteration(way: str, tmp_p
     if way == "close":
         for _ in range(7):
             iterate()
+            note()
             job.step()
         job.close()
-        assert steps(tmp_path) == [5]
+        assert steps(tmp_path) == [5, 7]
+        assert_checkpoint_is(find(tmp_path)[0], truths[7])
         return
     with job:
         if way == "epochs":
