@@ -320,6 +320,7 @@ class Boundaries:
         """The loader is about to hand out a batch."""
         self.clock.enter(FORWARD_BACKWARD)
         self._unsaved.batches += 1
+        self._tell_epoch()
         self._progress.batch_handed()
         self._progress.restore_generators()
         self.pace.saw(batch)
@@ -328,6 +329,18 @@ class Boundaries:
                 planning.watch.batch_handed(batch)
                 if not self.explicit:
                     planning.begin(batch)
+
+    def _tell_epoch(self) -> None:
+        """At a resumed run's first batch, to a loop that may count epochs itself: from 0, as it looks."""
+        loader = self._job.loader
+        if self._unsaved.batches == 1 and self._resumed and self.looping is None and not self.explicit:
+            assert loader is not None
+            if loader.epoch:
+                logger.info(
+                    "epoch %d goes on: a loop that counts epochs itself begins at checkpointer.loader.epoch, or "
+                    "iterates checkpointer.epochs(n)",
+                    loader.epoch,
+                )  # fmt: skip
 
     def on_forward(self, model: str, arguments: Any) -> None:
         if self._job.loader is None:

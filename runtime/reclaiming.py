@@ -113,7 +113,7 @@ def reclaim(store: Store, mode: str | int) -> Reclaimed:
         StorageError, LockedError: a capture cannot be read or written, or ``mode`` is "never". It stays where it is.
     """
     path = _folder_of(store.directory)
-    _tidy(path)
+    _tidy(path, store.directory)
     if path is None:
         return Reclaimed()
     wanted = mode if isinstance(mode, int) else None
@@ -263,7 +263,7 @@ def _map(folder: int, name: str, least_bytes: int) -> mmap.mmap:
 
 def _commit(store: Store, path: Path, one: _Loaded) -> None:
     record = one.record
-    logger.info("step %d was complete in host memory when the run before died: it is saved now", record.step)
+    logger.info("step %d was complete in host memory when the run before ended: it is being saved", record.step)
     try:
         store.commit(
             record.step, one.layout, memoryview(one.memory), one.extra, record.info,
@@ -276,8 +276,12 @@ def _commit(store: Store, path: Path, one: _Loaded) -> None:
         ) from error
 
 
-def _tidy(own: Path | None) -> None:
-    """Give back the memory of jobs that are dead, and that nobody can go on from, this one's own aside."""
+def _tidy(own: Path | None, directory: Path) -> None:
+    """Give back the memory of jobs that are dead, and that nobody can go on from, this one's own aside.
+
+    Args:
+        directory: that this job holds: no other is just about to start there.
+    """
     try:
         names = files.folder_names(str(memory_files.ROOT))
     except OSError:  # there is no shared memory
@@ -285,20 +289,23 @@ def _tidy(own: Path | None) -> None:
     for name in filter(_FOLDER.fullmatch, names):
         path = memory_files.ROOT / name
         try:
-            if path != own and _is_orphan(path):
+            if path != own and _is_orphan(path, directory):
                 remove(path)
         except (OSError, StorageError, ValidationError) as error:
             logger.debug("%s is left alone: %s", path, words_of(error))
 
 
-def _is_orphan(path: Path) -> bool:
+def _is_orphan(path: Path, held: Path) -> bool:
     with files.folder(str(path)) as folder:
         age_seconds = time.time() - os.fstat(folder).st_mtime
-        if not is_ours(folder) or age_seconds < _YOUNG_SECONDS or not is_free(folder):
+        if not is_ours(folder) or not is_free(folder):
             return False
+        young = age_seconds < _YOUNG_SECONDS
         if not files.exists(OWNER, dir_fd=folder):
-            return True
+            return not young
         owner = OWNERS.validate_json(read_kept(folder, OWNER, MOST_BYTES))
+        if young and not owner.is_of(held):
+            return False
     try:
         there = owner.is_of(owner.directory)
     except (FileNotFoundError, NotADirectoryError):

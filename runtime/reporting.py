@@ -88,7 +88,8 @@ class Reporter:
         reached = [run.iteration for run in earlier[-1:]] + [step for step in (reclaimed,) if step is not None]
         if resumed_from is not None and reached and not imported:
             self._replayed = max(0, max(reached) - resumed_from)
-            self._exactly = reclaimed is None and earlier[-1].closed and earlier[-1].iteration >= resumed_from
+            told = earlier[-1].iteration if earlier and earlier[-1].closed else -1
+            self._exactly = told >= max(resumed_from, *reached)
 
     def make(self, *, closed: bool = False) -> RunReport:
         """The report as of now. Any thread may ask for it."""

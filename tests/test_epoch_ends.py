@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -154,6 +155,17 @@ def test_an_end_that_is_captured_late_is_one_too(loop: str, tmp_path: Path) -> N
     train(tmp_path, loop, every=100, keep_best=1, monitor="loss", after=lambda job: job.metric("loss", next(values)))
     found = {per_epoch * epoch: epoch for epoch in (1, 2, 3)}
     assert ends(tmp_path) == found
+
+
+@pytest.mark.parametrize(("loop", "done", "told"), [("plain", 4, False), ("plain", 8, True), ("checkflow", 8, False)])
+def test_a_resumed_loop_that_may_count_epochs_itself_is_told_which_one_goes_on(
+    loop: str, done: int, told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "checkflow"):
+        train(tmp_path, loop, every=1, most=done)
+        assert "goes on" not in caplog.text.replace("goes on from", "")
+        train(tmp_path, loop, every=1, most=BATCHES)
+    assert caplog.text.count("epoch 1 goes on: a loop that counts epochs itself begins at") == told
 
 
 def test_a_sampler_that_cannot_say_whether_more_follows_costs_no_checkpoint(tmp_path: Path) -> None:

@@ -234,6 +234,17 @@ def test_a_folder_that_cannot_be_looked_into_is_anothers(
     assert f"is passed over: {folder} is another user's" in caplog.text
 
 
+def test_what_was_left_unmarked_goes_with_the_next_start_in_its_directory(tmp_path: Path, own_memory: Path) -> None:
+    """However young: of the directory that a job holds no other is just about to start."""
+    directory = killed(tmp_path)
+    left = folder_of(directory)
+    (directory / MARK).unlink()  # as where its disk is full
+    with resume(tmp_path / "elsewhere"):
+        assert left.is_dir()
+    with resume(directory):
+        assert not left.exists()
+
+
 def test_a_directory_that_was_moved_takes_its_own_however_old(
     tmp_path: Path, own_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -429,7 +429,7 @@ def test_the_next_run_says_where_it_goes_on(tmp_path: Path, caplog: pytest.LogCa
     directory = killed(tmp_path)
     with caplog.at_level(logging.INFO, "checkflow"), resume(directory):
         pass
-    assert "step 7 was complete in host memory when the run before died: it is saved now" in caplog.text
+    assert "step 7 was complete in host memory when the run before ended: it is being saved" in caplog.text
     assert "resumed from step 7" in caplog.text
     assert "which the run before had in host memory" in caplog.text
 

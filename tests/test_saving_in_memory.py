@@ -134,4 +134,7 @@ def test_what_a_full_disk_refused_to_the_end_stays_in_memory(
     assert kept_in(tmp_path) == [last]
     assert folders_below(tmp_path) == [folder_of(tmp_path)]
     with resume(tmp_path) as checkpointer:
-        assert checkpointer.resumed_from == last
+        report = checkpointer.report()
+        assert checkpointer.resumed_from == report["reclaimed_step"] == last
+        # It was closed, and could say so.
+        assert (report["replayed_iterations"], report["replayed_exactly"]) == (0, True)
