@@ -353,6 +353,7 @@ class Boundaries:
                     self.execution.reached(AnchorKey(AnchorKind.FORWARD, f"{model}/"))
             self._progress.restore_generators()
             self.pace.saw(arguments)
+        self.execution.capturer.note()  # batch norm writes its statistics; no optimizer's step need follow
         if (planning := self.place.planning) is not None:
             planning.watch.forward(model, arguments)
 

@@ -49,10 +49,6 @@ UNPLANNED = Plan(
 )
 
 
-#: Anchors beside which state is written: batch norm's statistics, and whatever follows on an optimizer's stream.
-_WRITERS = (AnchorKind.FORWARD, AnchorKind.OPTIMIZER_POST)
-
-
 class Listener(Protocol):
     """Whom the hooks call: the Checkpointer, which times them and finds boundaries."""
 
@@ -175,8 +171,6 @@ class Execution:
     def reached(self, key: AnchorKey) -> None:
         """An anchor fired: do what the plan, and caution beyond it, ask for before the job goes on from it."""
         self._fired = True
-        if key.kind in _WRITERS:
-            self.capturer.note()
         if self.capturer.gathering:
             with self._one_hook:
                 try:
@@ -186,6 +180,7 @@ class Execution:
                         raise
         if key.kind is AnchorKind.OPTIMIZER_POST:
             self.stepped.add(key.name)
+            self.capturer.note()  # what has written, and what the loop may write next
 
     def end_iteration(self, *, due: bool, quiet: bool) -> None:
         """A boundary: the capture in flight goes on, or is brought to its end if another one is due.

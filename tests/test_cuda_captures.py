@@ -97,12 +97,13 @@ def test_every_checkpoint_is_one_boundary(
     assert device.allocated_bytes == 0
 
 
+@pytest.mark.parametrize("apart", ["all", "forward"])
 def test_a_boundary_comes_behind_the_streams_that_training_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    apart: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where nothing is gathered any more when they are used, and before digests are reckoned."""
     device, job, told = simulate_gpu(monkeypatch, copies="first"), Job(), []
-    iterate, record, wait, digests = job.iterate, device.record, device.wait, capture.Digests
+    record, wait, digests = device.record, device.wait, capture.Digests
     streams: dict[Any, str] = {}
 
     class Scale:
@@ -117,7 +118,11 @@ def test_a_boundary_comes_behind_the_streams_that_training_used(
     def iterate_elsewhere(n: int) -> None:
         told.append(f"iteration {n}")
         device.on_stream(f"own {n}")
-        iterate(n)
+        job.optimizer.zero_grad()
+        F.cross_entropy(job.model(torch.randn(5, 6)), torch.randint(0, 4, (5,))).backward()
+        if apart == "forward":
+            device.on_stream("main")
+        job.optimizer.step()
         device.on_stream("main")
 
     def recorded(stream: str, **options: Any) -> Any:
