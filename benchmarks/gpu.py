@@ -273,9 +273,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--only", nargs="+", metavar="PART", help="whose names begin so; of others, what the file has is kept"
     )
     asked = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # its processes are ended too
-    with wheels_at_hand(asked.wheels):
-        return _main(asked, begun)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # its processes are ended too
+    try:
+        with wheels_at_hand(asked.wheels):
+            return _main(asked, begun)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _main(asked: argparse.Namespace, begun: float) -> int:

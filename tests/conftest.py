@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -24,6 +26,17 @@ _PATIENT = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.
 hypothesis.settings.register_profile("fixed", _PATIENT, derandomize=True, database=None)
 hypothesis.settings.register_profile("random", _PATIENT, derandomize=False)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+@pytest.fixture(autouse=True)
+def _handlers_of_before() -> Iterator[None]:
+    """What a program that was tried has set (a command line's own handlers) is not what the next test finds."""
+    numbers = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+    before = [(number, signal.getsignal(number)) for number in numbers]
+    yield
+    for number, handler in before:
+        if handler is not None and signal.getsignal(number) != handler:
+            signal.signal(number, handler)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
