@@ -278,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with wheels_at_hand(asked.wheels):
             return _main(asked, begun)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def _main(asked: argparse.Namespace, begun: float) -> int:

@@ -234,8 +234,11 @@ class Boundaries:
         self.execution.note_unseen_steps()
         if self._work.iterated:
             self._unsaved.closed(self.iteration)
-        else:
+            return
+        try:
             self._capture_last_boundary()
+        except CheckflowError as error:  # whoever closes has no use for it
+            logger.warning("step %d is not saved: %s", self.iteration, error)
 
     def _tell_no_step(self) -> None:
         self.execution.note_unseen_steps()

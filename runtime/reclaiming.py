@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from checkflow.errors import CheckflowError, CorruptCheckpointError, LockedError, StorageError, UnsupportedError
 from checkflow.runtime import files, memory_files, retention
 from checkflow.runtime.digest import Digest, digest_memory
+from checkflow.runtime.finding import open_verified
 from checkflow.runtime.layout import Layout, TensorRecord, make_layout
 from checkflow.runtime.left_memory import (
     find_left,
@@ -132,6 +133,8 @@ def reclaim(store: Store, mode: str | int) -> Reclaimed:
             f'resume="never", but the run before left step {loaded[0].record.step} of {store.directory} in host '
             f"memory: choose another directory, or delete {path}"
         )
+    if loaded:
+        _let_old_ones_go(store)
     steps = set()
     needed = wanted if wanted is not None else max((one.record.step for one in loaded), default=NOTHING)
     for one in sorted(loaded, key=lambda one: one.record.step != needed):
@@ -261,6 +264,23 @@ def _map(folder: int, name: str, least_bytes: int) -> mmap.mmap:
         files.close_quietly(fd)
 
 
+def _let_old_ones_go(store: Store) -> None:
+    """What a dead run did not live to delete takes the room of what is to be saved, once the newest proves whole."""
+    complete, newest = store.look(), next(iter(store.checkpoints()), None)
+    step = None if newest is None else parse_step(newest.name)
+    if (
+        newest is None
+        or step is None
+        or all(one.step in retention.kept(store.rules, complete, step) for one in complete)
+    ):
+        return
+    try:
+        with open_verified(newest):
+            store.went_on_from(step)
+    except StorageError as error:  # told where it is restored
+        logger.debug("old checkpoints stay for now: %s", error)
+
+
 def _commit(store: Store, path: Path, one: _Loaded) -> None:
     record = one.record
     logger.info("step %d was complete in host memory when the run before ended: it is being saved", record.step)
@@ -298,14 +318,16 @@ def _tidy(own: Path | None, directory: Path) -> None:
 def _is_orphan(path: Path, held: Path) -> bool:
     with files.folder(str(path)) as folder:
         age_seconds = time.time() - os.fstat(folder).st_mtime
-        if not is_ours(folder) or not is_free(folder):
+        if not is_ours(folder):
             return False
-        young = age_seconds < _YOUNG_SECONDS
-        if not files.exists(OWNER, dir_fd=folder):
-            return not young
-        owner = OWNERS.validate_json(read_kept(folder, OWNER, MOST_BYTES))
-        if young and not owner.is_of(held):
+        young, known = age_seconds < _YOUNG_SECONDS, files.exists(OWNER, dir_fd=folder)
+        owner = OWNERS.validate_json(read_kept(folder, OWNER, MOST_BYTES)) if known else None
+        if young and (owner is None or not owner.is_of(held)):
+            return False  # nor is its lock looked at, which its job may be about to take
+        if not is_free(folder):
             return False
+        if owner is None:
+            return True
     try:
         there = owner.is_of(owner.directory)
     except (FileNotFoundError, NotADirectoryError):

@@ -15,9 +15,10 @@ from checkflow.errors import MismatchError, UnsupportedError
 from checkflow.runtime import extra_state
 from checkflow.runtime.foreign_loaders import END, ForeignLoader, Place, drawing_from, parts
 from checkflow.runtime.frozen_state import freeze, thaw
+from checkflow.runtime.interrupts import raised_by_handler
 from checkflow.runtime.live_state import capture_generators
 from checkflow.runtime.resumable import refuse_another
-from checkflow.runtime.torchdata_states import begin_anew
+from checkflow.runtime.torchdata_states import Again, begin_anew
 
 logger = logging.getLogger("checkflow")
 
@@ -54,6 +55,7 @@ class _Inner:
         ended: whether at the end of that.
         begin: the generators that the epoch began with.
         own: the loader's own ones as they are here.
+        calls: how often it was asked for a batch since it began, those that could not be fetched included.
     """
 
     state: bytes | None = None
@@ -61,6 +63,7 @@ class _Inner:
     ended: bool = False
     begin: Mapping[str, Any] | None = None
     own: Sequence[torch.Tensor] = ()
+    calls: int | None = None  # for a batch, since the loader began it; None: not known, of an earlier release
 
 
 class StateLoader(ForeignLoader):
@@ -86,6 +89,7 @@ class StateLoader(ForeignLoader):
         self._draws_late = _draws_late(loader)
         self._running: tuple[int, Mapping[str, Any]] | None = None  # the epoch that was begun, and its begin
         self._fetched = 0  # of it
+        self._calls: int | None = 0  # as of _Inner
         self._marked: bool | None = None  # whether the loop tells what it has used; None: not known yet
         # Before each batch that was fetched and, as far as is known, has not been used: it may be fetched again.
         self._kept: dict[Place, tuple[_Inner, Mapping[str, Any]]] = {}
@@ -108,6 +112,7 @@ class StateLoader(ForeignLoader):
         with drawing_from(again):
             self._running, self._fetched = (self._epoch, self._begin_now()), 0
             iterator = self._note_workers(iter(self.loader))
+            self._calls = 0
             if left is not None and not left.ended:
                 iterator = _OrTheNext(iterator, self.loader)
             if again is not None:
@@ -130,37 +135,54 @@ class StateLoader(ForeignLoader):
                 batch = next(iterator, END)
         finally:  # one that could not be fetched counts
             self._fetched += batch is not END
+            self._calls = None if self._calls is None else self._calls + (batch is not END)
         if batch is END and self._running is not None:
             self._kept.pop(place, None)
             state = self._copy() if at_end is None else at_end
-            self._at = _Inner(state, self._epoch, True, self._running[1], self._own_now())
+            self._at = _Inner(state, self._epoch, True, self._running[1], self._own_now(), self._calls)
             self._running = None
         return batch
 
-    def _load(self, at: _Inner) -> int:
-        """Returns how many batches are to be fetched and thrown away when it is iterated next."""
+    def _load(self, at: _Inner) -> Again:
+        """Returns what is to be fetched and thrown away when it is iterated next."""
         assert at.state is not None
         self.end_workers()
-        self._to_load = False
-        state, again = begin_anew(thaw(at.state))
+        state, again = begin_anew(self.loader, thaw(at.state), at.calls)
         self.loader.load_state_dict(state)
         return again
 
-    def _iterate(self, again: int) -> Iterator[Any]:
-        iterator = self._note_workers(iter(self.loader))
-        if again:
-            logger.info("the data has no state: %d batches are fetched again, and thrown away", again)
-        for number in range(again):
-            if next(iterator, END) is END:
-                raise MismatchError(f"the checkpoint lies after batch {again} of an epoch, which has {number} now")
-        return iterator
+    def _throw_away(self, iterator: Iterator[Any], again: Again, epoch: int) -> None:
+        if again.batches:
+            logger.info("%d batches of epoch %d are fetched again, and thrown away", again.batches, epoch)
+        for number in range(again.batches):
+            try:
+                over = next(iterator, END) is END
+            except Exception as error:
+                if raised_by_handler(error):
+                    raise
+                over = False  # it counts, as it does where the batches are used
+                logger.warning("batch %d of epoch %d, which was used, could not be fetched again: %s",
+                               number, epoch, error)  # fmt: skip
+            if over:
+                there = f"after batch {again.batches} of epoch {epoch}"
+                raise MismatchError(f"the checkpoint lies {there}, and the loader has {number} in it")
+            again.refuse_other_data(iterator, number + 1)
 
-    def _restored(self, at: _Inner) -> Iterator[Any]:
-        """The rest of the epoch that this lies in; the process's generators are left as they are."""
+    def _restored(self, at: _Inner, *, rest: bool = True) -> Iterator[Any]:
+        """The rest of the epoch that this lies in; the process's generators are left as they are.
+
+        Args:
+            rest: whether that is wanted; otherwise data without a state is not fetched again to come there.
+        """
         assert at.begin is not None
         self._announce(at.epoch)
         with self._as_at(at.begin):  # what is drawn in setting up is drawn as it was then
-            iterator = self._iterate(self._load(at))
+            again = self._load(at)
+            iterator = self._note_workers(iter(self.loader))
+            if rest:
+                self._throw_away(iterator, again, at.epoch)
+        self._to_load = False  # only now: where this was interrupted, it is done again
+        self._calls = again.batches or at.calls
         if self._draws_late:
             for generator, state in zip(self._own, at.own, strict=True):
                 generator.set_state(state)
@@ -173,7 +195,7 @@ class StateLoader(ForeignLoader):
         At the end some loaders hand out nothing more, and begin the next epoch when they are iterated again; others
         begin it at once. Left within an epoch, some begin the next one, and others first hand out the rest.
         """
-        iterator = self._restored(at)
+        iterator = self._restored(at, rest=at.ended)
         if not at.ended:
             return
         with drawing_from(capture_generators()):
@@ -209,7 +231,7 @@ class StateLoader(ForeignLoader):
         epoch, begin = self._running
         batches = self.batches
         ended = batches is not None and self._fetched >= batches
-        return _Inner(self._copy(), epoch, ended, begin, self._own_now())
+        return _Inner(self._copy(), epoch, ended, begin, self._own_now(), self._calls)
 
     def _own_now(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in self._own]
@@ -300,12 +322,15 @@ class _OrTheNext(Iterator[Any]):
 def _saved(at: _Inner) -> dict[str, Any]:
     """As extra state."""
     assert at.state is not None
-    return {"state": thaw(at.state), "epoch": at.epoch, "ended": at.ended, "begin": at.begin, "own": at.own}
+    return {
+        "state": thaw(at.state), "epoch": at.epoch, "ended": at.ended, "begin": at.begin, "own": at.own,
+        "calls": at.calls,
+    }  # fmt: skip
 
 
 def _read(inner: Mapping[str, Any]) -> _Inner:
     state = freeze(inner["state"])
-    return _Inner(state, inner["epoch"], inner["ended"], inner["begin"], inner["own"])
+    return _Inner(state, inner["epoch"], inner["ended"], inner["begin"], inner["own"], inner.get("calls"))
 
 
 def _draws_late(loader: Any) -> bool:

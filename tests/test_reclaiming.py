@@ -32,6 +32,7 @@ from dead_jobs import (
     resume,
     tied,
     tied_plan,
+    train,
     train_tied,
 )
 from oracle import assert_checkpoint_is, clone_state, random_plan
@@ -44,7 +45,7 @@ from checkflow.runtime import reclaiming
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.finding import find
 from checkflow.runtime.memory_files import LIFE, MARK, NOTHING, Life, Record
-from checkflow.runtime.opening import glance
+from checkflow.runtime.opening import glance, parse_step
 from checkflow.runtime.retention import METRICS, read_metrics, write_metrics
 from checkflow.runtime.store import Store
 
@@ -312,6 +313,33 @@ def test_the_newest_is_saved_first_then_what_retention_would_keep(
         assert committed == [5, 3]
         assert checkpointer.report()["reclaimed_step"] == 5
     assert "step 3 lies in host memory" in caplog.text
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_old_checkpoints_make_room_for_what_memory_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    """Those that the dead run did not live to delete; not before a newer one on storage has proved whole."""
+    with resume(tmp_path / "checkpoints", every=1, keep_latest=9) as checkpointer:
+        for _ in checkpointer.epochs(1):
+            train(checkpointer)
+    directory = killed(tmp_path, rare=1000, options={"keep_latest": 9})
+    stored = sorted(parse_step(path.name) or 0 for path in find(directory))
+    assert stored == [1, 2, 3, 4, 5, 6]
+    if damaged:
+        (file,) = (directory / "step-00000006").glob("model-*.safetensors")
+        file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    present: list[list[int | None]] = []
+    write = Store._write_files
+
+    def look(self: Store, *rest: Any) -> None:
+        present.append(sorted(parse_step(path.name) or 0 for path in find(directory)))
+        write(self, *rest)
+
+    monkeypatch.setattr(Store, "_write_files", look)
+    with resume(directory, keep_latest=2, keep_epochs=False) as checkpointer:
+        assert checkpointer.resumed_from == 7
+    assert present == [stored if damaged else stored[-2:]]
 
 
 def test_a_job_that_died_before_its_first_capture_may_begin_anew(tmp_path: Path) -> None:

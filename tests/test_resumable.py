@@ -16,7 +16,7 @@ import pytest
 import torch
 from oracle import clone_state, random_plan, same_bits
 from torch import nn
-from torch.utils.data import BatchSampler, SequentialSampler
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler, get_worker_info
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -111,6 +111,107 @@ def test_goes_on_from_a_life_that_went_on(kind: str, ahead: int | None) -> None:
 @pytest.mark.parametrize("kind", foreign.WORKERS)
 def test_goes_on_from_a_life_that_went_on_with_workers(kind: str, ahead: int | None) -> None:
     check_lives(foreign.WORKERS[kind], ahead=ahead)
+
+
+class Chosen(StatefulDataLoader[Any]):
+    """Leaves batches out: its count is not torchdata's."""
+
+    def __iter__(self) -> Any:
+        return (batch for batch in super().__iter__() if int(batch[0, 0]) % 8 == 0)
+
+
+def test_a_loader_that_hands_out_in_a_way_of_its_own_is_left_to_torchdata() -> None:
+    def kind() -> Any:
+        return Chosen(foreign.StreamOfMaps(), foreign.BATCH, num_workers=0)
+
+    whole = list(checkflow.resumable(kind()))
+    loader = checkflow.resumable(kind())
+    assert torch.equal(next(iter(loader)), whole[0])
+    state = loader.state_at(0, 1)
+    other = checkflow.resumable(kind())
+    other.load_state_dict(state)
+    assert [batch.tolist() for batch in other] == [batch.tolist() for batch in whole[1:]]
+
+
+class Partly(IterableDataset[torch.Tensor]):
+    """Of each worker so many samples; some cannot be read, and the iteration goes on behind them."""
+
+    def __init__(self, sizes: tuple[int, ...], bad: tuple[int, ...] = ()) -> None:
+        self.sizes, self.bad = sizes, bad
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = get_worker_info()
+        worker = 0 if info is None else info.id
+        return map(self.read, range(100 * worker, 100 * worker + self.sizes[worker]))
+
+    def read(self, index: int) -> torch.Tensor:
+        if index in self.bad:
+            raise OSError(f"sample {index}")
+        return torch.tensor(float(index))
+
+
+def take(loader: Any, count: int) -> list[Any]:
+    """So many batches, those that cannot be read as None."""
+    found, batches = [], iter(loader)
+    for _ in range(count):
+        try:
+            found.append(next(batches).tolist())
+        except OSError:
+            found.append(None)
+        except StopIteration:
+            break
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_that_could_not_be_read_counts_in_every_life(workers: int) -> None:
+    def kind() -> Any:
+        return checkflow.resumable(foreign.iterable_loader(Partly((20,), (5,)), workers))
+
+    whole = take(kind(), 9)
+    assert whole.count(None) == 1
+    loader, used, lives = kind(), [], 0
+    while len(used) < len(whole):
+        used += take(loader, 1)
+        state = loader.state_at(0, len(used))
+        loader.end_workers()
+        loader, lives = kind(), lives + 1
+        loader.load_state_dict(state)
+    assert used == whole
+    assert lives == len(whole)
+
+
+def test_data_that_changed_under_a_worker_is_noticed() -> None:
+    loader = checkflow.resumable(foreign.iterable_loader(Partly((20, 20)), 2))
+    take(loader, 3)
+    state = loader.state_at(0, 3)
+    loader.end_workers()
+    other = checkflow.resumable(foreign.iterable_loader(Partly((2, 20)), 2))
+    other.load_state_dict(state)
+    with pytest.raises(MismatchError, match="comes from another worker than when the checkpoint was made"):
+        take(other, 1)
+    other.end_workers()
+
+
+def test_what_is_interrupted_while_batches_are_thrown_away_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook, where the cell is run once more."""
+    loader = checkflow.resumable(foreign.iterable_loader(Partly((20,)), 0))
+    take(loader, 3)
+    other = checkflow.resumable(foreign.iterable_loader(Partly((20,)), 0))
+    other.load_state_dict(loader.state_at(0, 3))
+    read = Partly.read
+
+    def interrupt(self: Partly, index: int) -> torch.Tensor:
+        if index == 5:
+            raise KeyboardInterrupt
+        return read(self, index)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Partly, "read", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            take(other, 1)
+    other.set_epoch(0, 3)  # as epochs() does
+    assert take(other, 2) == [[12.0, 13.0, 14.0, 15.0], [16.0, 17.0, 18.0, 19.0]]
 
 
 # Whole jobs
