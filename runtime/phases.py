@@ -53,13 +53,13 @@ class Quantiles:
 
     def add(self, seconds: float) -> None:
         """One more duration; negative ones count as none."""
-        self.count += 1
         self._least, self._most = min(self._least, max(seconds, 0.0)), max(self._most, seconds)
         if seconds < 1e-9:
             self._zeros += 1
-            return
-        bucket = math.ceil(math.log(seconds) / _LOG_GROWTH)
-        self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
+        else:
+            bucket = math.ceil(math.log(seconds) / _LOG_GROWTH)
+            self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
+        self.count += 1  # last: another thread may look, and Ctrl-C come, between any two lines
 
     def at(self, share: float) -> float | None:
         """The least duration that at least this share of all do not exceed; None: there is none."""

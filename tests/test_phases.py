@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,40 @@ def hold(clock: PhaseClock, hand: Hand, kinds: list[str]) -> None:
 
 
 # Quantiles
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.5])
+def test_at_whatever_line_a_duration_is_interrupted_the_others_can_be_asked_for(seconds: float) -> None:
+    """By Ctrl-C; or another thread makes a report just then."""
+    line = 0
+    while True:
+        quantiles, left = Quantiles(), line
+
+        def interrupt(frame: Any, event: str, _: Any) -> Any:
+            nonlocal left
+            if frame.f_code is not Quantiles.add.__code__:
+                return None
+            if event == "line":
+                left -= 1
+                if left < 0:
+                    raise KeyboardInterrupt
+            return interrupt
+
+        quantiles.add(1.0)
+        before = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            quantiles.add(seconds)
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        finally:
+            sys.settrace(before)
+        assert all(quantiles.at(share) is not None for share in (0.0, 0.5, 0.99, 1.0))
+        line += 1
+    assert line >= 4
+    assert quantiles.count == 2
 
 
 @hypothesis_settings(max_examples=200, deadline=None)
