@@ -83,7 +83,8 @@ def find_left(directory: Path, wait_seconds: float = 0.0) -> Path:
     path = memory_files.ROOT / f"{PREFIX}{mark.token}"
     try:
         with files.folder(str(path)) as folder:
-            _refuse_others(folder, path)
+            if (reason := distrust_of(folder)) is not None:
+                raise StorageError(f"{path} {reason}")
             end = time.monotonic() + wait_seconds
             while not is_free(folder):
                 if time.monotonic() >= end:
@@ -141,19 +142,14 @@ def read_kept(folder: int, name: str, most_bytes: int) -> bytes:
         files.close_quietly(fd)
 
 
-def is_ours(folder: int) -> bool:
-    """Whether nobody but this user can have written there."""
-    status = os.fstat(folder)
-    return status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & _OTHERS
-
-
-def _refuse_others(folder: int, path: Path) -> None:
-    """As :func:`is_ours`, in words."""
+def distrust_of(folder: int) -> str | None:
+    """Why somebody else than this user may have written there; None: nobody can have."""
     status = os.fstat(folder)
     if status.st_uid != os.geteuid():
-        raise StorageError(f"{path} is another user's")
+        return "is another user's"
     if (mode := stat.S_IMODE(status.st_mode)) & _OTHERS:
-        raise StorageError(f"{path} is open to others (mode {mode:o}): chmod 700 it if nobody else wrote there")
+        return f"is open to others (mode {mode:o}): chmod 700 it if nobody else wrote there"
+    return None
 
 
 def _user_of(folder: int) -> str:

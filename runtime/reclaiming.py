@@ -26,9 +26,9 @@ from checkflow.runtime.digest import Digest, digest_memory
 from checkflow.runtime.finding import open_verified
 from checkflow.runtime.layout import Layout, TensorRecord, make_layout
 from checkflow.runtime.left_memory import (
+    distrust_of,
     find_left,
     is_free,
-    is_ours,
     read_kept,
     read_records,
     told,
@@ -318,7 +318,7 @@ def _tidy(own: Path | None, directory: Path) -> None:
 def _is_orphan(path: Path, held: Path) -> bool:
     with files.folder(str(path)) as folder:
         age_seconds = time.time() - os.fstat(folder).st_mtime
-        if not is_ours(folder):
+        if distrust_of(folder) is not None:
             return False
         young, known = age_seconds < _YOUNG_SECONDS, files.exists(OWNER, dir_fd=folder)
         owner = OWNERS.validate_json(read_kept(folder, OWNER, MOST_BYTES)) if known else None

@@ -34,6 +34,7 @@ from checkflow.run_report import (
 from checkflow.runtime import files
 from checkflow.runtime.boundaries import Boundaries
 from checkflow.runtime.job import Job
+from checkflow.runtime.memory_files import NOTHING
 from checkflow.runtime.phases import Reading, Times
 from checkflow.runtime.saving import Saving
 from checkflow.runtime.watch import device_name
@@ -85,11 +86,11 @@ class Reporter:
         # killed had come further than when it last wrote its report.
         self._replayed: int | None = 0 if imported else None
         self._exactly = imported
-        reached = [run.iteration for run in earlier[-1:]] + [step for step in (reclaimed,) if step is not None]
-        if resumed_from is not None and reached and not imported:
-            self._replayed = max(0, max(reached) - resumed_from)
-            told = earlier[-1].iteration if earlier and earlier[-1].closed else -1
-            self._exactly = told >= max(resumed_from, *reached)
+        last = earlier[-1] if earlier else None
+        reached = max(NOTHING if last is None else last.iteration, NOTHING if reclaimed is None else reclaimed)
+        if resumed_from is not None and reached != NOTHING and not imported:
+            self._replayed = max(0, reached - resumed_from)
+            self._exactly = last is not None and last.closed and last.iteration >= max(resumed_from, reached)
 
     def make(self, *, closed: bool = False) -> RunReport:
         """The report as of now. Any thread may ask for it."""

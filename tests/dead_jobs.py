@@ -6,12 +6,13 @@ alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,15 @@ def folders_below(tmp_path: Path) -> list[Path]:
         if Path(owner).is_relative_to(tmp_path):
             found.append(path)
     return found
+
+
+@contextlib.contextmanager
+def random_plans_and_nothing_left(tmp_path: Path) -> Iterator[None]:
+    """For a test in whose process jobs run by random plans."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpointers, "check_plan", plans.validate)  # a random plan obeys deadlines, and no link
+        yield
+    give_back(tmp_path)
 
 
 def give_back(tmp_path: Path) -> None:

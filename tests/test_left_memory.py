@@ -20,19 +20,17 @@ from typing import Any
 import pytest
 from dead_jobs import (
     folder_of,
-    give_back,
     kept_in,
     killed,
     needs_memory,
     newest_on_storage,
+    random_plans_and_nothing_left,
     resume,
     train,
 )
 
-from checkflow import plan as plans
 from checkflow.cli import main
 from checkflow.errors import LockedError
-from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import left_memory, memory_files, reclaiming
 from checkflow.runtime.memory_files import LIFE, MARK, MOST_BYTES, OWNER
 from checkflow.torturing import Request, Torture
@@ -42,10 +40,8 @@ pytestmark = needs_memory
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpointers, "check_plan", plans.validate)  # a random plan obeys deadlines, and no link
+    with random_plans_and_nothing_left(tmp_path):
         yield
-    give_back(tmp_path)
 
 
 @pytest.fixture

@@ -23,18 +23,16 @@ from dead_jobs import (
     PER_EPOCH,
     folder_of,
     full_disk,
-    give_back,
     kept_in,
     needs_memory,
     newest_on_storage,
+    random_plans_and_nothing_left,
     resume,
     train,
 )
 from mounting import in_namespace
 
-from checkflow import plan as plans
 from checkflow.errors import ConsistencyError
-from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import memory_tier
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.memory_files import MARK
@@ -48,10 +46,8 @@ pytestmark = needs_memory
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpointers, "check_plan", plans.validate)  # a random plan obeys deadlines, and no link
+    with random_plans_and_nothing_left(tmp_path):
         yield
-    give_back(tmp_path)
 
 
 def test_a_clean_end_leaves_nothing(tmp_path: Path) -> None:

@@ -23,12 +23,12 @@ from dead_jobs import (
     die,
     die_tied,
     folder_of,
-    give_back,
     kept_in,
     killed,
     known_to_be_stored,
     needs_memory,
     newest_on_storage,
+    random_plans_and_nothing_left,
     resume,
     tied,
     tied_plan,
@@ -38,9 +38,7 @@ from dead_jobs import (
 from oracle import assert_checkpoint_is, clone_state, random_plan
 from store_tools import fill, small_layout
 
-from checkflow import plan as plans
 from checkflow.errors import CorruptCheckpointError, MismatchError, StorageError
-from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import reclaiming
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.finding import find
@@ -54,10 +52,8 @@ pytestmark = needs_memory
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpointers, "check_plan", plans.validate)  # a random plan obeys deadlines, and no link
+    with random_plans_and_nothing_left(tmp_path):
         yield
-    give_back(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -145,31 +141,19 @@ def test_a_plan_that_an_audit_refutes_is_trusted_with_no_other_capture(
     assert "step 1 in host memory is passed over: it is torn" in caplog.text
 
 
-def test_what_was_copied_at_the_boundary_is_trusted_whatever_an_audit_says_of_its_plan(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("at_boundary", "resumed"), [(2, 2), (1, 3)])
+def test_an_audit_speaks_against_what_its_plan_copied_and_nothing_else(
+    tmp_path: Path, at_boundary: int, resumed: int
 ) -> None:
+    """Of three captures under one plan, the first of them torn, one was copied at the boundary."""
     directory = killed(
         tmp_path, kill=("after step", 0, 3), breaks="audited", options={"host_buffers": 5, "audit": 0}
     )  # fmt: skip
     for path in folder_of(directory).glob("buffer-*.json"):
         record = json.loads(path.read_text())
-        path.write_text(json.dumps({**record, "by_plan": record["step"] != 2}))
-    with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
-        assert checkpointer.resumed_from == 2
-
-
-def test_bytes_that_were_damaged_speak_against_no_plan_that_did_not_copy_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Step 1 was copied at the boundary, under the plan that copied the others."""
-    directory = killed(
-        tmp_path, kill=("after step", 0, 3), breaks="audited", options={"host_buffers": 5, "audit": 0}
-    )  # fmt: skip
-    for path in folder_of(directory).glob("buffer-*.json"):
-        record = json.loads(path.read_text())
-        path.write_text(json.dumps({**record, "by_plan": record["step"] != 1}))
-    with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
-        assert checkpointer.resumed_from == 3
+        path.write_text(json.dumps({**record, "by_plan": record["step"] != at_boundary}))
+    with resume(directory) as checkpointer:
+        assert checkpointer.resumed_from == resumed
 
 
 def test_a_run_that_died_before_it_saved_anything_is_known_by_what_it_went_on_from(tmp_path: Path) -> None:

@@ -9,12 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dead_jobs import folder_of, folders_below, give_back, kept_in, needs_memory, newest_on_storage, resume, train
+from dead_jobs import (
+    folder_of,
+    folders_below,
+    kept_in,
+    needs_memory,
+    newest_on_storage,
+    random_plans_and_nothing_left,
+    resume,
+    train,
+)
 from store_tools import record
 
-from checkflow import plan as plans
 from checkflow.errors import CheckflowError, StorageError
-from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.capture import Capture
 from checkflow.runtime.layout import make_layout
 from checkflow.runtime.memory_tier import MemoryTier
@@ -27,10 +34,8 @@ PLAN = "a plan"
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpointers, "check_plan", plans.validate)  # a random plan obeys deadlines, and no link
+    with random_plans_and_nothing_left(tmp_path):
         yield
-    give_back(tmp_path)
 
 
 @dataclass
