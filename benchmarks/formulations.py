@@ -7,8 +7,9 @@ are meant to reach, and a file of JSON. Batch 32, RTX 3090, a link of 63 GB/s, o
 The paper's ILP knows the snapshot policy alone, and so is held against the aggregate one under that policy, with the
 same solver; its chunks are coarser than units, so its optimum may be higher. What takes less than a second is timed
 several times, and the least of these times counts. Solver seconds include handing the model over. The aggregate ILP
-and the rule work on the blocks of the timeline (planner/shrink.py): to find them is part of the aggregate ILP's time
-where it is held against the paper's, which does without, and of neither's where the two are held against each other.
+and the rule work on the blocks of the timeline (planner/exact/shrink.py): to find them is part of the aggregate ILP's
+time where it is held against the paper's, which does without, and of neither's where the two are held against each
+other.
 """
 
 from __future__ import annotations
@@ -26,17 +27,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from checkflow.errors import SolverError
-from checkflow.hardware import find_device, parse_bandwidth
-from checkflow.plan import Policy
-from checkflow.planner import flow, greedy, per_tensor, solvers
-from checkflow.planner.cost import durations_seconds
-from checkflow.planner.load import load_training_step
-from checkflow.planner.problem import Problem, make_problem
-from checkflow.planner.shrink import shrink
-from checkflow.planner.steps import make_timeline
-from checkflow.planner.trace import trace
-from checkflow.timeline import Timeline
+from checkflow.core.device import find_device, parse_bandwidth
+from checkflow.core.errors import SolverError
+from checkflow.core.plan import Policy
+from checkflow.core.timeline import Timeline
+from checkflow.planner.exact import greedy
+from checkflow.planner.exact.problem import Problem, make_problem
+from checkflow.planner.exact.shrink import shrink
+from checkflow.planner.ilp import flow, per_tensor
+from checkflow.planner.ilp import solve as solvers
+from checkflow.planner.model_file.load import load_training_step
+from checkflow.planner.timeline.roofline import durations_seconds
+from checkflow.planner.timeline.steps import make_timeline
+from checkflow.planner.trace.trace import trace
 
 T = TypeVar("T")
 CHUNK_BYTES = 8 * 2**20

@@ -45,9 +45,9 @@ import torch
 import checkflow
 from benchmarks.cpu_overhead import RawLimits, timed
 from benchmarks.ways import BASELINES, Plain, Planned, Staged, TorchSave, Way, own_plan, real_step
-from checkflow.hardware import format_seconds, format_size
-from checkflow.planner.timing import Spread, spread_of
-from checkflow.runtime import policy
+from checkflow.core.device import format_seconds, format_size
+from checkflow.planner.measure.timing import Spread, spread_of
+from checkflow.runtime.interval import policy
 
 IMAGENET, DIGITS = 1_281_167, 1_437  # samples in an epoch
 PLAIN, OURS = "plain", "checkflow"

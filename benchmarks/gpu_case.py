@@ -41,16 +41,16 @@ from benchmarks.gpu_loop import (
 )
 from benchmarks.gpu_worker import scratch
 from benchmarks.memory import Before, empty_gpu
-from checkflow.errors import PlanError
-from checkflow.graph import TrainingGraph
-from checkflow.hardware import Device, usable_bytes
-from checkflow.planner.cost import durations_seconds
-from checkflow.planner.load import load_training_step
-from checkflow.planner.measured import measure_step
-from checkflow.planner.schedule import Request, fingerprint_of, make_plan
-from checkflow.planner.steps import make_timeline
-from checkflow.planner.timing import clock_of
-from checkflow.planner.trace import trace
+from checkflow.core.device import Device, usable_bytes
+from checkflow.core.errors import PlanError
+from checkflow.core.graph import TrainingGraph
+from checkflow.planner.measure.timing import clock_of
+from checkflow.planner.model_file.load import load_training_step
+from checkflow.planner.schedule.make_plan import Request, fingerprint_of, make_plan
+from checkflow.planner.timeline.measured import measure_step
+from checkflow.planner.timeline.roofline import durations_seconds
+from checkflow.planner.timeline.steps import make_timeline
+from checkflow.planner.trace.trace import trace
 
 Send = Callable[[Row], None]
 MOST_ERROR = 4000  # characters of a traceback that are kept

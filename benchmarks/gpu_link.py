@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from benchmarks.gpu_figures import Row
-from checkflow.errors import CheckflowError
-from checkflow.planner.timing import EventClock, clock_of, spread_of
-from checkflow.runtime.cudart import load_runtime
+from checkflow.core.errors import CheckflowError
+from checkflow.planner.measure.timing import EventClock, clock_of, spread_of
+from checkflow.runtime.transfer.cudart import load_runtime
 
 
 @contextlib.contextmanager

@@ -25,10 +25,10 @@ from torch.utils import _pytree as pytree
 import checkflow
 from benchmarks.gpu_figures import CHECKPOINTED, PLAIN, Row, case_name
 from benchmarks.gpu_worker import scratch
-from checkflow.planner.load import OPTIMIZERS
-from checkflow.runtime.boundaries import Boundaries
-from checkflow.runtime.cuda_device import CudaDevice
-from checkflow.runtime.frequency import Controller
+from checkflow.planner.model_file.load import OPTIMIZERS
+from checkflow.runtime.interval.controller import Controller
+from checkflow.runtime.loop.boundaries import Boundaries
+from checkflow.runtime.transfer.cuda_device import CudaDevice
 
 #: In the order of an iteration. The batch comes to the device in the first one. The wait is what happens between
 #: backward and the optimizer's own work, where most of the state is due; "boundary" is what follows the update.

@@ -38,7 +38,7 @@ NEEDS = {
 #: What a run imports before anything else: packages with compiled parts or needs of their own, then what uses them all.
 TRIED = (
     "pydantic", "pulp", "highspy", "safetensors", "msgpack", "xxhash", "checkflow", "checkflow.runtime.checkpointer",
-    "checkflow.planner.pipeline", "checkflow.cli",
+    "checkflow.planner.pipeline", "checkflow.cli.main",
 )  # fmt: skip
 #: Tags of wheels that today's Linux takes; pip takes each to mean itself alone.
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014", "manylinux1")

@@ -45,8 +45,8 @@ def _numbers(options: Options) -> Any:
     """What plans are made for: the probed device; if that failed, the catalogue's entry for the card, or any card's."""
     import torch
 
-    from checkflow.errors import CheckflowError
-    from checkflow.hardware import CATALOGUE, Device, find_device
+    from checkflow.core.device import CATALOGUE, Device, find_device
+    from checkflow.core.errors import CheckflowError
 
     if options["numbers"] is not None:
         return Device(**options["numbers"])
@@ -126,7 +126,7 @@ def tests(options: Options, send: Send) -> None:
                 send({"test": report.nodeid, "outcome": "not collected", "reason": str(report.longrepr)[-4000:]})
 
     # Only these files are imported: collecting all tests takes longer than running those of a GPU.
-    marked = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.cuda" in path.read_text()]
+    marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.cuda" in path.read_text()]
     if not marked:
         raise RuntimeError("no test has the marker cuda")
     os.chdir(ROOT)
@@ -151,7 +151,7 @@ def short_run(device: str = "cuda") -> None:
     import checkflow
     from benchmarks.gpu_case import QUICK, make_case_plan
     from benchmarks.gpu_loop import Case, TrainingJob
-    from checkflow.hardware import find_device
+    from checkflow.core.device import find_device
 
     job = TrainingJob(Case("digits", 4, settings={"width": 8}), torch.device(device))
     job.iterate()
@@ -230,7 +230,7 @@ def _trace(case: Any, target: str) -> Row:
     import torch
 
     from benchmarks.gpu_case import traced_graph
-    from checkflow.planner.torch_settings import torch_settings_kept
+    from checkflow.planner.measure.torch_settings import torch_settings_kept
 
     torch.set_num_threads(1)
     with torch_settings_kept():
@@ -252,9 +252,9 @@ def link(options: Options, send: Send) -> None:
     """The probe of this machine, which plans are made for; what a live job measures; and the bare link by size."""
     from benchmarks.gpu_case import section
     from benchmarks.gpu_link import bare_link, both_ways
-    from checkflow.planner.bandwidth import measure_bandwidths
-    from checkflow.planner.probe import QUICK, probe
-    from checkflow.report_time import probe_json
+    from checkflow.cli.tables.measurement import probe_json
+    from checkflow.planner.live.bandwidth import measure_bandwidths
+    from checkflow.planner.measure.probe import QUICK, probe
 
     device = _device(options)
     effort = QUICK

@@ -41,8 +41,8 @@ import checkflow
 from benchmarks.frequency import CASES, share_text
 from benchmarks.neighbour import Kind, Neighbour
 from benchmarks.ways import Plain, Planned, own_plan, real_step
-from checkflow.hardware import format_rate, format_seconds, format_size
-from checkflow.planner.timing import spread_of
+from checkflow.core.device import format_rate, format_seconds, format_size
+from checkflow.planner.measure.timing import spread_of
 
 PHASES = ("alone", "disturbed", "alone again")
 SETTINGS = ("static", "adaptive")

@@ -18,17 +18,17 @@ import torch
 
 import checkflow
 from benchmarks.paper_document import render
-from checkflow.graph import TrainingGraph
-from checkflow.hardware import Device, find_device
-from checkflow.plan import Policy
-from checkflow.planner.baselines import baselines
-from checkflow.planner.cost import WINOGRAD_GAIN, durations_seconds
-from checkflow.planner.load import load_training_step
+from checkflow.core.device import Device, find_device
+from checkflow.core.graph import TrainingGraph
+from checkflow.core.plan import Policy
+from checkflow.core.timeline import Granularity, Timeline
+from checkflow.planner.model_file.load import load_training_step
 from checkflow.planner.pipeline import default_memory_limit_bytes
-from checkflow.planner.schedule import Outcome, Request, fingerprint_of, make_plan
-from checkflow.planner.steps import make_timeline
-from checkflow.planner.trace import trace
-from checkflow.timeline import Granularity, Timeline
+from checkflow.planner.schedule.baselines import baselines
+from checkflow.planner.schedule.make_plan import Outcome, Request, fingerprint_of, make_plan
+from checkflow.planner.timeline.roofline import WINOGRAD_GAIN, durations_seconds
+from checkflow.planner.timeline.steps import make_timeline
+from checkflow.planner.trace.trace import trace
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "paper-tables.json"

@@ -21,11 +21,11 @@ from bisect import bisect_left
 from pathlib import Path
 from typing import Any
 
-from checkflow.errors import SolverError
-from checkflow.graph import BOUNDARY
-from checkflow.plan import Fingerprint, StateSpec
-from checkflow.planner.schedule import Request, make_plan
-from checkflow.timeline import StateGroup, Step, Timeline
+from checkflow.core.errors import SolverError
+from checkflow.core.graph import BOUNDARY
+from checkflow.core.plan import Fingerprint, StateSpec
+from checkflow.core.timeline import StateGroup, Step, Timeline
+from checkflow.planner.schedule.make_plan import Request, make_plan
 
 STEPS = (1_000, 10_000, 100_000)
 TENSORS = 2_000

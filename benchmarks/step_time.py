@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-from checkflow.hardware import Device, format_seconds
-from checkflow.planner.measured import Measured
+from checkflow.core.device import Device, format_seconds
+from checkflow.planner.measure.probe import FULL, QUICK, probe
+from checkflow.planner.measure.torch_settings import torch_settings_kept
 from checkflow.planner.pipeline import Subject, measure_model
-from checkflow.planner.probe import FULL, QUICK, probe
-from checkflow.planner.torch_settings import torch_settings_kept
+from checkflow.planner.timeline.measured import Measured
 
 BATCHES = {
     "alexnet": 8,

@@ -42,12 +42,12 @@ from typing import Any
 
 import torch
 
-from checkflow.hardware import format_size
-from checkflow.runtime import extra_state
-from checkflow.runtime.layout import Layout, TensorRecord, make_layout, write_headers
-from checkflow.runtime.reader import Checkpoint, open_checkpoint
-from checkflow.runtime.resume import resume_from
-from checkflow.runtime.store import Store
+from checkflow.core.device import format_size
+from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format.layout import Layout, TensorRecord, make_layout, write_headers
+from checkflow.runtime.state.restore import resume_from
+from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
+from checkflow.runtime.store.store import Store
 
 BLOCK_BYTES = 8 * 2**20  # of one raw write or read
 THREADS = (1, 4, 6)

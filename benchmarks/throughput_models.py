@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from checkflow.core.training_step import TrainingStep
 from checkflow.models.mnasnet import MNASNet
 from checkflow.models.resnet18 import ResNet18
 from checkflow.models.vgg11 import VGG11
-from checkflow.training_step import TrainingStep
 
 # "float32": on the general units. "tf32": convolutions and products on the matrix units. "float16" and "bfloat16": by
 # autocast. "float16 model": the model is in float16 and the optimizer updates a float32 copy (Apex's level O2).

@@ -21,10 +21,10 @@ import torch
 from benchmarks.paper_document import table
 from benchmarks.published import PUBLISHED, Published
 from benchmarks.throughput_models import TASKS, Layout, Precision, training_step
-from checkflow.graph import TrainingGraph
-from checkflow.hardware import CATALOGUE, find_device
-from checkflow.planner.cost import WINOGRAD_GAIN, Float32Precision, durations_seconds
-from checkflow.planner.trace import trace
+from checkflow.core.device import CATALOGUE, find_device
+from checkflow.core.graph import TrainingGraph
+from checkflow.planner.timeline.roofline import WINOGRAD_GAIN, Float32Precision, durations_seconds
+from checkflow.planner.trace.trace import trace
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "throughputs.json"

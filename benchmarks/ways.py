@@ -29,18 +29,18 @@ from typing import Any, Protocol
 import torch
 
 import checkflow
-from checkflow import plan as plans
-from checkflow.planner.load import OPTIMIZERS
-from checkflow.runtime import extra_state
-from checkflow.runtime.arrangement import tensor_record
-from checkflow.runtime.capture import Capture
-from checkflow.runtime.copy_engine import Transfer
-from checkflow.runtime.host_engine import HostCopyEngine
-from checkflow.runtime.layout import make_layout, write_headers
-from checkflow.runtime.live_state import StateWalk, capture_extra
-from checkflow.runtime.persist import Writer
-from checkflow.runtime.staging import StagingBuffers
-from checkflow.runtime.store import Store
+from checkflow.core import plan as plans
+from checkflow.planner.model_file.load import OPTIMIZERS
+from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format.layout import make_layout, write_headers
+from checkflow.runtime.memory_tier.staging import StagingBuffers
+from checkflow.runtime.persist.writer import Writer
+from checkflow.runtime.snapshot.capturer import Capture
+from checkflow.runtime.snapshot.chunk_map import tensor_record
+from checkflow.runtime.state.collect import StateWalk, capture_extra
+from checkflow.runtime.store.store import Store
+from checkflow.runtime.transfer.engine import Transfer
+from checkflow.runtime.transfer.host import HostCopyEngine
 
 CHUNK_BYTES = 8 * 2**20
 MOST_UNDECIDED = 400  # iterations

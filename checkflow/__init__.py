@@ -16,7 +16,7 @@ if not os.path.isdir(os.path.join(_here, "planner")):
     __path__.append(os.path.dirname(_here))
 
 if TYPE_CHECKING:
-    from checkflow.errors import (
+    from checkflow.core.errors import (
         CheckflowError,
         ConsistencyError,
         CorruptCheckpointError,
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
         TraceError,
         UnsupportedError,
     )
-    from checkflow.handover import Planner
-    from checkflow.plan import Plan
+    from checkflow.core.plan import Plan
+    from checkflow.core.planner_api import Planner
+    from checkflow.core.training_step import TrainingStep
     from checkflow.runtime import shards
     from checkflow.runtime.checkpointer import Checkpointer
-    from checkflow.runtime.loader import DataLoader
-    from checkflow.runtime.partial import LoadReport, load_weights
-    from checkflow.runtime.variables import Variables
-    from checkflow.runtime.wrapping import resumable
-    from checkflow.training_step import TrainingStep
+    from checkflow.runtime.data.adapters.resumable import resumable
+    from checkflow.runtime.data.loader import DataLoader
+    from checkflow.runtime.state.variables import Variables
+    from checkflow.runtime.weights.load import LoadReport, load_weights
 
 __version__ = "0.1.0"
 
@@ -74,18 +74,18 @@ __all__ = [
 
 _HOMES = {
     "Checkpointer": "checkflow.runtime.checkpointer",
-    "DataLoader": "checkflow.runtime.loader",
-    "LoadReport": "checkflow.runtime.partial",
-    "Plan": "checkflow.plan",
-    "TrainingStep": "checkflow.training_step",
-    "Variables": "checkflow.runtime.variables",
-    "load_weights": "checkflow.runtime.partial",
-    "resumable": "checkflow.runtime.wrapping",
+    "DataLoader": "checkflow.runtime.data.loader",
+    "LoadReport": "checkflow.runtime.weights.load",
+    "Plan": "checkflow.core.plan",
+    "TrainingStep": "checkflow.core.training_step",
+    "Variables": "checkflow.runtime.state.variables",
+    "load_weights": "checkflow.runtime.weights.load",
+    "resumable": "checkflow.runtime.data.adapters.resumable",
 }
 
 
 def _live_planner() -> Planner:
-    from checkflow.planner.live import LivePlanner
+    from checkflow.planner.live.planner import LivePlanner
 
     return LivePlanner()
 
@@ -96,13 +96,13 @@ def __getattr__(name: str) -> Any:
     if name == "Checkpointer":
         # The wings do not know each other: here the runtime is handed the planner's replay of plans, and a planner for
         # jobs that make their own.
-        from checkflow.planner.replay import check_plan
+        from checkflow.planner.schedule.replay import check_plan
         from checkflow.runtime import checkpointer
 
         checkpointer.check_plan, checkpointer.make_planner = check_plan, _live_planner
     if name == "shards":
         return importlib.import_module("checkflow.runtime.shards")
-    return getattr(importlib.import_module(_HOMES.get(name, "checkflow.errors")), name)
+    return getattr(importlib.import_module(_HOMES.get(name, "checkflow.core.errors")), name)
 
 
 def __dir__() -> list[str]:

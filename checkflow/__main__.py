@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from checkflow.cli import entry
+from checkflow.cli.main import entry
 
 if __name__ == "__main__":
     entry()

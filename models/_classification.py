@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from checkflow.training_step import TrainingStep
+from checkflow.core.training_step import TrainingStep
 
 
 def classification_step(model: nn.Module, inputs: torch.Tensor, classes: int) -> TrainingStep:

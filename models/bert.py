@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from checkflow.core.training_step import TrainingStep
 from checkflow.models._classification import classification_step
-from checkflow.training_step import TrainingStep
 
 PADDING = 1  # RoBERTa's padding token; positions count from PADDING + 1
 EPSILON = 1e-5

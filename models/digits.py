@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from checkflow.core.training_step import TrainingStep
 from checkflow.models._classification import cross_entropy
-from checkflow.training_step import TrainingStep
 
 
 def _convolution(channels: int, outputs: int) -> list[nn.Module]:

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from checkflow.errors import ModelError
-from checkflow.training_step import TrainingStep
+from checkflow.core.errors import ModelError
+from checkflow.core.training_step import TrainingStep
 
 # Rows of each table: the distinct values of the 26 categories in the Criteo Display Advertising Challenge's training
 # data, as the paper's benchmark (facebookresearch/dlrm, bench/dlrm_s_criteo_kaggle.sh) counts them.

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from checkflow.training_step import TrainingStep
+from checkflow.core.training_step import TrainingStep
 
 
 class Attention(nn.Module):

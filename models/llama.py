@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from checkflow.errors import ModelError
-from checkflow.training_step import TrainingStep
+from checkflow.core.errors import ModelError
+from checkflow.core.training_step import TrainingStep
 
 DTYPE = torch.bfloat16  # of parameters, and so of AdamW's moments
 EPSILON = 1e-5

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from checkflow.core.training_step import TrainingStep
 from checkflow.models._classification import classification_step, initialize_convolutions
-from checkflow.training_step import TrainingStep
 
 MOMENTUM = 1 - 0.9997  # of the batch norms; the paper's decay, in torch's convention
 

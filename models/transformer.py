@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from checkflow.training_step import TrainingStep
+from checkflow.core.training_step import TrainingStep
 
 
 def _loss(model: nn.Module, source: torch.Tensor, target: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from checkflow.core.training_step import TrainingStep
 from checkflow.models._classification import classification_step, initialize_convolutions
-from checkflow.training_step import TrainingStep
 
 STAGES = ((1,), (2,), (4, 4), (8, 8), (8, 8))  # channels in multiples of the width; a pooling ends each stage
 

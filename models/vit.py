@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from checkflow.core.training_step import TrainingStep
 from checkflow.models._classification import classification_step
-from checkflow.training_step import TrainingStep
 
 
 class EncoderBlock(nn.Module):

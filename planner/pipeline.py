@@ -12,16 +12,20 @@ from dataclasses import dataclass
 
 import torch
 
-from checkflow.errors import MismatchError, TraceError
-from checkflow.graph import TrainingGraph
-from checkflow.hardware import Device, usable_bytes
-from checkflow.plan import Fingerprint, Plan, describe_mismatch
-from checkflow.planner.baselines import Baselines, baselines
-from checkflow.planner.compare import Comparison, make_comparison
-from checkflow.planner.cost import durations_seconds
-from checkflow.planner.load import load_training_step
-from checkflow.planner.machine import this_machine
-from checkflow.planner.measured import (
+from checkflow.core.device import Device, usable_bytes
+from checkflow.core.errors import MismatchError, TraceError
+from checkflow.core.graph import TrainingGraph
+from checkflow.core.plan import Fingerprint, Plan, describe_mismatch
+from checkflow.core.timeline import Granularity, Step, Timeline
+from checkflow.core.training_step import TrainingStep
+from checkflow.planner.iteration.optimizers import Target
+from checkflow.planner.measure.machine import this_machine
+from checkflow.planner.measure.torch_settings import torch_settings_kept
+from checkflow.planner.model_file.load import load_training_step
+from checkflow.planner.schedule.baselines import Baselines, baselines
+from checkflow.planner.schedule.compare import Comparison, make_comparison
+from checkflow.planner.schedule.make_plan import Outcome, Request, fingerprint_of, make_plan
+from checkflow.planner.timeline.measured import (
     Measured,
     Progress,
     check_room,
@@ -31,20 +35,16 @@ from checkflow.planner.measured import (
     rooflines,
     with_predictions,
 )
-from checkflow.planner.optimizers import Target
-from checkflow.planner.schedule import Outcome, Request, fingerprint_of, make_plan
-from checkflow.planner.steps import make_timeline
-from checkflow.planner.torch_settings import torch_settings_kept
-from checkflow.planner.trace import trace
-from checkflow.timeline import Granularity, Step, Timeline
-from checkflow.training_step import TrainingStep
+from checkflow.planner.timeline.roofline import durations_seconds
+from checkflow.planner.timeline.steps import make_timeline
+from checkflow.planner.trace.trace import trace
 
 _NUMBER = re.compile(r"_\d+\b")
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A training step to be planned, as a user names it (:func:`checkflow.planner.load.load_training_step`)."""
+    """A training step to be planned, as a user names it (:func:`.load.load_training_step`)."""
 
     target: str
     batch_size: int | None
@@ -80,7 +80,7 @@ def plan_model(subject: Subject, device: Device, request: Request, granularity: 
 
     Raises:
         ModelError, TraceError: the step cannot be built or traced.
-        PlanError, SolverError: as :func:`checkflow.planner.schedule.make_plan`.
+        PlanError, SolverError: as :func:`checkflow.planner.schedule.make_plan.make_plan`.
     """
     begun = time.perf_counter()
     with torch_settings_kept():
@@ -101,13 +101,13 @@ def plan_measured_model(
     """Build a training step for real, run it on this machine, and make the best plan for what was measured.
 
     Args:
-        device: this machine's, as :func:`checkflow.planner.probe.probe` measured it.
+        device: this machine's, as :func:`checkflow.planner.measure.probe.probe` measured it.
         progress: called with what is done next.
 
     Raises:
         ModelError, TraceError: the step cannot be built, or fails.
         CheckflowError: it is too large for this machine.
-        PlanError, SolverError: as :func:`checkflow.planner.schedule.make_plan`.
+        PlanError, SolverError: as :func:`checkflow.planner.schedule.make_plan.make_plan`.
     """
     begun = time.perf_counter()
     with torch_settings_kept():
@@ -119,7 +119,7 @@ def plan_measured_model(
 def measure_model(subject: Subject, device: Device, *, progress: Progress = lambda part: None) -> Measured:
     """Run a training step on this machine, and hold the roofline of the device against it.
 
-    The caller keeps torch's settings (:func:`checkflow.planner.torch_settings.torch_settings_kept`).
+    The caller keeps torch's settings (:func:`checkflow.planner.measure.torch_settings.torch_settings_kept`).
 
     Raises:
         ModelError, TraceError: the step cannot be built, or fails.

@@ -1,7 +1,7 @@
 """Checkpointer: what a training script holds: its arguments, its loops, its beginning and its end.
 
-Its parts are made by :mod:`.assembling`. When boundaries are is :mod:`.boundaries`', and what is done at each
-:mod:`.boundary_work`'s.
+Its parts are made by :mod:`.builder`. When boundaries are is :mod:`.loop.boundaries`', and what is done at each
+:mod:`.loop.boundary_actions`'s.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from typing import Any, Literal, Self, SupportsFloat
 import torch
 from torch import nn
 
-from checkflow import plan as plans
-from checkflow.errors import PlanError, UnsupportedError
-from checkflow.handover import Planner, Wishes
-from checkflow.plan import Plan
-from checkflow.run_report import to_dict
-from checkflow.runtime import holdings, retention
-from checkflow.runtime.assembling import assemble, check_job, read_plan
-from checkflow.runtime.capture import CaptureReport
-from checkflow.runtime.checkpointer_arguments import (
+from checkflow.core import plan as plans
+from checkflow.core.errors import PlanError, UnsupportedError
+from checkflow.core.plan import Plan
+from checkflow.core.planner_api import Planner, Wishes
+from checkflow.core.run_report import to_dict
+from checkflow.core.state import as_models, as_optimizers
+from checkflow.runtime import resources as holdings
+from checkflow.runtime.arguments import (
     Arguments,
     check_arguments,
     read_asked,
@@ -35,14 +34,16 @@ from checkflow.runtime.checkpointer_arguments import (
     read_size,
     refuse_ranks,
 )
-from checkflow.runtime.job import Job
-from checkflow.runtime.last_resort import show_lines
-from checkflow.runtime.live_state import Stateful, StateWalk
-from checkflow.runtime.lost_workers import tells_of_lost_worker
-from checkflow.runtime.reporting import start_line
-from checkflow.runtime.resumable import ResumableLoader
-from checkflow.runtime.retention import Rules
-from checkflow.state import as_models, as_optimizers
+from checkflow.runtime.builder import assemble, check_job, read_plan
+from checkflow.runtime.data.base import ResumableLoader
+from checkflow.runtime.data.lost_workers import tells_of_lost_worker
+from checkflow.runtime.job.job import Job
+from checkflow.runtime.log_handler import show_lines
+from checkflow.runtime.reporter import start_line
+from checkflow.runtime.snapshot.capturer import CaptureReport
+from checkflow.runtime.state.collect import Stateful, StateWalk
+from checkflow.runtime.store import retention
+from checkflow.runtime.store.retention import Rules
 
 logger = logging.getLogger("checkflow")
 

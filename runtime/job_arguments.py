@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from checkflow.errors import UnsupportedError
-from checkflow.plan import Plan
-from checkflow.runtime import extra_state
-from checkflow.runtime.layout import OWNER
-from checkflow.state import as_models, as_optimizers, optimizer_parameters, unwrap
+from checkflow.core.errors import UnsupportedError
+from checkflow.core.plan import Plan
+from checkflow.core.state import as_models, as_optimizers, optimizer_parameters, unwrap
+from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format.layout import OWNER
 
 logger = logging.getLogger("checkflow")
 

@@ -1,6 +1,6 @@
 """What a job that writes to a checkpoint directory at this moment says of itself: the tier that storage does not show.
 
-It tells by its report. What one that died has left is in :mod:`.left_memory`.
+It tells by its report. What one that died has left is in :mod:`.memory_tier.orphans`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkflow import run_report
-from checkflow.errors import ReportError
-from checkflow.runtime.lock import LOCK
+from checkflow.core import run_report
+from checkflow.core.errors import ReportError
+from checkflow.runtime.store.lock import LOCK
 
 _CLOCK_SECONDS = 2.0  # between a file system's clock and a host's
 

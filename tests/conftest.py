@@ -16,8 +16,10 @@ import hypothesis
 import pytest
 import torch
 
-from checkflow.errors import StorageError
-from checkflow.runtime import files, left_memory, memory_files
+from checkflow.core.errors import StorageError
+from checkflow.runtime.memory_tier import orphans as left_memory
+from checkflow.runtime.memory_tier import records as memory_files
+from checkflow.runtime.system import fs as files
 
 torch.set_num_threads(1)
 

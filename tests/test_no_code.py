@@ -20,14 +20,14 @@ PICKLING = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "s
 # ``torch.distributed.checkpoint`` describes what it wrote in a pickle: an unpickler that knows its few classes and no
 # other reads that, when weights are imported from there.
 IN_MEMORY = {
-    "runtime/by_value.py": {"Pickler", "HIGHEST_PROTOCOL", "loads"},
-    "runtime/frozen_state.py": {"Pickler", "HIGHEST_PROTOCOL", "loads"},
-    "runtime/state_loader.py": {"PicklingError"},  # what the other one raises
-    "runtime/torch_weights.py": {"Unpickler", "UnpicklingError"},
+    "runtime/data/by_value.py": {"Pickler", "HIGHEST_PROTOCOL", "loads"},
+    "runtime/data/adapters/freeze.py": {"Pickler", "HIGHEST_PROTOCOL", "loads"},
+    "runtime/data/adapters/stateful.py": {"PicklingError"},  # what the other one raises
+    "runtime/weights/torch_files.py": {"Unpickler", "UnpicklingError"},
 }
 IN_MEMORY_USERS = {
-    "frozen_state": {"runtime/state_loader.py", "runtime/worker_streams.py"},
-    "by_value": {"runtime/feed.py"},
+    "data.adapters.freeze": {"runtime/data/adapters/stateful.py", "runtime/data/adapters/worker_streams.py"},
+    "data.by_value": {"runtime/data/feed.py"},
 }
 
 
@@ -66,21 +66,21 @@ def test_what_pickles_in_memory_is_not_in_the_stores_way() -> None:
     for module, expected in IN_MEMORY_USERS.items():
         assert {name for name, found in trees if f"checkflow.runtime.{module}" in found} == expected
     modules = [
-        "store",
-        "reader",
-        "finding",
-        "opening",
-        "manifest",
-        "files",
-        "layout",
-        "lock",
-        "extra_state",
-        "persist",
-        "exporting",
-        "inspecting",
+        "store.store",
+        "store.reader",
+        "store.discovery",
+        "store.files",
+        "format.manifest",
+        "system.fs",
+        "format.layout",
+        "store.lock",
+        "format.codec",
+        "persist.writer",
+        "weights.exporter",
+        "inspect",
     ]
     program = (
-        f"import sys\nfor name in {modules}: __import__('checkflow.runtime.' + name)\nimport checkflow.plan\n"
+        f"import sys\nfor name in {modules}: __import__('checkflow.runtime.' + name)\nimport checkflow.core.plan\n"
         f"print([one for one in {[*IN_MEMORY_USERS]} if 'checkflow.runtime.' + one in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
@@ -127,7 +127,7 @@ def test_what_is_unsafe_is_seen(bad: str) -> None:
 
 def test_files_that_try_to_run_code(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "hostile_files.py"), str(tmp_path)],
+        [sys.executable, str(ROOT / "tests" / "faults" / "hostile_files.py"), str(tmp_path)],
         capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -92,7 +92,8 @@ def names_in_wheel(wheel: Path) -> set[str]:
 
 
 def test_wheel_holds_every_source_file_once(wheel: Path) -> None:
-    expected = {f"checkflow/{path.name}" for path in (ROOT / "checkflow").glob("*.py")} | {"checkflow/py.typed"}
+    expected = {path.relative_to(ROOT).as_posix() for path in (ROOT / "checkflow").rglob("*.py")}
+    expected |= {"checkflow/py.typed"}
     for wing in WINGS:
         expected |= {f"checkflow/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / wing).rglob("*.py")}
     assert {name for name in names_in_wheel(wheel) if ".dist-info/" not in name} == expected
@@ -133,7 +134,7 @@ def test_installed_wheel_plans_from_any_folder(environment: tuple[Path, set[str]
 def test_clone_without_links_imports(links: str, tmp_path: Path) -> None:
     clone = copy_sources(tmp_path / "clone", links=links)
     code = (
-        "import checkflow, checkflow.planner, checkflow.runtime.store, checkflow.models.resnet18 as model;"
+        "import checkflow, checkflow.planner, checkflow.runtime.store.store, checkflow.models.resnet18 as model;"
         "print(checkflow.__file__); print(model.__file__)"
     )
     done = run([sys.executable, "-P", "-c", code], tmp_path, PYTHONPATH=str(clone))
@@ -168,10 +169,11 @@ with checkflow.Checkpointer(model, optimizer, directory="checkpoints", plan="pla
 """
     added = modules_after(code, tmp_path)
     assert added & {*SOLVERS, *COMMAND_LINE} == set()
-    assert "checkflow.cli" not in added
+    assert "checkflow.cli.main" not in added
     assert not {name for name in added if name.startswith("checkflow.planner")} - {
         "checkflow.planner",
-        "checkflow.planner.replay",
+        "checkflow.planner.schedule",
+        "checkflow.planner.schedule.replay",
     }
 
 
@@ -195,9 +197,9 @@ with checkflow.Checkpointer(model, optimizer, directory="checkpoints") as checkp
     added = modules_after(code, tmp_path)
     assert (tmp_path / "begun").read_text() == "once"
     assert added & {*SOLVERS, *COMMAND_LINE} == set()
-    assert "checkflow.cli" not in added
+    assert "checkflow.cli.main" not in added
 
 
 def test_help_imports_no_torch(tmp_path: Path) -> None:
-    code = "from checkflow.cli import main\nassert main(['--help']) == 0\nassert main(['plan', '--help']) == 0"
+    code = "from checkflow.cli.main import main\nassert main(['--help']) == 0\nassert main(['plan', '--help']) == 0"
     assert "torch" not in modules_after(code, tmp_path)

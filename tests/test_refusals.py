@@ -25,24 +25,25 @@ from torch.utils.data import IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from training_steps import sgd
 
-from checkflow.errors import CheckflowError, ModelError, TraceError, UnsupportedError
-from checkflow.plan import Plan
-from checkflow.planner.live import scaled_seconds
-from checkflow.planner.measured import measure_step
-from checkflow.planner.record import Recorded, record_step
-from checkflow.planner.trace import trace
-from checkflow.runtime import extra_state, layout, manifest
-from checkflow.runtime.arrangement import planned_records
+from checkflow.core.errors import CheckflowError, ModelError, TraceError, UnsupportedError
+from checkflow.core.plan import Plan
+from checkflow.core.training_step import TrainingStep
+from checkflow.planner.live.planner import scaled_seconds
+from checkflow.planner.record.recorder import Recorded, record_step
+from checkflow.planner.timeline.measured import measure_step
+from checkflow.planner.trace.trace import trace
 from checkflow.runtime.checkpointer import Checkpointer
-from checkflow.runtime.exporting import optimizer_state, state_dicts
-from checkflow.runtime.layout import TensorRecord, make_layout
-from checkflow.runtime.loader import DataLoader
-from checkflow.runtime.reader import open_checkpoint
-from checkflow.runtime.resumable import ResumableLoader
+from checkflow.runtime.data.adapters.resumable import resumable
+from checkflow.runtime.data.base import ResumableLoader
+from checkflow.runtime.data.loader import DataLoader
+from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format import layout, manifest
+from checkflow.runtime.format.layout import TensorRecord, make_layout
 from checkflow.runtime.shards import save_shard
-from checkflow.runtime.store import Store
-from checkflow.runtime.wrapping import resumable
-from checkflow.training_step import TrainingStep
+from checkflow.runtime.snapshot.chunk_map import planned_records
+from checkflow.runtime.store.reader import open_checkpoint
+from checkflow.runtime.store.store import Store
+from checkflow.runtime.weights.exporter import optimizer_state, state_dicts
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("UnsupportedError", "TraceError", "ModelError")
@@ -73,9 +74,9 @@ def messages_of(path: Path) -> Iterator[str]:
     """What a file refuses. A message that a function makes counts with each string that it returns."""
     tree = ast.parse(path.read_text())
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    names = vars(
-        importlib.import_module(f"checkflow.{path.parent.name}.{path.stem}".replace("checkflow.checkflow", "checkflow"))
-    )
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    where = [part for part in parts if part not in ("checkflow", "__init__")]
+    names = vars(importlib.import_module(".".join(["checkflow", *where])))
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
             continue
@@ -92,9 +93,9 @@ def messages_of(path: Path) -> Iterator[str]:
 
 
 def in_the_code() -> set[str]:
-    files = [path for folder in ("checkflow", "planner", "runtime") for path in sorted((ROOT / folder).glob("*.py"))]
+    files = [path for folder in ("checkflow", "planner", "runtime") for path in sorted((ROOT / folder).rglob("*.py"))]
     # What shards refuse, which no training job meets, is listed in docs/sharding.md.
-    files = [path for path in files if not path.name.startswith(("__", "shard"))]
+    files = [path for path in files if not path.name.startswith("__") and path.parent.name != "shards"]
     return {message for path in files for message in messages_of(path)}
 
 
@@ -111,7 +112,7 @@ def test_the_document_lists_what_the_code_refuses_and_nothing_else() -> None:
 
 def test_what_shards_refuse_is_listed_with_them() -> None:
     listed = re.findall(r"^- `(.+)`$", (ROOT / "docs" / "sharding.md").read_text(), re.MULTILINE)
-    files = sorted((ROOT / "runtime").glob("shard*.py"))
+    files = sorted((ROOT / "runtime" / "shards").glob("*.py"))
     assert set(listed) == {message for path in files for message in messages_of(path)}
 
 
@@ -555,7 +556,7 @@ def nested_iterations(_directory: Path, _plan: Plan) -> None:
 
 
 def several_ranks(directory: Path, plan: Plan) -> None:
-    with pytest.MonkeyPatch.context() as patch:  # with real ones: tests/test_elastic.py
+    with pytest.MonkeyPatch.context() as patch:  # with real ones: tests/integration/test_elastic.py
         patch.setattr(torch.distributed, "is_initialized", lambda: True)
         patch.setattr(torch.distributed, "get_world_size", lambda: 4)
         open_with()(directory, plan)

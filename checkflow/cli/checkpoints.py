@@ -1,0 +1,158 @@
+"""Commands that look at checkpoints, and change none: ``checkflow ls | verify | diff | export``; and ``import``."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from checkflow.cli import options
+from checkflow.cli.console import print_json, print_parts, working
+
+_WHERE = "a directory of checkpoints, one of them, DIRECTORY@STEP, or DIRECTORY@best"
+Where = Annotated[str, typer.Argument(metavar="PATH", help=_WHERE)]
+DAMAGED = DIFFERENT = 1
+
+
+class ExportFormat(enum.StrEnum):
+    TORCH = "torch"
+    SAFETENSORS = "safetensors"
+    DCP = "dcp"
+
+
+def ls(directory: Where = ".", as_json: options.Json = False) -> None:
+    """List the checkpoints of a directory: steps, sizes, age, and whether each could be restored.
+
+    By names, sizes and manifests, without reading the data: ``verify`` does that.
+    """
+    from checkflow.cli.tables import checkpoints as report_store
+    from checkflow.runtime.inspect import home_of, list_directory
+    from checkflow.runtime.memory_tier.orphans import left_step
+    from checkflow.runtime.running import running_job
+
+    listed, running = list_directory(directory), running_job(home_of(directory))
+    left = left_step(home_of(directory)) if running is None else None
+    if as_json:
+        print_json(report_store.listed_json(directory, listed, running, left))
+    else:
+        print_parts(report_store.listed_tables(directory, listed, running, left))
+
+
+def verify(path: Where = ".", as_json: options.Json = False) -> int:
+    """Hold every byte against its checksum. Exit code 1 if one is damaged."""
+    from checkflow.cli.tables import checkpoints as report_store
+    from checkflow.core.device import format_size
+    from checkflow.runtime.inspect import choose_all
+    from checkflow.runtime.inspect import verify as hold
+
+    done = []
+    read_bytes = 0
+    with working("verifying") as say:
+
+        def progress(size_bytes: int) -> None:
+            nonlocal read_bytes
+            read_bytes += size_bytes
+            say(f"{one.name}, {format_size(read_bytes)} so far")
+
+        for one in choose_all(path):
+            found = hold(one, progress)
+            if not found.fault or one.exists():  # a running job's retention may have been there first
+                done.append(found)
+    if as_json:
+        print_json(report_store.verified_json(done))
+    else:
+        for line in report_store.verified_lines(done):
+            typer.echo(line)
+    return DAMAGED if any(one.fault for one in done) else 0
+
+
+def diff(
+    first: Where,
+    second: Where,
+    as_json: options.Json = False,
+    quiet: Annotated[bool, typer.Option("--exit-code", help="exit with 1 if they differ")] = False,
+) -> int:
+    """Compare two checkpoints: tensors that differ, by how much, and what else does."""
+    from checkflow.cli.tables import checkpoints as report_store
+    from checkflow.runtime.inspect import choose, compare
+
+    with working("comparing") as say:
+        found = compare(choose(first), choose(second), say)
+    if as_json:
+        print_json(report_store.differences_json(found))
+    else:
+        print_parts(report_store.differences_tables(found))
+    return DIFFERENT if quiet and (found.tensors or found.extra) else 0
+
+
+def export(
+    path: Where,
+    output: Annotated[
+        Path,
+        typer.Option("-o", "--output", metavar="FILE", help="FILE.pt, FILE.safetensors, or a folder for DCP"),
+    ],
+    form: Annotated[
+        ExportFormat | None, typer.Option("--format", help="whatever the file's name says otherwise")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="for safetensors: which of several")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="replace what is there")] = False,
+) -> None:
+    """Write a checkpoint as other tools read it, every checksum verified.
+
+    torch: model and optimizer state dicts for torch.load. safetensors: one model, for serving. dcp: a folder for
+    torch.distributed.checkpoint.
+    """
+    from checkflow.runtime.inspect import choose
+    from checkflow.runtime.store.reader import open_checkpoint
+    from checkflow.runtime.weights import exporter as exporting
+
+    chosen = exporting.format_of(output) if form is None else form.value
+    if chosen is None:
+        raise typer.BadParameter(f"{output} does not say in which format to write: pass --format")
+    with working(f"writing {output}"), open_checkpoint(choose(path)) as checkpoint:
+        exporting.export(checkpoint, output, chosen, model=model, replace=force)
+    typer.echo(f"{checkpoint.path} written to {output}")
+
+
+def import_(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE", help="a safetensors file or its index, a DCP folder, a torch.save file, or a checkpoint"
+        ),
+    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="of checkpoints; made if it is missing")],
+    step: Annotated[int, typer.Option("--step", metavar="N", min=0, max=10**18, help="whose checkpoint it is")] = 0,
+    form: Annotated[ExportFormat | None, typer.Option("--format", help="whatever the name says otherwise")] = None,
+    model: Annotated[str, typer.Option("--model", metavar="NAME", help="what the job calls the model")] = "model",
+    key: Annotated[
+        str | None, typer.Option("--key", metavar="NAME", help="which part of the source, where it has several models")
+    ] = None,
+    keep_names: Annotated[bool, typer.Option("--keep-names", help="keep a module. at the begin of every name")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Make a checkpoint of weights from elsewhere, for a job to begin from.
+
+    A job with resume="auto" takes the weights from it; its optimizer, schedulers, place in the data and random numbers
+    begin anew. No checkpoint that is there is replaced.
+    """
+    from checkflow.cli.tables import checkpoints as report_store
+    from checkflow.runtime.weights import importer as importing
+    from checkflow.runtime.weights.source import clean, open_weights
+
+    with (
+        working(f"importing {source}") as say,
+        open_weights(source, None if form is None else form.value, key=key) as weights,
+    ):
+        done = importing.import_weights(
+            clean(weights, strip=not keep_names), directory, step=step, model=model, progress=say
+        )
+    if as_json:
+        print_json(report_store.imported_json(done))
+    else:
+        for line in report_store.imported_lines(done):
+            typer.echo(line)

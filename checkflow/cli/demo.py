@@ -1,0 +1,67 @@
+"""``checkflow demo``: a plan; and a training run that is killed, and loses nothing."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from checkflow.cli import options
+from checkflow.cli import planning as cli_ask
+from checkflow.cli.console import FAILED, FOUND, complain, print_json, print_parts
+from checkflow.cli.options import GranularityName
+from checkflow.core.errors import InfeasibleError
+
+if TYPE_CHECKING:
+    from checkflow.demo.kills import Result
+
+
+def demo(
+    epochs: Annotated[int, typer.Option("--epochs", min=3, help="of training on the digits")] = 5,
+    seed: Annotated[int, typer.Option("--seed", help="of the training, and of the moments of the kills")] = 0,
+    as_json: options.Json = False,
+) -> int:
+    """Plan ResNet-18; then train on the CPU, kill the training three times, and prove that nothing is lost."""
+    from checkflow.cli.tables import plan as report
+    from checkflow.planner.pipeline import compare_model
+
+    chosen = options.choose_device("RTX 3090")
+    planned = cli_ask.plan_of(
+        cli_ask.subject_of("resnet18", 32, None, None), chosen, cli_ask.request_of(chosen), GranularityName.SEGMENT
+    )
+    if not as_json:
+        print_parts([*report.plan_tables(planned), *report.comparison_tables([compare_model(planned)])])
+    result = _train_and_kill(epochs, seed, quiet=as_json)
+    if as_json:
+        print_json(report.demo_json(planned, result))
+    else:
+        print_parts(report.demo_tables(result))
+    for check_ in result.checks:
+        if not check_.holds:
+            complain(f"this check fails: {check_.claim}: {check_.seen}")
+    return FOUND if result.passed and planned.outcome.plan is not None else FAILED
+
+
+def _train_and_kill(epochs: int, seed: int, *, quiet: bool) -> Result:
+    """The demo's training, in a folder that is gone afterwards."""
+    from checkflow.core import plan as plans
+    from checkflow.demo import kills as demos
+    from checkflow.demo.training import BATCH_SIZE
+
+    with tempfile.TemporaryDirectory(prefix="checkflow-demo-") as folder:
+        cpu = options.choose_device("cpu")
+        planned = cli_ask.plan_of(
+            cli_ask.subject_of("digits", BATCH_SIZE, None, None), cpu, cli_ask.request_of(cpu), GranularityName.SEGMENT
+        )
+        if planned.outcome.plan is None:
+            raise InfeasibleError(planned.outcome.explanation)
+        file = Path(folder) / "plan.json"
+        plans.save(planned.outcome.plan, file)
+        for news in demos.run(Path(folder), file, epochs=epochs, seed=seed):
+            if isinstance(news, demos.Result):
+                return news
+            if not quiet:
+                typer.echo(f"- {news}")
+    raise AssertionError("a demo ends with a result")

@@ -1,0 +1,334 @@
+"""The command line: ``checkflow plan | check | show | compare | simulate | probe | demo | torture | ls | verify |
+diff | export | import``.
+
+Commands read options, call the planner or the demo, and print what :mod:`.tables.plan` makes of the answer. Errors
+become one line and an exit code in :func:`main`, and nowhere else. What is heavy is imported when it is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from checkflow.cli import checkpoints as cli_store
+from checkflow.cli import demo as cli_demo
+from checkflow.cli import options
+from checkflow.cli import planning as cli_ask
+from checkflow.cli import probe as cli_probe
+from checkflow.cli import report as cli_report
+from checkflow.cli import simulate as cli_simulate
+from checkflow.cli import torture as cli_torture
+from checkflow.cli.console import (
+    FAILED,
+    FOUND,
+    INFEASIBLE,
+    STOPPED,
+    USAGE,
+    StoppedError,
+    complain,
+    print_json,
+    print_parts,
+    stoppable,
+    warnings_shown,
+    working,
+)
+from checkflow.cli.options import Formulation, GranularityName, PolicyName, SolverName
+from checkflow.core.errors import CheckflowError, InfeasibleError
+
+# Whatever typer's argument parser raises; the class itself is not part of typer's public names.
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(
+    name="checkflow",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Plan and prove checkpoints of every training iteration.",
+)
+
+
+def entry() -> None:
+    """The console script."""
+    code = main()
+    if code > STOPPED:
+        # A solver's thread that could not be cancelled at once may still run, and C++ aborts where such a one is
+        # destroyed. Whatever was to be undone has been.
+        with contextlib.suppress(OSError):  # the reader may have been stopped too
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code.
+
+    0: done, or a plan that satisfies everything asked. 1: an error, one line on standard error. 2: wrong usage.
+    3: no plan satisfies what was asked; the explanation is on standard error, and in the JSON. 130: interrupted by
+    Ctrl-C; 143 and 129: ended by SIGTERM and SIGHUP. ``torture`` has 3 and 4 of its own.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    ours = arguments.index("--") if "--" in arguments else len(arguments)  # what follows is another command's
+    debug = "--debug" in arguments[:ours]
+    if debug:
+        arguments = [argument for argument in arguments[:ours] if argument != "--debug"] + arguments[ours:]
+    try:
+        with stoppable(), warnings_shown():
+            code = typer.main.get_command(app).main(args=arguments, prog_name="checkflow", standalone_mode=False)
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our output has gone; Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except StoppedError as stopped:
+        complain("interrupted" if stopped.number == signal.SIGINT else "terminated")
+        return STOPPED + stopped.number
+    except (KeyboardInterrupt, typer.Abort):  # before or after our handlers, or from a library
+        complain("interrupted")
+        return STOPPED + signal.SIGINT
+    except OSError as error:  # of files of ours CheckflowError is raised: this is the output
+        complain(f"cannot write the answer: {error.strerror or error}")
+        return FAILED
+    except Exception as error:  # noqa: BLE001 - the one place where errors become exit codes
+        if debug:
+            traceback.print_exc()
+        return _report(error, debug)
+    return code if isinstance(code, int) else FOUND
+
+
+def _report(error: Exception, debug: bool) -> int:
+    """One line on standard error, and the exit code of an error."""
+    if isinstance(error, USAGE_ERROR):
+        complain(_usage_text(error))
+        return USAGE
+    if isinstance(error, CheckflowError):
+        complain(str(error))
+        return INFEASIBLE if isinstance(error, InfeasibleError) else FAILED
+    hint = "" if debug else " (--debug shows where)"
+    complain(f"internal error: {type(error).__name__}: {' '.join(str(error).split())}{hint}")
+    return FAILED
+
+
+def _usage_text(error: Any) -> str:
+    text = " ".join(error.format_message().split()).rstrip(".")
+    context = getattr(error, "ctx", None)
+    return f"{text}; see: {context.command_path if context else 'checkflow'} --help"
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="show the traceback of an error; may stand anywhere")] = False,
+    version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
+) -> None:
+    import checkflow
+
+    if version:
+        typer.echo(f"checkflow {checkflow.__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(USAGE)
+
+
+@app.command()
+def plan(
+    model: options.Model,
+    batch_size: options.BatchSize = None,
+    settings: options.Settings = None,
+    optimizer: options.OptimizerOption = None,
+    device: options.DeviceOption = "RTX 3090",
+    bandwidth: options.Bandwidth = None,
+    link_share: options.LinkShare = 1.0,
+    memory_limit: options.MemoryLimit = None,
+    extra_memory: options.ExtraMemory = None,
+    relax_memory: options.RelaxMemory = False,
+    formulation: options.FormulationOption = Formulation.AUTO,
+    policy: options.PolicyOption = PolicyName.DIRECT,
+    granularity: options.GranularityOption = GranularityName.SEGMENT,
+    chunk_size: options.ChunkSize = options.CHUNK_BYTES,
+    solver: options.SolverOption = SolverName.AUTO,
+    time_limit: options.TimeLimit = 60.0,
+    max_interval: options.MaxInterval = None,
+    overhead: options.Overhead = 0.035,
+    file: options.Output = None,
+    as_json: options.Json = False,
+) -> int:
+    """Trace a training step and schedule its checkpoint."""
+    from checkflow.cli.tables import plan as report
+    from checkflow.core import plan as plans
+
+    options.check_solver_asked(formulation, solver)
+    chosen = cli_ask.device_of(device)
+    request = cli_ask.request_of(
+        chosen,
+        bandwidth,
+        memory_limit,
+        link_share,
+        extra_memory_bytes=extra_memory,
+        relax_memory=relax_memory,
+        policy=policy.value,
+        formulation=formulation.value,
+        solver=solver.value,
+        time_limit_seconds=time_limit,
+        chunk_bytes=chunk_size,
+        max_interval=max_interval,
+        overhead=overhead,
+    )
+    planning = cli_ask.planner_for(device)
+    planned = planning(cli_ask.subject_of(model, batch_size, settings, optimizer), chosen, request, granularity)
+    made = planned.outcome.plan
+    if made is not None and file is not None:
+        plans.save(made, file)
+    if as_json:
+        print_json(report.plan_json(planned))
+    else:
+        print_parts(report.plan_tables(planned))
+    if made is None:
+        complain(planned.outcome.explanation)
+        if file is not None and file.exists():
+            complain(f"{file} was not written; what it holds was there before")
+        return INFEASIBLE
+    if not as_json:
+        typer.echo(f"plan written to {file}" if file is not None else "-o FILE writes the plan that a job runs by")
+    return FOUND
+
+
+@app.command()
+def check(
+    context: typer.Context,
+    plan_file: options.PlanFile,
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="trace it anew and compare")] = None,
+    batch_size: options.BatchSize = None,
+    settings: options.Settings = None,
+    optimizer: options.OptimizerOption = None,
+    as_json: options.Json = False,
+) -> int:
+    """Replay a plan; with MODEL, see whether it is still the plan of that model."""
+    from checkflow.cli.tables import show as report_show
+    from checkflow.core import plan as plans
+    from checkflow.planner.schedule.replay import check_plan
+
+    if model is None:
+        options.refuse_given(context, besides=("plan_file", "as_json"), why="it is for a MODEL to compare with")
+    read = plans.load(plan_file)
+    replay = check_plan(read)
+    if model is not None:
+        from checkflow.planner.pipeline import check_model
+
+        with working(f"tracing {model}"):
+            check_model(read, cli_ask.subject_of(model, batch_size, settings, optimizer))
+    if as_json:
+        print_json(report_show.check_json(read, replay))
+    else:
+        typer.echo(report_show.check_line(read, replay))
+    return FOUND
+
+
+@app.command()
+def show(
+    plan_file: options.PlanFile,
+    dot: Annotated[bool, typer.Option("--dot", help="print the schedule as a graph for graphviz")] = False,
+    as_json: options.Json = False,
+) -> int:
+    """Show a plan on one screen: the link and the memory over time, the peak, and what binds."""
+    from checkflow.cli.tables import show as report_show
+    from checkflow.core import plan as plans
+    from checkflow.planner.schedule.compare import binding_interval
+    from checkflow.planner.schedule.replay import check_plan
+
+    if dot and as_json:
+        raise typer.BadParameter("--dot and --json are two forms of one answer: choose one")
+    read = plans.load(plan_file)
+    replay = check_plan(read)
+    if as_json:
+        print_json(report_show.show_json(read, replay, *binding_interval(read)))
+        return FOUND
+    if dot:
+        typer.echo(report_show.dot(read), nl=False)
+        return FOUND
+    print_parts(report_show.show_lines(read, replay, *binding_interval(read)))
+    return FOUND
+
+
+@app.command()
+def compare(
+    context: typer.Context,
+    subjects: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL|PLAN|REPORT...",
+            help="models, plan files, or reports of runs (.json, or their checkpoints' directory)",
+        ),
+    ],
+    batch_size: options.BatchSize = None,
+    settings: options.Settings = None,
+    optimizer: options.OptimizerOption = None,
+    device: options.DeviceOption = "RTX 3090",
+    bandwidth: options.Bandwidth = None,
+    link_share: options.LinkShare = 1.0,
+    memory_limit: options.MemoryLimit = None,
+    policy: options.PolicyOption = PolicyName.DIRECT,
+    granularity: options.GranularityOption = GranularityName.SEGMENT,
+    max_interval: options.MaxInterval = None,
+    overhead: options.Overhead = 0.035,
+    as_json: options.Json = False,
+) -> int:
+    """Compare synchronous checkpoints, CheckFreq's modes and checkflow; or a run with its plan.
+
+    A plan file brings its own device and link. Of a run's report (report.json beside the checkpoints) planned and
+    measured figures are shown, by the plan that ran, or by a plan file beside it.
+    """
+    from checkflow.cli.tables import plan as report
+    from checkflow.core import plan as plans
+    from checkflow.planner.schedule.compare import compare_plan
+    from checkflow.planner.schedule.replay import check_plan
+
+    subjects = cli_report.reports_of_directories(subjects)
+    if all(subject.endswith(".json") for subject in subjects):
+        options.refuse_given(context, besides=("subjects", "as_json"), why="plan files bring their own")
+    if cli_report.any_report(subjects):
+        cli_report.compare_reports(subjects, as_json=as_json)
+        return FOUND
+    chosen = cli_ask.device_of(device)
+    planning = cli_ask.planner_for(device)
+    request = cli_ask.request_of(
+        chosen, bandwidth, memory_limit, link_share, policy=policy.value, max_interval=max_interval, overhead=overhead
+    )
+    rows = []
+    for subject in subjects:
+        if subject.endswith(".json"):
+            read = plans.load(subject)
+            check_plan(read)  # its claims are printed beside ours
+            rows.append(compare_plan(subject, read))
+        else:
+            asked = cli_ask.subject_of(subject, batch_size, settings, optimizer)
+            from checkflow.planner.pipeline import compare_model
+
+            rows.append(compare_model(planning(asked, chosen, request, granularity)))
+    if as_json:
+        print_json(report.comparison_json(rows))
+    else:
+        print_parts(report.comparison_tables(rows))
+    missing = [row for row in rows if row.checkflow_peak_bytes is None]
+    for row in missing:
+        complain(f"{row.source}: {row.explanation}")
+    return INFEASIBLE if missing else FOUND
+
+
+app.command()(cli_simulate.simulate)
+app.command()(cli_probe.probe)
+app.command()(cli_demo.demo)
+app.command()(cli_store.ls)
+app.command()(cli_store.verify)
+app.command()(cli_store.diff)
+app.command()(cli_store.export)
+app.command("import")(cli_store.import_)
+app.command(context_settings={"allow_interspersed_args": False})(cli_torture.torture)

@@ -1,0 +1,73 @@
+"""What commands ask of the planner: which device, which training step, within which limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from checkflow.cli import options
+from checkflow.cli import probe as cli_probe
+from checkflow.cli.console import working
+
+if TYPE_CHECKING:
+    from checkflow.cli.options import GranularityName, Optimizer
+    from checkflow.core.device import Device
+    from checkflow.planner.pipeline import Planned, Subject
+    from checkflow.planner.schedule.make_plan import Request
+
+
+def device_of(text: str) -> Device:
+    """A device by its name or file, or this machine, measured, for "auto".
+
+    Raises:
+        typer.BadParameter, CheckflowError: as :func:`.options.choose_device`.
+    """
+    return cli_probe.measure_device() if text == options.AUTO else options.choose_device(text)
+
+
+def subject_of(model: str, batch_size: int | None, settings: list[str] | None, optimizer: Optimizer | None) -> Subject:
+    """What is to be planned, as options say it.
+
+    Raises:
+        typer.BadParameter: it is a plan file, or a setting is none.
+    """
+    from checkflow.planner.pipeline import Subject
+
+    options.refuse_plan_file(model)
+    return Subject(
+        model, batch_size, options.read_settings(settings or []), None if optimizer is None else optimizer.value
+    )
+
+
+def request_of(
+    device: Device,
+    bandwidth: float | None = None,
+    memory_limit: int | None = None,
+    link_share: float = 1.0,
+    **others: Any,
+) -> Request:
+    """What is asked of a plan; the device gives what the user does not."""
+    from checkflow.planner.pipeline import default_memory_limit_bytes
+    from checkflow.planner.schedule.make_plan import Request
+
+    return Request(
+        bandwidth_bytes_per_second=link_share
+        * (device.link_bandwidth_bytes_per_second if bandwidth is None else bandwidth),
+        link_share=link_share,
+        memory_bandwidth_bytes_per_second=device.memory_bandwidth_bytes_per_second,
+        memory_limit_bytes=default_memory_limit_bytes(device) if memory_limit is None else memory_limit,
+        **others,
+    )
+
+
+def plan_of(subject: Subject, device: Device, request: Request, granularity: GranularityName) -> Planned:
+    """Trace and plan, for a device that need not be here."""
+    from checkflow.planner.pipeline import plan_model
+
+    with working(f"planning {subject.target} for {device.name}"):
+        return plan_model(subject, device, request, granularity.value)
+
+
+def planner_for(device: str) -> Callable[[Subject, Device, Request, GranularityName], Planned]:
+    """:func:`plan_of`; for "auto" what runs and measures the step on this machine, too."""
+    return cli_probe.plan_measured if device == options.AUTO else plan_of

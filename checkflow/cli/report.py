@@ -1,0 +1,61 @@
+"""``checkflow compare`` of a run's report: read the files, and print what :mod:`.tables.run` makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from checkflow.cli.console import print_json, print_parts
+
+
+def reports_of_directories(subjects: Sequence[str]) -> list[str]:
+    """A directory of checkpoints stands for the report in it; all else for itself."""
+    from checkflow.core.run_report import FILE
+
+    return [str(inside) if (inside := Path(subject) / FILE).is_file() else subject for subject in subjects]
+
+
+def any_report(subjects: Sequence[str]) -> bool:
+    """Whether one of what is to be compared is a run's report, or is called one."""
+    from checkflow.core.run_report import FILE, is_report
+
+    return any(Path(subject).name == FILE or is_report(subject) for subject in subjects if subject.endswith(".json"))
+
+
+def compare_reports(subjects: Sequence[str], *, as_json: bool) -> None:
+    """Print planned against measured, by each run's own plan or by the plan file among the subjects.
+
+    Raises:
+        typer.BadParameter: a model is among the subjects, or more than one plan.
+        ReportError, PlanError: a file cannot be read, or is not what it seems to be.
+    """
+    from checkflow.cli.tables import run as report_run
+    from checkflow.core import plan as plans
+    from checkflow.core import run_report
+    from checkflow.planner.schedule.replay import check_plan
+
+    models = [subject for subject in subjects if not subject.endswith(".json")]
+    if models:
+        raise typer.BadParameter(
+            f"a run's report is held against a plan file, not against a model: checkflow plan {models[0]} -o FILE first"
+        )
+    reports = [one for one in subjects if Path(one).name == run_report.FILE or run_report.is_report(one)]
+    files = [subject for subject in subjects if subject not in reports]
+    if len(files) > 1:
+        raise typer.BadParameter(f"reports are held against one plan, not against {' and '.join(files)}")
+    asked = None
+    if files:
+        plan = plans.load(files[0])
+        check_plan(plan)
+        asked = run_report.promises_of(plan, "given")
+    rows = []
+    for name in reports:
+        runs = run_report.load(name)
+        run_report.latest(runs, name)
+        rows.append(report_run.compare_run(name, runs, asked))
+    if as_json:
+        print_json(report_run.runs_json(rows))
+    else:
+        print_parts(report_run.runs_tables(rows))

@@ -1,0 +1,234 @@
+"""``checkflow simulate``: what failures leave of a training run, under each way of making checkpoints."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from checkflow.cli import options
+from checkflow.cli import planning as cli_ask
+from checkflow.cli.console import FOUND, INFEASIBLE, complain, print_json, print_parts, working
+from checkflow.cli.options import GranularityName, PolicyName
+from checkflow.core.errors import CheckflowError, PlanError
+
+if TYPE_CHECKING:
+    from checkflow.core.device import Device
+    from checkflow.core.plan import Plan
+    from checkflow.simulate.strategies import Storage
+
+# What is asked of the failures, and not of the plan.
+OF_FAILURES = ("mtbf", "duration", "restart", "storage", "shape", "every", "runs", "seed", "overhead", "as_json")
+_NO_TIME = re.compile(r"\s*0+(\.0+)?\s*(ms|s|min|h|d)?\s*", re.ASCII)
+_MOST_SECONDS = 1e10  # three hundred years
+
+
+def _time(text: str | float) -> float:
+    from checkflow.core.device import parse_seconds
+
+    if isinstance(text, float):  # a default
+        return text
+    try:
+        seconds = parse_seconds(text)
+    except CheckflowError as error:
+        raise typer.BadParameter(str(error)) from None
+    if seconds > _MOST_SECONDS:
+        raise typer.BadParameter(f"{text} is longer than any training takes")
+    return seconds
+
+
+def _start(text: str | float) -> float:
+    return 0.0 if isinstance(text, str) and _NO_TIME.fullmatch(text) else _time(text)
+
+
+def _shape(text: str | float) -> float:
+    from checkflow.simulate.simulation import LEAST_SHAPE, MOST_SHAPE
+
+    try:
+        shape = float(text)
+    except ValueError:
+        raise typer.BadParameter(f"not a number: {text!r}") from None
+    if not LEAST_SHAPE <= shape <= MOST_SHAPE:  # NaN neither
+        raise typer.BadParameter(f"a shape is from {LEAST_SHAPE} to {MOST_SHAPE}, not {text}")
+    return shape
+
+
+Mtbf = Annotated[
+    float,
+    typer.Option("--mtbf", metavar="TIME", parser=_time, help="mean time between failures of the job, such as 4h"),
+]
+Duration = Annotated[
+    float,
+    typer.Option(
+        "--duration", metavar="TIME", parser=_time, show_default="30d", help="of a run, in which the job does not end"
+    ),
+]
+Restart = Annotated[
+    float,
+    typer.Option(
+        "--restart",
+        metavar="TIME",
+        parser=_start,
+        show_default="1min",
+        help="from a failure until the job reads its checkpoint; to read it comes beside",
+    ),
+]
+StorageRate = Annotated[
+    float | None,
+    typer.Option(
+        "--storage",
+        metavar="RATE",
+        parser=options.read_bandwidth,
+        help="at which storage takes a checkpoint, fsync and all, and gives it back [what a device file says of its "
+        "disk]",
+    ),
+]
+Shape = Annotated[
+    float,
+    typer.Option(
+        "--shape",
+        metavar="NUMBER",
+        parser=_shape,
+        show_default="1",
+        help="of the Weibull distribution of the times between failures: 1: at random; 0.7: one soon follows another",
+    ),
+]
+Every = Annotated[
+    list[float] | None,
+    typer.Option(
+        "--every",
+        metavar="TIME",
+        parser=_time,
+        help="show synchronous checkpoints so far apart, too, such as 1h; may be repeated",
+    ),
+]
+Runs = Annotated[int, typer.Option("--runs", metavar="N", min=1, help="how many are simulated")]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="of the failures' times")]
+
+
+def _storage(device: Device | None, asked: float | None) -> Storage:
+    """What checkpoints are written to.
+
+    Args:
+        device: None: a plan file's, which says its name alone, or one that is yet to be measured, without its disk.
+
+    Raises:
+        typer.BadParameter: neither the user nor the device says it.
+    """
+    from checkflow.simulate.strategies import Storage
+
+    if asked is not None:
+        return Storage(asked, asked)
+    if device is None or device.disk_write_bytes_per_second is None:
+        raise typer.BadParameter(
+            "how fast is storage? --storage RATE says it, such as 1GB/s; of a MODEL, --device FILE with a file that "
+            "checkflow probe -o FILE has made does, too"
+        )
+    write = device.disk_write_bytes_per_second
+    return Storage(write, device.disk_read_bytes_per_second or write)
+
+
+def _read_plan(file: str) -> Plan:
+    from checkflow.core import plan as plans
+    from checkflow.planner.schedule.replay import check_plan
+
+    plan = plans.load(file)
+    check_plan(plan)
+    return plan
+
+
+def _device_limit_bytes(plan: Plan) -> int | None:
+    """What a job may use of a plan's device; None: nobody knows it."""
+    from checkflow.core.device import find_device, usable_bytes
+
+    try:
+        return usable_bytes(find_device(plan.fingerprint.device).memory_bytes)
+    except CheckflowError:  # a device file's
+        return None
+
+
+def simulate(
+    context: typer.Context,
+    subject: Annotated[str, typer.Argument(metavar="MODEL|PLAN", help="a model, or a plan file (.json)")],
+    mtbf: Mtbf,
+    duration: Duration = 30 * 86400.0,
+    restart: Restart = 60.0,
+    storage: StorageRate = None,
+    shape: Shape = 1.0,
+    every: Every = None,
+    runs: Runs = 1000,
+    seed: Seed = 0,
+    batch_size: options.BatchSize = None,
+    settings: options.Settings = None,
+    optimizer: options.OptimizerOption = None,
+    device: options.DeviceOption = "RTX 3090",
+    bandwidth: options.Bandwidth = None,
+    link_share: options.LinkShare = 1.0,
+    memory_limit: options.MemoryLimit = None,
+    policy: options.PolicyOption = PolicyName.DIRECT,
+    granularity: options.GranularityOption = GranularityName.SEGMENT,
+    max_interval: options.MaxInterval = None,
+    overhead: options.Overhead = 0.035,
+    as_json: options.Json = False,
+) -> int:
+    """Simulate long training with failures: what is left of its time under each way of making checkpoints.
+
+    Synchronous checkpoints, CheckFreq's, and checkflow's by a plan; all meet the same failures. A plan file brings its
+    own device and link.
+    """
+    from checkflow.cli.tables import simulation as report_simulation
+    from checkflow.simulate.simulation import Failures, check_size, simulate_failures
+    from checkflow.simulate.strategies import restore_seconds, ways_of
+
+    of_plan = subject.endswith(".json")
+    if of_plan:
+        options.refuse_given(
+            context, besides=("subject", "memory_limit", *OF_FAILURES), why="a plan file brings its own"
+        )
+    try:
+        check_size(mtbf, duration, runs)
+    except PlanError as error:
+        raise typer.BadParameter(str(error)) from None
+    known = None if of_plan or device == options.AUTO else cli_ask.device_of(device)
+    written_to = _storage(known, storage)
+    if of_plan:
+        plan = _read_plan(subject)
+        limit_bytes = _device_limit_bytes(plan) if memory_limit is None else memory_limit
+    else:
+        chosen = known or cli_ask.device_of(device)
+        request = cli_ask.request_of(
+            chosen,
+            bandwidth,
+            memory_limit,
+            link_share,
+            policy=policy.value,
+            max_interval=max_interval,
+            overhead=overhead,
+        )
+        limit_bytes = request.memory_limit_bytes
+        asked = cli_ask.subject_of(subject, batch_size, settings, optimizer)
+        planned = cli_ask.planner_for(device)(asked, chosen, request, granularity)
+        if planned.outcome.plan is None:
+            if as_json:
+                print_json(report_simulation.no_simulation_json(planned))
+            complain(planned.outcome.explanation)
+            return INFEASIBLE
+        plan = planned.outcome.plan
+    failures = Failures(mtbf, restart + restore_seconds(plan, written_to), shape)
+    ways = ways_of(
+        plan,
+        written_to,
+        mtbf_seconds=mtbf,
+        overhead=overhead,
+        memory_limit_bytes=limit_bytes,
+        every_seconds=every or (),
+    )
+    with working("simulating failures"):
+        found = simulate_failures(ways.ways, plan.timeline.iteration_seconds, failures, duration, runs=runs, seed=seed)
+    given = report_simulation.Given(plan, written_to, overhead, limit_bytes, ways.left_out)
+    if as_json:
+        print_json(report_simulation.simulation_json(given, found))
+    else:
+        print_parts(report_simulation.simulation_tables(given, found))
+    return FOUND

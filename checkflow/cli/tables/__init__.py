@@ -1,0 +1,1 @@
+"""What commands print: data -> tables and JSON."""

@@ -1,0 +1,185 @@
+"""What ``checkflow ls``, ``verify``, ``diff`` and ``import`` print."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from checkflow.core.device import format_size
+
+if TYPE_CHECKING:
+    from checkflow.runtime.inspect import Changed, Differences, Listed, Verified
+    from checkflow.runtime.running import Running
+    from checkflow.runtime.weights.importer import Imported
+
+MOST_ROWS = 30  # of what differs, in a table
+MOST_NAMES = 8  # in a line
+TIER = "storage"  # what is in host memory is no checkpoint yet
+
+
+def listed_json(
+    directory: str, listed: Sequence[Listed], running: Running | None = None, left: int | None = None
+) -> dict[str, Any]:
+    """The object that ``checkflow ls --json`` prints; ``left``: the step that a dead run has left in host memory."""
+    return {
+        "directory": str(directory),
+        "running": None if running is None else asdict(running),
+        "left_in_memory": left,
+        "entries": [{**asdict(one), "path": str(one.path), "tier": TIER, "valid": not one.fault} for one in listed],
+    }
+
+
+def listed_tables(
+    directory: str, listed: Sequence[Listed], running: Running | None = None, left: int | None = None
+) -> Iterable[Table | str]:
+    """What a running job has in memory, or a dead one left there, checkpoints, then what else lies beside them."""
+    if running is not None:
+        age = _age(time.time() - running.written_unix_seconds)
+        memory = "nothing yet" if running.memory_step is None else f"step {running.memory_step}"
+        yield f"a job runs here; memory: {memory}, by its report of {age} ago"
+    if left is not None:
+        yield f"step {left} lies in this machine's memory, where a job left it that died; the next one here saves it"
+    checkpoints = [one for one in listed if one.kind == "checkpoint"]
+    others = [one for one in listed if one.kind != "checkpoint"]
+    if not listed:
+        yield f"{directory} holds no checkpoint"
+        return
+    table = Table(title=f"checkpoints in {directory}, {format_size(sum(one.size_bytes for one in checkpoints))} in all")
+    table.title_justify = "left"
+    for column in ("step", "epoch", "size", "tensors", "age"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("tier", no_wrap=True)
+    measured = any(one.metrics for one in checkpoints)
+    if measured:
+        table.add_column("metrics", overflow="fold")
+    faulty = any(one.fault for one in checkpoints)
+    if faulty:
+        table.add_column("", overflow="fold")
+    now = time.time()
+    for one in checkpoints:
+        age = "-" if one.created_unix_seconds is None else _age(now - one.created_unix_seconds)
+        table.add_row(
+            str(one.step), _epoch(one), format_size(one.size_bytes), _or_dash(one.tensors), age, TIER,
+            *([_metrics(one)] if measured else []),
+            *([f"cannot be restored: {one.fault}" if one.fault else ""] if faulty else []),
+        )  # fmt: skip
+    yield table
+    words = {
+        "broken": "damaged, set aside by a restore",
+        "superseded": "later than the step from which a run was told to go on",
+        "leftover": "being written, or left by a run that was killed: the next run removes it",
+    }
+    for one in others:
+        yield f"{one.path.name}: {format_size(one.size_bytes)}; {words[one.kind]}"
+
+
+def imported_json(done: Imported) -> dict[str, Any]:
+    """The object that ``checkflow import --json`` prints."""
+    return {**asdict(done), "path": str(done.path)}
+
+
+def imported_lines(done: Imported) -> Iterable[str]:
+    """What was made, what a job makes of it, and what was left."""
+    yield f"{done.source} ({done.form}) imported as {done.path}: {done.tensors} tensors, {format_size(done.size_bytes)}"
+    if done.left_out:
+        names = ", ".join(done.left_out[:MOST_NAMES]) + (", …" if len(done.left_out) > MOST_NAMES else "")
+        yield f"left out, as no weights of this model: {names}"
+    yield "weights alone: from it a job begins anew with its optimizer, schedulers, data and random numbers"
+    if done.newest != done.step:
+        yield f'resume="auto" goes on from step {done.newest}, the newest: pass resume={done.step} to begin from this'
+
+
+def _epoch(one: Listed) -> str:
+    return f"{one.epoch}{', its end' if one.epoch_end else ''}" if one.epoch is not None else "-"
+
+
+def _metrics(one: Listed) -> str:
+    told = ", ".join(
+        f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}" for name, value in one.metrics.items()
+    )
+    return f"{told} (the best)" if one.best else told
+
+
+def _or_dash(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def _age(seconds: float) -> str:
+    for name, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {name}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def verified_json(verified: Sequence[Verified]) -> dict[str, Any]:
+    """The object that ``checkflow verify --json`` prints."""
+    return {"checkpoints": [{**asdict(one), "path": str(one.path), "valid": not one.fault} for one in verified]}
+
+
+def verified_lines(verified: Sequence[Verified]) -> Iterable[str]:
+    """A line for each."""
+    for one in verified:
+        outcome = one.fault if one.fault else "whole, every checksum fits"
+        yield f"{one.path.name}: {format_size(one.size_bytes)}; {outcome}"
+
+
+def differences_json(found: Differences) -> dict[str, Any]:
+    """The object that ``checkflow diff --json`` prints."""
+    return {
+        "first": str(found.first),
+        "second": str(found.second),
+        "compared": found.compared,
+        "tensors": [asdict(one) for one in found.tensors],
+        "extra": [{"where": where, "first": first, "second": second} for where, first, second in found.extra],
+    }
+
+
+def differences_tables(found: Differences) -> Iterable[Table | str]:
+    """Tensors, those that changed most first, then everything else."""
+    yield (
+        f"{found.first} and {found.second}: {len(found.tensors)} of {found.compared} tensors differ, "
+        f"{len(found.extra)} other values"
+    )
+    if found.tensors:
+        table = Table(title="tensors", title_justify="left")
+        table.add_column("tensor", overflow="fold")
+        for column in ("type", "elements that differ", "largest change"):
+            table.add_column(column, justify="right")
+        ordered = sorted(found.tensors, key=_rank)
+        for one in ordered[:MOST_ROWS]:
+            table.add_row(one.name, *_change(one))
+        yield table
+        yield from _more(len(ordered))
+    if found.extra:
+        table = Table(title="everything else", title_justify="left")
+        for column in ("where", "first", "second"):
+            table.add_column(column, overflow="fold")
+        for row in found.extra[:MOST_ROWS]:
+            table.add_row(*row)
+        yield table
+        yield from _more(len(found.extra))
+
+
+def _rank(one: Changed) -> tuple[bool, bool, float, str]:
+    """Other types and missing ones first, counters last; those between by their largest change."""
+    counts = (one.first or "").startswith(("int", "uint", "bool")) or (one.first or "").endswith("[]")
+    return one.differing is not None, counts, -(one.largest or 0.0), one.name
+
+
+def _change(one: Changed) -> tuple[str, str, str]:
+    if one.first is None or one.second is None:
+        where = "first" if one.second is None else "second"
+        return one.first or one.second or "-", f"only in the {where}", "-"
+    if one.differing is None:
+        return f"{one.first}, then {one.second}", "-", "-"
+    largest = "-" if one.largest is None else f"{one.largest:.3g}"
+    return one.first, f"{one.differing} of {one.elements}", largest
+
+
+def _more(rows: int) -> Iterable[str]:
+    if rows > MOST_ROWS:
+        yield f"and {rows - MOST_ROWS} more: --json names all"

@@ -1,0 +1,150 @@
+"""``checkflow torture``: the promise, tried on a user's own job and file system."""
+
+from __future__ import annotations
+
+import os
+import random
+import shlex
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from checkflow.cli import options
+from checkflow.cli.console import complain, print_json, print_parts, working
+
+if TYPE_CHECKING:
+    from checkflow.torture.campaign import Torture
+
+LOST, UNTRIED = 3, 4
+
+
+def _share(text: str | float) -> float:
+    try:
+        share = float(text)  # the default comes here too, as a number
+    except ValueError:
+        raise typer.BadParameter(f"not a share: {text!r} (write it like 0.2)") from None
+    if not 0 <= share <= 1:
+        raise typer.BadParameter(f"a share of the kills is from 0 to 1, not {text}")
+    return share
+
+
+def _seconds(text: str | float) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise typer.BadParameter(f"not a number of seconds: {text!r}") from None
+    if not 0 < seconds < float("inf"):  # NaN neither
+        raise typer.BadParameter(f"a number of seconds above 0, not {text}")
+    return seconds
+
+
+def torture(
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="after --: starts the job, again and again")],
+    directory: Annotated[
+        Path | None,
+        typer.Option("--directory", metavar="DIR", help="of its checkpoints [the one whose lock the job holds]"),
+    ] = None,
+    kills: Annotated[int, typer.Option("--kills", metavar="N", min=1, help="how many")] = 20,
+    seconds: Annotated[
+        float | None,
+        typer.Option("--seconds", metavar="S", parser=_seconds, help="kill no more after this time [no limit]"),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", metavar="N", help="of what is drawn by lot [a new one, printed]")
+    ] = None,
+    patience: Annotated[
+        float,
+        typer.Option(
+            "--patience",
+            metavar="S",
+            parser=_seconds,
+            show_default="120",
+            help="seconds without a checkpoint and without an end: then the job is said to hang",
+        ),
+    ] = 120.0,
+    children: Annotated[
+        float,
+        typer.Option(
+            "--children",
+            metavar="SHARE",
+            parser=_share,
+            show_default="0.2",
+            help="of the kills, that meet a process which the trainer has started, such as a loader's worker",
+        ),
+    ] = 0.2,
+    terms: Annotated[
+        float,
+        typer.Option(
+            "--terms",
+            metavar="SHARE",
+            parser=_share,
+            show_default="0",
+            help="of the kills, that are SIGTERM: preemption",
+        ),
+    ] = 0.0,
+    log: Annotated[
+        Path | None, typer.Option("--log", metavar="FILE", help="append what the job says to this file [thrown away]")
+    ] = None,
+    as_json: options.Json = False,
+) -> int:
+    """Kill a training job at random moments, start it again each time, and see that nothing is lost.
+
+    For a job that goes on by itself when it is started again. Its checkpoints are read, and nothing of them is changed;
+    the job goes on training in them. Exit codes: 0 nothing lost, 3 something was lost or damaged, 4 the job could not
+    be tried, or not as often as asked.
+    """
+    if shutil.which(command[0]) is None:
+        there = command[0] and os.path.lexists(command[0])
+        fault = f"{command[0]} is no program that can be run" if there else f"no command {shlex.quote(command[0])}"
+        raise typer.BadParameter(fault, param_hint="COMMAND")
+    if directory is not None and directory.exists() and not directory.is_dir():
+        raise typer.BadParameter(f"{directory} is no directory", param_hint="--directory")
+    chosen = random.SystemRandom().randrange(2**32) if seed is None else seed
+    with tempfile.TemporaryDirectory(prefix="checkflow-torture-") as folder:
+        said = Path(folder) / "log" if log is None else log
+        return _try(command, directory, kills, seconds, chosen, patience, children, terms, said, as_json=as_json)
+
+
+def _try(
+    command: list[str],
+    directory: Path | None,
+    kills: int,
+    seconds: float | None,
+    seed: int,
+    patience: float,
+    children: float,
+    terms: float,
+    log: Path,
+    *,
+    as_json: bool,
+) -> int:
+    from checkflow.torture.campaign import Request, Torture
+
+    home = None if directory is None else Path(os.path.abspath(directory))
+    request = Request(tuple(command), home, kills, seconds, seed, patience, terms, children, log)
+    torture = Torture(request)
+    try:
+        with working("torturing") as torture.say:
+            torture.run()
+    except BaseException:  # Ctrl-C, or an error of this side: what was tried so far is told all the same
+        if torture.lives or as_json:
+            _tell(torture, as_json=as_json)
+        raise
+    _tell(torture, as_json=as_json)
+    for problem in torture.problems:
+        complain(f"{problem.promise}: {problem.text}")
+    if torture.untried is not None:
+        complain(torture.untried)
+    return LOST if torture.problems else UNTRIED if torture.untried is not None else 0
+
+
+def _tell(torture: Torture, *, as_json: bool) -> None:
+    from checkflow.cli.tables import torture as report_torture
+
+    if as_json:
+        print_json(report_torture.torture_json(torture))
+    else:
+        print_parts(report_torture.torture_tables(torture))

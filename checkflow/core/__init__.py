@@ -1,0 +1,1 @@
+"""Types that both wings speak; imports nothing else of checkflow."""

@@ -1,0 +1,214 @@
+"""Regions: the modules that run inside code which torch.compile or torch.jit made, and the anchor before each.
+
+Inside of a region no hook is of use. One that is there when the code is made becomes part of it, and its effects come
+when the region has run; one that comes later never fires. What a region writes, it may write at any time in it. So a
+region has one anchor, in uncompiled code around it, which has the name of the outermost module that is compiled:
+
+- ``torch.compile(module)`` gives a wrapper, whose own hooks run before the compiled code;
+- ``module.compile()`` takes the module's hooks into the compiled code: the anchor goes around the call itself;
+- ``module.forward = torch.compile(module.forward)``, or a compiled ``forward`` of its class, leaves its hooks outside.
+- modules that torch.jit scripted or traced call each other without hooks; those of the outermost one run before it.
+
+Functions that are compiled (a loss, a whole training step) call modules which do not know of it: no region is found.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+from checkflow.core.state import clean_key
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Before = Callable[..., None]
+After = Callable[[nn.Module, Any, Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Modules that run inside one compiled call."""
+
+    name: str  # of the outermost one, "<model>/<path>", and of the anchor before it
+    entry: nn.Module | None  # what uncompiled code calls; None: the class itself is compiled, and no anchor can hang
+
+
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """The function as torch must not compile it, nor what it calls: compiled code is left for it."""
+    wrapped: Callable[P, R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return wrapped
+
+
+def anything_compiled() -> bool:
+    """Whether torch has compiled code in this process, which may have passed hooks by."""
+    compiler = sys.modules.get("torch._dynamo.convert_frame")
+    return compiler is not None and bool(getattr(compiler, "FRAME_COUNTER", True))
+
+
+def while_compiling(function: Callable[[], bool]) -> Callable[[], bool]:
+    """The function as torch calls it when it compiles a call of it: once, ahead of the code, which has the result."""
+    marked: Callable[[], bool] = torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
+    return marked
+
+
+def compiled_regions(models: Mapping[str, nn.Module]) -> dict[str, Region]:
+    """The region of each module that runs inside of one, by name as in :func:`checkflow.core.state.module_names`."""
+    found: dict[str, Region] = {}
+    seen: set[int] = set()
+    for owner, model in models.items():
+        for name, module, region in _walk(model, owner, "", None):
+            if id(module) not in seen:
+                seen.add(id(module))
+                if region is not None:
+                    found[name] = region
+    return found
+
+
+def _walk(
+    module: nn.Module, owner: str, path: str, region: Region | None
+) -> Iterator[tuple[str, nn.Module, Region | None]]:
+    """Every module below this one, in the order of ``named_modules``, with the outermost region around it."""
+    name = f"{owner}/{clean_key(path)}"
+    if region is None and _is_compiled(module):
+        region = Region(name, None if _class_is_compiled(module) else module)
+    inner = _inside_wrapper(module, top=not path)
+    if inner is not None:
+        yield from _walk(inner, owner, path, region)
+        return
+    yield name, module, region
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, owner, f"{path}.{key}" if path else key, region)
+
+
+def _inside_wrapper(module: nn.Module, *, top: bool) -> nn.Module | None:
+    """The module inside a wrapper of torch.compile, or of DataParallel around a whole model."""
+    if top and isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        inner: nn.Module = module.module
+        return inner
+    if type(module).__name__ == "OptimizedModule":  # by name: its class lives in torch._dynamo, which is slow to import
+        return module._modules["_orig_mod"]
+    return None
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    if type(module).__name__ == "OptimizedModule":
+        # torch.compiler.disable(module) gives such a wrapper too, and runs what is inside of it eagerly.
+        return type(module.__dict__.get("dynamo_ctx")).__name__ != "DisableContext"
+    return (
+        isinstance(module, torch.jit.ScriptModule)
+        or module._compiled_call_impl is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+        or _class_is_compiled(module)
+    )
+
+
+def _class_is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` decorated the module's class, so that calling it runs hooks in compiled code."""
+    return hasattr(type(module)._call_impl, "_torchdynamo_orig_callable")
+
+
+@dataclass
+class UnseenSteps:
+    """What is known of optimizers that step in compiled code which must not be left for an anchor."""
+
+    known: bool = False  # that there is one: from when its code is compiled
+    taken: bool = False  # that it has stepped: from when its code has run
+
+
+def step_hook(reached: Callable[[Any, Any, Any], None], unseen: UnseenSteps) -> Callable[[Any, Any, Any], None]:
+    """A hook of optimizers that compiled code is left for (a graph break, beside one that torch has in its own steps).
+
+    In code that must be compiled in one piece (``fullgraph=True``), it takes note instead.
+    """
+    outside = uncompiled(reached)
+
+    @while_compiling
+    def in_one_piece() -> bool:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        translator = InstructionTranslator.current_tx()
+        whole = bool(translator.one_graph or translator.error_on_graph_break)
+        unseen.known |= whole
+        return whole
+
+    def hook(optimizer: Any, arguments: Any, keywords: Any) -> None:
+        if torch.compiler.is_dynamo_compiling() and in_one_piece():
+            unseen.taken = True  # torch does this when the compiled code has run
+        else:
+            outside(optimizer, arguments, keywords)
+
+    return hook
+
+
+@dataclass(frozen=True, slots=True)
+class Hanging:
+    """Functions that are called around a module's forward."""
+
+    remove: Callable[[], None]  # in whatever order that is done with several
+    in_place: Callable[[], bool]  # whether they still will be called
+
+
+def around_forward(
+    entry: nn.Module, before: Before, after: After | None = None, *, with_keywords: bool = False
+) -> Hanging:
+    """Have functions called around each forward of a module, outside of its compiled code, before any of its own hooks.
+
+    Args:
+        before: called with the module and its positional arguments.
+        with_keywords: ``before`` is called with the keyword arguments too.
+        after: called with the module, its arguments and None or the result, after errors too.
+    """
+    if entry._compiled_call_impl is not None:
+        return _around_call(entry, before, after, with_keywords=with_keywords)
+    # By nn.Module's own methods: scripted modules refuse theirs, and run hooks all the same where Python calls them.
+    handles = [nn.Module.register_forward_pre_hook(entry, before, prepend=True, with_kwargs=with_keywords)]
+    if after is not None:
+        handles.append(nn.Module.register_forward_hook(entry, after, always_call=True))
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return Hanging(remove, lambda: True)
+
+
+def _around_call(entry: nn.Module, before: Before, after: After | None, *, with_keywords: bool) -> Hanging:
+    """Around ``_compiled_call_impl``, which nn.Module calls in place of its hooks and forward after ``compile()``."""
+    inner = entry._compiled_call_impl
+    assert inner is not None
+    active = True
+
+    @functools.wraps(inner)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        if not active:
+            return inner(*arguments, **keywords)
+        before(entry, arguments, *((keywords,) if with_keywords else ()))
+        result = None
+        try:
+            result = inner(*arguments, **keywords)
+        finally:
+            if after is not None:
+                after(entry, arguments, result)
+        return result
+
+    def remove() -> None:
+        nonlocal active
+        active = False
+        if entry._compiled_call_impl is call:  # otherwise somebody has gone around this
+            entry._compiled_call_impl = inner
+
+    def in_place() -> bool:
+        function: Any = entry._compiled_call_impl
+        while function is not None and function is not call:
+            function = getattr(function, "__wrapped__", None)  # what somebody has gone around
+        return function is call
+
+    entry._compiled_call_impl = call
+    return Hanging(remove, in_place)

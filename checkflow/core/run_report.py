@@ -1,0 +1,384 @@
+"""The report of a run: what checkpointing did and cost, beside what the plan had promised. Pure data, and its file.
+
+``Checkpointer.report()`` gives one, as a dictionary; ``report.json`` beside the checkpoints holds those of the last
+runs. Every field is in docs/run-report.md. pydantic is imported where a file is read back, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from checkflow.core.errors import ReportError, first_fault
+from checkflow.core.graph import STRICT, Many
+from checkflow.core.plan import Plan
+from checkflow.core.small_files import check_members, read_regular
+
+FILE = "report.json"
+KEPT_RUNS = 32
+VERSION = 1
+MAX_BYTES = 1 << 22  # some forty times what KEPT_RUNS runs take
+PlanSource = Literal["given", "cache", "recorded"]
+_MOST = 1e18  # bytes, seconds and counts stay below
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTimes:
+    """Seconds of one phase, over all iterations and in one of them."""
+
+    __pydantic_config__ = STRICT
+    total_seconds: float
+    median_seconds: float | None
+    p99_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Where the time of whole iterations went; the phases' totals add up to ``iteration``'s."""
+
+    __pydantic_config__ = STRICT
+    clock: Literal["host"]  # on a GPU host times do not tell when the device did what
+    iterations: int
+    iteration: PhaseTimes
+    data: PhaseTimes
+    forward_backward: PhaseTimes
+    update: PhaseTimes
+    snapshot_wait: PhaseTimes
+    persist_wait: PhaseTimes
+    planning: PhaseTimes
+    other: PhaseTimes
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInForce:
+    """The plan that ran last, and what it promises."""
+
+    __pydantic_config__ = STRICT
+    digest: str
+    source: PlanSource
+    policy: str
+    interval: int
+    state_bytes: int
+    iteration_seconds: float
+    stall_seconds: float
+    training_peak_bytes: int
+    peak_bytes: int
+    bandwidth_bytes_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlanningReport:
+    """The search for a plan, where the job makes its own."""
+
+    __pydantic_config__ = STRICT
+    stage: str
+    seconds: float
+    failure: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class FrequencyChange:
+    """Intervals that were changed at a boundary, and why."""
+
+    __pydantic_config__ = STRICT
+    step: int
+    memory: int
+    disk: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Frequency:
+    """How often checkpoints are made, and why."""
+
+    __pydantic_config__ = STRICT
+    memory_interval: int | None
+    disk_interval: int | None
+    reason: str
+    iteration_seconds: float | None
+    baseline_seconds: float | None
+    capture_cost_seconds: float | None
+    persist_cost_seconds: float | None
+    persist_seconds: float | None
+    overhead_share: float | None
+    overhead_allowed: float
+    changes: Many[FrequencyChange]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSeconds:
+    """For how long training was held, the time outside of whole iterations included."""
+
+    __pydantic_config__ = STRICT
+    anchors: float
+    boundary: float
+    buffers: float
+    planning: float
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Bytes over the whole run."""
+
+    __pydantic_config__ = STRICT
+    state_bytes: int | None
+    captured_bytes: int
+    direct_bytes: int
+    snapshot_bytes: int
+    boundary_bytes: int
+    persisted_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewestCapture:
+    """The newest capture that has ended."""
+
+    __pydantic_config__ = STRICT
+    step: int
+    direct_bytes: int
+    snapshot_bytes: int
+    boundary_bytes: int
+    snapshot_peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidths:
+    """Bytes by the seconds in which they were really copied or written."""
+
+    __pydantic_config__ = STRICT
+    offload_seconds: float | None
+    offload_bytes_per_second: float | None
+    persist_seconds: float
+    persist_bytes_per_second: float | None
+    last_persist_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Lag:
+    """How far storage is behind host memory."""
+
+    __pydantic_config__ = STRICT
+    captured_step: int | None
+    durable_step: int | None
+    iterations: int | None
+    seconds: float | None
+    since_durable_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What is to be held against the plan's promises, since that plan runs."""
+
+    __pydantic_config__ = STRICT
+    iteration_seconds: float | None
+    stall_seconds: float | None
+    peak_bytes: int | None
+    peak_reserved_bytes: int | None
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """One run of a job. Units are in the names; null stands for what is not known, or does not exist."""
+
+    __pydantic_config__ = STRICT
+    run_id: str
+    started_unix_seconds: float
+    written_unix_seconds: float
+    closed: bool
+    model: str
+    device: str
+    iteration: int
+    resumed_from: int | None
+    replayed_iterations: int | None
+    replayed_exactly: bool
+    captures: int
+    committed: int
+    superseded: int
+    failed: int
+    last_failure: str | None
+    audited: int
+    audits_passed: int
+    breaches: int
+    checkpoint_bytes: int | None
+    plan: PlanInForce | None
+    planning: PlanningReport | None
+    frequency: Frequency
+    phases: Phases
+    held_seconds: HeldSeconds
+    longest_hold_seconds: float
+    bytes: Moved
+    newest_capture: NewestCapture | None
+    bandwidths: Bandwidths
+    lag: Lag
+    measured: Measured
+    version: Literal[1] = 1
+    best_step: int | None = None
+    reclaimed_step: int | None = None
+    memory_outlives_process: bool = False
+
+    @property
+    def held_share(self) -> float | None:
+        """The part of training's time in which checkpointing held it; None: no iteration has ended."""
+        phases = self.phases
+        whole = phases.iteration.total_seconds
+        held = phases.snapshot_wait.total_seconds + phases.persist_wait.total_seconds + phases.planning.total_seconds
+        return held / whole if whole else None
+
+
+@dataclass(frozen=True)
+class ReportFile:
+    """The last runs in one directory, the newest last."""
+
+    __pydantic_config__ = STRICT
+    format: Literal["checkflow-report"]
+    version: Literal[1]
+    runs: Many[RunReport]
+
+
+def promises_of(plan: Plan, source: PlanSource) -> PlanInForce:
+    """What a plan promises."""
+    return PlanInForce(
+        digest=plan.digest,
+        source=source,
+        policy=plan.policy,
+        interval=plan.interval,
+        state_bytes=sum(spec.size_bytes for spec in plan.fingerprint.state),
+        iteration_seconds=plan.timeline.iteration_seconds,
+        stall_seconds=plan.stall_seconds,
+        training_peak_bytes=plan.timeline.training_peak_bytes,
+        peak_bytes=plan.plan_peak_bytes,
+        bandwidth_bytes_per_second=plan.bandwidth_bytes_per_second,
+    )
+
+
+def to_dict(report: RunReport) -> dict[str, Any]:
+    """A report as JSON values."""
+    plain = dataclasses.asdict(report)
+    plain["frequency"]["changes"] = list(plain["frequency"]["changes"])
+    return plain
+
+
+def dump_run(report: RunReport) -> str:
+    """One run's line of the file."""
+    return json.dumps(to_dict(report), allow_nan=False, ensure_ascii=True)
+
+
+def dump_file(runs: Iterable[str]) -> bytes:
+    """The file, of runs that were dumped: one on a line. What it is stands first, so that nobody needs to read on."""
+    lines = ",\n".join(runs)
+    return f'{{"format": "checkflow-report", "version": {VERSION}, "runs": [\n{lines}\n]}}\n'.encode()
+
+
+def is_report(path: str | os.PathLike[str]) -> bool:
+    """Whether a file says at its beginning that it is a report; one that cannot be read is none."""
+    try:
+        head = _read(path, 64)
+    except ReportError:
+        return False
+    return head.translate(None, b" \t\r\n").startswith(b'{"format":"checkflow-report"')
+
+
+def load(path: str | os.PathLike[str]) -> tuple[RunReport, ...]:
+    """The runs of a report file, the newest last.
+
+    Raises:
+        ReportError: the file cannot be read, is damaged, or is of another version; one line with the reason.
+    """
+    return loads(_read(path, MAX_BYTES + 1), str(path))
+
+
+def loads(data: bytes, name: str) -> tuple[RunReport, ...]:
+    """The runs of a report file's content; ``name`` is the file's, for messages.
+
+    Raises:
+        ReportError: as :func:`load`.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    if len(data) > MAX_BYTES:
+        raise ReportError(f"{name} is no run report: it has more than {MAX_BYTES} bytes")
+    try:
+        plain = json.loads(data, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
+        raise ReportError(f"{name} is no run report: {_one_line(error)}") from None
+    version = plain.get("version") if isinstance(plain, dict) else None
+    if isinstance(version, int) and 0 <= version < 10**6 and version != VERSION:
+        raise ReportError(f"{name} is a report of version {version}; this checkflow reads version {VERSION}")
+    try:
+        runs: tuple[RunReport, ...] = TypeAdapter(ReportFile).validate_json(data).runs
+    except ValidationError as error:
+        raise ReportError(f"{name} is no run report: {first_fault(error)}") from None
+    for index, run in enumerate(runs):
+        if problem := _contradiction(run):
+            raise ReportError(f"{name} contradicts itself: runs.{index}.{problem}")
+    return runs
+
+
+def latest(runs: Sequence[RunReport], name: str) -> RunReport:
+    """The newest run.
+
+    Raises:
+        ReportError: there is none.
+    """
+    if not runs:
+        raise ReportError(f"{name} holds no run")
+    return runs[-1]
+
+
+def _contradiction(run: RunReport) -> str | None:
+    """What no run can have: a figure below nothing or beyond all measure, more parts than the whole."""
+    for place, number in _numbers(to_dict(run), ""):
+        if not abs(number) < _MOST:
+            return f"{place} is beyond all measure"
+        if number < 0:
+            return f"{place} is negative"
+    if run.audits_passed + run.breaches != run.audited:
+        return "audited is not audits_passed and breaches together"
+    if run.phases.iterations > run.iteration:
+        return "phases.iterations is more than the job has"
+    if run.plan is not None and run.plan.interval < 1:
+        return "plan.interval is no number of iterations"
+    whole = run.phases.iteration.total_seconds
+    parts = math.fsum(
+        getattr(run.phases, field.name).total_seconds
+        for field in dataclasses.fields(Phases)
+        if field.name not in ("clock", "iterations", "iteration")
+    )
+    if abs(parts - whole) > 1e-3 + 1e-6 * whole:
+        return "phases do not add up to the iterations' time"
+    return None
+
+
+def _numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _numbers(inner, f"{place}.{key}" if place else key)
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from _numbers(inner, f"{place}.{index}")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield place, value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    check_members(pairs)
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _read(path: str | os.PathLike[str], most_bytes: int) -> bytes:
+    try:
+        return read_regular(path, most_bytes)
+    except OSError as error:
+        raise ReportError(f"cannot read the report {path}: {error.strerror or error}") from error

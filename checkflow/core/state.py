@@ -1,0 +1,469 @@
+"""Names of state tensors, the same for the planner and the runtime.
+
+A state tensor is named ``<owner>/<key>``. The owner is the name of a model or an optimizer; the key is the model's own
+``state_dict`` key, or ``<parameter>.<state>`` for an optimizer, where ``<parameter>`` is the model's key (preceded by
+``<model>.`` where there are several models). Wrappers' prefixes ("module.", "_orig_mod.") are no part of a name.
+
+A tensor whose values lie in several dense tensors (a sparse one, a subclass that ``__tensor_flatten__`` takes apart) is
+that many state tensors, each named after the whole and its part: ``model/adjacency.indices``.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import inspect
+import itertools
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+
+from checkflow.core.errors import UnsupportedError
+from checkflow.core.graph import StateKind
+
+DEFAULT_MODEL, DEFAULT_OPTIMIZER = "model", "optimizer"
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """A live state tensor and where it was found."""
+
+    name: str
+    kind: StateKind
+    tensor: torch.Tensor
+    module: str = ""  # buffers: "<model>/<path of the owning module>"
+    whole: torch.Tensor | None = None  # what the job holds, where ``tensor`` is only a part of it
+
+    @property
+    def held(self) -> torch.Tensor:
+        """The tensor as models and optimizers know it: with its gradient, and with its identity."""
+        return self.tensor if self.whole is None else self.whole
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """All state tensors of a job, each storage region once, in naming order (models first, then optimizers)."""
+
+    tensors: tuple[StateTensor, ...]
+    ties: tuple[tuple[str, str], ...]  # (further name, name in ``tensors``)
+
+
+def as_models(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The models by name; a single one is called "model", whatever it is."""
+    return dict(model) if isinstance(model, Mapping) else {DEFAULT_MODEL: model}
+
+
+def as_optimizers(
+    optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None,
+) -> dict[str, torch.optim.Optimizer]:
+    """The optimizers by name; a single one is called "optimizer", whatever it is. Of a wrapped one, what is inside."""
+    if optimizer is None:
+        return {}
+    named = dict(optimizer) if isinstance(optimizer, Mapping) else {DEFAULT_OPTIMIZER: optimizer}
+    found = {name: unwrap_optimizer(one) for name, one in named.items()}
+    for one in found.values():
+        if isinstance(one, torch.optim.Optimizer):  # what is none is refused elsewhere
+            _have_hooks(one)
+    return found
+
+
+def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer inside wrappers that have no state of their own, as Accelerate's: torch's hooks know only that."""
+    while isinstance(optimizer, torch.optim.Optimizer):  # a scheduler has an ``optimizer`` as well
+        inner = next(filter(functools.partial(_has_state_of, optimizer), _inner_optimizers(optimizer)), None)
+        if inner is None:
+            break
+        optimizer = inner
+    return optimizer
+
+
+def _has_state_of(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> bool:
+    return inner.state is optimizer.state and inner.param_groups is optimizer.param_groups
+
+
+def _inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """Those that an optimizer holds, as wrappers do."""
+    for value in vars(optimizer).values():
+        values = value.values() if type(value) is dict else value if isinstance(value, list | tuple) else (value,)
+        yield from (one for one in values if isinstance(one, torch.optim.Optimizer) and one is not optimizer)
+
+
+def _have_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Have torch's hooks run around the step of an optimizer that did not call ``Optimizer.__init__``, which sees to
+    that. Not by its class, as there: others of it need not have what the hooks look for."""
+    step = optimizer.step
+    # Optimizer.__init__ has hooked the class's step: what the user put in its place, on this one, calls that or not.
+    if getattr(type(optimizer).step, "hooked", False) or getattr(step, "hooked", False):
+        return
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if hooks not in vars(optimizer):
+            setattr(optimizer, hooks, collections.OrderedDict())
+
+    def unhooked(_: torch.optim.Optimizer, *arguments: Any, **keywords: Any) -> Any:
+        return step(*arguments, **keywords)
+
+    hooked = torch.optim.Optimizer.profile_hook_step(functools.update_wrapper(unhooked, step))
+    vars(hooked)["hooked"] = True
+    optimizer.step = types.MethodType(hooked, optimizer)  # type: ignore[method-assign]
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's module inside DistributedDataParallel, DataParallel and torch.compile wrappers."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif "_orig_mod" in (modules := model.__dict__.get("_modules", {})):  # a scripted module's is no dict
+            model = modules["_orig_mod"]
+        else:
+            return model
+
+
+def clean_key(key: str) -> str:
+    """A qualified name without the "_orig_mod" that torch.compile puts around inner modules."""
+    return ".".join(part for part in key.split(".") if part != "_orig_mod")
+
+
+def module_names(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """("<model>/<module path>", module) for every module, each once, under its first name."""
+    seen: set[int] = set()
+    for owner, model in models.items():
+        for path, module in unwrap(model).named_modules():
+            if id(module) not in seen and type(module).__name__ != "OptimizedModule":
+                seen.add(id(module))
+                yield f"{owner}/{clean_key(path)}", module
+
+
+class Region(NamedTuple):
+    """What makes two tensors the same values in the same memory (real and fake tensors alike)."""
+
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    lazy: tuple[bool, bool]  # whether the values are the memory's conjugates, its negatives
+
+
+def region(tensor: torch.Tensor) -> Region:
+    """The region of a dense tensor."""
+    return Region(
+        tensor.untyped_storage()._cdata,
+        int(tensor.storage_offset()),
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        tensor.dtype,
+        (tensor.is_conj(), tensor.is_neg()),
+    )
+
+
+_PLAIN_TYPES = (torch.Tensor, nn.Parameter)
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def is_composite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no memory of its own: its values lie in other tensors."""
+    if type(tensor) in _PLAIN_TYPES:  # nearly all, and this is asked for every tensor of every operator
+        return tensor.layout in _SPARSE_PARTS
+    return tensor.layout in _SPARSE_PARTS or is_traceable_wrapper_subclass(tensor)
+
+
+def dense_parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The dense tensors whose memory holds a tensor's values, each with what its name has beyond the tensor's."""
+    if is_traceable_wrapper_subclass(tensor):  # jagged tensors are such subclasses, too
+        for attribute in tensor.__tensor_flatten__()[0]:
+            for suffix, part in dense_parts(getattr(tensor, attribute)):
+                yield f".{attribute}{suffix}", part
+    elif tensor.layout in _SPARSE_PARTS:
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():  # a look is no operator
+            parts = [(name, getattr(tensor, name)()) for name in _SPARSE_PARTS[tensor.layout]]
+        yield from ((f".{name.removeprefix('_')}", part) for name, part in parts)
+    else:
+        yield "", tensor
+
+
+def with_shapes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors whose shapes tell what a tensor is like: of a nested one, whose own is none, the flat ones inside."""
+    if not tensor.is_nested:
+        return (tensor,)
+    with _disable_current_modes(), torch.no_grad():  # a look is no operator
+        inside: Any = tensor
+        return (inside.values(), inside.offsets()) if tensor.layout is torch.jagged else (inside.values(),)
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as files name it: "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The dimensions in the order in which memory runs through them, outermost first; None if the tensor is not dense.
+
+    A contiguous tensor has (0, 1, 2, …), a channels_last one (0, 2, 3, 1).
+    """
+    # Dimensions of size 1 may carry any stride, and so stand anywhere in the order.
+    strides = tensor.stride()
+    order = sorted((d for d in range(tensor.dim()) if tensor.shape[d] != 1), key=lambda d: -strides[d])
+    expected = 1
+    for d in reversed(order):
+        if strides[d] != expected:
+            return None
+        expected *= tensor.shape[d]
+    if order == sorted(order):
+        return tuple(range(tensor.dim()))
+    return (*(d for d in range(tensor.dim()) if tensor.shape[d] == 1), *order)
+
+
+def _model_tensors(owner: str, model: nn.Module) -> Iterator[StateTensor]:
+    for path, module in unwrap(model).named_modules(remove_duplicate=False):
+        prefix = clean_key(path) + "." if clean_key(path) else ""
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                yield StateTensor(f"{owner}/{prefix}{key}", "parameter", parameter)
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield StateTensor(f"{owner}/{prefix}{key}", "buffer", buffer, f"{owner}/{clean_key(path)}")
+
+
+def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
+    """Maps ``id(parameter)`` to the name of its optimizer state: the model's key, or "<model>.<key>" for several."""
+    names: dict[int, str] = {}
+    for owner, model in models.items():
+        for found in _model_tensors(owner, model):
+            if found.kind == "parameter":
+                name = found.name.partition("/")[2]
+                names.setdefault(id(found.tensor), name if len(models) == 1 else f"{owner}.{name}")
+    return names
+
+
+def parameter_paths(models: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
+    """Maps "<model>/<parameter>" to the parameter, ties under each of their names."""
+    return {
+        found.name: found.tensor
+        for owner, model in models.items()
+        for found in _model_tensors(owner, model)
+        if found.kind == "parameter"
+    }
+
+
+def optimizer_parameters(
+    models: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, parameter) of everything an optimizer updates; a parameter of no model is "group<g>.param<i>"."""
+    names = parameter_names(models)
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            yield names.get(id(parameter), f"group{g}.param{i}"), parameter
+
+
+def _optimizer_tensors(owner: str, models: Mapping[str, nn.Module], optimizer: Any) -> Iterator[StateTensor]:
+    known = parameter_names(models)
+    for name, parameter in optimizer_parameters(models, optimizer):
+        if id(parameter) not in known:
+            yield StateTensor(f"{owner}/{name}", "parameter", parameter)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                yield StateTensor(f"{owner}/{name}.{key}", "optimizer", value)
+
+
+def held_tensors(
+    models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
+) -> Iterator[StateTensor]:
+    """Every state tensor under each of its names, as models and optimizers hold it: ties too, and none in parts."""
+    for owner, model in models.items():
+        yield from _model_tensors(owner, model)
+    for owner, optimizer in optimizers.items():
+        yield from _optimizer_tensors(owner, models, optimizer)
+
+
+def collect_state(models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]) -> TrainingState:
+    """Every state tensor as it is now: persistent buffers and parameters, then optimizer state that exists.
+
+    Raises:
+        UnsupportedError: a model and an optimizer share a name, or a tensor has no dense memory of its own
+            (an expanded tensor, one that overlaps another without being the same region, one without values).
+    """
+    if clash := set(models) & set(optimizers):
+        raise UnsupportedError(f"a model and an optimizer are both named {sorted(clash)[0]}: give one another name")
+    items = list(itertools.chain.from_iterable(map(_in_parts, held_tensors(models, optimizers))))
+    storages = [item.tensor.untyped_storage()._cdata for item in items]
+    tensors_of = collections.Counter(storages)
+    first: dict[Region, str] = {}
+    unique, places, ties = [], [], []
+    for item, storage in zip(items, storages, strict=True):
+        if tensors_of[storage] == 1:  # nearly all: what is alone in its memory is no other's tie, and overlaps none
+            unique.append(item)
+            continue
+        here = region(item.tensor)
+        if here in first and item.tensor.numel():
+            ties.append((item.name, first[here]))
+        else:
+            first[here] = item.name
+            unique.append(item)
+            places.append((item, here))
+    _refuse_overlap(places)
+    return TrainingState(tuple(unique), tuple(ties))
+
+
+def _in_parts(item: StateTensor) -> Iterator[StateTensor]:
+    """A state tensor as the dense tensors that hold it.
+
+    Raises:
+        UnsupportedError: there are none such.
+    """
+    tensor = item.tensor
+    if type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_nested:  # nearly all
+        _refuse_memory(item.name, tensor)
+        yield item
+        return
+    if is_lazy(tensor):
+        raise UnsupportedError(
+            f"state tensor {item.name} has no shape yet: run the model once on a batch first, as lazy modules need"
+        )
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(tensor, distributed.DTensor):
+        raise UnsupportedError(
+            f"state tensor {item.name} is a DTensor: this version checkpoints the whole tensors of one process"
+        )
+    if tensor.is_nested and not is_traceable_wrapper_subclass(tensor):
+        raise UnsupportedError(
+            f"state tensor {item.name} is a nested tensor of strided layout: make it with layout=torch.jagged"
+        )
+    if item.kind == "optimizer" and tensor.layout in _SPARSE_PARTS:
+        raise UnsupportedError(
+            f"state tensor {item.name} is sparse and grows with the rows that gradients touch: choose an optimizer "
+            "whose state is dense, such as torch.optim.SparseAdam"
+        )
+    if not is_composite(tensor):
+        _refuse_memory(item.name, tensor)
+        yield item
+        return
+    for suffix, part in dense_parts(tensor):
+        _refuse_memory(item.name + suffix, part)
+        yield replace(item, name=item.name + suffix, tensor=part, whole=tensor)
+
+
+def _refuse_memory(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise UnsupportedError(f"state tensor {name} is {tensor.layout}: make it dense with .to_dense()")
+    if tensor.is_quantized:
+        raise UnsupportedError(
+            f"state tensor {name} is quantized ({tensor.dtype}), which no safetensors file can hold: keep its "
+            ".int_repr(), scale and zero point instead"
+        )
+    if not tensor.is_contiguous() and tensor.numel() and memory_order(tensor) is None:
+        raise UnsupportedError(f"state tensor {name} is expanded or has gaps in memory: call .contiguous() on it")
+
+
+def _refuse_overlap(places: list[tuple[StateTensor, Region]]) -> None:
+    """The ranges that tensors fill of their storages must be disjoint."""
+    ranges: dict[int, list[tuple[int, int, str]]] = {}
+    for item, place in places:
+        if size_bytes := item.tensor.nbytes:
+            begin = place.offset * item.tensor.element_size()
+            ranges.setdefault(place.storage, []).append((begin, begin + size_bytes, item.name))
+    for spans in ranges.values():
+        if len(spans) == 1:
+            continue
+        spans.sort()
+        for (_, end, one), (begin, _, other) in itertools.pairwise(spans):
+            if begin < end:
+                raise UnsupportedError(
+                    f"state tensors {one} and {other} overlap in memory without being the same: make one of them a "
+                    ".clone(), or a buffer with persistent=False"
+                )
+
+
+def refuse_closures(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    """Refuse optimizers that cannot step without a closure, as LBFGS.
+
+    Raises:
+        UnsupportedError: there is one; it is named.
+    """
+    for name, optimizer in optimizers.items():
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise UnsupportedError(
+                f"optimizer {name} is {type(optimizer).__name__}, which cannot step without a closure that runs "
+                "forward again inside the step: choose an optimizer that can"
+            )
+
+
+def refuse_hidden_state(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    """Refuse wrappers around optimizers whose state is another one than their own, and in no checkpoint therefore.
+
+    Raises:
+        UnsupportedError: there is one, and the optimizer inside was not given as well; both are named.
+    """
+    given = set(map(id, optimizers.values()))
+    for name, optimizer in optimizers.items():
+        updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for inner in _inner_optimizers(optimizer):
+            shared = any(id(parameter) in updated for group in inner.param_groups for parameter in group["params"])
+            if shared and inner.state is not optimizer.state and id(inner) not in given:
+                raise UnsupportedError(
+                    f"optimizer {name} is {type(optimizer).__name__} around {type(inner).__name__}, whose state is in "
+                    "no checkpoint: pass that one too, in a dict of both by name, or that one alone where the outer "
+                    "one keeps nothing"
+                )
+
+
+def training_device(models: Mapping[str, nn.Module]) -> torch.device:
+    """Where a job trains: the device that its first parameter on an accelerator lies on, else the CPU."""
+    devices = (parameter.device for model in models.values() for parameter in model.parameters())
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def optimizer_implementation(optimizer: torch.optim.Optimizer, device_type: str) -> str:
+    """Class and implementation of an optimizer, such as "Adam foreach": what decides which operators update the state.
+
+    Args:
+        device_type: where the parameters lie ("cuda", "cpu"). torch chooses foreach by default on CUDA only, and not
+            for a learning rate in a tensor (unless capturable) or a differentiable step.
+    """
+    kind = type(optimizer).__name__
+    names = set()
+    for fused, capturable, differentiable, foreach, tensor_rate in implementation_options(optimizer):
+        usual = device_type == "cuda" and (capturable or not tensor_rate) and not differentiable and foreach is None
+        names.add(("fused" if fused else "foreach" if foreach or usual else "for-loop") + (" capturable" * capturable))
+    return " ".join([kind, *sorted(names)])
+
+
+def implementation_options(optimizer: torch.optim.Optimizer) -> list[tuple[bool, bool, bool, bool | None, bool]]:
+    """What :func:`optimizer_implementation` goes by, of each group: fused, capturable, differentiable, foreach (None:
+    as torch chooses) and whether the learning rate is a tensor. Cheap to compare at each boundary."""
+    return [
+        (
+            bool(group.get("fused")), bool(group.get("capturable")), bool(group.get("differentiable")),
+            group.get("foreach", False), isinstance(group.get("lr"), torch.Tensor),
+        )
+        for group in optimizer.param_groups
+    ]  # fmt: skip
+
+
+def host_counters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """On the CPU, the state of no dimension that counts as lying in host memory: step counters and their like.
+
+    All but capturable and fused optimizers keep most of these there whatever the device: they are copied at the
+    boundary, and are no part of device memory.
+    """
+    for group in optimizer.param_groups:
+        if group.get("capturable") or group.get("fused"):
+            continue
+        for parameter in group["params"]:
+            for value in optimizer.state.get(parameter, {}).values():
+                if isinstance(value, torch.Tensor) and value.dim() == 0:
+                    yield value

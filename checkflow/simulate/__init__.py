@@ -1,0 +1,1 @@
+"""Failures, simulated under several strategies."""

@@ -1,0 +1,1 @@
+"""Kill a user's own job and check what is left."""

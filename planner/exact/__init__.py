@@ -1,0 +1,1 @@
+"""Closed rules and bounds; the whole-unit problem."""

@@ -1,0 +1,191 @@
+"""Problem: what all formulations schedule, in whole units; Flow: how many units move when.
+
+All state is one string of bytes, in the order in which it is first written (then by name): the bytes that must be safe
+first come first, and whatever moves next is the next piece of the string. It is cut into units, so that solvers see
+small whole numbers; a unit is due with its first byte. Both roundings act on running sums (of state and of link
+capacity), so that all of them together lose less than two units of state and one of link. The unit that may
+be partly filled is the first: it leaves first, so it is counted whole in a peak only if the peak comes before that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+
+from checkflow.core.device import MOST_BYTES
+from checkflow.core.errors import PlanError
+from checkflow.core.timeline import Timeline, check_timeline
+
+SMALLEST_UNIT_BYTES = 512  # what CUDA allocators hand out
+MOST_UNITS = 2**24  # whole numbers up to here survive every solver's text files and tolerances
+
+
+Array = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """A problem's numbers, one entry a step, and the stretches from deadline to deadline."""
+
+    live_bytes: Array
+    due: Array
+    reached: Array
+    starts: Array  # the first step of each stretch; the first stretch begins with the problem
+    stretch: Array  # the stretch that each step lies in
+
+    @property
+    def late(self) -> Array:
+        """What cannot have left live state by the end of each step, at the least."""
+        return self.due - self.reached
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One or more iterations in units. Tuples have one entry a step; all deadlines lie in the first iteration."""
+
+    unit_bytes: int
+    total: int  # units of state
+    live_bytes: tuple[int, ...]  # device memory of training itself: M_t
+    capacity: tuple[int, ...]  # units that the link takes, at most all: c_t
+    due: tuple[int, ...]  # units that must have left, or lie in a snapshot, when the step ends
+
+    @property
+    def steps(self) -> int:
+        return len(self.live_bytes)
+
+    @cached_property
+    def training_peak_bytes(self) -> int:
+        return max(self.live_bytes)
+
+    @cached_property
+    def reached(self) -> tuple[int, ...]:
+        """Units that the link can have taken when each step ends."""
+        return tuple(accumulate(self.capacity))
+
+    @cached_property
+    def counts(self) -> Counts:
+        """The same as arrays."""
+        due = np.array(self.due, dtype=np.int64)
+        starts = np.flatnonzero(np.diff(due, prepend=0))
+        begins = np.zeros_like(due)
+        begins[starts] = 1
+        begins[0] = 0
+        return Counts(
+            live_bytes=np.array(self.live_bytes, dtype=np.int64),
+            due=due,
+            reached=np.array(self.reached, dtype=np.int64),
+            starts=np.append(0, starts[starts > 0]),
+            stretch=np.cumsum(begins),
+        )
+
+    def waiting(self, units: int, step: int = 0) -> Problem:
+        """The same, if training waits in a step until the link has taken that many units more."""
+        if not units:
+            return self
+        capacity = self.capacity
+        return replace(self, capacity=(*capacity[:step], capacity[step] + units, *capacity[step + 1 :]))
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Units that move in each step: out of live tensors, into snapshots, out of snapshots.
+
+    Which units they are follows from the order of the string (:mod:`checkflow.planner.schedule.chunks`).
+    """
+
+    direct: tuple[int, ...]
+    made: tuple[int, ...]
+    drained: tuple[int, ...]
+
+    @cached_property
+    def snapshots(self) -> int:
+        return sum(self.made)
+
+    def held(self) -> list[int]:
+        """Units of snapshots in device memory during each step: those made in it, less those gone before it."""
+        held, level, gone = [], 0, 0
+        for made, drained in zip(self.made, self.drained, strict=True):
+            level += made - gone
+            gone = drained
+            held.append(level)
+        return held
+
+    def peak_bytes(self, problem: Problem) -> int:
+        """Peak of device memory, every unit counted whole."""
+        return max(live + problem.unit_bytes * held for live, held in zip(problem.live_bytes, self.held(), strict=True))
+
+
+def unit_for(state_bytes: int) -> int:
+    """The least power of two of bytes, at least 512, of which all state is at most 2^24 units."""
+    unit = SMALLEST_UNIT_BYTES
+    while unit * MOST_UNITS < state_bytes:
+        unit *= 2
+    return unit
+
+
+def make_problem(
+    timeline: Timeline,
+    bandwidth_bytes_per_second: float,
+    unit_bytes: int | None = None,
+    iterations: int = 1,
+) -> Problem:
+    """The timeline in units, repeated for a number of iterations.
+
+    Args:
+        bandwidth_bytes_per_second: of the link, from device to host.
+        unit_bytes: None: as :func:`unit_for` says.
+
+    Raises:
+        PlanError: a duration or a size is negative or no number, or a first write lies outside of the timeline.
+    """
+    check_timeline(timeline)
+    check_bandwidth(bandwidth_bytes_per_second)
+    unit = unit_for(timeline.state_bytes) if unit_bytes is None else unit_bytes
+    total = count_units(timeline, unit, iterations)
+    due = due_units(timeline, unit)
+    live = tuple(step.live_bytes for step in timeline.steps)
+    capacity = timeline.capacities_bytes(bandwidth_bytes_per_second, unit, iterations)
+    return Problem(
+        unit_bytes=unit,
+        total=total,
+        live_bytes=live * iterations,
+        capacity=tuple(min(total, units) for units in capacity),
+        due=due + due[-1:] * (len(live) * (iterations - 1)),
+    )
+
+
+def count_units(timeline: Timeline, unit_bytes: int, iterations: int) -> int:
+    """Units of all state, the last one counted whole.
+
+    Raises:
+        PlanError: more than can be counted with.
+    """
+    total = -(-timeline.state_bytes // unit_bytes)
+    if timeline.training_peak_bytes + total * unit_bytes >= MOST_BYTES:
+        raise PlanError("training's peak and a copy of its state are more bytes than any memory has")
+    if total * iterations * len(timeline.steps) >= MOST_BYTES:
+        raise PlanError(f"the state is {total} units of {unit_bytes} bytes, too many to count with: take larger units")
+    return total
+
+
+def due_units(timeline: Timeline, unit_bytes: int) -> tuple[int, ...]:
+    """For each step of one iteration the units that must have left, or lie in a snapshot, when it ends."""
+    fresh = [0] * len(timeline.steps)
+    for group in timeline.groups:
+        if group.first_write is not None:
+            fresh[group.first_write - 1] += group.size_bytes
+    padding = -timeline.state_bytes % unit_bytes
+    return tuple(-(-(due_bytes + padding) // unit_bytes) if due_bytes else 0 for due_bytes in accumulate(fresh))
+
+
+def check_bandwidth(bytes_per_second: float) -> None:
+    """Refuse what is no bandwidth.
+
+    Raises:
+        PlanError: it is not a number above zero, or more than 2**63 bytes per second.
+    """
+    if not 0 < bytes_per_second < MOST_BYTES:  # NaN neither
+        raise PlanError(f"not a bandwidth: {bytes_per_second} bytes per second")

@@ -1,0 +1,1 @@
+"""The integer programs and their solvers."""

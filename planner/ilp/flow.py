@@ -1,0 +1,268 @@
+"""The aggregate ILP: it counts units, not chunks, since bytes with the same deadline are interchangeable.
+
+It stands beside the Checkflow paper's ILP (one binary per tensor, action and step): the same rules, summed over
+tensors. Its variables are running sums over the steps, so that each rule is one short row:
+
+    D_t (X_t)   units that have left live tensors when step t ends (snapshot policy: from a copy made one step before)
+    Y_t         units that have left longer-lived snapshots when step t ends
+    Z_u         units snapshotted at the deadlines up to that of first write u; a group's part is at most the group
+    wait        units that leave while training waits at the boundary (a wait anywhere else serves no better)
+    waits       1 if it waits, where training's own traffic must go first
+    extra       what the peak exceeds training's own by, in units (not a whole number: memory is not counted in units)
+
+Steps in which nothing can leave have no variables of their own. Everything here is a plain function of a
+:class:`~.exact.problem.Problem`; it knows nothing of the rules in :mod:`.exact.greedy`, and tests
+hold the two against each other.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import TYPE_CHECKING, TypeAlias
+
+from checkflow.core.errors import SolverError
+from checkflow.core.plan import Policy
+from checkflow.planner.exact.optimum import Budget, Prices
+from checkflow.planner.exact.problem import Flow, Problem
+
+if TYPE_CHECKING:
+    import pulp
+
+    Sum: TypeAlias = pulp.LpVariable | int
+
+_WHOLE = 1e-4  # how far a solver's whole number may be from one
+_SLACK = 1e-4  # how far, in units, a solver's bound may be above the truth
+
+
+@dataclass(frozen=True)
+class Model:
+    """The built ILP. Each list has the running sum after each step, a number where it cannot have changed."""
+
+    problem: Problem
+    policy: Policy
+    lp: pulp.LpProblem
+    wait: Sum  # units that leave while training waits at the boundary
+    waits: Sum  # whether it waits at all, where its own traffic must go first
+    through: list[Sum]  # D_t, or X_t under the snapshot policy
+    drained: list[Sum]  # Y_t
+    made: list[Sum]  # Z at each step
+
+
+def build(problem: Problem, policy: Policy, prices: Prices | None = None, budget: Budget | None = None) -> Model:
+    """The ILP of a horizon; its objective is ``extra``.
+
+    Args:
+        prices, budget: for how long training may stand still, and what for. None: for any number of snapshots, and
+            never for the link.
+    """
+    import pulp
+
+    lp = pulp.LpProblem("checkflow", pulp.LpMinimize)
+    extra = pulp.LpVariable("extra", 0)
+    lp += extra
+    most_waiting = _most_waiting(problem, prices, budget)
+    model = Model(
+        problem,
+        policy,
+        lp,
+        pulp.LpVariable("wait", 0, most_waiting, pulp.LpInteger) if most_waiting else 0,
+        pulp.LpVariable("waits", 0, 1, pulp.LpInteger) if most_waiting and prices and prices.queue_seconds else 0,
+        _running_sum(
+            "X" if policy == "snapshot" else "D", problem, first=1 if policy == "snapshot" else 0, also=most_waiting > 0
+        ),
+        _running_sum("Y", problem, first=1),
+        _snapshot_sum(problem),
+    )
+    _link(model)
+    _deadlines(model)
+    _everything_leaves(model)
+    _memory(model, extra)
+    if prices is not None and budget is not None:
+        _stall(model, prices, budget)
+    return model
+
+
+def extract(model: Model) -> Flow:
+    """The solved model's schedule.
+
+    Raises:
+        SolverError: a value is no whole number, or a running sum falls.
+    """
+    through, drained, made = (_steps(sums) for sums in (model.through, model.drained, model.made))
+    if model.policy == "direct":
+        return Flow(through, made, drained)
+    # what leaves through a short-lived copy was copied one step before
+    ahead = (*through[1:], 0)
+    return Flow(
+        (0,) * model.problem.steps,
+        tuple(a + b for a, b in zip(made, ahead, strict=True)),
+        tuple(a + b for a, b in zip(drained, through, strict=True)),
+    )
+
+
+def extract_wait(model: Model) -> int:
+    """The solved model's units that leave while training waits at the boundary.
+
+    Raises:
+        SolverError: the value is no whole number.
+    """
+    return model.wait if isinstance(model.wait, int) else _whole(model.wait)
+
+
+def peak_bound_bytes(problem: Problem, bound_units: float) -> int:
+    """The least peak that a solver's bound on ``extra`` leaves possible, in bytes.
+
+    A peak is the live memory of some step plus whole units: the bound is lifted to the next such number, which makes up
+    for the solver's tolerance.
+    """
+    if not math.isfinite(bound_units):
+        return problem.training_peak_bytes
+    # Exact: a float holds no odd number of bytes above 2**53.
+    least = problem.training_peak_bytes + Fraction(bound_units - _SLACK) * problem.unit_bytes
+    if least <= problem.training_peak_bytes:
+        return problem.training_peak_bytes
+    return min(
+        live + problem.unit_bytes * max(0, math.ceil((least - live) / problem.unit_bytes))
+        for live in set(problem.live_bytes)
+    )
+
+
+def _most_waiting(problem: Problem, prices: Prices | None, budget: Budget | None) -> int:
+    """Units that may leave while training waits, if the whole budget goes into that."""
+    if prices is None or budget is None or not budget.may_wait:
+        return 0
+    most = budget.most(prices.wait_seconds, prices.queue_seconds)
+    return problem.total if most >= problem.total else max(0, int(most))
+
+
+def _running_sum(name: str, problem: Problem, first: int, *, also: bool = False) -> list[Sum]:
+    """One variable for each step in which the link can carry something; ``also`` in the first, where training waits."""
+    import pulp
+
+    sums: list[Sum] = []
+    for step, capacity in enumerate(problem.capacity):
+        if step >= first and (capacity or (also and not step)):
+            sums.append(pulp.LpVariable(f"{name}_{step}", 0, problem.total, pulp.LpInteger))
+        else:
+            sums.append(sums[-1] if sums else 0)
+    return sums
+
+
+def _snapshot_sum(problem: Problem) -> list[Sum]:
+    """One variable for each deadline."""
+    import pulp
+
+    sums: list[Sum] = []
+    for step, (before, due) in enumerate(pairwise((0, *problem.due))):
+        if due > before:
+            sums.append(pulp.LpVariable(f"Z_{step + 1}", 0, due, pulp.LpInteger))
+        else:
+            sums.append(sums[-1] if sums else 0)
+    return sums
+
+
+def _row(lp: pulp.LpProblem, row: pulp.LpConstraint | bool, otherwise: str = "a rule without variables fails") -> None:
+    """Add a row; one that has no variables left is true, or makes the model infeasible."""
+    import pulp
+
+    if row is False:
+        lp += pulp.lpSum(lp.objective) <= -1, otherwise
+    elif row is not True:
+        lp += row
+
+
+def _link(model: Model) -> None:
+    """Nothing returns, and in each step the link carries at most its capacity: d_t + y_t <= c_t (at the boundary, and
+    what leaves while training waits there)."""
+    for step, capacity in enumerate(model.problem.capacity):
+        d, y = _difference(model.through, step), _difference(model.drained, step)
+        for amount in (d, y):
+            _row(model.lp, amount >= 0)
+        most = min(capacity, model.problem.total)  # solvers are shown no number larger than they need
+        _row(model.lp, d + y <= (most if step else most + model.wait))
+
+
+def _deadlines(model: Model) -> None:
+    """Before its first write a unit has left or lies in a snapshot; earliest deadline first is feasible iff:
+    D_{u-1} + sum of z up to u >= sum of N up to u, for every u (snapshot policy: X_u in place of D_{u-1})."""
+    ahead = 1 if model.policy == "snapshot" else 0
+    for step, (before, due) in enumerate(pairwise((0, *model.problem.due))):
+        z = _difference(model.made, step)
+        _row(model.lp, z >= 0)
+        _row(model.lp, z <= due - before)
+        if due > before:
+            _row(model.lp, _at(model.through, step + ahead) + model.made[step] >= due)
+
+
+def _everything_leaves(model: Model) -> None:
+    """D_H + sum of z = sum of N; Y_H = sum of z; a snapshot leaves only after the step that made it: Y_t <= Z_{t-1}."""
+    _row(model.lp, model.through[-1] + model.made[-1] == model.problem.total)
+    _row(model.lp, model.drained[-1] - model.made[-1] == 0)
+    for step in range(1, model.problem.steps):
+        if model.drained[step] is not model.drained[step - 1]:
+            _row(model.lp, model.drained[step] - model.made[step - 1] <= 0)
+
+
+def _memory(model: Model, extra: pulp.LpVariable) -> None:
+    """M_t + Z_t - Y_{t-1} <= peak (snapshot policy: + x_t + x_{t+1}). Of steps that hold the same,
+    the largest counts."""
+    problem = model.problem
+    largest: dict[tuple[int, ...], tuple[int, int]] = {}
+    for step, live in enumerate(problem.live_bytes):
+        sums: tuple[Sum, ...] = (model.made[step], _at(model.drained, step - 1))
+        if model.policy == "snapshot":
+            sums += (_at(model.through, step + 1), _at(model.through, step - 1))
+        key = tuple(id(part) for part in sums)
+        if key not in largest or live > largest[key][0]:
+            largest[key] = (live, step)
+    for live, step in largest.values():
+        room = (problem.training_peak_bytes - live) / problem.unit_bytes
+        if room >= problem.total:
+            continue  # all state at once would fit
+        held = model.made[step] - _at(model.drained, step - 1)
+        if model.policy == "snapshot":
+            held = held + _at(model.through, step + 1) - _at(model.through, step - 1)
+        _row(model.lp, held - extra <= room)
+
+
+def _stall(model: Model, prices: Prices, budget: Budget) -> None:
+    """Waiting for the link (any wait first for what training itself has queued there) and copying inside device memory
+    take no longer than the budget; in units of snapshots."""
+    snapshots = model.made[-1] + (model.through[-1] if model.policy == "snapshot" else 0)
+    most = budget.most(prices.snapshot_seconds)
+    ratio = prices.wait_seconds / prices.snapshot_seconds if prices.snapshot_seconds else 0.0
+    queue = 0.0
+    if not isinstance(model.waits, int):
+        queue = prices.queue_seconds / prices.snapshot_seconds if prices.snapshot_seconds else 0.0
+        _row(model.lp, model.wait - model.waits * model.problem.total <= 0)
+    if most < model.problem.total * (1 + ratio) + queue:  # else it allows all of both
+        _row(model.lp, snapshots + model.wait * ratio + model.waits * queue <= most)
+
+
+def _at(sums: list[Sum], step: int) -> Sum:
+    """A running sum after a step: nothing before the first, no more after the last."""
+    return 0 if step < 0 else sums[min(step, len(sums) - 1)]
+
+
+def _difference(sums: list[Sum], step: int) -> pulp.LpAffineExpression | int:
+    """What a step adds to a running sum."""
+    now, before = sums[step], _at(sums, step - 1)
+    return 0 if now is before else now - before
+
+
+def _steps(sums: list[Sum]) -> tuple[int, ...]:
+    values = [0, *(part if isinstance(part, int) else _whole(part) for part in sums)]
+    amounts = tuple(now - before for before, now in pairwise(values))
+    if min(amounts, default=0) < 0:
+        raise SolverError("the solver's answer breaks its own rules: something that has left returns")
+    return amounts
+
+
+def _whole(variable: pulp.LpVariable) -> int:
+    value: float | None = variable.varValue
+    if value is None or abs(value - round(value)) > _WHOLE:
+        raise SolverError(f"the solver's answer is no schedule: {variable.name} is {value}, not a whole number")
+    return round(value)

@@ -1,0 +1,120 @@
+"""What the searches of all solvers share: what one finds, the thread it runs in, its files, and its errors in words."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from checkflow.core.errors import SolverError
+
+SolverName = Literal["gurobi", "highs", "cbc"]
+SolverChoice = Literal["auto", "gurobi", "highs", "cbc"]
+SolveStatus = Literal["optimal", "feasible", "infeasible"]
+_POLL_SECONDS = 0.05
+# HiGHS and Gurobi look for a cancellation between two steps of their search. Some steps are long (presolve); then the
+# thread is left to itself, and ends later, or with the process.
+_CANCEL_SECONDS = 1.0
+
+
+class NothingFoundError(SolverError):
+    """The time ran out before any solution was found."""
+
+
+@dataclass(frozen=True)
+class Solve:
+    """What a solver found. The values are in the problem's variables."""
+
+    name: SolverName
+    version: str
+    status: SolveStatus
+    objective: float | None  # of the solution found; None if infeasible
+    bound: float | None  # no solution is below it (minimisation); None if infeasible
+    seconds: float
+    variables: int
+    constraints: int
+
+    @property
+    def gap(self) -> float | None:
+        """(objective - bound) / |objective|; None if infeasible, infinite if the objective is zero and not proved."""
+        if self.objective is None or self.bound is None:
+            return None
+        distance = max(0.0, self.objective - self.bound)
+        if distance == 0:
+            return 0.0
+        return math.inf if self.objective == 0 else distance / abs(self.objective)
+
+
+@contextlib.contextmanager
+def solver_files() -> Iterator[Path]:
+    """A folder for a solver's files, gone afterwards."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="checkflow-") as folder:
+            yield Path(folder)
+    except OSError as error:
+        raise SolverError(f"the solver's files cannot be written: {error.strerror or error}") from error
+
+
+def run_in_thread(search: Callable[[], object], cancel: Callable[[], object]) -> None:
+    """Run a search to its end, or, if an exception is raised here meanwhile, cancel it.
+
+    A signal is handled by Python's code only, so the main thread must not be in a solver's. Not ``Thread.join``:
+    interrupted once, it takes the thread for finished (CPython 3.11).
+    """
+    failures: list[BaseException] = []
+    done = threading.Event()
+
+    def work() -> None:
+        try:
+            search()
+        except BaseException as error:  # noqa: BLE001 - it is raised below, where the caller is
+            failures.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=work, name="checkflow-solver", daemon=True).start()
+    try:
+        while not done.wait(_POLL_SECONDS):
+            _keep_interrupts()
+    except BaseException:
+        cancel()
+        done.wait(_CANCEL_SECONDS)
+        raise
+    if failures:
+        raise failures[0]
+
+
+def _keep_interrupts() -> None:
+    """Put Python's handler of Ctrl-C back: Gurobi's search replaces it by one that writes to standard output."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, handler)
+
+
+def found(name: SolverName, version: str, optimal: bool, objective: float, bound: float) -> Solve:
+    """A solution, not yet timed: :func:`.solve.solve` does that."""
+    return Solve(name, version, "optimal" if optimal else "feasible", objective, bound, 0.0, 0, 0)
+
+
+def infeasible(name: SolverName, version: str) -> Solve:
+    return Solve(name, version, "infeasible", None, None, 0.0, 0, 0)
+
+
+def nothing_found(name: str, seconds: float) -> NothingFoundError:
+    return NothingFoundError(f"{name} found nothing within {seconds:g} s; give it more with --time-limit")
+
+
+def threads() -> int:
+    """What this process may use; a job's limits count, not the machine's size."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,1 @@
+"""What trace and record both watch: hooks, storages, placement, numbers read."""

@@ -1,0 +1,296 @@
+"""Where a trace is: the anchors that fire, the module that runs, and the phase of the iteration.
+
+The hooks are those that the runtime hangs into real training (forward-pre hooks before the user's own, global hooks of
+optimizers, post-accumulate-grad hooks), so that anchors fire in the same order here and there.
+
+A trace watches compiled code run eagerly, and anchors that would not fire in the job do not fire here: modules inside
+of compiled calls have none (:mod:`.core.compiled_regions`), an optimizer that steps inside of one has its own only
+where torch may leave the compiled code for them. Gradients of modules that run inside of one compiled call come when
+the whole of its backward has run. In a live job compiled code runs as ever, with no hooks inside of its regions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from checkflow.core.compiled_regions import (
+    After,
+    Before,
+    UnseenSteps,
+    anything_compiled,
+    around_forward,
+    compiled_regions,
+    step_hook,
+    uncompiled,
+    while_compiling,
+)
+from checkflow.core.graph import BOUNDARY, Anchor, AnchorKey, AnchorKind, Phase, StateKind
+from checkflow.core.state import module_names, parameter_paths
+from checkflow.planner.iteration.optimizers import refuse_closure
+
+
+class RegionWatcher(Protocol):
+    """Told when a compiled region's forward, or an optimizer's step in compiled code, begins and ends."""
+
+    def entered(self) -> None: ...
+    def left(self, modules: Mapping[str, nn.Module], result: Any) -> None: ...
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+
+class Whereabouts:
+    """Collects anchors with their positions, and tells module and phase of the operator that runs now.
+
+    Args:
+        operators: how many operators have run so far: the position of an anchor that fires now.
+        on_gradient: called with the name and the parameter whose gradient was accumulated.
+        on_step: called before an optimizer steps.
+        device_type: of the tensors that the step computes with; its autocast is the one that counts.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        *,
+        operators: Callable[[], int],
+        on_gradient: Callable[[str, torch.Tensor], None],
+        on_step: Callable[[torch.optim.Optimizer], None],
+        device_type: str = "cpu",
+    ) -> None:
+        self.autocast = ""
+        self.compiled: set[str] = set()  # the compiled calls that were met: modules, and functions as "name()"
+        self._anchors: list[Anchor] = [Anchor(BOUNDARY, 0)]
+        self._models = models
+        self._regions = compiled_regions(models)
+        self._within: dict[int, str] = {}  # the compiled call that a parameter is used in, by the parameter's id
+        self._brought_by: dict[str, str] = {}  # the same by the parameter's name, of those that had a gradient
+        self._instead: dict[str, AnchorKey] = {}  # the anchor before a module's first forward in compiled code
+        self._steps = UnseenSteps()
+        #: Set for a live job, whose compiled code runs compiled: no hooks go into its regions.
+        self.regions: RegionWatcher | None = None
+        self._members: dict[str, dict[str, nn.Module]] = {}  # of each region, by name
+        for name, module in module_names(models):
+            if (region := self._regions.get(name)) is not None:
+                self._members.setdefault(region.name, {})[name] = module
+        self._optimizers = {id(optimizer): name for name, optimizer in optimizers.items()}
+        self._device_type = device_type
+        self._operators, self._on_gradient, self._on_step = operators, on_gradient, on_step
+        self._counts: dict[tuple[AnchorKind, str], int] = {}
+        self._running: list[str] = []  # modules whose forward runs, innermost last
+        self._by_sequence: dict[int, str] = {}  # module by the sequence number that autograd gave its operator
+        self._phase: Phase = "forward"
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Hang the hooks in, and take them out again."""
+        with contextlib.ExitStack() as handles:
+            for name, module in module_names(self._models):
+                region = self._regions.get(name)
+                entry = module if region is None else region.entry if region.name == name else None
+                if entry is not None or self.regions is None:
+                    entering, leaving = self._entering(name, module), self._leaving(name)
+                    handles.callback(around_forward(module if entry is None else entry, entering, leaving).remove)
+            seen: set[int] = set()
+            for name, parameter in parameter_paths(self._models).items():
+                if parameter.requires_grad and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    hook = uncompiled(self._accumulated(name))
+                    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                    handles.callback(handle.remove)
+            handles.callback(register_optimizer_step_pre_hook(step_hook(self._before_step, self._steps)).remove)
+            handles.callback(register_optimizer_step_post_hook(step_hook(self._after_step, self._steps)).remove)
+            yield
+
+    @property
+    def steps_unseen(self) -> bool:
+        """Whether an optimizer steps in compiled code that torch may not leave for an anchor."""
+        return self._steps.known
+
+    @property
+    def anchors(self) -> tuple[Anchor, ...]:
+        """The anchors that fire in the job, by position."""
+        if self.steps_unseen:  # then nothing tells when the parameters are written either
+            return (self._anchors[0],)
+        last: dict[tuple[str, int], int] = {}
+        for anchor in self._anchors:
+            if (call := self._call_of(anchor.key)) is not None:
+                last[call] = anchor.position
+        moved = [
+            anchor if (call := self._call_of(anchor.key)) is None else replace(anchor, position=last[call])
+            for anchor in self._anchors
+        ]
+        return tuple(sorted(moved, key=lambda anchor: anchor.position))
+
+    def barrier(self, kind: StateKind, module: str) -> AnchorKey | None:
+        """The anchor at which a state tensor must be taken for written, whether an operator was seen to or not.
+
+        A module may write its buffers without being seen, so none passes its forward, which the runtime guards.
+        """
+        if self.steps_unseen:
+            return BOUNDARY
+        if kind != "buffer":
+            return None
+        if (AnchorKind.FORWARD, module) in self._counts:
+            return AnchorKey(AnchorKind.FORWARD, module)
+        # In a live job, code that was compiled before passes hooks by.
+        passed_by = self.regions is not None and anything_compiled()
+        return self._instead.get(module, BOUNDARY if passed_by else None)
+
+    @property
+    def phase(self) -> Phase:
+        """Backward is what autograd runs; what follows it (clipping, the step, averaging) counts as optimizer."""
+        return "backward" if in_backward() else self._phase
+
+    def module(self) -> str:
+        """The module whose forward runs; in backward the one whose forward made the operator that is differentiated."""
+        if self._running:
+            return self._running[-1]
+        if in_backward():
+            node = torch._C._current_autograd_node()
+            return self._by_sequence.get(node._sequence_nr(), "") if node is not None else ""
+        return ""
+
+    def note_forward(self) -> None:
+        """Remember which module the operator that ran just now belongs to, for its backward."""
+        if self._running and torch.is_grad_enabled():
+            # The newest number is that of this operator's node, unless it made none: then the node's own came first.
+            self._by_sequence.setdefault(torch._C._autograd._get_sequence_nr() - 1, self._running[-1])
+
+    def forget_running(self) -> None:
+        """The iteration has ended in the forward that begins the next one: what runs now is no part of it."""
+        for name in reversed(self._running):
+            if self._anchors[-1].key.name == name and self._anchors[-1].key.kind is AnchorKind.FORWARD:
+                self._anchors.pop()
+        self._running.clear()
+
+    def _fire(self, kind: AnchorKind, name: str) -> None:
+        occurrence = self._counts.get((kind, name), 0)
+        self._counts[kind, name] = occurrence + 1
+        self._anchors.append(Anchor(AnchorKey(kind, name, occurrence), self._operators()))
+
+    def _call_of(self, key: AnchorKey) -> tuple[str, int] | None:
+        """The compiled call whose backward brings a gradient, and for which time."""
+        if key.kind is not AnchorKind.GRADIENT or key.name not in self._brought_by:
+            return None
+        return self._brought_by[key.name], key.occurrence
+
+    def _entering(self, name: str, module: nn.Module) -> Before:
+        region = self._regions.get(name)
+
+        @uncompiled
+        def reached() -> None:
+            if not in_backward():  # activation checkpointing runs forward again there: no anchor
+                self._phase = "forward"
+                function = compiled_function()
+                if function is not None:
+                    known = region is not None and (region.entry is None or region.name in self.compiled)
+                    self._enter_compiled(
+                        region.name if region is not None and known else f"{function}()", {name: module}
+                    )
+                elif region is None or region.name == name:
+                    self._fire(AnchorKind.FORWARD, name)
+                    if region is not None:
+                        self._enter_compiled(name, self._members[name])
+                        if self.regions is not None:
+                            self.regions.entered()
+                if not self.autocast and torch.is_autocast_enabled(self._device_type):
+                    self.autocast = str(torch.get_autocast_dtype(self._device_type)).removeprefix("torch.")
+            self._running.append(name)
+
+        @while_compiling
+        def note_compiled() -> bool:
+            self._enter_compiled(f"{compiled_function() or 'compiled code'}()", {name: module})
+            return True
+
+        def hook(_entry: nn.Module, _arguments: Any) -> None:
+            if torch.compiler.is_dynamo_compiling():
+                note_compiled()
+            else:
+                reached()
+
+        return hook
+
+    def _enter_compiled(self, call: str, modules: Mapping[str, nn.Module]) -> None:
+        """A compiled call begins, or within one a module's forward."""
+        self.compiled.add(call)
+        before = next(anchor.key for anchor in reversed(self._anchors) if anchor.key.kind is not AnchorKind.GRADIENT)
+        for name, module in modules.items():
+            self._instead.setdefault(name, before)
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._within.setdefault(id(parameter), call)
+
+    def _leaving(self, name: str) -> After:
+        region = self._regions.get(name)
+
+        @uncompiled
+        def left(result: Any) -> None:
+            if self._running and self._running[-1] == name:  # hooks may have been hung in when it ran already
+                if region is not None and self.regions is not None and not in_backward():
+                    self.regions.left(self._members[name], result)
+                self._running.pop()
+
+        def hook(_entry: nn.Module, _arguments: Any, result: Any) -> None:
+            if not torch.compiler.is_dynamo_compiling():
+                left(result)
+
+        return hook
+
+    def _accumulated(self, name: str) -> Callable[[torch.Tensor], None]:
+        def hook(parameter: torch.Tensor) -> None:
+            self._phase = "optimizer"
+            self._on_gradient(name, parameter)
+            self._fire(AnchorKind.GRADIENT, name)
+            if (call := self._within.get(id(parameter))) is not None:
+                self._brought_by[name] = call
+
+        return hook
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
+        if id(optimizer) in self._optimizers:  # of others nothing is saved: they may step as they like
+            refuse_closure(type(optimizer).__name__, (*arguments[1:], *keywords.values()))
+        self._phase = "optimizer"
+        if (function := compiled_function()) is not None:
+            self.compiled.add(f"{function}()")
+            self._steps.known |= compiled_function(whole=True) is not None
+        if id(optimizer) in self._optimizers:
+            self._fire(AnchorKind.OPTIMIZER_PRE, self._optimizers[id(optimizer)])
+        self._on_step(optimizer)
+        if self.regions is not None and function is not None:
+            self.regions.entered()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
+        if self.regions is not None and compiled_function() is not None:
+            self.regions.stepped(optimizer)
+        if id(optimizer) in self._optimizers:
+            self._fire(AnchorKind.OPTIMIZER_POST, self._optimizers[id(optimizer)])
+
+
+def in_backward() -> bool:
+    return int(torch._C._current_graph_task_id()) != -1
+
+
+def compiled_function(*, whole: bool = False) -> str | None:
+    """The name of the outermost compiled function that is being called; None in uncompiled code.
+
+    Args:
+        whole: look only for functions that must be compiled in one piece (``fullgraph=True``).
+    """
+    name: str | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
+            enclosed = frame.f_locals
+            if not whole or getattr(enclosed.get("self"), "fullgraph", False):
+                name = str(getattr(enclosed.get("fn"), "__qualname__", "compiled code")).rpartition(".")[2]
+        frame = frame.f_back
+    return name

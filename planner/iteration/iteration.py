@@ -1,0 +1,271 @@
+"""One iteration as it is watched: operators, storages, anchors and state, and the TrainingGraph that comes of it.
+
+Two ways lead here: the trace (fake tensors under make_fx, :mod:`.trace.trace`) and the record (a live job's
+own tensors, :mod:`checkflow.planner.record.recorder`). They see the same things, which are put together in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from checkflow.core.errors import TraceError
+from checkflow.core.graph import AnchorKey, Operator, StateEntry, StorageKind, TrainingGraph
+from checkflow.core.state import StateTensor, TrainingState, collect_state, dense_parts, dtype_name, with_shapes
+from checkflow.planner.iteration.hooks import Whereabouts
+from checkflow.planner.iteration.lifetimes import StorageLedger
+from checkflow.planner.iteration.placement import Crossing
+from checkflow.planner.iteration.structures import tensors_of
+from checkflow.planner.operators import operators as op
+
+
+class Places(Protocol):
+    """Which tensors lie in host memory, where that is apart from the device's, and what crosses the link."""
+
+    def holds(self, tensor: torch.Tensor, /) -> bool: ...
+
+    def crossing(
+        self, func: OpOverload, args: Sequence[Any], keywords: Mapping[str, Any], result: Any, /
+    ) -> Crossing: ...
+
+
+class Iteration:
+    """What one iteration shows while it runs, and the graph that comes of it.
+
+    Args:
+        on_step: called before an optimizer steps.
+        device_type: of the tensors that the iteration computes with.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        places: Places,
+        *,
+        on_step: Callable[[torch.optim.Optimizer], None] = lambda _: None,
+        device_type: str = "cpu",
+    ) -> None:
+        self.operators: list[Operator] = []
+        self.ledger = StorageLedger(self.position)
+        self.where = Whereabouts(
+            models,
+            optimizers,
+            operators=self.position,
+            on_gradient=self._name_gradient,
+            on_step=on_step,
+            device_type=device_type,
+        )
+        self.places = places
+        self._models, self._optimizers = models, optimizers
+        self._before = self._after = TrainingState((), ())
+        self._indices: list[int | None] = []  # of the state's storages at the boundary; None: in host memory
+
+    def position(self) -> int:
+        """How many operators have run so far."""
+        return len(self.operators)
+
+    def begin(self, batch: Any, held: Any, captured: Sequence[torch.Tensor] = ()) -> list[tuple[str, torch.Tensor]]:
+        """At the boundary: enter everything that lives now. Returns the same, by name.
+
+        Args:
+            batch: a structure with the tensors of the batch.
+            held: a structure with what the loop still holds of the last iteration.
+            captured: further tensors that the iteration may reach.
+        """
+        self._before = collect_state(self._models, self._optimizers)
+        parameters = [item for item in self._before.tensors if item.kind == "parameter"]
+        entered: list[tuple[str, torch.Tensor | None, StorageKind]] = [
+            *((item.name, item.tensor, item.kind) for item in self._before.tensors),
+            *_named(batch, "batch", "input"),
+            # After the batch, whose indices a sparse gradient may hold.
+            *((f"gradient of {item.name}", item.held.grad, "gradient") for item in parameters),
+            *(("captured", tensor, "input") for tensor in captured),
+            *(("gradient of a captured tensor", tensor.grad, "gradient") for tensor in captured),
+            *_named(held, "result", "activation"),
+        ]
+        found = [(name, tensor, kind) for name, tensor, kind in entered if tensor is not None]
+        for name, tensor, kind in found:
+            self.enter(tensor, name, kind)
+        self._indices = [self._index(item.tensor) for item in self._before.tensors]
+        return [(name, part) for name, tensor, _ in found for part in _without_wrapper(tensor)]
+
+    def enter(self, tensor: torch.Tensor, name: str, kind: StorageKind) -> None:
+        """Enter what lives at the boundary, unless it lies in host memory."""
+        for part in op.tensors_in(tensor):
+            if not self.places.holds(part):
+                self.ledger.enter(part, name, kind, -1)
+
+    def append(self, name: str, target: str, effect: op.Effects, flops: int, crossing: Crossing) -> None:
+        """Note an operator that has run."""
+        index = len(self.operators)
+        # A storage that was never seen before and is read now lived at the boundary: a value that the user keeps.
+        reads: dict[int, None] = {}
+        writes: dict[int, None] = {}
+        read_bytes = written_bytes = 0
+        for tensor, size in effect.reads:
+            reads[self.ledger.enter(tensor, f"{name}.input", "input", -1)] = None
+            read_bytes += size
+        for tensor, size in effect.writes:
+            writes[self.ledger.enter(tensor, name, "activation", index)] = None
+            written_bytes += size
+        for storage in reads:
+            self.ledger.use(storage, index, writes=False)
+        for storage in writes:
+            self.ledger.use(storage, index, writes=True)
+        self.operators.append(
+            Operator(
+                name=name,
+                target=target,
+                phase=self.where.phase,
+                module=self.where.module(),
+                dtype=op.compute_dtype(effect),
+                flops=flops,
+                read_bytes=read_bytes,
+                written_bytes=written_bytes,
+                reads=tuple(reads),
+                writes=tuple(writes),
+                link_bytes=crossing.to_host_bytes,
+                waited_bytes=crossing.waited_bytes,
+                winograd=effect.winograd,
+                relaid_bytes=effect.relaid_bytes,
+            )
+        )
+
+    def allocate(self, effect: op.Effects, name: str) -> None:
+        """Note what was allocated without computing, or seen through a view."""
+        for tensor, _ in effect.writes:
+            self.ledger.enter(tensor, name, "activation", len(self.operators))
+
+    def end(self) -> None:
+        """At the next boundary: what lives now goes on living."""
+        self.ledger.close()
+        self._after = collect_state(self._models, self._optimizers)
+
+    def graph(
+        self, name: str, batch: Any, micro_batches: int, implementations: tuple[tuple[str, str], ...]
+    ) -> TrainingGraph:
+        """Everything that was seen, as plain data.
+
+        Raises:
+            TraceError: state was made or taken away in this iteration, so that it is none like those to come.
+        """
+        have, had = ({item.name for item in state.tensors} for state in (self._after, self._before))
+        if odd := have ^ had:
+            raise TraceError(
+                f"cannot plan {name}: its second iteration changes the set of state ({min(odd)}): make all state "
+                "before training, or in the first iteration"
+            )
+        storages, places = self.ledger.storages()
+        after = {item.name: item.tensor for item in self._after.tensors}
+        for item in self._before.tensors:
+            if item.tensor.shape != after[item.name].shape or item.tensor.dtype != after[item.name].dtype:
+                raise TraceError(
+                    f"cannot plan {name}: {item.name} is {_described(item.tensor)} before its second iteration and "
+                    f"{_described(after[item.name])} after it: state keeps its shape; give it its full size from the "
+                    "start, or keep it out of the state (a buffer with persistent=False)"
+                )
+        anchors = self.where.anchors
+        fired = {anchor.key for anchor in anchors}
+        return TrainingGraph(
+            model=name,
+            batch=tuple(
+                (tuple(tensor.shape), dtype_name(tensor.dtype))
+                for leaf in tensors_of(batch)
+                for tensor in with_shapes(leaf)
+            ),
+            micro_batches=micro_batches,
+            optimizers=implementations,
+            autocast=self.where.autocast,
+            operators=tuple(_renumbered(operator, places) for operator in self.operators),
+            storages=storages,
+            state=tuple(
+                self._state_entry(item, index, after[item.name], places, fired)
+                for item, index in zip(self._before.tensors, self._indices, strict=True)
+            ),
+            anchors=anchors,
+            ties=self._before.ties,
+            parameters=sum(tensor.numel() for tensor in self._parameters()),
+            compiled=tuple(sorted(self.where.compiled)),
+        )
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """Each once, also where it consists of several state tensors."""
+        return list({id(item.held): item.held for item in self._before.tensors if item.kind == "parameter"}.values())
+
+    def _index(self, tensor: torch.Tensor) -> int | None:
+        return None if self.places.holds(tensor) else self.ledger.find(tensor)
+
+    def _state_entry(
+        self,
+        item: StateTensor,
+        index: int | None,
+        after: torch.Tensor,
+        places: Mapping[int, int],
+        fired: set[AnchorKey],
+    ) -> StateEntry:
+        tensor = item.tensor
+        barrier = self.where.barrier(item.kind, item.module)
+        return StateEntry(
+            name=item.name,
+            kind=item.kind,
+            shape=tuple(tensor.shape),
+            dtype=dtype_name(tensor.dtype),
+            size_bytes=tensor.numel() * tensor.element_size(),
+            placement="host" if index is None else "device",
+            storage=None if index is None else places[index],
+            first_write=None if index is None else self._first_write(index, after),
+            barrier=barrier if index is not None and barrier in fired else None,
+        )
+
+    def _first_write(self, index: int, after: torch.Tensor) -> int | None:
+        """The first write to a state tensor's storage, or to the one that has taken its place when the iteration ends.
+
+        One that lived at the boundary already (statistics with two buffers, which are exchanged) is written as any
+        other; one that is made in the iteration is written when it is made, by the last operator at the latest.
+        """
+        writes = [self.ledger.first_write(index)]
+        successor = self.ledger.find(after)
+        if successor is not None and successor != index:
+            created = self.ledger.created(successor)
+            last = len(self.operators) - 1
+            writes.append(min(created, last) if created >= 0 else self.ledger.first_write(successor))
+        return min((write for write in writes if write is not None and write >= 0), default=None)
+
+    def _name_gradient(self, name: str, parameter: torch.Tensor) -> None:
+        for part in op.tensors_in(parameter.grad):
+            if not self.places.holds(part):  # new here if compiled code made it
+                self.ledger.enter(part, f"gradient of {name}", "gradient", len(self.operators) - 1)
+            self.ledger.rename(part, f"gradient of {name}", "gradient")
+
+
+def _named(structure: Any, name: str, kind: StorageKind) -> list[tuple[str, torch.Tensor, StorageKind]]:
+    """The tensors of a structure, numbered in its order."""
+    return [(f"{name}.{number}", tensor, kind) for number, tensor in enumerate(tensors_of(structure))]
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+
+
+def _without_wrapper(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that operators really get: those inside of a subclass that is no more than a wrapper of them."""
+    if is_traceable_wrapper_subclass(tensor):
+        yield from (part for _, part in dense_parts(tensor))
+    else:
+        yield tensor
+
+
+def _renumbered(operator: Operator, places: Mapping[int, int]) -> Operator:
+    """An operator with the final indices of its storages."""
+    return replace(
+        operator,
+        reads=tuple(places[i] for i in operator.reads if i in places),
+        writes=tuple(places[i] for i in operator.writes if i in places),
+    )

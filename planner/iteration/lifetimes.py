@@ -1,0 +1,120 @@
+"""What lives when: the storages of one traced iteration, by allocation rather than by tensor.
+
+Views and ties share a storage. When eager training frees a storage is not derived but observed: the trace runs the
+user's own Python and autograd on fake tensors, and each fake storage tells when its last reference goes (as in
+torch.distributed._tools.mem_tracker). The clock counts operators.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from checkflow.core.graph import Storage, StorageKind
+
+
+@dataclass(slots=True)
+class _Record:
+    name: str
+    kind: StorageKind
+    size_bytes: int
+    created: int
+    last_use: int
+    freed: int | None = None  # last operator during which it lived; None while it lives
+    first_write: int | None = None
+
+
+class StorageLedger:
+    """Every device storage that the trace has seen. Indices are stable until :meth:`storages` drops what never lived.
+
+    Args:
+        operators: how many operators have run so far.
+    """
+
+    def __init__(self, operators: Callable[[], int]) -> None:
+        self._operators = operators
+        self._records: list[_Record] = []
+        self._by_address: dict[int, int] = {}
+        self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._closed = False
+
+    def enter(self, tensor: torch.Tensor, name: str, kind: StorageKind, created: int) -> int:
+        """The index of a tensor's storage, which is noted down if it is new.
+
+        Args:
+            created: the operator that allocates it; -1 for what lives at the boundary.
+        """
+        return self.enter_storage(tensor.untyped_storage(), name, kind, created)
+
+    def enter_storage(self, storage: torch.UntypedStorage, name: str, kind: StorageKind, created: int) -> int:
+        """As :meth:`enter`, for a storage of which no tensor is at hand."""
+        address = storage._cdata
+        known = self._by_address.get(address)
+        if known is not None:
+            return known
+        index = len(self._records)
+        self._records.append(_Record(name, kind, int(storage.nbytes()), created, created))
+        self._by_address[address] = index
+        self._watches[index] = weakref.ref(storage, lambda _: self._free(index, address))
+        return index
+
+    def enter_unseen(self, name: str, size_bytes: int) -> None:
+        """Note memory that is taken all iteration long and belongs to no tensor at hand; none if it is not positive."""
+        if size_bytes > 0:
+            self._records.append(_Record(name, "activation", size_bytes, -1, -1))
+
+    def find(self, tensor: torch.Tensor) -> int | None:
+        """The index of a tensor's storage, if it was entered."""
+        return self._by_address.get(tensor.untyped_storage()._cdata)
+
+    def rename(self, tensor: torch.Tensor, name: str, kind: StorageKind) -> None:
+        """Say what a storage is, once that is known (a gradient, when it is accumulated)."""
+        index = self.find(tensor)
+        if index is not None and self._records[index].kind == "activation":
+            self._records[index].name, self._records[index].kind = name, kind
+
+    def use(self, index: int, operator: int, *, writes: bool) -> None:
+        """Note that an operator reads or writes a storage."""
+        record = self._records[index]
+        record.last_use = operator
+        if writes and record.first_write is None:
+            record.first_write = operator
+
+    def first_write(self, index: int) -> int | None:
+        """The first operator that writes a storage; the one that creates it counts."""
+        return self._records[index].first_write
+
+    def created(self, index: int) -> int:
+        return self._records[index].created
+
+    def close(self) -> None:
+        """The iteration is over: what lives now also lives at the next boundary."""
+        self._closed = True
+        self._watches.clear()
+
+    def storages(self) -> tuple[tuple[Storage, ...], dict[int, int]]:
+        """All storages that live at some time, and their place in that tuple by index."""
+        end = self._operators()
+        storages: list[Storage] = []
+        places: dict[int, int] = {}
+        for index, record in enumerate(self._records):
+            eager_end = end if record.freed is None else record.freed
+            # What outlives the iteration in place holds a value (state, gradients kept by set_to_none=False); the
+            # batch's value is needed until its last use only.
+            lasting = record.created == -1 and record.freed is None and record.kind != "input"
+            graph_end = end if lasting else record.last_use
+            if eager_end >= record.created:
+                places[index] = len(storages)
+                size, created = record.size_bytes, record.created
+                storages.append(Storage(record.name, record.kind, size, created, graph_end, eager_end))
+        return tuple(storages), places
+
+    def _free(self, index: int, address: int) -> None:
+        if self._closed:
+            return
+        self._records[index].freed = self._operators() - 1
+        del self._by_address[address]
+        del self._watches[index]

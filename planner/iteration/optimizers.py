@@ -1,0 +1,196 @@
+"""Optimizers as the target would run them, while their tensors are fake and on the CPU.
+
+CUDA's default is the foreach implementation, the CPU's the for-loop; the difference is hundreds of operators. An
+optimizer whose step needs data to go on (SparseAdam, or one of the user's own that decides upon a number) becomes one
+opaque operator: eager training has no anchor inside of it anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from checkflow.core.errors import TraceError
+from checkflow.planner.iteration.read_numbers import RECORD, ReadNumbers, UndecidedError
+
+Target = Literal["cuda", "cpu"]
+# What a fake tensor raises where only data could tell how to go on.
+NEEDS_DATA = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    UndecidedError,
+)
+
+
+FUSED_STEPS = (
+    torch.ops.aten._fused_sgd_,
+    torch.ops.aten._fused_adam_,
+    torch.ops.aten._fused_adamw_,
+    torch.ops.aten._fused_adagrad_,
+)
+
+
+class OptimizerSteps:
+    """The steps of a trace's optimizers; finds out in the untraced iteration which of them are opaque."""
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], target: Target, numbers: ReadNumbers) -> None:
+        self._optimizers = list(optimizers)
+        self._target, self._numbers = target, numbers
+        self._opaque: set[int] = set()
+        self._stepping: list[torch.Tensor] | None = None
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Choose the target's implementation and watch over ``step``. The caller restores the attributes."""
+        for optimizer in self._optimizers:
+            if self._target == "cuda":
+                _prefer_foreach(optimizer)
+            optimizer.step = self._guarded(optimizer)  # type: ignore[method-assign]
+        yield
+
+    def opaque_parameters(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor] | None:
+        """The parameters that the opaque step that is about to run updates; None for an optimizer that is traced."""
+        return self._stepping if id(optimizer) in self._opaque else None
+
+    def _guarded(self, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+        step = optimizer.step
+        kind = type(optimizer).__name__
+
+        @functools.wraps(step)
+        def guarded(*arguments: Any, **keywords: Any) -> Any:
+            refuse_closure(kind, (*arguments, *keywords.values()))
+            if id(optimizer) in self._opaque:
+                return self._run_opaque(optimizer, step)
+            try:
+                with _capturable(optimizer, self._target), self._numbers.in_step():
+                    return step(*arguments, **keywords)
+            except NEEDS_DATA as error:
+                if not _make_state(optimizer, step):
+                    reason = str(error).partition("\n")[0]
+                    raise TraceError(
+                        f"cannot trace {kind}: its state is not known before it has run ({reason}): {RECORD}"
+                    ) from error
+                self._opaque.add(id(optimizer))
+                return None
+
+        return guarded
+
+    def _run_opaque(self, optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> Any:
+        """Run a step with nothing to update: only the hooks fire, and the pre-hook records the opaque operator."""
+        lists = [group["params"] for group in optimizer.param_groups]
+        self._stepping = [parameter for parameters in lists for parameter in parameters if parameter.grad is not None]
+        try:
+            for group in optimizer.param_groups:
+                group["params"] = []
+            return step()
+        finally:
+            self._stepping = None
+            for group, parameters in zip(optimizer.param_groups, lists, strict=True):
+                group["params"] = parameters
+
+
+def refuse_closure(kind: str, arguments: Iterable[Any]) -> None:
+    """Refuse a step that is given a closure, traced or recorded.
+
+    Args:
+        kind: the optimizer's class.
+        arguments: of the step, of either sort.
+
+    Raises:
+        TraceError: one is a closure.
+    """
+    if any(map(callable, arguments)):
+        raise TraceError(
+            f"cannot trace {kind} with a closure, which runs forward again inside the step: "
+            "call loss.backward() before optimizer.step(), without a closure"
+        )
+
+
+@contextlib.contextmanager
+def fused_kernels_faked() -> Iterator[None]:
+    """Fake kernels of the fused steps that torch has none for: they work in place, and so there is nothing to fake."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for packet in FUSED_STEPS:
+            for overload in packet.overloads():  # type: ignore[no-untyped-call]
+                func = getattr(packet, overload)
+                updates_in_place = func._schema.is_mutable and not func._schema.returns
+                if updates_in_place and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "Meta"):
+                    library.impl(func, lambda *_arguments, **_keywords: None, "Meta")
+        yield
+
+
+@contextlib.contextmanager
+def foreach_on_fakes() -> Iterator[None]:
+    """Gradients are clipped by foreach operators where all are plain tensors, which the fake ones stand for."""
+    plain: list[type] = torch.utils._foreach_utils._foreach_supported_types  # type: ignore[assignment]
+    plain.append(FakeTensor)
+    try:
+        yield
+    finally:
+        plain.remove(FakeTensor)
+
+
+def _prefer_foreach(optimizer: torch.optim.Optimizer) -> None:
+    """torch's own default on CUDA (``_default_to_fused_or_foreach``), which looks at devices that are fake here."""
+    for group in optimizer.param_groups:
+        open_choice = "foreach" in group and group["foreach"] is None
+        tensor_rate = isinstance(group.get("lr"), torch.Tensor) and not group.get("capturable")
+        if open_choice and not (group.get("fused") or group.get("differentiable") or tensor_rate):
+            group["foreach"] = True
+
+
+@contextlib.contextmanager
+def _capturable(optimizer: torch.optim.Optimizer, target: Target) -> Iterator[None]:
+    """torch accepts capturable parameters on the CPU (where the fake ones are) only while it believes to compile."""
+    if target == "cuda" and any(group.get("capturable") for group in optimizer.param_groups):
+        before = torch.compiler._is_compiling_flag
+        torch.compiler._is_compiling_flag = True
+        try:
+            yield
+        finally:
+            torch.compiler._is_compiling_flag = before
+    else:
+        yield
+
+
+def _make_state(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> bool:
+    """Have a step that breaks off create the state of every parameter, one by one; whether it did."""
+
+    def has_state(parameter: torch.Tensor) -> bool:
+        return any(isinstance(value, torch.Tensor) for value in optimizer.state.get(parameter, {}).values())
+
+    groups = optimizer.param_groups
+    lists = [group["params"] for group in groups]
+    missing = [
+        (group, parameter)
+        for group, parameters in zip(groups, lists, strict=True)
+        for parameter in parameters
+        if parameter.grad is not None and not has_state(parameter)
+    ]
+    try:
+        for group in groups:
+            group["params"] = []
+        for group, parameter in missing:
+            group["params"] = [parameter]
+            with contextlib.suppress(*NEEDS_DATA):
+                step()
+            group["params"] = []
+    finally:
+        for group, parameters in zip(groups, lists, strict=True):
+            group["params"] = parameters
+    return all(has_state(parameter) for _, parameter in missing)

@@ -1,0 +1,320 @@
+"""Numbers that a training step reads from its tensors (``loss.item()``), which fake tensors cannot give.
+
+A trace hands out ordinary ones in their place: 0.7 for a real number, 1 for a whole one, False for a truth. They may
+flow wherever numbers flow: into sums over many iterations, lists, messages, schedulers. What they must not do is decide
+which operators run, since another number might have decided otherwise. Whether they do is tried: where numbers were
+read, the iteration runs once more with others (0.001 and 2), and with every comparison of one in the user's own code
+coming out the other way; and again with 100.0 where the step took some as plain numbers (``float(loss)``), of which it
+cannot be seen what they are compared to. The same operators, on tensors of the same shapes, must run; until the first
+error, as an iteration that ends training (a loss that is not finite) is no steady state.
+
+What torch's own code decides is not turned around: it is taken as in an ordinary iteration (a gradient norm that is
+finite, an average that has members). A GradScaler finds no infinity, and so the optimizer steps.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import linecache
+import logging
+import os
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+from checkflow.core.errors import TraceError
+from checkflow.core.state import dtype_name
+from checkflow.planner.operators.operators import is_host_scalar, tensors_in
+
+aten = torch.ops.aten
+logger = logging.getLogger("checkflow")
+
+# Methods that hand the user's code what is in a tensor. (float() and int() do, too, but can give only plain numbers.)
+TELLING: Final[frozenset[Any]] = frozenset(
+    (
+        *(torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero),
+        *(torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.allclose),
+    )
+)
+ARRAYS: Final[frozenset[Any]] = frozenset((torch.Tensor.numpy, torch.Tensor.__array__))
+RECORD: Final = "let checkflow record a real iteration instead (Checkpointer(plan=None))"
+ADVICE: Final = (
+    "move what depends on data (if, while, data-dependent sizes) out of the training step, metrics and logging too, "
+    f"compute it with torch.where, or {RECORD}"
+)
+_USUAL: Final[Mapping[type, Any]] = {float: 0.7, int: 1}  # neither the real one, its logarithm nor 1 minus it is zero
+_PATIENCE = 10_000  # so often may one line of an iteration read or compare: a loop that waits for a number never ends
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_PLANNER = os.path.dirname(os.path.dirname(__file__)) + os.sep
+# Torch's files through which calls of the user's pass on their way to a tensor.
+_PASSAGES = frozenset(_TORCH + name for name in ("_tensor.py", "overrides.py", "_ops.py", "_compile.py"))
+
+
+class NumberError(TraceError):
+    """A number that only data can tell decides which operators run: the operator that gives it, and the place."""
+
+    def __init__(self, operator: Any, place: str) -> None:
+        super().__init__(f"{operator} needs the values of tensors at {place}")
+        self.operator, self.place = operator, place
+
+
+class UndecidedError(Exception):
+    """An optimizer of the user's own decides upon a number that only data can tell."""
+
+
+class ReadNumbers:
+    """What the step reads in one trace, and whether it matters."""
+
+    def __init__(self) -> None:
+        self.count = 0  # numbers handed out that only data could tell
+        self.plain = False  # some of them as plain numbers, whose comparisons are not seen
+        self._other = 0.001  # in the place of the usual one, in that iteration
+        self._turned = False  # in the iteration that tries other numbers
+        self._traced: list[tuple[Any, ...]] | None = None  # operators of the traced iteration, with shapes of results
+        self._tried = 0  # operators of the other one so far
+        self._last: tuple[Any, str] | None = None  # operator and place of the newest number or decision
+        self._odd: tuple[Any, str] | None = None  # as it was where the iterations first differed
+        self._decided = False
+        self._in_step = False
+        self._patience: collections.Counter[str] = collections.Counter()
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], float]] = {}  # by address of the storage
+        self._random: Any = None
+
+    # The iterations of a trace
+
+    def begin_traced(self) -> None:
+        """The iteration that is traced begins."""
+        self._forget_iteration()
+        self._traced = []
+        self._random = random.getstate()
+
+    def try_others(self, iteration: Callable[[], Any], rewind: Callable[[], None]) -> None:
+        """Run the iteration again with other numbers, if it read some.
+
+        Args:
+            rewind: puts back what numbers, flags and texts of the user's were before the traced iteration.
+
+        Raises:
+            NumberError: other operators ran; it names the operator that gave the number, and the place.
+        """
+        for other in (0.001, 100.0)[: self.plain + 1 if self.count else 0]:
+            self._other = other
+            rewind()
+            random.setstate(self._random)
+            self._forget_iteration()
+            self._turned = True
+            try:
+                iteration()
+            except NumberError:
+                raise
+            except Exception as error:  # noqa: BLE001 - an iteration that ends training; what ran before it still counts
+                logger.debug("the iteration with other numbers raised %s: %s", type(error).__name__, error)
+            else:
+                if self._odd is None and self._traced is not None and self._tried < len(self._traced):
+                    self._odd = self._last
+            finally:
+                self._turned = False
+            if self._odd is not None:
+                raise NumberError(*self._odd)
+
+    def note_operator(self, func: OpOverload, args: tuple[Any, ...], result: Any) -> None:
+        """An operator ran. In the iteration with other numbers: it must be the one that ran in the traced one."""
+        if self._traced is None or torch.Tag.data_dependent_output in func.tags:  # to look at a number changes nothing
+            return
+        ran = (func, *(tuple(leaf.shape) for leaf in pytree.tree_leaves((args, result)) if torch.is_tensor(leaf)))
+        if not self._turned:
+            self._traced.append(ran)
+        elif self._odd is None:
+            if self._tried == len(self._traced) or self._traced[self._tried] != ran:
+                self._odd = self._last
+            self._tried += 1
+
+    def blame(self, error: BaseException) -> tuple[Any, str] | None:
+        """Operator and place of the number whose (made-up) value led to an error, if the user's own code raised it."""
+        frame = error.__traceback__
+        while frame is not None and frame.tb_next is not None:
+            frame = frame.tb_next
+        own = frame is not None and not frame.tb_frame.f_code.co_filename.startswith((_TORCH, _PLANNER, "<"))
+        return self._last if self._decided and own else None
+
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """An optimizer steps, which is one operator where code that is not torch's decides upon numbers there.
+
+        Raises:
+            UndecidedError: it did.
+        """
+        before, self._in_step = self._in_step, True
+        try:
+            yield
+        finally:
+            self._in_step = before
+
+    # Reads
+
+    def know(self, tensor: torch.Tensor, value: float) -> None:
+        """From now on this tensor holds a known value."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        self._known[address] = (weakref.ref(storage, lambda _: self._known.pop(address, None)), value)
+
+    def reads(self, func: OpOverload, args: tuple[Any, ...]) -> bool:
+        """Whether an operator gives a number that fake tensors cannot."""
+        if torch.Tag.data_dependent_output not in func.tags or func.namespace != "aten":
+            return False
+        kinds = {str(returned.type) for returned in func._schema.returns}
+        return kinds <= {"Scalar", "number", "bool"} and not all(is_host_scalar(t) for t in tensors_in(list(args)))
+
+    def read(self, func: OpOverload, args: tuple[Any, ...]) -> bool | int | float | complex:
+        """An ordinary number in the place of the one that the operator reads."""
+        if func is not aten._local_scalar_dense.default:
+            self._note(func)
+            return False
+        tensor: torch.Tensor = args[0]
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        if known is not None:
+            return known[1]
+        self._note(func)
+        return self._ordinary(tensor.dtype)
+
+    def told(self, value: Any) -> Any:
+        """What a method of a tensor tells: numbers that are known again where the user's code compares them."""
+        if isinstance(value, list):
+            return [self.told(item) for item in value]
+        if type(value) is bool:
+            return self.decide(value)
+        return _made(value, _USUAL.get(type(value)), self)
+
+    def array(self, tensor: torch.Tensor) -> Any:
+        """A tensor's values as an array, which takes no memory: one number stands everywhere."""
+        import numpy
+
+        kind = numpy.dtype(dtype_name(tensor.dtype))  # a TypeError for what numpy has not, as in torch
+        self._note(aten._local_scalar_dense.default)
+        self.plain = True
+        return numpy.broadcast_to(numpy.array(self._ordinary(tensor.dtype), dtype=kind), tuple(tensor.shape))
+
+    def decide(self, outcome: bool) -> bool:
+        """The truth of a comparison of a number that was read."""
+        place, torchs = _place()
+        if torchs:
+            return outcome
+        if self._in_step:
+            raise UndecidedError(place)
+        self._decided = True
+        self._note(self._last[0] if self._last is not None else aten._local_scalar_dense.default, place)
+        return outcome is not self._turned
+
+    def _ordinary(self, dtype: torch.dtype) -> bool | int | float | complex:
+        if dtype is torch.bool:
+            return False
+        if dtype.is_complex:
+            return complex(self._other if self._turned else _USUAL[float])
+        if dtype.is_floating_point:
+            return self._other if self._turned else _USUAL[float]
+        return 2 if self._turned else _USUAL[int]
+
+    def _note(self, func: Any, place: str | None = None) -> None:
+        place = place or _place()[0]
+        self.count += 1
+        self._last = (func, place)
+        self._patience[place] += 1
+        if self._patience[place] > _PATIENCE:
+            raise NumberError(func, place)
+
+    def _forget_iteration(self) -> None:
+        self._patience.clear()
+        self._tried = 0
+        self._last = self._odd = None
+        self._decided = False
+
+
+def format_number(tensor: torch.Tensor, specification: str) -> str:
+    """As torch formats a tensor of one number."""
+    return format(tensor.item() if tensor.dim() == 0 and specification else tensor, specification)
+
+
+def _place() -> tuple[str, bool]:
+    """The innermost source line of the user's that runs, and whether code of torch's runs for it."""
+    torchs = False
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_TORCH):
+            torchs = torchs or file not in _PASSAGES
+        elif not file.startswith((_PLANNER, "<")):
+            return f"{file}:{frame.f_lineno} ({linecache.getline(file, frame.f_lineno).strip()})", torchs
+        frame = frame.f_back  # type: ignore[assignment]
+    return "", torchs
+
+
+class _Told:
+    """A number that a trace made up. What is computed from it is one, too; what it is compared to is noted."""
+
+    traced: Any  # what it is in the traced iteration: the outcome of a comparison there is the one to turn around
+    reads: ReadNumbers
+
+
+class _Real(float, _Told):
+    pass
+
+
+class _Whole(int, _Told):
+    pass
+
+
+def _made(value: Any, traced: Any, reads: ReadNumbers) -> Any:
+    kind = {float: _Real, int: _Whole}.get(type(value))
+    if kind is None:
+        return value
+    number: _Told = kind(value)
+    number.traced, number.reads = traced, reads
+    return number
+
+
+def _traced(value: Any) -> Any:
+    return value.traced if isinstance(value, _Told) else value
+
+
+def _computed(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: _Told, *others: Any) -> Any:
+        value = plain(self, *others)
+        return value if value is NotImplemented else _made(value, _again(plain, self, others), self.reads)
+
+    return method
+
+
+def _compared(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: _Told, *others: Any) -> Any:
+        outcome = _again(plain, self, others)
+        return outcome if outcome is NotImplemented else self.reads.decide(outcome)
+
+    return method
+
+
+def _again(plain: Callable[..., Any], number: _Told, others: tuple[Any, ...]) -> Any:
+    """As in the traced iteration, where a number may have been whole or real as it is here."""
+    operands = [type(number).__bases__[0](_traced(number)), *(_traced(other) for other in others)]
+    return plain(*operands)
+
+
+_COMPARISONS = ("__lt__", "__le__", "__eq__", "__ne__", "__gt__", "__ge__", "__bool__")
+_TWOFOLD = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+_ARITHMETIC = (
+    *(f"__{reflected}{name}__" for name in _TWOFOLD for reflected in ("", "r")),
+    *("__neg__", "__pos__", "__abs__", "__round__", "__trunc__", "__floor__", "__ceil__"),
+)
+_METHODS: Mapping[type, type] = {_Real: float, _Whole: int}
+for _kind, _base in _METHODS.items():
+    for _name in _COMPARISONS:
+        setattr(_kind, _name, _compared(getattr(_base, _name)))
+    for _name in _ARITHMETIC:
+        setattr(_kind, _name, _computed(getattr(_base, _name)))
+    _kind.__hash__ = _base.__hash__  # type: ignore[method-assign]

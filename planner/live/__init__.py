@@ -1,0 +1,1 @@
+"""The planner of a running job, in a process of its own."""

@@ -1,0 +1,96 @@
+"""``python -m checkflow.planner.live.process PARENT``: the process that plans for a live job. Not for people.
+
+Standard input is a :class:`checkflow.core.planner_api.Handover` as JSON, standard output gets an
+:class:`.core.planner_api.Answer`, and the plan goes into the file that the handover names, whole or not at all.
+
+It serves the process that started it (its id is the argument) and ends with it, however that ends: Linux sends a
+signal, and everywhere the parent's id is looked at now and then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from pydantic import TypeAdapter
+
+from checkflow.core import plan as plans
+from checkflow.core.errors import CheckflowError
+from checkflow.core.planner_api import Answer, Handover
+from checkflow.planner.schedule.make_plan import Request, make_plan
+
+LOOK_SECONDS = 0.5
+LOWEST_PRIORITY = 19
+_PR_SET_PDEATHSIG = 1
+
+
+def answer(handover: Handover) -> Answer:
+    """Make the plan and write it, or say why there is none."""
+    wishes = handover.wishes
+    try:
+        outcome = make_plan(
+            handover.timeline,
+            handover.fingerprint,
+            Request(
+                bandwidth_bytes_per_second=handover.bandwidth_bytes_per_second,
+                memory_bandwidth_bytes_per_second=handover.memory_bandwidth_bytes_per_second,
+                memory_limit_bytes=handover.memory_limit_bytes,
+                extra_memory_bytes=wishes.extra_memory_bytes,
+                overhead=wishes.overhead,
+            ),
+            graph_peak_bytes=handover.graph_peak_bytes,
+        )
+        if outcome.plan is None:
+            return Answer(None, _for_scripts(outcome.explanation), final=True)
+        plans.save(outcome.plan, handover.path)
+    except CheckflowError as error:
+        return Answer(None, str(error))
+    return Answer(handover.path)
+
+
+def _for_scripts(explanation: str) -> str:
+    """What to do about it, as one who holds a Checkpointer does it."""
+    return explanation.replace("--overhead ", "overhead=").replace(
+        ", another device, or --relax-memory", " or another device"
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve the process whose id is the only argument."""
+    (parent,) = arguments
+    _end_with(int(parent))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training job decides when this is over
+    with contextlib.suppress(OSError):
+        os.nice(LOWEST_PRIORITY)
+    # What a solver prints is no answer.
+    told = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    handover = TypeAdapter(Handover).validate_json(sys.stdin.buffer.read())
+    with told:
+        told.write(TypeAdapter(Answer).dump_json(answer(handover)))
+    return 0
+
+
+def _end_with(parent: int) -> None:
+    """Whatever becomes of the parent, this process does not outlive it by more than ``LOOK_SECONDS``."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(LOOK_SECONDS)
+        os._exit(1)
+
+    if os.getppid() != parent:
+        os._exit(1)
+    threading.Thread(target=look, daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

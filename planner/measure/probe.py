@@ -1,0 +1,346 @@
+"""What this machine can do, measured: copies, products, element-wise streaming, launches; and its disk.
+
+Every figure is the median of several repetitions, warmed up, timed by :mod:`.measure.timing`; its spread is
+kept beside it. Arrays are far larger than caches and no larger than an eighth of the free memory allows; products grow
+until one of them takes long enough to be timed. The figures become a :class:`~checkflow.core.device.Device`:
+
+- the peak of a dtype is what one large matrix product reaches, so that ``compute_efficiency`` is 1;
+- memory bandwidth is a copy's, within the device, every byte counted twice (read and written); ``memory_efficiency`` is
+  the share of it that ``z = x + y`` reaches, into memory that was used before (what a CPU's fresh memory costs besides
+  depends on sizes; without it iterations are short, which is the safe side);
+- the link is what large copies to pinned host memory give. On a machine without a GPU, it is one thread's memmove from
+  memory to memory, which is what the runtime does there;
+- launches are tiny operators back to back.
+
+All of it is measured on a machine that does nothing else: training leaves less of what it uses itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from checkflow.core.device import Device, format_size
+from checkflow.core.errors import CheckflowError
+from checkflow.core.host_memory import free_host_memory_bytes
+from checkflow.planner.measure.machine import Machine, free_memory_bytes, this_machine
+from checkflow.planner.measure.timing import Clock, HostClock, Spread, Work, clock_of, spread_of
+from checkflow.planner.measure.torch_settings import torch_settings_kept
+
+Unit = Literal["bytes_per_second", "flops_per_second", "seconds"]
+Progress = Callable[[str], None]
+
+_MIB = 2**20
+LEAST_ARRAY_BYTES = 8 * _MIB  # smaller ones lie in caches
+LAUNCHES = 1000  # in one lap
+_FIRST_PRODUCT, _LARGEST_PRODUCT = 512, 16384  # rows and columns
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+# From which compute capability a dtype's products run on matrix units (NVIDIA, CUDA C++ programming guide, table of
+# features by compute capability); float64 ones are in data centres' chips alone.
+_MATRIX_SINCE = {"float16": (7, 0), "tf32": (8, 0), "bfloat16": (8, 0)}
+_MATRIX_FLOAT64 = frozenset({(8, 0), (9, 0), (10, 0)})
+_DIGITS = 4  # of a median that goes into a device: more than a measurement has
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How thoroughly to measure. Repetitions are fewer where they would take longer than ``seconds`` a figure."""
+
+    repetitions: int
+    seconds: float
+    array_bytes: int  # of each array that is copied or streamed
+    product_seconds: float  # products grow until one takes as long
+    disk_bytes: int
+
+
+FULL = Effort(repetitions=25, seconds=3.0, array_bytes=1024 * _MIB, product_seconds=0.02, disk_bytes=1024 * _MIB)
+QUICK = Effort(repetitions=7, seconds=0.25, array_bytes=128 * _MIB, product_seconds=0.005, disk_bytes=64 * _MIB)
+LEAST_REPETITIONS = 3
+PRODUCT = "product, "  # then the dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One quantity that was measured several times."""
+
+    name: str
+    unit: Unit
+    spread: Spread  # in that unit
+    how: str  # for people: on how much, and by what
+    matrix_units: bool = False  # of a product's
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """A machine's figures, and the device that they make."""
+
+    device: Device
+    figures: tuple[Figure, ...]
+    notes: tuple[str, ...]  # what was not measured, or not as its name says
+
+
+def probe(
+    directory: Path | None,
+    effort: Effort = FULL,
+    *,
+    machine: Machine | None = None,
+    clock: Clock | None = None,
+    progress: Progress = lambda part: None,
+) -> Probed:
+    """Measure this machine: its CUDA device where there is one, else its CPU.
+
+    Args:
+        directory: where the disk is measured; None: it is not.
+        machine: by default :func:`~checkflow.planner.measure.machine.this_machine`.
+        clock: tells when work on the device is done; by default the device's own.
+        progress: called with the name of what is measured next.
+
+    Raises:
+        CheckflowError: there is not enough memory; one line.
+        StorageError: the disk cannot be measured in this directory; one line with the reason.
+    """
+    from checkflow.planner.measure.disk import disk_figures
+
+    here = this_machine() if machine is None else machine
+    disk: list[Figure] = []
+    disk_notes: list[str] = []
+    if directory is not None:  # first: a folder that cannot be written is known at once
+        progress("the disk")
+        disk, disk_notes = disk_figures(directory, effort, HostClock() if clock is None else clock)
+    figures, notes = device_figures(here, clock_of(here.device) if clock is None else clock, effort, progress)
+    figures += disk
+    return Probed(make_device(here, figures), tuple(figures), (*notes, *disk_notes))
+
+
+def device_figures(
+    machine: Machine, clock: Clock, effort: Effort, progress: Progress
+) -> tuple[list[Figure], list[str]]:
+    """Everything but the disk, and what is to be said about it."""
+    device, notes = machine.device, []
+    array_bytes = array_size_bytes(effort, device)
+    progress("copies in memory")
+    figures = memory_figures(device, clock, effort, array_bytes)
+    progress("copies between device and host")
+    if machine.kind == "cuda":
+        figures += link_figures(device, clock, effort, array_bytes)
+    else:
+        figures.append(host_link_figure(clock, effort, array_bytes))
+        notes.append("without a GPU the link is one thread's copy from memory to memory, as the runtime makes it")
+    for dtype in (*_DTYPES, "tf32"):
+        progress(f"products in {dtype}")
+        found, note = product_figure(device, dtype, clock, effort)
+        figures += [] if found is None else [found]
+        notes += [note] if note else []
+    progress("launches")
+    figures.append(launch_figure(device, clock, effort))
+    if machine.kind == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps for later is not free to others
+    return figures, notes
+
+
+def array_size_bytes(effort: Effort, device: torch.device) -> int:
+    """The size of an array to copy: a power of two, as torch's pinned memory comes in those.
+
+    Raises:
+        CheckflowError: a sixteenth of what is free, on the device or the host, is too small to measure with.
+    """
+    free = min(free_memory_bytes(device), free_host_memory_bytes())
+    size = min(effort.array_bytes, free // 16)
+    if size < LEAST_ARRAY_BYTES:
+        raise CheckflowError(
+            f"cannot probe with {format_size(free)} of free memory: arrays below {LEAST_ARRAY_BYTES // _MIB} MiB lie in"
+            f" caches; free {format_size(16 * LEAST_ARRAY_BYTES)}"
+        )
+    return 1 << (size.bit_length() - 1)
+
+
+def repeat(work: Work, clock: Clock, effort: Effort) -> Spread:
+    """Seconds that the work takes, after two runs that do not count."""
+    second = clock.laps(work, 2)[-1]
+    fitting = int(effort.seconds / second) if second > 0 else effort.repetitions
+    return spread_of(clock.laps(work, max(LEAST_REPETITIONS, min(effort.repetitions, fitting))))
+
+
+def rate(name: str, unit: Unit, amount: float, seconds: Spread, how: str) -> Figure:
+    """A figure of so much work in these seconds: the slowest run gives the least rate.
+
+    Raises:
+        CheckflowError: a run took no time at all.
+    """
+    if not seconds.least > 0:
+        raise CheckflowError(f"cannot probe: {name} on so little ({how}) takes less time than the clock can tell")
+    per_second = Spread(
+        least=amount / seconds.most,
+        lower=amount / seconds.upper,
+        median=amount / seconds.median,
+        upper=amount / seconds.lower,
+        most=amount / seconds.least,
+        count=seconds.count,
+    )
+    return Figure(name, unit, per_second, how)
+
+
+def memory_figures(device: torch.device, clock: Clock, effort: Effort, array_bytes: int) -> list[Figure]:
+    """Copies within the device, and ``x + y``; bytes read and bytes written both count."""
+    x, y, z = (torch.ones(array_bytes // 4, device=device) for _ in range(3))
+    copied = repeat(lambda: y.copy_(x), clock, effort)
+    added = repeat(lambda: torch.add(x, y, out=z), clock, effort)
+    size = format_size(array_bytes)
+    return [
+        rate("device copy", "bytes_per_second", 2 * array_bytes, copied, f"{size} read, as much written"),
+        rate("element-wise", "bytes_per_second", 3 * array_bytes, added, f"z = x + y, {size} each"),
+    ]
+
+
+def host_link_figure(clock: Clock, effort: Effort, array_bytes: int) -> Figure:
+    """One thread's copy from memory to memory; a byte that is copied counts once."""
+    source, target = (torch.ones(array_bytes, dtype=torch.uint8, device="cpu") for _ in range(2))
+    addresses = target.data_ptr(), source.data_ptr()
+    seconds = repeat(lambda: ctypes.memmove(*addresses, array_bytes), clock, effort)
+    how = f"{format_size(array_bytes)}, memory to memory, one thread"
+    return rate("device to host", "bytes_per_second", array_bytes, seconds, how)
+
+
+def link_figures(device: torch.device, clock: Clock, effort: Effort, array_bytes: int) -> list[Figure]:
+    """Copies between a CUDA device and the host, both ways, with pinned and with pageable host memory."""
+    there = torch.ones(array_bytes, dtype=torch.uint8, device=device)
+    figures = []
+    for pinned in (True, False):
+        here = torch.ones(array_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        kind = "pinned" if pinned else "pageable"
+        for name, target, source in (("device to host", here, there), ("host to device", there, here)):
+            seconds = repeat(_copy(target, source), clock, effort)
+            how = f"{format_size(array_bytes)}, {kind} host memory"
+            figures.append(rate(f"{name}, {kind}", "bytes_per_second", array_bytes, seconds, how))
+    return figures
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> Work:
+    return lambda: target.copy_(source, non_blocking=True)
+
+
+def product_figure(device: torch.device, dtype: str, clock: Clock, effort: Effort) -> tuple[Figure | None, str]:
+    """The product of two square matrices in a dtype, or "tf32"; or None, and why there is none.
+
+    Raises:
+        CheckflowError: memory runs out.
+    """
+    if dtype == "tf32" and not _on_matrix_units(device, dtype):
+        return None, ""  # torch would compute in float32
+    with torch_settings_kept():
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
+        try:
+            size, work = _product(device, _DTYPES.get(dtype, torch.float32), clock, effort)
+            seconds = repeat(work, clock, effort)
+        except torch.OutOfMemoryError:
+            raise CheckflowError(f"cannot probe: not enough free memory for products in {dtype}") from None
+        except RuntimeError as error:  # a dtype that torch does not multiply here
+            return None, f"no products in {dtype}: {str(error).strip().partition(chr(10))[0]}"
+    on_matrix = _on_matrix_units(device, dtype)
+    how = f"{size} x {size}, {'matrix' if on_matrix else 'plain'} units"
+    figure = rate(f"{PRODUCT}{dtype}", "flops_per_second", 2.0 * size**3, seconds, how)
+    return replace(figure, matrix_units=on_matrix), ""
+
+
+def _product(device: torch.device, dtype: torch.dtype, clock: Clock, effort: Effort) -> tuple[int, Work]:
+    """Matrices as large as needed for one product to last, and the product."""
+    free, size = free_memory_bytes(device), _FIRST_PRODUCT
+    while True:
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        work = _multiply(a, b)
+        larger_bytes = 5 * (2 * size) ** 2 * max(4, dtype.itemsize)  # with what makes the random numbers
+        if (
+            min(clock.laps(work, 4)[1:]) >= effort.product_seconds  # the least: others may use the machine
+            or size == _LARGEST_PRODUCT
+            or larger_bytes > free // 8
+        ):
+            return size, work
+        size *= 2
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor) -> Work:
+    out = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=out)
+
+
+def _on_matrix_units(device: torch.device, dtype: str) -> bool:
+    """Whether products in this dtype run on matrix units. torch does not tell of CPUs: all of theirs count as plain."""
+    if device.type != "cuda":
+        return False
+    capability = torch.cuda.get_device_capability(device)
+    if dtype == "float64":
+        return capability in _MATRIX_FLOAT64
+    return dtype in _MATRIX_SINCE and capability >= _MATRIX_SINCE[dtype]
+
+
+def launch_figure(device: torch.device, clock: Clock, effort: Effort) -> Figure:
+    """Tiny operators back to back: on a GPU the host or the device, whichever is slower."""
+    x, y = (torch.ones(1, device=device) for _ in range(2))
+
+    def launches() -> None:
+        for _ in range(LAUNCHES):
+            torch.add(x, y)
+
+    laps = repeat(launches, clock, effort)
+    return Figure("launch", "seconds", laps.scaled(1 / LAUNCHES), f"x + y of one number, {LAUNCHES} in a row")
+
+
+def make_device(machine: Machine, figures: Sequence[Figure], *, now: datetime.datetime | None = None) -> Device:
+    """The device that these figures of a machine make.
+
+    Args:
+        now: the moment that the device's source names; by default this one.
+    """
+    medians = {figure.name: _rounded(figure.spread.median) for figure in figures}
+    copy, streaming = medians["device copy"], medians["element-wise"]
+    plain, matrix = _peaks(figures)
+    moment = (datetime.datetime.now(datetime.UTC) if now is None else now).strftime("%Y-%m-%d %H:%M UTC")
+    pinned = "device to host, pinned" if machine.kind == "cuda" else "device to host"
+    return Device(
+        name=machine.name,
+        memory_bytes=machine.memory_bytes,
+        memory_bandwidth_bytes_per_second=copy,
+        link_bandwidth_bytes_per_second=medians[pinned],
+        plain_flops_per_second=plain,
+        matrix_flops_per_second=matrix,
+        compute_efficiency=1.0,
+        memory_efficiency=min(1.0, _rounded(streaming / copy)),
+        launch_seconds=medians["launch"],
+        source=(
+            f"measured by checkflow probe on {moment}: {machine.name}, {machine.software};"
+            " peaks are those of large products, efficiencies included"
+        ),
+        kind=machine.kind,
+        link_to_device_bytes_per_second=medians.get("host to device, pinned"),
+        pageable_to_host_bytes_per_second=medians.get("device to host, pageable"),
+        pageable_to_device_bytes_per_second=medians.get("host to device, pageable"),
+        disk_write_bytes_per_second=medians.get("disk write"),
+        disk_read_bytes_per_second=medians.get("disk read"),
+    )
+
+
+def _peaks(figures: Sequence[Figure]) -> tuple[dict[str, float], dict[str, float]]:
+    """Operations per second by dtype, of plain and of matrix units; TF32 only where it beats float32."""
+    products = {figure.name.removeprefix(PRODUCT): figure for figure in figures if figure.name.startswith(PRODUCT)}
+    tf32 = products.get("tf32")
+    if tf32 is not None and tf32.spread.median <= products["float32"].spread.most:
+        del products["tf32"]
+    peaks: tuple[dict[str, float], dict[str, float]] = {}, {}
+    for dtype, figure in products.items():
+        peaks[figure.matrix_units][dtype] = _rounded(figure.spread.median)
+    return peaks
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")

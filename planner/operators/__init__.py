@@ -1,0 +1,1 @@
+"""What one operator reads, writes, costs."""

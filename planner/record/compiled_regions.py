@@ -1,0 +1,172 @@
+"""Compiled regions of a live job that is recorded: what they did that no dispatch mode has seen.
+
+Compiled code runs as ever while a job is recorded, so that the recorded iteration computes the same bits and needs the
+same memory as all others. What it does by way of torch's operators (all of it, or the matrix products that it leaves
+to libraries) a dispatch mode sees. The rest, generated kernels and the memory that they fill, becomes one operator at
+the end of the region's forward and one at the end of each of its backwards: it reads the state of the region's modules,
+and it has made the storages that nobody saw being made: results, what is saved for backward, gradients. An optimizer's
+step in compiled code is one that writes parameters and their state. Functions that are compiled have no more than this.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._dynamo.callback import callback_handler
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from checkflow.core.compiled_regions import uncompiled
+from checkflow.planner.iteration.iteration import Iteration
+from checkflow.planner.iteration.placement import NO_CROSSING
+from checkflow.planner.operators import operators as op
+
+# How torch names the autograd node of a compiled graph.
+_NODE = "CompiledFunctionBackward"
+
+
+class Spans(Protocol):
+    """Measures stretches of time that contain operators."""
+
+    def open(self) -> object:
+        """A stretch begins."""
+
+    def keep_rest(self, span: object, apart_seconds: float, /) -> None:
+        """It ends: keep what of it no operator took that was kept since, as one more operator's time.
+
+        Args:
+            apart_seconds: what of it counts for none.
+        """
+
+
+class LiveRegions:
+    """Notes what the regions of a job did unseen, in one recorded iteration."""
+
+    def __init__(self, iteration: Iteration, spans: Spans) -> None:
+        self._iteration, self._spans = iteration, spans
+        # Operators, autograd nodes and seconds of compiling before it, and its time.
+        self._open: list[tuple[int, int, float, object]] = []
+        self._watching = False
+        self._compiling = _CompilingTime()
+
+    def start(self) -> None:
+        """The recorded iteration begins."""
+        self._watching = True
+        self._compiling.start()
+
+    def stop(self) -> None:
+        """What follows belongs to no recorded iteration."""
+        if self._watching:
+            self._watching = False
+            self._open.clear()
+            self._compiling.stop()
+
+    def entered(self) -> None:
+        """A region's forward or backward begins."""
+        if self._watching:
+            nodes, compiling = torch._C._autograd._get_sequence_nr(), self._compiling.seconds
+            self._open.append((self._iteration.position(), nodes, compiling, self._spans.open()))
+
+    def left(self, modules: Mapping[str, nn.Module], result: Any) -> None:
+        """It has ended, and has returned this."""
+        if not self._open:  # watching began within it, or has ended
+            return
+        position, first_node, compiling, span = self._open.pop()
+        with _disable_current_modes(), torch.no_grad():
+            made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            for node in _compiled_nodes(made, first_node):
+                made += [tensor for tensor in node.saved_tensors if tensor is not None]
+                node.register_prehook(uncompiled(lambda _: self.entered()))
+                node.register_hook(uncompiled(lambda gradients, _: self.left(modules, gradients)))
+            self._note(modules, made, span, compiling, seen=self._iteration.position() > position)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped in compiled code: it has written what it writes whether or not that was seen."""
+        if not self._open:
+            return
+        _, _, compiling, span = self._open.pop()
+        updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        updated = [parameter for parameter in updated if parameter.grad is not None]
+        state = [v for p in updated for v in optimizer.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
+        device = [tensor for tensor in (*updated, *state) if not self._iteration.places.holds(tensor)]
+        unseen = [(tensor, op.touched_bytes(tensor)) for tensor in device if not self._was_written(tensor)]
+        if unseen:
+            gradients = [(part, op.touched_bytes(part)) for p in updated for part in op.tensors_in(p.grad)]
+            self._append(span, compiling, op.Effects((*unseen, *gradients), tuple(unseen), (), computes=True))
+
+    def _was_written(self, tensor: torch.Tensor) -> bool:
+        index = self._iteration.ledger.find(tensor)
+        return index is not None and self._iteration.ledger.first_write(index) is not None
+
+    def _append(self, span: object, compiling: float, effect: op.Effects) -> None:
+        number = sum(operator.target == "compiled region" for operator in self._iteration.operators)
+        self._spans.keep_rest(span, self._compiling.seconds - compiling)
+        self._iteration.append(f"compiled_region_{number}", "compiled region", effect, 0, NO_CROSSING)
+
+    def _note(
+        self,
+        modules: Mapping[str, nn.Module],
+        made: Sequence[torch.Tensor],
+        span: object,
+        compiling: float,
+        *,
+        seen: bool,
+    ) -> None:
+        iteration = self._iteration
+        device = [tensor for tensor in made if not iteration.places.holds(tensor)]
+        new = [tensor for tensor in device if iteration.ledger.find(tensor) is None]
+        state = [
+            tensor
+            for module in modules.values()
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+            if tensor is not None and not iteration.places.holds(tensor)
+        ]
+        if (seen and not new) or not (state or new):
+            return
+        effect = op.Effects(
+            reads=tuple((tensor, op.touched_bytes(tensor)) for tensor in state),
+            writes=tuple((tensor, op.touched_bytes(tensor)) for tensor in new),
+            outputs=tuple(new),
+            computes=True,
+        )
+        self._append(span, compiling, effect)
+
+
+def _compiled_nodes(results: list[torch.Tensor], first: int) -> Iterator[Any]:
+    """The autograd nodes of compiled graphs that were made since the node of this number, above these results."""
+    waiting = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen or node._sequence_nr() < first:
+            continue
+        seen.add(node)
+        if node.name().startswith(_NODE):
+            yield node
+        waiting += [above for above, _ in node.next_functions if above is not None]
+
+
+class _CompilingTime:
+    """How long torch has compiled since the start: what a later iteration will not do again."""
+
+    def __init__(self) -> None:
+        self.seconds = self._begun = 0.0
+
+    def start(self) -> None:
+        callback_handler.register_start_callback(self._begin)
+        callback_handler.register_end_callback(self._end)
+
+    def stop(self) -> None:
+        if self._begin in callback_handler.start_callbacks:  # otherwise torch._dynamo.reset() has taken them away
+            callback_handler.remove_start_callback(self._begin)
+            callback_handler.remove_end_callback(self._end)
+
+    def _begin(self, _arguments: Any) -> None:
+        self._begun = time.perf_counter()
+
+    def _end(self, _arguments: Any) -> None:
+        self.seconds += time.perf_counter() - self._begun

@@ -1,0 +1,306 @@
+"""A live iteration -> TrainingGraph: what the trace learns from fake tensors, learnt from a job's own.
+
+Between two boundaries a dispatch mode watches every operator of the training thread (and of the threads on which
+autograd runs backward for it): what it reads and writes, how long it takes, and when each storage is allocated and
+freed. Nothing is changed by being watched: the same kernels run on the same tensors in the same order, compiled ones
+too (:mod:`checkflow.planner.record.compiled_regions`).
+
+The iteration must be one like those to come: all optimizer state exists at its begin, and the gradients that training
+leaves from one iteration to the next. So a new job's first iteration is not recorded, its second is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+    is_traceable_wrapper_subclass_type,
+)
+
+from checkflow.core.errors import TraceError
+from checkflow.core.graph import AnchorKind, TrainingGraph
+from checkflow.core.state import host_counters, optimizer_implementation, training_device
+from checkflow.core.training_step import TrainingStep
+from checkflow.planner.iteration.iteration import Iteration
+from checkflow.planner.iteration.placement import NO_CROSSING, Crossing, crossing
+from checkflow.planner.operators import operators as op
+from checkflow.planner.record.compiled_regions import LiveRegions, Spans
+from checkflow.planner.record.cuda_events import OperatorEvents
+
+# Calls that reach a dispatch mode but are no operators of the model.
+_NO_OPERATORS = frozenset(("prim", "profiler", "debugprims"))
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One iteration of a live job."""
+
+    graph: TrainingGraph
+    #: One for each operator of the graph, as measured while recording: on the CPU from call to return, on a GPU between
+    #: events before and after, less what a launch takes where the device had nothing to do meanwhile
+    #: (:mod:`.cuda_events`). What passes between operators is in neither.
+    durations_seconds: tuple[float, ...]
+
+
+class Recorder:
+    """Records one iteration of a live job, from boundary to boundary. Use it once.
+
+    Args:
+        models, optimizers: of the job, by name.
+        name: what the user calls the model.
+    """
+
+    def __init__(
+        self, models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer], *, name: str
+    ) -> None:
+        self._name, self._models, self._optimizers = name, models, optimizers
+        self._device = device = training_device(models)
+        places = _LivePlaces(device, optimizers)
+        self._iteration = Iteration(models, optimizers, places, device_type=device.type)
+        self._clock: _Clock = _HostClock() if device.type == "cpu" else OperatorEvents(device)
+        self._mode = _LiveMode(self._iteration, places, self._clock)
+        self._regions = self._iteration.where.regions = LiveRegions(self._iteration, self._clock)
+        self._hooks = contextlib.ExitStack()
+
+    def begin(self, batch: Any = None, *, held: Any = None) -> None:
+        """At a boundary: watch from now on.
+
+        Args:
+            batch: a structure with the tensors of the batch, if it is at hand already.
+            held: a structure with what the loop still holds of the last iteration, if that is known.
+        """
+        apart = self._device.type != "cpu"  # on the CPU, a job's data sets are no part of what it computes with
+        entered = self._iteration.begin(batch, held, held_tensors(self._device) if apart else ())
+        if apart:
+            seen = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for _, part in entered}
+            self._iteration.ledger.enter_unseen("other", _allocated_bytes(self._device) - sum(seen.values()))
+        del entered  # would keep alive what the iteration drops
+        self._hooks.enter_context(self._iteration.where.watching())
+        self._regions.start()
+        self._mode.enter()
+
+    def end(self, *, batch: Any = None, micro_batches: int = 1) -> Recorded:
+        """At the next boundary: what was seen.
+
+        Args:
+            batch: a structure with the tensors of the batch; of one micro-batch where there are several.
+
+        Raises:
+            TraceError: the iteration was not like those to come: state was made or taken away, or no optimizer stepped.
+        """
+        self.abandon()
+        if self._mode.failure is not None:
+            raise self._mode.failure
+        self._iteration.where.forget_running()
+        self._iteration.end()
+        stepped = {a.key.name for a in self._iteration.where.anchors if a.key.kind is AnchorKind.OPTIMIZER_POST}
+        if self._optimizers and not (stepped or self._iteration.where.steps_unseen):
+            raise TraceError(f"cannot plan {self._name}: no optimizer stepped in the iteration that was recorded")
+        implementations = tuple(
+            (name, optimizer_implementation(optimizer, self._device.type))
+            for name, optimizer in self._optimizers.items()
+        )
+        graph = self._iteration.graph(self._name, batch, micro_batches, implementations)
+        return Recorded(graph, self._clock.seconds())
+
+    def abandon(self) -> None:
+        """Watch no more, and take all hooks away; safe at any time."""
+        self._mode.leave()
+        self._regions.stop()
+        self._hooks.close()
+
+
+def record_step(step: TrainingStep, *, name: str) -> Recorded:
+    """Run a training step twice, for real, and record the second time.
+
+    Raises:
+        TraceError: as :meth:`Recorder.end`.
+    """
+    held = step.run(step.batch)
+    recorder = Recorder(step.models, step.optimizers, name=name)
+    recorder.begin(step.batch, held=held)
+    try:
+        held = step.run(step.batch)
+        return recorder.end(batch=step.batch, micro_batches=step.micro_batches)
+    finally:
+        recorder.abandon()
+
+
+def held_tensors(device: torch.device) -> list[torch.Tensor]:
+    """Every tensor on this device that some Python object refers to: a loop's logits, averages, caches."""
+    kinds = (torch.Tensor, nn.Parameter, nn.Buffer)
+    # type() and no isinstance: lazy objects of other libraries would wake up.
+    found = [value for value in gc.get_objects() if type(value) in kinds and value.device == device]
+    return [tensor for tensor in found if tensor.layout is torch.strided]
+
+
+def _allocated_bytes(device: torch.device) -> int:
+    """What torch's allocator has given out on this device: also what only C++ holds, such as workspaces."""
+    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
+
+
+class _LivePlaces:
+    """Where real tensors lie. On the CPU only counters count as host memory, as in a trace for it."""
+
+    def __init__(self, device: torch.device, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        self._apart = device.type != "cpu"
+        self._counters = [tensor for optimizer in optimizers.values() for tensor in host_counters(optimizer)]
+        self._addresses = frozenset(tensor.untyped_storage()._cdata for tensor in self._counters)
+
+    def holds(self, tensor: torch.Tensor, /) -> bool:
+        if self._apart:
+            return tensor.device.type == "cpu"
+        return tensor.dim() == 0 and tensor.untyped_storage()._cdata in self._addresses
+
+    def crossing(self, func: OpOverload, args: Sequence[Any], keywords: Mapping[str, Any], result: Any, /) -> Crossing:
+        return crossing(func, args, keywords, result, self.holds, _waits) if self._apart else NO_CROSSING
+
+
+def _waits(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> bool:
+    """Only a copy from or to pinned memory can go on behind training."""
+    host = source if source.device.type == "cpu" else target
+    return not (non_blocking and host.is_pinned())
+
+
+class _Clock(Spans, Protocol):
+    """Measures operators: ``start``, the operator, ``stop``; ``keep`` if it was one that counts."""
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def keep(self) -> None: ...
+    def seconds(self) -> tuple[float, ...]: ...
+
+
+class _HostClock:
+    """On the CPU an operator has run when its call returns."""
+
+    def __init__(self) -> None:
+        self._started = self._last = 0.0
+        self._kept: list[float] = []
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        self._last = time.perf_counter() - self._started
+
+    def keep(self) -> None:
+        self._kept.append(self._last)
+
+    def open(self) -> object:
+        return len(self._kept), time.perf_counter()
+
+    def keep_rest(self, span: Any, apart_seconds: float, /) -> None:
+        first, begun = span
+        self._kept.append(max(0.0, time.perf_counter() - begun - apart_seconds - sum(self._kept[first:])))
+
+    def seconds(self) -> tuple[float, ...]:
+        return tuple(self._kept)
+
+
+class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every operator that runs while it is entered."""
+
+    supports_higher_order_operators = True  # lets them pass, and ends the recording
+
+    def __init__(self, iteration: Iteration, places: _LivePlaces, clock: _Clock) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._iteration, self._places, self._clock = iteration, places, clock
+        self._names: dict[str, int] = {}
+        self._thread: int | None = None  # that entered it
+        self._watching = False
+        self.failure: Exception | None = None  # in noting an operator
+        # Autograd runs backward for several devices on several threads.
+        self._lock = threading.RLock()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code goes on as it is. By default torch runs it eagerly under a mode, and never compiled again."""
+        return True
+
+    def enter(self) -> None:
+        """Put the mode below all others: those that are active now may end before it does, each taking the topmost."""
+        self._thread = threading.get_ident()
+        self._watching = True
+        above = [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
+        _push_mode(self)
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    def leave(self) -> None:
+        """Take the mode off the stack, even from below others that were entered later and are still active."""
+        self._watching = False
+        # On another thread it cannot be taken away; it does nothing any more.
+        if self._thread == threading.get_ident() and self in _get_current_dispatch_mode_stack():
+            above: list[TorchDispatchMode] = []
+            while (mode := _pop_mode()) is not self:
+                above.append(mode)
+            for mode in reversed(above):
+                _push_mode(mode)
+            self._thread = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        keywords = kwargs or {}
+        if op.compares_constants(func, args):
+            return op.compare_constants(args)
+        if isinstance(func, HigherOrderOperator):
+            if self._watching:
+                self._watching = False
+                self.failure = TraceError(
+                    f"an iteration with {func} cannot be recorded: it takes functions, and runs operators unseen; "
+                    "write it as plain Python or with torch.where, or compile what calls it"
+                )
+            return func(*args, **keywords)
+        if not self._watching or func.namespace in _NO_OPERATORS or func is torch.ops.aten.lift_fresh.default:
+            return func(*args, **keywords)
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # the subclass does it by other operators, which come by here
+        if op.is_view(func):
+            result = func(*args, **keywords)
+            self._iteration.where.note_forward()
+            return result
+        with self._lock:
+            self._clock.start()
+            result = func(*args, **keywords)
+            self._clock.stop()
+            try:
+                effect = op.effects(func, args, keywords, result, self._places.holds)
+                if effect.reads or effect.writes:
+                    self._note(func, args, keywords, result, effect)
+            except Exception as error:  # noqa: BLE001 — the job goes on as if nobody watched; ``end`` raises it
+                self.failure, self._watching = error, False
+            return result
+
+    def _note(
+        self, func: OpOverload, args: Sequence[Any], keywords: Mapping[str, Any], result: Any, effect: op.Effects
+    ) -> None:
+        crossed = self._places.crossing(func, args, keywords, result)
+        self._iteration.where.note_forward()
+        name = self._name(func)
+        if effect.computes or crossed.to_host_bytes:
+            self._clock.keep()
+            self._iteration.append(name, op.target_name(func), effect, op.flops(func, args, keywords, result), crossed)
+        else:
+            self._iteration.allocate(effect, name)
+
+    def _name(self, func: OpOverload) -> str:
+        """As torch.fx names nodes: "add", "add_1", …"""
+        base = func._schema.name.rpartition("::")[2]
+        number = self._names.get(base, 0)
+        self._names[base] = number + 1
+        return f"{base}_{number}" if number else base

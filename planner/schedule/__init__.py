@@ -1,0 +1,1 @@
+"""Timeline -> certified, replayed plan; explanations and baselines."""

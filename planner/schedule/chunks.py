@@ -1,0 +1,84 @@
+"""From units per step to chunks: which bytes of which tensor move when."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+from checkflow.core.errors import PlanError
+from checkflow.core.plan import Chunk
+from checkflow.core.timeline import Timeline
+from checkflow.planner.exact.problem import Flow, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Units begin … end-1 of the string leave in one step, from a snapshot of one step or from live tensors."""
+
+    begin: int
+    end: int
+    offload_step: int
+    snapshot_step: int | None
+
+
+def make_chunks(timeline: Timeline, problem: Problem, flow: Flow, chunk_bytes: int) -> tuple[Chunk, ...]:
+    """The flow as chunks of at most ``chunk_bytes``, sorted by (offload step, deadline, tensor, offset).
+
+    In each step the next units of the string leave live tensors first, then the next are snapshotted; snapshots leave
+    in the order in which they were made. So what leaves in one step does so in the order of the string, a deadline
+    group's direct part comes before its snapshotted part, and the same flow always gives the same chunks. A flow that
+    keeps the link, the deadlines and the order of things (a snapshot leaves only after the step that made it) gives
+    chunks that do: at the start of a step everything due before it has moved, so the next unit may be read live.
+
+    Raises:
+        PlanError: the flow does not move every unit once, or moves one out of a snapshot that is not there.
+    """
+    moved, left = sum(flow.direct) + sum(flow.made), sum(flow.direct) + sum(flow.drained)
+    if not moved == left == problem.total:
+        raise PlanError(f"the schedule moves {moved} and takes away {left} of {problem.total} units")
+    last = len(timeline.steps)
+    ordered = sorted(
+        (last if group.first_write is None else group.first_write, name, size)
+        for group in timeline.groups
+        for name, size in group.members
+    )
+    ends = list(accumulate(size for _, _, size in ordered))
+    chunks: list[Chunk] = []
+    padding = problem.total * problem.unit_bytes - timeline.state_bytes  # the empty part of the first unit
+    for move in _moves(flow):
+        position = max(0, move.begin * problem.unit_bytes - padding)
+        stop = move.end * problem.unit_bytes - padding
+        while position < stop:
+            index = bisect_right(ends, position)  # tensors of no bytes are passed over
+            _, name, size = ordered[index]
+            length = min(stop, ends[index], position + chunk_bytes) - position
+            offset = position - (ends[index] - size)
+            chunks.append(Chunk(name, offset, length, move.offload_step, move.snapshot_step))
+            position += length
+    return tuple(chunks)
+
+
+def _moves(flow: Flow) -> Iterator[_Move]:
+    """The flow's units in their places on the string: step by step, and in the order of the string within each."""
+    position = 0
+    stock: deque[tuple[int, int, int]] = deque()  # begin, end and step of each snapshot that has not left
+    for step, (direct, made, drained) in enumerate(zip(flow.direct, flow.made, flow.drained, strict=True)):
+        wanted = drained
+        while wanted:
+            if not stock:
+                raise PlanError(f"the schedule lets a snapshot leave before it is made, at step {step}")
+            begin, end, snapshot_step = stock.popleft()
+            cut = min(end, begin + wanted)
+            yield _Move(begin, cut, step, snapshot_step)
+            wanted -= cut - begin
+            if cut < end:
+                stock.appendleft((cut, end, snapshot_step))
+        if direct:
+            yield _Move(position, position + direct, step, None)
+            position += direct
+        if made:
+            stock.append((position, position + made, step))
+            position += made

@@ -1,0 +1,149 @@
+"""What a plan is worth: the same training step under each way of making checkpoints, and what limits the plan.
+
+Needs no torch: a plan file holds all that is asked here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from checkflow.core.plan import Fingerprint, Plan
+from checkflow.core.timeline import Timeline
+from checkflow.planner.exact.interval import Question
+from checkflow.planner.schedule.baselines import baselines
+from checkflow.planner.schedule.explain import Span, least_bandwidth, tight_interval
+from checkflow.planner.schedule.replay import snapshot_stall_seconds
+
+if TYPE_CHECKING:
+    from checkflow.planner.timeline.measured import StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One training step under each way of making checkpoints: the others' of every iteration, checkflow's as planned.
+
+    Peaks in bytes, stalls in seconds.
+    """
+
+    source: str  # what the user named: a model or a plan file
+    model: str
+    device: str
+    batch: str
+    granularity: str
+    policy: str
+    status: str
+    bandwidth_bytes_per_second: float  # what the job may use of the link
+    link_share: float | None  # which part of the link that is; None: not known (a plan file does not say it)
+    iteration_seconds: float
+    state_bytes: int
+    training_peak_bytes: int  # synchronous checkpoints add nothing to it
+    synchronous_stall_seconds: float
+    checkfreq_peak_bytes: int
+    checkfreq_released_peak_bytes: int
+    checkfreq_gpu_stall_seconds: float
+    checkfreq_cpu_stall_seconds: float
+    checkflow_peak_bytes: int | None  # None: no plan satisfies what was asked
+    checkflow_stall_seconds: float | None  # of one checkpoint
+    checkflow_interval: int | None  # iterations from one checkpoint to the next
+    explanation: str
+    measured: StepTimes | None = None  # None: the times are the roofline's, or a plan file's
+
+
+def compare_plan(source: str, plan: Plan) -> Comparison:
+    """The training step of a plan under each way of making checkpoints."""
+    return make_comparison(
+        source,
+        plan.fingerprint,
+        plan.timeline,
+        bandwidth_bytes_per_second=plan.bandwidth_bytes_per_second,
+        link_share=None,
+        memory_bandwidth_bytes_per_second=plan.memory_bandwidth_bytes_per_second,
+        policy=plan.policy,
+        status=plan.certificate.status,
+        peak_bytes=plan.plan_peak_bytes,
+        stall_seconds=plan.stall_seconds,
+        interval=plan.interval,
+        explanation="",
+    )
+
+
+def make_comparison(
+    source: str,
+    fingerprint: Fingerprint,
+    timeline: Timeline,
+    *,
+    bandwidth_bytes_per_second: float,
+    link_share: float | None,
+    memory_bandwidth_bytes_per_second: float,
+    policy: str,
+    status: str,
+    peak_bytes: int | None,
+    stall_seconds: float | None,
+    interval: int | None,
+    explanation: str,
+    measured: StepTimes | None = None,
+) -> Comparison:
+    """Add the baselines to what is known of a plan (peak, stall and interval are None where there is none)."""
+    base = baselines(timeline, bandwidth_bytes_per_second)
+    return Comparison(
+        source=source,
+        model=fingerprint.model,
+        device=fingerprint.device,
+        batch=_batch_text(fingerprint),
+        granularity=timeline.granularity,
+        policy=policy,
+        status=status,
+        bandwidth_bytes_per_second=bandwidth_bytes_per_second,
+        link_share=link_share,
+        iteration_seconds=timeline.iteration_seconds,
+        state_bytes=fingerprint.state_bytes,
+        training_peak_bytes=timeline.training_peak_bytes,
+        synchronous_stall_seconds=base.synchronous_stall_seconds,
+        checkfreq_peak_bytes=base.checkfreq_peak_bytes,
+        checkfreq_released_peak_bytes=base.checkfreq_released_peak_bytes,
+        checkfreq_gpu_stall_seconds=(
+            snapshot_stall_seconds(timeline.state_bytes, memory_bandwidth_bytes_per_second)
+            + base.checkfreq_gpu_link_stall_seconds
+        ),
+        checkfreq_cpu_stall_seconds=base.checkfreq_cpu_stall_seconds,
+        checkflow_peak_bytes=peak_bytes,
+        checkflow_stall_seconds=stall_seconds,
+        checkflow_interval=interval,
+        explanation=explanation,
+        measured=measured,
+    )
+
+
+def _batch_text(fingerprint: Fingerprint) -> str:
+    """The first tensor of the batch, for people: "32x3x224x224"."""
+    return "x".join(str(size) for size in fingerprint.batch[0][0]) if fingerprint.batch else ""
+
+
+def binding_interval(plan: Plan) -> tuple[int | None, Span | None]:
+    """What would break first on a slower link, at the plan's interval and peak (and its stall, where training waits).
+
+    Returns:
+        The least bandwidth (bytes per second) that keeps them, and the interval that forbids any less; None for either
+        where no link, or no single interval, is what binds.
+    """
+    question = Question(
+        timeline=plan.timeline,
+        unit_bytes=plan.unit_bytes,
+        policy=plan.policy,
+        bandwidth_bytes_per_second=plan.bandwidth_bytes_per_second,
+        memory_bandwidth_bytes_per_second=plan.memory_bandwidth_bytes_per_second or math.inf,
+        overhead=None if plan.wait is None else _stall_share(plan),
+        peak_limit_bytes=plan.certificate.objective_bytes,
+    )
+    least = least_bandwidth(question, plan.interval)
+    if not least or least == 1:
+        return least, None
+    return least, tight_interval(replace(question, bandwidth_bytes_per_second=least - 1), plan.interval)
+
+
+def _stall_share(plan: Plan) -> float:
+    """Of training's time, with the empty part of a unit that the plan's stall does not count."""
+    unit_seconds = 2 * plan.unit_bytes / plan.memory_bandwidth_bytes_per_second if plan.snapshot_bytes else 0.0
+    return (plan.stall_seconds + unit_seconds) / (plan.interval * plan.timeline.iteration_seconds)

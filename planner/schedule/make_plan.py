@@ -1,0 +1,281 @@
+"""From a timeline to a plan: the paper's Algorithm 1, and beyond it the interval.
+
+1. the smallest interval of which some schedule keeps the limits (:mod:`.exact.interval`); where none does,
+   that is explained (:mod:`checkflow.planner.schedule.explain`), or the memory limit is relaxed if asked;
+2. for that interval the schedule of the least peak, then the least stall (:mod:`.exact.optimum`), certified
+   by the ILP (:mod:`checkflow.planner.schedule.certify`);
+3. the schedule becomes chunks, no larger than asked; what remains of the paper's loop over chunk sizes, since units are
+   small enough for every step;
+4. replay checks the plan (:mod:`checkflow.planner.schedule.replay`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from checkflow.core.device import MOST_BYTES, Device, DeviceKind, format_size
+from checkflow.core.errors import PlanError
+from checkflow.core.graph import TrainingGraph
+from checkflow.core.plan import Fingerprint, Plan, Policy, StateSpec, Wait
+from checkflow.core.timeline import Timeline, check_timeline
+from checkflow.planner.exact.interval import FrontierRow, Question, frontier, longest_interval, smallest_interval
+from checkflow.planner.exact.problem import check_bandwidth, unit_for
+from checkflow.planner.ilp.solve import SolverChoice, SolveStatus
+from checkflow.planner.schedule.certify import (
+    Formulation,
+    Schedule,
+    SolverReport,
+    find_per_tensor,
+    find_schedule,
+    no_schedule,
+)
+from checkflow.planner.schedule.chunks import make_chunks
+from checkflow.planner.schedule.explain import explain, least_bandwidth
+from checkflow.planner.schedule.replay import check_plan, simulate
+
+_LAST_DIGITS = 1e-9
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a plan.
+
+    Raises:
+        PlanError: a number makes no sense.
+    """
+
+    bandwidth_bytes_per_second: float  # of the link, from device to host: what this job may use of it
+    memory_bandwidth_bytes_per_second: float  # of the device's own memory: prices snapshots
+    memory_limit_bytes: int | None = None  # of the whole peak
+    extra_memory_bytes: int | None = None  # of the peak, above training's own
+    relax_memory: bool = False  # raise these two as little as possible where nothing fits
+    policy: Policy = "direct"
+    formulation: Formulation = "auto"  # "per-tensor" plans the snapshot policy, whatever the policy says
+    solver: SolverChoice = "auto"
+    time_limit_seconds: float = 60.0
+    chunk_bytes: int = 8 * 1024**2
+    # stall allowed, as a share of training's time; None: as long as snapshots take, but no waiting for the link
+    overhead: float | None = None
+    max_interval: int | None = None  # iterations from one checkpoint to the next; None: some 1,000
+    unit_bytes: int | None = None  # None: chosen by the size of the state
+    link_share: float = 1.0  # the part of the whole link that ``bandwidth_bytes_per_second`` is; reported, not applied
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth_bytes_per_second", "memory_bandwidth_bytes_per_second"):
+            value = getattr(self, name)
+            if not 0 < value < MOST_BYTES:  # NaN neither
+                raise PlanError(f"{name} must be a number above zero and below 2**63, not {value}")
+        if not self.time_limit_seconds > 0:  # infinite: none
+            raise PlanError(f"time_limit_seconds must be a number above zero, not {self.time_limit_seconds}")
+        for name in ("memory_limit_bytes", "extra_memory_bytes", "chunk_bytes", "unit_bytes"):
+            value = getattr(self, name)
+            if (isinstance(value, int) and value >= MOST_BYTES) or (isinstance(value, float) and value % 1):
+                raise PlanError(f"{name} must be a whole number of bytes below 2**63, not {value}")
+        for name in ("chunk_bytes", "unit_bytes", "max_interval"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int) and value >= 1):
+                raise PlanError(f"{name} must be a whole number, at least 1, not {value}")
+        if not 0 < self.link_share <= 1:
+            raise PlanError(f"link_share must be above 0 and at most 1, not {self.link_share}")
+        for name in ("memory_limit_bytes", "extra_memory_bytes", "overhead"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise PlanError(f"{name} must not be negative, and is {value}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a request. ``plan`` is None iff the status is "infeasible"; then ``explanation`` says why."""
+
+    status: SolveStatus
+    plan: Plan | None
+    formulation: Literal["flow", "per-tensor", "greedy"]
+    policy: Policy
+    solver: SolverReport
+    least_bandwidth_bytes_per_second: int | None  # that keeps the limits at every iteration; None: no bandwidth does
+    explanation: str  # also why not every iteration, and to what a limit was relaxed; "": nothing to say
+    frontier: tuple[FrontierRow, ...]  # shortest interval first, then least extra memory
+    training_peak_bytes: int
+    durable_bytes_per_second: float  # that the storage must take for a checkpoint of every iteration
+    plan_seconds: float
+
+    @property
+    def chunks(self) -> int:
+        return 0 if self.plan is None else len(self.plan.chunks)
+
+    @property
+    def interval(self) -> int | None:
+        return None if self.plan is None else self.plan.interval
+
+    @property
+    def stall_seconds(self) -> float | None:
+        """Of one checkpoint."""
+        return None if self.plan is None else self.plan.stall_seconds
+
+    @property
+    def wait_seconds(self) -> float | None:
+        """Of the stall, what training waits for the link."""
+        if self.plan is None:
+            return None
+        return 0.0 if self.plan.wait is None else self.plan.wait.seconds
+
+    @property
+    def plan_peak_bytes(self) -> int | None:
+        return None if self.plan is None else self.plan.plan_peak_bytes
+
+
+def fingerprint_of(graph: TrainingGraph, device: Device) -> Fingerprint:
+    """What a plan for this graph on this device is made for."""
+    return fingerprint_for(graph, device.name, device.kind)
+
+
+def fingerprint_for(graph: TrainingGraph, device_name: str, device_kind: DeviceKind) -> Fingerprint:
+    """The same for a device of which only this is known."""
+    return Fingerprint(
+        model=graph.model,
+        state=tuple(
+            StateSpec(entry.name, entry.shape, entry.dtype, entry.size_bytes, entry.placement == "host")
+            for entry in graph.state
+        ),
+        ties=graph.ties,
+        batch=graph.batch,
+        micro_batches=graph.micro_batches,
+        autocast=graph.autocast,
+        optimizers=graph.optimizers,
+        device=device_name,
+        device_kind=device_kind,
+        compiled=graph.compiled,
+    )
+
+
+def make_plan(timeline: Timeline, fingerprint: Fingerprint, request: Request, *, graph_peak_bytes: int) -> Outcome:
+    """The best plan that satisfies a request, or why there is none.
+
+    First the smallest interval of which any schedule keeps the limits on memory and stall; then the least peak; then
+    under the direct policy the shortest stall at that peak, and snapshots that leave as early as these allow (under the
+    snapshot policy, where every byte is copied once, the earliest end alone). The same input gives the same schedule,
+    whichever solver certified it.
+
+    "Optimal" is said of the peak, among schedules that move whole units, and only with a bound that meets it; no
+    schedule of single bytes is better by three units (of state, rounded twice, and of link, once) or more, and a budget
+    of stalls is rounded by one more. A plan's true peak (``plan_peak_bytes``) is the certificate's objective, less the
+    empty part of the first unit where that lies in a snapshot at the peak.
+
+    Args:
+        graph_peak_bytes: training's peak if everything were freed after its last use; reported in the plan.
+
+    Raises:
+        PlanError: the timeline makes no sense, or the result fails its replay.
+        SolverError: the solver asked for is missing or failed.
+    """
+    started = time.perf_counter()
+    check_timeline(timeline)
+    check_bandwidth(request.bandwidth_bytes_per_second)
+    per_tensor = request.formulation == "per-tensor"
+    if per_tensor:
+        request = replace(request, policy="snapshot")
+    question = _question(timeline, request)
+    longest = longest_interval(timeline, request.policy, request.max_interval)
+    interval, relaxed = smallest_interval(question, longest), ""
+    if interval is None and request.relax_memory:
+        question, relaxed = _relaxed(question, longest)
+        interval = smallest_interval(question, longest)
+    plan, schedule, explanations = None, None, [relaxed] if relaxed else []
+    if interval is None:  # the exact rules have proved it
+        explanations.append(_why_not(question, longest))
+    else:
+        solver, limit_seconds = request.solver, request.time_limit_seconds
+        if per_tensor:
+            schedule = find_per_tensor(question, interval, request.chunk_bytes, solver, limit_seconds)
+        else:
+            schedule = find_schedule(question, interval, request.formulation, solver, limit_seconds)
+        plan = _draft(question, fingerprint, request, schedule, interval)
+        plan = replace(plan, graph_peak_bytes=graph_peak_bytes)
+        check_plan(plan)
+        plan = plan.sealed()
+        if interval > 1:
+            explanations.append(
+                f"a checkpoint every {interval} iterations; for one every iteration: {explain(question)}"
+            )
+    seconds = timeline.iteration_seconds
+    return Outcome(
+        status="infeasible" if plan is None else plan.certificate.status,
+        plan=plan,
+        formulation="greedy" if schedule is None else schedule.formulation,
+        policy=request.policy,
+        solver=no_schedule() if schedule is None else schedule.report,
+        least_bandwidth_bytes_per_second=least_bandwidth(question),
+        explanation="; ".join(explanations),
+        frontier=frontier(question, longest),
+        training_peak_bytes=timeline.training_peak_bytes,
+        durable_bytes_per_second=sum(spec.size_bytes for spec in fingerprint.state) / seconds if seconds else 0.0,
+        plan_seconds=time.perf_counter() - started,
+    )
+
+
+def _question(timeline: Timeline, request: Request) -> Question:
+    limits = [] if request.memory_limit_bytes is None else [request.memory_limit_bytes]
+    if request.extra_memory_bytes is not None:
+        limits.append(timeline.training_peak_bytes + request.extra_memory_bytes)
+    return Question(
+        timeline=timeline,
+        unit_bytes=unit_for(timeline.state_bytes) if request.unit_bytes is None else request.unit_bytes,
+        policy=request.policy,
+        bandwidth_bytes_per_second=float(request.bandwidth_bytes_per_second),
+        memory_bandwidth_bytes_per_second=float(request.memory_bandwidth_bytes_per_second),
+        overhead=request.overhead,
+        peak_limit_bytes=min(limits, default=None),
+    )
+
+
+def _why_not(question: Question, longest: int) -> str:
+    """Why no interval fits."""
+    if question.timeline.training_peak_bytes > question.peak_limit(question.problem(1)):
+        return explain(question)
+    if question.policy == "snapshot" and not question.deadlines_hold():
+        return explain(question)  # no interval changes that
+    reason = explain(question, longest)
+    return reason if longest == 1 else f"even every {longest} iterations: {reason}"
+
+
+def _relaxed(question: Question, longest: int) -> tuple[Question, str]:
+    """The question with the memory limit raised as little as any interval needs, and a line that says so."""
+    limit, peak = question.peak_limit_bytes, question.least_peak_bytes(longest)
+    if limit is None or peak is None:
+        return replace(question, peak_limit_bytes=None), ""  # then memory is not what is short
+    return replace(question, peak_limit_bytes=peak), (
+        f"no schedule fits the memory limit of {format_size(limit)}:"
+        f" it was raised by {format_size(peak - limit)} ({peak - limit} bytes), as little as possible"
+    )
+
+
+def _draft(question: Question, fingerprint: Fingerprint, request: Request, schedule: Schedule, interval: int) -> Plan:
+    """The plan of a schedule, with the peak and the stall that its chunks have, in bytes."""
+    chunks, wait = schedule.chunks, None
+    if chunks is None:
+        assert schedule.flow is not None
+        chunks = make_chunks(question.timeline, schedule.problem, schedule.flow, request.chunk_bytes)
+    if schedule.wait_units:
+        # What is queued is subtracted again when the plan is replayed: its last digits must not cost a unit.
+        more = 1 + _LAST_DIGITS if question.prices.queue_seconds else 1
+        wait = Wait(schedule.wait_step, question.prices.waiting_seconds(schedule.wait_units) * more)
+    plan = Plan(
+        fingerprint=fingerprint,
+        policy=request.policy,
+        bandwidth_bytes_per_second=question.bandwidth_bytes_per_second,
+        unit_bytes=question.unit_bytes,
+        timeline=question.timeline,
+        chunks=chunks,
+        graph_peak_bytes=0,
+        plan_peak_bytes=0,
+        stall_seconds=0.0,
+        interval=interval,
+        certificate=schedule.certificate(),
+        memory_bandwidth_bytes_per_second=question.memory_bandwidth_bytes_per_second,
+        wait=wait,
+    )
+    replay = simulate(plan)
+    return replace(plan, plan_peak_bytes=replay.peak_bytes, stall_seconds=replay.stall_seconds)

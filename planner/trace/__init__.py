@@ -1,0 +1,1 @@
+"""Fake tensors: a training step -> graph."""

@@ -1,0 +1,367 @@
+"""Fake tensors in the place of a training step's own, for the time of a trace.
+
+Fake tensors have shapes, strides and storages but no data. While :func:`stand_in` is active, every parameter, buffer
+and optimizer state inside the user's own module and optimizer objects is a fake one on the CPU, all in one
+FakeTensorMode (a build of torch without CUDA cannot run autograd on fake CUDA tensors). Tensors that the step reaches
+in other ways (a list of parameters in a closure, class weights) are replaced as they are used. When it ends, by an
+error too, the user's objects hold what they held before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+
+from checkflow.core.errors import TraceError
+from checkflow.core.state import is_composite
+from checkflow.core.training_step import TrainingStep
+from checkflow.planner.iteration.placement import CAPTURED, COPIED, HostMemory
+from checkflow.planner.iteration.read_numbers import ARRAYS, RECORD, TELLING, ReadNumbers, format_number
+from checkflow.planner.iteration.structures import with_tensors
+from checkflow.planner.trace.lazy_modules import without_shape
+from checkflow.planner.trace.packed_sequences import replacement
+from checkflow.planner.trace.user_state import Belongings
+
+CPU = torch.device("cpu")
+_COUNTERS = frozenset(("step", "mu_product"))  # what torch's optimizers keep in host memory for each parameter
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # what ``tensor.data = other`` calls
+
+
+class StandIns(TorchFunctionMode):
+    """The fake tensor of each of the user's tensors; as a mode, puts it in wherever the user's is used.
+
+    The mode also keeps what the step creates on the CPU: a device that the step names is the trace's fake one.
+    """
+
+    def __init__(self, *, apart: bool = False) -> None:
+        super().__init__()
+        self.host = HostMemory(apart=apart)
+        self.numbers = ReadNumbers()
+        # Unbacked symbols for sizes that only data can tell, so that a mere .nonzero() does not end the trace.
+        self._symbols = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+        # Without fallback: torch would run an operator that it cannot fake for real, on zeros of full size.
+        self.mode = FakeTensorMode(shape_env=self._symbols, allow_fallback_kernels=False)
+        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id; the original is kept alive with its id
+        self._storages: dict[int, torch.Tensor] = {}  # storages of several tensors: one fake base of bytes for each
+
+    def forget_pending_symbols(self) -> None:
+        """Symbols of a run without make_fx belong to no graph; the next run must not look for them."""
+        self._symbols.pending_fresh_unbacked_symbols.clear()
+
+    def all(self) -> list[torch.Tensor]:
+        """Every fake tensor made so far."""
+        return [fake for _, fake in self._fakes.values() if not is_lazy(fake)]
+
+    def of(self, tensor: torch.Tensor, *, captured: bool = False) -> torch.Tensor:
+        """The stand-in of a tensor; the tensor itself if it is one of the trace's already.
+
+        Args:
+            captured: the tensor is none of the step's models, optimizers or batch: what it reaches in other ways.
+        """
+        if self._is_stand_in(tensor):
+            return tensor
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # torch.func has wrapped a tensor of the trace
+            return tensor
+        known = self._fakes.get(id(tensor))
+        if known is None:
+            if is_lazy(tensor):
+                return self._without_shape(tensor)
+            shared = not is_composite(tensor) and tensor.untyped_storage()._cdata in self._storages
+            with torch._C.DisableTorchFunction():
+                known = self._fakes[id(tensor)] = (tensor, self._make(tensor))
+            on_cpu = type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.dim() > 0
+            if captured and on_cpu and not shared:
+                self.host.mark(known[1], CAPTURED)  # such as a buffer that the step copies into
+            self.host.name_device(known[1])
+        return known[1]
+
+    def host_scalar(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The stand-in of a one-element tensor in host memory: a fake tensor that knows its value, as eager training
+        does when it reads such a counter with ``.item()``. Without data the value is 1."""
+        with torch._C.DisableTorchFunction():
+            one = torch.ones(tensor.shape, dtype=tensor.dtype, device=CPU)
+            fake = self.knowing(one if _is_blank(tensor) else tensor)
+        self._fakes[id(tensor)] = (tensor, fake)
+        return fake
+
+    def knowing(self, value: torch.Tensor) -> torch.Tensor:
+        """A fake tensor in host memory whose values are known."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            fake = self._knowing(value)
+            self.host.mark(fake, COPIED)
+            self.host.name_device(fake)
+        return fake
+
+    def _lengths(self, values: Sequence[int]) -> torch.Tensor:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return self.knowing(torch.tensor(values, device=CPU))
+
+    def _knowing(self, value: torch.Tensor) -> torch.Tensor:
+        copied = value.detach().to(CPU, copy=True)
+        return self.mode.fake_tensor_converter.from_real_tensor(self.mode, copied, make_constant=True)
+
+    def _counter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The stand-in of a buffer of one element on the device: it knows its value as long as nothing but known values
+        goes into it. Steps decide upon such (``n_averaged`` of AveragedModel, a queue's next place, "initialised").
+        Without data the value is 0, as counters begin."""
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            zero = torch.zeros(tensor.shape, dtype=tensor.dtype, device=CPU)
+            fake = self._knowing(zero if _is_blank(tensor) else tensor)
+            self.host.mark_known(fake)
+            self.host.name_device(fake)
+        for key, value in vars(tensor).items():
+            if key not in vars(fake):
+                setattr(fake, key, value)
+        self._fakes[id(tensor)] = (tensor, fake)
+        return fake
+
+    def of_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The stand-in of a module's buffer."""
+        plain = type(tensor) in (torch.Tensor, nn.Buffer, FakeTensor) and tensor.layout is torch.strided
+        if id(tensor) in self._fakes or not plain or tensor.numel() != 1 or tensor.requires_grad:
+            return self.of(tensor)
+        alone = tensor.untyped_storage().nbytes() == tensor.element_size()
+        return self._counter(tensor) if alone else self.of(tensor)
+
+    def in_callbacks(self) -> contextlib.AbstractContextManager[None]:
+        """A region in which the mode is active in the user's functions that autograd calls, if it is needed there."""
+        return contextlib.nullcontext()
+
+    def active_in(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the user's that autograd calls, with the mode active in it, if it is needed there."""
+        return function
+
+    def _is_stand_in(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) in _PLAIN:
+            return False
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode is self.mode
+        if not is_traceable_wrapper_subclass(tensor):
+            return False
+        return all(self._is_stand_in(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+
+    def replace(self, value: Any) -> Any:
+        """A structure (lists, tuples, dictionaries, dataclasses, …) with the stand-ins of its tensors."""
+        for leaf in pytree.tree_leaves(value, is_leaf=lambda node: isinstance(node, PackedSequence)):
+            if isinstance(leaf, PackedSequence) and not _is_blank(leaf.batch_sizes):
+                self._fakes[id(leaf.batch_sizes)] = (leaf.batch_sizes, self.knowing(leaf.batch_sizes))
+        return with_tensors(value, self.of)
+
+    def _make(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self.mode, torch.no_grad():
+            fake = self._values(tensor)
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            elif tensor.requires_grad:
+                fake.requires_grad_()
+        for key, value in vars(tensor).items():
+            if key not in vars(fake):
+                setattr(fake, key, value)
+        for hook in (tensor._backward_hooks or {}).values():
+            fake.register_hook(self.active_in(hook))  # type: ignore[no-untyped-call]
+        for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
+            # A hook that steps an optimizer in backward may look the user's own parameter up in a dictionary.
+            called = self.active_in(hook)
+            fake.register_post_accumulate_grad_hook(lambda _, hook=called: hook(tensor))  # type: ignore[no-untyped-call]
+        return fake
+
+    def _values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor in the place of a tensor's values; of a tensor that consists of others, fake ones in theirs."""
+        if is_traceable_wrapper_subclass(tensor):
+            names, context = tensor.__tensor_flatten__()
+            parts = {name: self.of(getattr(tensor, name)) for name in names}
+            whole: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
+            return whole
+        if tensor.layout is torch.sparse_coo:
+            with _disable_current_modes():
+                indices, values = tensor._indices(), tensor._values()
+            return torch.sparse_coo_tensor(self.of(indices), self.of(values), tensor.shape, check_invariants=False)
+        kind = type(tensor)
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+            what = tensor.dtype if tensor.is_quantized else "nested" if tensor.is_nested else tensor.layout
+            raise TraceError(f"cannot trace a {what} tensor, which torch cannot fake: {RECORD}")
+        if kind.__torch_dispatch__ is not _NO_DISPATCH and not isinstance(tensor, FakeTensor):
+            raise TraceError(
+                f"cannot trace a {kind.__name__}, which does operators in its own way: give its class "
+                f"__tensor_flatten__ and __tensor_unflatten__, or {RECORD}"
+            )
+        fake = self._memory(tensor)
+        fake = fake.conj() if tensor.is_conj() else fake
+        return torch._neg_view(fake) if tensor.is_neg() else fake
+
+    def _without_shape(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The stand-in of a lazy module's parameter or buffer, which its first forward gives a shape."""
+        with torch._C.DisableTorchFunction(), self.mode, torch.no_grad():
+            fake = without_shape(tensor)
+        self._fakes[id(tensor)] = (tensor, fake)
+        return fake
+
+    def _memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Fake memory with the tensor's layout; views of one storage share one fake storage."""
+        shape, strides, itemsize = tensor.shape, tensor.stride(), tensor.element_size()
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == tensor.numel() * itemsize and storage._cdata not in self._storages:
+            whole = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=CPU)
+            if whole.untyped_storage().nbytes() == storage.nbytes():
+                self._storages[storage._cdata] = whole
+                return whole
+        base = self._storages.get(storage._cdata)
+        if base is None:
+            base = self._storages[storage._cdata] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=CPU)
+        if base.dtype is not tensor.dtype:
+            flat = base.as_strided((base.untyped_storage().nbytes() // base.element_size(),), (1,), 0)
+            base = flat.view(torch.uint8)[: storage.nbytes() // itemsize * itemsize].view(tensor.dtype)
+        return base.as_strided(shape, strides, tensor.storage_offset())
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        keywords = dict(kwargs or {})
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            return self.of(args[0])
+        keywords.pop("pin_memory", None)  # as fakes have no such
+        result = self.call(func, args, keywords)
+        if isinstance(keywords.get("device"), torch.device):
+            for made in pytree.tree_leaves(result):  # made for the device of other tensors: no host scalar
+                if isinstance(made, FakeTensor):
+                    made.constant = None
+        return result
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+        """Call with stand-ins, and the CPU for every device."""
+        if (
+            func is torch._C._nn._parse_to
+        ):  # reads the arguments of nn.Module.to, and calls Tensor.to with what it finds
+            return func(*(_device(value) for value in args), **{key: _device(value) for key, value in keywords.items()})
+        named = func is torch.Tensor.to  # the only method that takes a device's name by position
+        arguments = [self._argument(value, named) for value in args]
+        if func in ARRAYS:
+            return self._as_array(arguments[0], force=bool(keywords.get("force")))
+        if func is torch.Tensor.__format__:
+            return format_number(arguments[0], arguments[1])
+        given = {key: self._argument(value, key == "device") for key, value in keywords.items()}
+        function = replacement(func, tuple(arguments), self._lengths) or func
+        read = self.numbers.count
+        result = function(*arguments, **given)
+        if func == _SET_DATA and isinstance(arguments[0], FakeTensor):
+            arguments[0].constant = getattr(arguments[1], "constant", None)  # what it knew, it knows no more
+        if self.numbers.count == read:
+            return result
+        if func in TELLING:
+            return self.numbers.told(result)
+        self.numbers.plain = True
+        return result
+
+    def _as_array(self, tensor: torch.Tensor, *, force: bool) -> Any:
+        if tensor.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        return self.numbers.array(tensor)
+
+    def _argument(self, value: Any, may_name_a_device: bool) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.of(value, captured=True)
+        names_a_device = may_name_a_device and isinstance(value, str | int) and not isinstance(value, bool)
+        if isinstance(value, torch.device) or names_a_device:
+            return CPU
+        if isinstance(value, list | tuple) and any(isinstance(item, torch.Tensor) for item in value):
+            replaced = [self.of(item, captured=True) if isinstance(item, torch.Tensor) else item for item in value]
+            return replaced if isinstance(value, list) else tuple(replaced)
+        return value
+
+
+def _device(value: Any) -> Any:
+    """A number names an accelerator, be there one or not."""
+    return torch.device("cuda", value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _is_blank(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+@contextlib.contextmanager
+def stand_in(step: TrainingStep, stand_ins: StandIns) -> Iterator[Belongings]:
+    """Put fake tensors in the place of all state inside ``step``'s models and optimizers; restore everything after.
+
+    Restored is all that :class:`~checkflow.planner.trace.user_state.Belongings` finds (the same is handed out), and the
+    random number generators. The user's tensors themselves, their ``.grad`` and their hooks are never touched.
+    """
+    belongings = Belongings(step)
+    before = belongings.remember()
+    try:
+        with _random_states_kept():
+            for held in belongings.objects:
+                if isinstance(held, nn.Module):
+                    _replace_in_module(held, stand_ins)
+                elif isinstance(held, torch.optim.Optimizer):
+                    _replace_in_optimizer(held, stand_ins)
+            yield belongings
+    finally:
+        before.restore()
+
+
+def _replace_in_module(module: nn.Module, stand_ins: StandIns) -> None:
+    """Parameters and buffers; what a module holds elsewhere (nn.LSTM its weights in a list) is replaced in use."""
+    tables: tuple[tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]], ...] = (
+        (module._parameters, stand_ins.of),
+        (module._buffers, stand_ins.of_buffer),
+    )
+    for table, of in tables:
+        for key, tensor in table.items():
+            if tensor is not None:
+                table[key] = of(tensor)
+
+
+def _replace_in_optimizer(optimizer: torch.optim.Optimizer, stand_ins: StandIns) -> None:
+    state = dict(optimizer.state)
+    optimizer.state.clear()
+    updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for owner, values in state.items():
+        if id(owner) not in updated:  # what an optimizer keeps for all of its parameters, under a name of its own
+            optimizer.state[owner] = stand_ins.replace(values)
+    for group in optimizer.param_groups:
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        for parameter in group["params"]:
+            if parameter in state:
+                optimizer.state[stand_ins.of(parameter)] = {
+                    key: _optimizer_value(key, value, parameter, on_device, stand_ins)
+                    for key, value in state[parameter].items()
+                }
+        group.update((key, stand_ins.replace(value)) for key, value in list(group.items()))
+
+
+def _optimizer_value(key: str, value: Any, parameter: torch.Tensor, on_device: bool, stand_ins: StandIns) -> Any:
+    """torch's step counters lie in host memory unless the optimizer is capturable or fused."""
+    if not isinstance(value, torch.Tensor):
+        return stand_ins.replace(value)
+    elsewhere = value.device.type == "cpu" and parameter.device.type != "cpu"
+    if value.dim() == 0 and not on_device and (key in _COUNTERS or elsewhere):
+        return stand_ins.host_scalar(value)
+    return stand_ins.of(value)
+
+
+@contextlib.contextmanager
+def _random_states_kept() -> Iterator[None]:
+    """A trace draws no number from the generators of torch, Python and numpy."""
+    import numpy
+
+    python, array = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(array)

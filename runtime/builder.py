@@ -1,0 +1,163 @@
+"""From a job, its plan and the other arguments to the parts of a Checkpointer; it begins when all of them are there.
+
+The plan is held against the job before anything is opened. The directory is opened next, and the job resumed from what
+it holds; then what copies, writes, finds boundaries and reports. Where one of these fails, those before it are closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from checkflow.core import plan as plans
+from checkflow.core.plan import Plan
+from checkflow.core.planner_api import Planner
+from checkflow.core.state import collect_state, refuse_closures, refuse_hidden_state
+from checkflow.runtime import job_arguments
+from checkflow.runtime import resources as holdings
+from checkflow.runtime.arguments import Arguments
+from checkflow.runtime.job import compatibility as fit
+from checkflow.runtime.job.job import Job
+from checkflow.runtime.job.progress import Progress
+from checkflow.runtime.live_plan.cache import PlanCache
+from checkflow.runtime.live_plan.planning import Planning
+from checkflow.runtime.loop.boundaries import Boundaries
+from checkflow.runtime.loop.preemption import Preemption
+from checkflow.runtime.memory_tier.records import NOTHING
+from checkflow.runtime.memory_tier.recovery import reclaim
+from checkflow.runtime.persist.saver import Saving
+from checkflow.runtime.reporter import Reporter
+from checkflow.runtime.snapshot.program import compile_plan
+from checkflow.runtime.state.restore import resume_from
+from checkflow.runtime.store.files import run_of, step_name
+from checkflow.runtime.store.store import Store
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a Checkpointer is made of.
+
+    Attributes:
+        resumed_from: the step that this run goes on from; None: it begins anew.
+    """
+
+    progress: Progress
+    preemption: Preemption
+    store: Store
+    saving: Saving
+    boundaries: Boundaries
+    reporter: Reporter
+    resumed_from: int | None
+
+
+def read_plan(
+    plan: Plan | str | os.PathLike[str] | None, every: int | None, check_plan: Callable[[Plan], object]
+) -> Plan | None:
+    """The user's own plan; None: the job makes its own.
+
+    Raises:
+        PlanError: it is damaged, or its replay refutes it.
+        ValueError: ``every`` does not fit it.
+    """
+    if plan is None or plan == "auto":
+        return None
+    given = plan if isinstance(plan, Plan) else plans.load(plan)
+    check_plan(given)
+    fit.check_every(every, given.interval)
+    return given
+
+
+def check_job(job: Job, given: Plan | None) -> torch.device:
+    """Refuse a job that cannot be checkpointed, or not by this plan; the device that its state is copied from.
+
+    Raises:
+        UnsupportedError: something on the list of refusals.
+        MismatchError, PlanError: the plan was made for another job, or cannot be executed.
+    """
+    device = fit.copied_device(job.models, job.optimizers)
+    refuse_closures(job.optimizers)
+    refuse_hidden_state(job.optimizers)
+    job_arguments.refuse_objects(job.objects)
+    if given is not None:
+        implementations = fit.implementations(job.models, job.optimizers)
+        fit.refuse_other_job(given, collect_state(job.models, {}), implementations)
+        compile_plan(given)
+    return device
+
+
+def assemble(
+    job: Job,
+    given: Plan | None,
+    arguments: Arguments,
+    device: torch.device,
+    *,
+    check_plan: Callable[[Plan], object],
+    make_planner: Callable[[], Planner],
+) -> Parts:
+    """Open the directory, resume the job, and make all that follows it.
+
+    Args:
+        given: the user's own plan; None: the job makes its own.
+        device: that state is copied from.
+
+    Raises:
+        StorageError, LockedError: the directory cannot be written, or another process writes there.
+        CheckflowError: the plan, or what the directory holds, does not fit the job.
+    """
+    asked, loader = arguments.asked, job.loader
+    progress = Progress(loader)
+    preemption = Preemption(arguments.signals, arguments.grace_seconds, None if loader is None else loader.shield)
+    holdings.take_over(arguments.directory)
+    with contextlib.ExitStack() as undo:
+        store = Store(arguments.directory, run_id=uuid.uuid4().hex[:16], **dataclasses.asdict(arguments.rules))
+        undo.callback(store.close)
+        planning = None
+        if given is None:
+            cache = PlanCache(store.directory, arguments.wishes)
+            planning = Planning(job, cache, make_planner(), check_plan, arguments.wishes, follow=arguments.follow)
+        reclaimed = reclaim(store, arguments.resume)
+        resumed_from, imported = _resume(store, arguments.resume, job, progress, given)
+        reclaimed.give_back(store.directory)
+        if arguments.rules.monitor is not None:
+            store.look()  # what earlier runs found to be the best is still to be beaten
+        saving = Saving(
+            store, device, each=asked.every is not None or asked.every_seconds is not None,
+            host_buffers=arguments.host_buffers, audit=arguments.audit,
+            base=_base(store, resumed_from),
+        )  # fmt: skip
+        undo.callback(saving.close)
+        boundaries = Boundaries(
+            job, iteration=resumed_from or 0, progress=progress, saving=saving, given=given, planning=planning,
+            asked=asked, directory=store.directory, raising=arguments.raising, preemption=preemption,
+        )  # fmt: skip
+        undo.callback(boundaries.close)
+        reporter = Reporter(
+            job, boundaries, saving, store.directory,
+            run_id=store.run_id, resumed_from=resumed_from, imported=imported,
+            reclaimed=max(reclaimed.steps, default=None),
+        )  # fmt: skip
+        undo.pop_all()
+    return Parts(progress, preemption, store, saving, boundaries, reporter, resumed_from)
+
+
+def _base(store: Store, step: int | None) -> tuple[int, str]:
+    """The step that the job goes on from, and the run that made it."""
+    return (NOTHING, "") if step is None else (step, run_of(store.directory / step_name(step)))
+
+
+def _resume(store: Store, mode: str | int, job: Job, progress: Progress, plan: Plan | None) -> tuple[int | None, bool]:
+    """The step that the job goes on from, and whether what it goes on from is imported weights alone."""
+    resumed = resume_from(
+        store, mode, job.models, job.optimizers, job.objects,
+        host_tensors=None if plan is None else plan.host_tensors, place=progress.resume,
+    )  # fmt: skip
+    if resumed is None:
+        progress.begin_anew()
+        return None, False
+    return resumed.extra["iteration"], resumed.imported

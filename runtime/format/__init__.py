@@ -1,0 +1,1 @@
+"""Layout, manifest, codec, digests: bytes on disk."""

@@ -1,0 +1,433 @@
+"""The extra state of a checkpoint as bytes: msgpack, with an extension type for everything that msgpack lacks.
+
+What comes back is equal and of the same type: dictionaries with any keys in their order, tuples, sets, deques, complex
+and infinite numbers, integers of any size, numpy arrays and scalars, torch tensors, sizes, dtypes and devices, dates.
+None, booleans, 64-bit integers, floats, strings, bytes, lists and dictionaries with string keys are plain msgpack, as
+any other reader understands it. What is of no known type is refused by its path; nothing is ever pickled, and decoding
+runs no code but the constructors named here.
+
+Two references to one object come back as two equal objects; tensors come back on the CPU.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import math
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from checkflow.core.errors import CorruptCheckpointError, UnsupportedError
+from checkflow.runtime.format.layout import STORED_TYPES
+
+MAX_DEPTH = 64
+_Path = str | tuple[Any, Any]  # where a value is: a text, or such a path and a key; made into a text if need be
+_STRINGS = frozenset((str,))
+_PLAIN = frozenset((type(None), bool, float, str, bytes))
+_MAX_INTEGER_BYTES = 1 << 16
+_NUMPY_DTYPE = re.compile(r"[<>|][biufcSUMm][0-9]{1,9}(\[[0-9]{0,9}[A-Za-z]{1,2}\])?", re.ASCII)
+_FACTORIES: Mapping[str, Callable[[], Any]] = {
+    factory.__name__: factory for factory in (int, float, complex, bool, str, bytes, list, tuple, dict, set, frozenset)
+}
+# Extension codes. They are part of the file format: never renumber, never reuse.
+TUPLE, DICT, SET, FROZENSET, DEQUE, COUNTER, ORDERED, DEFAULT = 1, 2, 3, 4, 5, 6, 7, 8
+INTEGER, COMPLEX, BYTEARRAY, RANGE, SLICE, PATH = 16, 17, 18, 19, 20, 21
+DATETIME, DATE, TIME, TIMEDELTA, TIMEZONE = 32, 33, 34, 35, 36
+ARRAY, SCALAR = 48, 49
+TENSOR, PARAMETER, SIZE, DTYPE, DEVICE = 64, 65, 66, 67, 68
+
+
+def encode(value: Any, *, name: str = "state") -> bytes:
+    """Bytes from which :func:`decode` makes an equal value.
+
+    Args:
+        name: what messages call the value.
+
+    Raises:
+        UnsupportedError: something in it cannot be saved; the message names it, as ``state['scheduler']['f'][3]``.
+    """
+    try:
+        return _pack(_encode(value, name, 0))
+    except (ValueError, OverflowError) as error:  # msgpack's lengths end at 4 GiB
+        raise UnsupportedError(f"{name} is too large to be saved: {error}") from None
+
+
+def with_entry(data: bytes, key: str, value: Any) -> bytes:
+    """As :func:`encode` of a dictionary with one more entry, of one with less than 15, encoded already.
+
+    Raises:
+        UnsupportedError: as :func:`encode`.
+        ValueError: the data is no such dictionary.
+    """
+    if not 0x80 <= data[0] < 0x8F:  # msgpack's small map: its length in the low bits
+        raise ValueError("no dictionary of less than 15 entries")
+    return bytes((data[0] + 1,)) + data[1:] + _pack(key) + encode(value, name=f"state[{key!r}]")
+
+
+def decode(data: bytes, *, name: str = "the extra state") -> Any:
+    """The value that was encoded.
+
+    Args:
+        name: what messages call the data.
+
+    Raises:
+        CorruptCheckpointError: the data was not made by :func:`encode`.
+    """
+    return _decode(_unpack(data, name), name, 0)
+
+
+def _pack(value: Any) -> bytes:
+    return bytes(msgpack.packb(value, use_bin_type=True, unicode_errors="surrogatepass"))
+
+
+def _unpack(data: bytes, name: str) -> Any:
+    try:
+        # Lengths are bounded by the data's own; a timestamp is msgpack's extension -1, which encode never writes.
+        return msgpack.unpackb(data, raw=False, strict_map_key=True, unicode_errors="surrogatepass", timestamp=0)
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
+        raise CorruptCheckpointError(f"{name} is damaged: {str(error) or type(error).__name__}") from None
+
+
+# --------------------------------------------------------------------------------------------------------- encoding
+
+
+def _encode(value: Any, path: _Path, depth: int) -> Any:
+    """The value in msgpack's own types and extensions."""
+    if depth > MAX_DEPTH:
+        raise UnsupportedError(f"{_short(path)} is nested more than {MAX_DEPTH} deep, or contains itself")
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is int:
+        return value if -(2**63) <= value < 2**64 else msgpack.ExtType(INTEGER, _integer(value, path))
+    if kind is list:
+        return _items(value, path, depth)
+    if kind is dict and _STRINGS.issuperset(map(type, value)):
+        if _PLAIN.issuperset(map(type, value.values())):
+            return value
+        return {key: _encode(item, (path, key), depth + 1) for key, item in value.items()}
+    if kind in _CONTAINERS:
+        code, parts = _CONTAINERS[kind]
+        return msgpack.ExtType(code, _pack(parts(value, path, depth)))
+    if kind in _LEAVES:
+        code, plain = _LEAVES[kind]
+        try:
+            return msgpack.ExtType(code, _pack(plain(value)))
+        except ValueError as error:
+            raise UnsupportedError(f"{_short(path)}: {error} cannot be saved; {_ADVICE}") from None
+    if kind is np.ndarray or isinstance(value, np.generic):
+        return _encode_numpy(value, path)
+    encoded = _encode_torch(value, path) if "torch" in sys.modules else None
+    if encoded is None:
+        raise UnsupportedError(f"{_short(path)}: {_describe(value)} cannot be saved; {_ADVICE}")
+    return encoded
+
+
+_ADVICE = (
+    "keep it out of the state, or have state_dict() return numbers, strings, containers, arrays or tensors instead"
+)
+
+
+def _describe(value: Any) -> str:
+    kind = type(value)
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"the function or class {value.__qualname__}"
+    full = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"an object of type {full}"
+
+
+def _text(path: _Path) -> str:
+    keys = []
+    while not isinstance(path, str):
+        path, key = path
+        keys.append(f"[{key!r}]")
+    return path + "".join(reversed(keys))
+
+
+def _short(path: _Path) -> str:
+    text = _text(path)
+    return text if len(text) <= 300 else f"{text[:200]} … {text[-80:]}"
+
+
+def _items(values: Any, path: _Path, depth: int) -> list[Any]:
+    if _PLAIN.issuperset(map(type, values)):
+        return list(values)
+    return [_encode(item, (path, i), depth + 1) for i, item in enumerate(values)]
+
+
+def _pairs(value: Any, path: _Path, depth: int) -> list[Any]:
+    """Keys and values in turn: msgpack's own maps would take string keys only."""
+    flat = []
+    for key, item in value.items():
+        flat.append(_encode(key, f"{_text(path)} (the key {str(key)[:60]!r})", depth + 1))
+        flat.append(_encode(item, (path, key), depth + 1))
+    return flat
+
+
+def _members(values: Any, path: _Path, depth: int) -> list[Any]:
+    """Members of a set, in an order that does not change from run to run."""
+    members = [_encode(item, f"{_text(path)} (the member {str(item)[:60]!r})", depth + 1) for item in values]
+    return sorted(members, key=_pack)
+
+
+def _default(value: Any, path: _Path, depth: int) -> list[Any]:
+    factory = value.default_factory
+    if factory is not None and factory not in _FACTORIES.values():
+        raise UnsupportedError(f"{_short(path)}: the defaultdict's factory {factory!r} cannot be saved; {_ADVICE}")
+    return [None if factory is None else factory.__name__, *_pairs(value, path, depth)]
+
+
+_CONTAINERS: Mapping[type, tuple[int, Callable[[Any, _Path, int], list[Any]]]] = {
+    tuple: (TUPLE, _items),
+    dict: (DICT, _pairs),
+    set: (SET, _members),
+    frozenset: (FROZENSET, _members),
+    collections.deque: (DEQUE, lambda value, path, depth: [value.maxlen, *_items(value, path, depth)]),
+    collections.Counter: (COUNTER, _pairs),
+    collections.OrderedDict: (ORDERED, _pairs),
+    collections.defaultdict: (DEFAULT, _default),
+    slice: (SLICE, lambda value, path, depth: _items((value.start, value.stop, value.step), path, depth)),
+    range: (RANGE, lambda value, path, depth: _items((value.start, value.stop, value.step), path, depth)),
+}
+
+
+def _integer(value: int, path: _Path) -> bytes:
+    size = value.bit_length() // 8 + 1
+    if size > _MAX_INTEGER_BYTES:
+        raise UnsupportedError(f"{_short(path)}: an integer of {size} bytes cannot be saved; {_ADVICE}")
+    return value.to_bytes(size, "little", signed=True)
+
+
+def _clock(value: Any) -> list[Any]:
+    """Wall-clock parts of a datetime or time, with its zone where that is a fixed offset."""
+    zone = value.tzinfo
+    if zone is not None and type(zone) is not datetime.timezone:
+        raise ValueError(f"a time whose zone is {zone!r}, no datetime.timezone,")
+    date = [value.year, value.month, value.day] if isinstance(value, datetime.datetime) else []
+    parts = [*date, value.hour, value.minute, value.second, value.microsecond, value.fold]
+    return [*parts, None if zone is None else _zone(zone)]
+
+
+def _zone(zone: datetime.timezone) -> list[Any]:
+    offset, name = zone.utcoffset(None), zone.tzname(None)
+    # A zone without a name of its own is another object than one whose name spells the same offset.
+    named = repr(zone).count(",") > repr(datetime.timezone(offset)).count(",")
+    return [*_delta(offset), name if named else None]
+
+
+def _delta(value: datetime.timedelta) -> list[int]:
+    return [value.days, value.seconds, value.microseconds]
+
+
+_LEAVES: Mapping[type, tuple[int, Callable[[Any], Any]]] = {
+    complex: (COMPLEX, lambda value: [value.real, value.imag]),
+    bytearray: (BYTEARRAY, bytes),
+    type(pathlib.Path()): (PATH, str),
+    datetime.datetime: (DATETIME, _clock),
+    datetime.time: (TIME, _clock),
+    datetime.date: (DATE, lambda value: [value.year, value.month, value.day]),
+    datetime.timedelta: (TIMEDELTA, _delta),
+    datetime.timezone: (TIMEZONE, _zone),
+}
+
+
+def _encode_numpy(value: Any, path: _Path) -> Any:
+    dtype = value.dtype.str
+    if not _NUMPY_DTYPE.fullmatch(dtype) or value.dtype.metadata:
+        raise UnsupportedError(f"{_short(path)}: a numpy array of dtype {value.dtype} cannot be saved; {_ADVICE}")
+    if isinstance(value, np.generic):
+        # An empty string has no bytes; numpy would give one character's.
+        return msgpack.ExtType(SCALAR, _pack([dtype, value.tobytes()[: value.dtype.itemsize]]))
+    return msgpack.ExtType(ARRAY, _pack([dtype, list(value.shape), value.tobytes()]))
+
+
+def _encode_torch(value: Any, path: _Path) -> Any:
+    import torch
+
+    kind = type(value)
+    if kind is torch.Size:
+        return msgpack.ExtType(SIZE, _pack(list(value)))
+    if kind is torch.dtype:
+        return msgpack.ExtType(DTYPE, _pack(str(value).removeprefix("torch.")))
+    if kind is torch.device:
+        return msgpack.ExtType(DEVICE, _pack([value.type, value.index]))
+    if kind not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    dtype = str(value.dtype).removeprefix("torch.")
+    if value.layout is not torch.strided or dtype not in STORED_TYPES or value.device.type == "meta":
+        raise UnsupportedError(
+            f"{_short(path)}: a {value.layout} tensor of {value.dtype} on {value.device} cannot be saved; {_ADVICE}"
+        )
+    # resolve_*: a lazily conjugated or negated tensor's memory is not yet its value.
+    # The clone has plain strides: contiguous() keeps odd ones in dimensions of size 1.
+    plain = value.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
+    data = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    code = PARAMETER if kind is torch.nn.Parameter else TENSOR
+    return msgpack.ExtType(code, _pack([dtype, list(value.shape), value.requires_grad, data]))
+
+
+# --------------------------------------------------------------------------------------------------------- decoding
+
+
+def _decode(node: Any, name: str, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise CorruptCheckpointError(f"{name} is damaged: it is nested too deep")
+    kind = type(node)
+    if kind is list:
+        return [_decode(item, name, depth + 1) for item in node]
+    if kind is dict:
+        return {key: _decode(item, name, depth + 1) for key, item in node.items()}
+    if kind in _PLAIN or kind is int:
+        return node
+    if kind is not msgpack.ExtType or node.code not in _DECODERS:
+        raise CorruptCheckpointError(f"{name} is damaged: it has a value of unknown type")
+    try:
+        if node.code == INTEGER:
+            return int.from_bytes(node.data[:_MAX_INTEGER_BYTES], "little", signed=True)
+        content = _unpack(node.data, name)
+        if node.code in _NESTING:
+            if type(content) is not list:
+                raise TypeError("not a list")
+            content = [_decode(item, name, depth + 1) for item in content]
+        return _DECODERS[node.code](content)
+    except (ValueError, TypeError, OverflowError, LookupError, AttributeError, RuntimeError, MemoryError) as error:
+        detail = str(error).partition("\n")[0]
+        raise CorruptCheckpointError(f"{name} is damaged: a value of type code {node.code}: {detail}") from None
+
+
+def _to_pairs(flat: list[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _to_default(content: list[Any]) -> Any:
+    factory = None if content[0] is None else _FACTORIES[content[0]]
+    return collections.defaultdict(factory, _to_pairs(content[1:]))
+
+
+def _to_zone(content: Any) -> datetime.timezone | None:
+    if content is None:
+        return None
+    *parts, name = content
+    offset = datetime.timedelta(*_ints(parts))
+    return datetime.timezone(offset) if name is None else datetime.timezone(offset, name)
+
+
+def _to_clock(kind: Callable[..., Any], content: list[Any]) -> Any:
+    *parts, fold, zone = content
+    return kind(*_ints(parts), tzinfo=_to_zone(zone), fold=fold)
+
+
+def _ints(values: list[Any]) -> list[int]:
+    if any(type(value) is not int for value in values):
+        raise TypeError("not an integer")
+    return values
+
+
+def _numpy_dtype(text: str) -> np.dtype[Any]:
+    if not _NUMPY_DTYPE.fullmatch(text):
+        raise ValueError("no dtype that is saved")
+    return np.dtype(text)
+
+
+def _to_array(content: list[Any]) -> Any:
+    text, shape, data = content
+    dtype = _numpy_dtype(text)
+    if dtype.itemsize * math.prod(_ints(shape)) != len(data):
+        raise ValueError("the size does not fit the shape")
+    if not dtype.itemsize:
+        return np.ndarray(shape, dtype)  # np.empty would make room for a character in each element
+    return np.frombuffer(bytearray(data), dtype).reshape(shape)
+
+
+def _to_scalar(content: list[Any]) -> Any:
+    text, data = content
+    dtype = _numpy_dtype(text)
+    if dtype.itemsize != len(data):
+        raise ValueError("the size does not fit the type")
+    # From an array of one, so that every type comes back as itself (datetime64 with its unit, empty strings).
+    return np.frombuffer(data, dtype)[0] if data else np.empty(1, dtype)[0]
+
+
+def _to_tensor(content: list[Any], *, parameter: bool) -> Any:
+    import torch
+
+    name, shape, requires_grad, data = content
+    if name not in STORED_TYPES or type(requires_grad) is not bool:
+        raise ValueError("no tensor that is saved")
+    dtype = getattr(torch, name)
+    if dtype.itemsize * math.prod(_ints(shape)) != len(data) or min(shape, default=0) < 0:
+        raise ValueError("the size does not fit the shape")
+    if data:
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
+    else:
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    if parameter:
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
+def _to_torch_dtype(name: str) -> Any:
+    import torch
+
+    found = vars(torch).get(name)
+    if type(found) is not torch.dtype:
+        raise ValueError("no dtype of torch")
+    return found
+
+
+def _to_bytearray(content: Any) -> bytearray:
+    if type(content) is not bytes:  # of a number, Python would make as many zeros
+        raise TypeError("not bytes")
+    return bytearray(content)
+
+
+def _to_size(content: list[Any]) -> Any:
+    import torch
+
+    return torch.Size(_ints(content))
+
+
+def _to_device(content: list[Any]) -> Any:
+    import torch
+
+    kind, index = content
+    if type(kind) is not str or (index is not None and type(index) is not int):
+        raise ValueError("no device")
+    return torch.device(kind) if index is None else torch.device(kind, index)
+
+
+_DECODERS: Mapping[int, Callable[[Any], Any]] = {
+    TUPLE: tuple,
+    DICT: lambda content: dict(_to_pairs(content)),
+    SET: set,
+    FROZENSET: frozenset,
+    DEQUE: lambda content: collections.deque(content[1:], maxlen=content[0]),
+    COUNTER: lambda content: collections.Counter(dict(_to_pairs(content))),
+    ORDERED: lambda content: collections.OrderedDict(_to_pairs(content)),
+    DEFAULT: _to_default,
+    INTEGER: int,
+    COMPLEX: lambda content: complex(*content),
+    BYTEARRAY: _to_bytearray,
+    RANGE: lambda content: range(*content),
+    SLICE: lambda content: slice(*content),
+    PATH: pathlib.Path,
+    DATETIME: lambda content: _to_clock(datetime.datetime, content),
+    DATE: lambda content: datetime.date(*content),
+    TIME: lambda content: _to_clock(datetime.time, content),
+    TIMEDELTA: lambda content: datetime.timedelta(*_ints(content)),
+    TIMEZONE: _to_zone,
+    ARRAY: _to_array,
+    SCALAR: _to_scalar,
+    TENSOR: lambda content: _to_tensor(content, parameter=False),
+    PARAMETER: lambda content: _to_tensor(content, parameter=True),
+    SIZE: _to_size,
+    DTYPE: _to_torch_dtype,
+    DEVICE: _to_device,
+}
+_NESTING = frozenset((TUPLE, DICT, SET, FROZENSET, DEQUE, COUNTER, ORDERED, DEFAULT, RANGE, SLICE))

@@ -1,0 +1,323 @@
+"""The manifest of a checkpoint: what belongs to it, with sizes and checksums. Written last, read first.
+
+The file is JSON whose last member is a digest of all bytes before it. The digest is checked before anything is parsed,
+so damage never reaches the parser; what does parse is still validated strictly, because anyone can write a digest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import xxhash
+from pydantic import Field, JsonValue, StringConstraints, TypeAdapter, ValidationError
+from pydantic_core import PydanticSerializationError
+
+from checkflow.core.errors import CorruptCheckpointError, MismatchError, UnsupportedError, first_fault
+from checkflow.core.graph import STRICT, Many, Named
+from checkflow.core.small_files import MOST_MEMBERS, check_members
+from checkflow.runtime.format.layout import STORED_TYPES, Layout
+
+VERSION = 1
+BLOCK_BYTES = 8388608  # 8 MiB
+MANIFEST, EXTRA = "manifest.json", "state.msgpack"
+MAX_MANIFEST_BYTES = 1 << 28
+MAX_EXTRA_BYTES = 1 << 32
+MAX_STEP = 10**18
+# No separator, no dot at the begin: such a name stays in its directory and is never one of the store's hidden names.
+_FILE = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,249}"
+_DIGEST = re.compile(rb',"digest":"([0-9a-f]{32})"}\n')
+_DIGEST_BYTES = len(b',"digest":""}\n') + 32
+_VERSION = re.compile(rb'"version":([0-9]{1,9})\Z')
+_TWICE = "a key occurs twice"
+# A manifest as it is written here, up to what it says of its files.
+_BEGIN = re.compile(rb'{"step":[0-9]+,"run_id":"[^"\\]*","plan_digest":"[^"\\]*","world_size":[0-9]+,"files":')
+
+Size = Annotated[int, Field(ge=0, le=2**62)]
+FileName = Annotated[str, StringConstraints(pattern=rf"^{_FILE}\z")]
+Checksum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}\z")]
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A file: its size, and the xxh3-64 of each block of ``BLOCK_BYTES`` (the last one shorter), in hexadecimal."""
+
+    __pydantic_config__ = STRICT
+    size_bytes: Size
+    blocks: Many[Checksum]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor (first index and length in each dimension), stored under ``key`` in ``file``."""
+
+    __pydantic_config__ = STRICT
+    file: FileName
+    key: str
+    offsets: Many[Size]
+    lengths: Many[Size]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A state tensor as a whole.
+
+    ``permutation`` is the memory order that the job used (see ``TensorRecord``); files are row-major all the same.
+    ``tags``: "pair" where an element is stored as two real numbers.
+    """
+
+    __pydantic_config__ = STRICT
+    shape: Many[Size]
+    dtype: str
+    pieces: Many[Piece]
+    permutation: Many[int] | None = None
+    tags: Many[str] = ()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a checkpoint but its bytes."""
+
+    __pydantic_config__ = STRICT
+    step: Annotated[int, Field(ge=0, le=MAX_STEP)]
+    run_id: str
+    plan_digest: str  # of the plan that ran, "" without a plan
+    world_size: Annotated[int, Field(ge=1)]
+    files: Named[FileName, FileEntry]
+    tensors: Named[str, TensorEntry]
+    ties: Many[tuple[str, str]] = ()  # (further name, name in ``tensors``)
+    absent: Many[str] = ()  # state that the job may have, and did not have at this boundary
+    info: dict[str, JsonValue] = field(default_factory=dict)
+    block_bytes: Literal[8388608] = 8388608
+    format: Literal["checkflow-checkpoint"] = "checkflow-checkpoint"
+    version: Literal[1] = 1
+
+
+def describe_tensors(layout: Layout) -> dict[str, TensorEntry]:
+    """The manifest's entries for tensors that one rank holds whole."""
+    return {
+        name: TensorEntry(
+            placed.record.shape,
+            placed.record.dtype,
+            (Piece(placed.file, placed.key, (0,) * len(placed.record.shape), placed.record.shape),),
+            placed.record.permutation,
+            ("pair",) if STORED_TYPES[placed.record.dtype].pair else (),
+        )
+        for name, placed in layout.tensors.items()
+    }
+
+
+_ADAPTER: TypeAdapter[Manifest] = TypeAdapter(Manifest)
+_FILES_ADAPTER: TypeAdapter[dict[str, FileEntry]] = TypeAdapter(Named[FileName, FileEntry])
+
+
+def dumps(manifest: Manifest) -> bytes:
+    """The manifest's file.
+
+    Raises:
+        UnsupportedError: ``info`` holds something that JSON has not, or the whole is too large to be read back.
+    """
+    try:
+        json.dumps(manifest.info, allow_nan=False)  # pydantic would write null
+        body = _ADAPTER.dump_json(manifest, ensure_ascii=True)[:-1]
+    except (PydanticSerializationError, ValueError, TypeError, RecursionError) as error:
+        raise UnsupportedError(f"the checkpoint's information cannot be written as JSON: {error}") from None
+    if len(body) + _DIGEST_BYTES > MAX_MANIFEST_BYTES:
+        raise UnsupportedError(f"the manifest would have {len(body)} bytes, more than {MAX_MANIFEST_BYTES}")
+    return body + b',"digest":"' + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n'
+
+
+def is_whole(data: bytes) -> bool:
+    """Whether no byte of a manifest's file was changed."""
+    found = _DIGEST.fullmatch(data[-_DIGEST_BYTES:])
+    return found is not None and found[1].decode() == xxhash.xxh3_128_hexdigest(data[:-_DIGEST_BYTES])
+
+
+def loads(data: bytes, name: str) -> Manifest:
+    """Read a manifest.
+
+    Args:
+        name: the file's, for messages.
+
+    Raises:
+        CorruptCheckpointError: it was changed in any byte, or contradicts itself.
+        MismatchError: it is whole, but of a format that this version does not know.
+    """
+    text = _whole_text(data, name)
+    try:
+        _check_plain(text)
+        manifest = _ADAPTER.validate_json(text)
+        json.dumps(manifest.info, allow_nan=False)
+    except ValidationError as error:
+        raise CorruptCheckpointError(f"{name} is no valid manifest: {first_fault(error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{name} is no valid manifest: {' '.join(str(error).split())}") from None
+    if problem := _contradiction(manifest):
+        raise CorruptCheckpointError(f"{name} contradicts itself: {problem}")
+    return manifest
+
+
+def files_of(data: bytes, name: str) -> dict[str, FileEntry] | None:
+    """What a manifest says of its files, so that they can be read meanwhile: :func:`loads` takes far longer.
+
+    Returns:
+        None: :func:`loads` is to tell that, or what is wrong with it.
+
+    Raises:
+        CorruptCheckpointError, MismatchError: as :func:`loads`, where it was changed or is of another format.
+    """
+    text = _whole_text(data, name)
+    if (begin := _BEGIN.match(text)) is None:
+        return None
+    try:
+        text = text[begin.end() :]
+        found = _FILES_ADAPTER.validate_json(text[: _end_of_files(text)])
+    except (ValueError, RecursionError):
+        return None
+    return None if _files_problem(found) else found
+
+
+def _whole_text(data: bytes, name: str) -> bytes:
+    """The JSON of a manifest of which no byte was changed, of the version that is known here."""
+    if not is_whole(data):
+        raise CorruptCheckpointError(f"{name} is damaged: its digest does not fit its content")
+    version = _VERSION.search(data[-_DIGEST_BYTES - 20 : -_DIGEST_BYTES])
+    if version and int(version[1]) != VERSION:
+        raise MismatchError(f"{name} has format version {int(version[1])}; this checkflow reads version {VERSION}")
+    return data[:-_DIGEST_BYTES] + b"}"
+
+
+# What these two parse is forgotten before pydantic parses it again: of a hostile file it may be much.
+
+
+def _check_plain(text: bytes) -> None:
+    """Another reader of JSON must find the same in it: no key twice, no number that JSON has not."""
+    large: list[dict[str, Any]] = []
+
+    def no_duplicates_and(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)  # no_duplicates, without the call: a job may have thousands of tensors
+        if len(found) != len(pairs):
+            raise ValueError(_TWICE)
+        if len(found) > MOST_MEMBERS:
+            large.append(found)
+        return found
+
+    plain = json.loads(text, object_pairs_hook=no_duplicates_and, parse_constant=_refuse_constant)
+    named = (plain.get("files"), plain.get("tensors")) if isinstance(plain, dict) else ()
+    if not all(any(one is other for other in named) for one in large):
+        _check_objects(plain)
+
+
+def _end_of_files(text: bytes) -> int:
+    """Where the object ends with which this begins: what a manifest says of files, checked as :func:`loads` does."""
+    decoder = json.JSONDecoder(object_pairs_hook=no_duplicates, parse_constant=_refuse_constant)
+    plain, end = decoder.raw_decode(text.decode("ascii"))
+    _check_objects({"files": plain})
+    return end
+
+
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; ValueError where it has a key twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError(_TWICE)
+    return found
+
+
+def _check_objects(plain: Any) -> None:
+    """Those that have fields of their own, wherever a manifest has them; what else is there is for pydantic."""
+    waiting = [plain]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            check_members(one)
+            for name in ("files", "tensors"):
+                waiting += one[name].values() if isinstance(one.get(name), dict) else ()
+            waiting += one["pieces"] if isinstance(one.get("pieces"), list) else ()
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is no number")
+
+
+def _contradiction(manifest: Manifest) -> str | None:
+    if problem := _files_problem(manifest.files):
+        return problem
+    for name, tensor in manifest.tensors.items():
+        if problem := tensor_problem(tensor, manifest.files):
+            return f"tensor {name!r} {problem}"
+    for further, first in manifest.ties:
+        if first not in manifest.tensors or further in manifest.tensors:
+            return f"{further!r} is tied to {first!r}"
+    return None
+
+
+def _files_problem(files: Mapping[str, FileEntry]) -> str | None:
+    if EXTRA not in files:
+        return f"it names no {EXTRA}"
+    if MANIFEST in files:
+        return "it names itself"
+    for name, entry in files.items():
+        if len(entry.blocks) != -(-entry.size_bytes // BLOCK_BYTES):
+            return f"{name} has {len(entry.blocks)} checksums for {entry.size_bytes} bytes"
+    return None
+
+
+def tensor_problem(tensor: TensorEntry, files: Mapping[str, FileEntry]) -> str | None:
+    """What is wrong with an entry, as the end of a sentence that begins with the tensor."""
+    stored = STORED_TYPES.get(tensor.dtype)
+    if stored is None:
+        return f"has the unknown dtype {tensor.dtype!r}"
+    if tensor.tags != (("pair",) if stored.pair else ()):
+        return f"has tags that do not fit {tensor.dtype}"
+    rank = len(tensor.shape)
+    if len(tensor.pieces) == 1 and tensor.permutation is None:  # the usual case, of which a job may have thousands
+        (piece,) = tensor.pieces
+        if piece.file in files and piece.lengths == tensor.shape and piece.offsets == (0,) * rank:
+            return None
+    if tensor.permutation is not None and sorted(tensor.permutation) != list(range(rank)):
+        return "has a permutation that is none"
+    for piece in tensor.pieces:
+        if piece.file not in files:
+            return f"lies in {piece.file}, which is not listed"
+        if len(piece.offsets) != rank or len(piece.lengths) != rank:
+            return "has a piece of another rank"
+        if any(o + n > size for o, n, size in zip(piece.offsets, piece.lengths, tensor.shape, strict=True)):
+            return "has a piece beyond its shape"
+    if sum(math.prod(piece.lengths) for piece in tensor.pieces) != math.prod(tensor.shape) or not tensor.pieces:
+        return "is not covered by its pieces"
+    return "has pieces that overlap" if _overlap(tensor.pieces) else None
+
+
+def _overlap(pieces: tuple[Piece, ...]) -> bool:
+    """Whether any two boxes share an element. Boxes are swept along the first dimension."""
+    if not pieces[0].lengths:
+        return len(pieces) > 1
+    ordered = sorted((p for p in pieces if math.prod(p.lengths)), key=lambda p: p.offsets[0])
+    for i, one in enumerate(ordered):
+        for other in ordered[i + 1 :]:
+            if other.offsets[0] >= one.offsets[0] + one.lengths[0]:
+                break
+            if all(
+                a < b + m and b < a + n
+                for a, n, b, m in zip(one.offsets, one.lengths, other.offsets, other.lengths, strict=True)
+            ):
+                return True
+    return False
+
+
+def to_info(info: Mapping[str, Any]) -> dict[str, Any]:
+    """``info`` as plain JSON values.
+
+    Raises:
+        UnsupportedError: a value that JSON has not.
+    """
+    try:
+        plain = json.loads(json.dumps(dict(info), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UnsupportedError(f"a checkpoint's information must be JSON values: {error}") from None
+    return dict(plain)

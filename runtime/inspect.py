@@ -1,0 +1,348 @@
+"""Looking at checkpoints without a job: what a directory holds, whether it is whole, and how two checkpoints differ.
+
+Nothing is changed or renamed here, whatever is found; that is a training job's restore alone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from checkflow.core.errors import CheckflowError, StorageError
+from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format.manifest import MANIFEST, MAX_STEP
+from checkflow.runtime.memory_tier.orphans import left_step
+from checkflow.runtime.store.cleanup import BROKEN, SUPERSEDED, is_leftover
+from checkflow.runtime.store.discovery import find
+from checkflow.runtime.store.files import glance, parse_step, step_name
+from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
+from checkflow.runtime.store.retention import Known, Rules, best, known, read_metrics, rules_of, write_metrics
+from checkflow.runtime.system import fs as files
+
+if TYPE_CHECKING:
+    import torch
+
+Kind = Literal["checkpoint", "broken", "superseded", "leftover"]
+_LONGEST = 60  # of a value in words
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One entry of a checkpoint directory.
+
+    Attributes:
+        kind: "broken" was set aside by a restore, "superseded" by going back; a "leftover" is for the next run to
+            remove, or belongs to one that is writing now.
+        fault: why it cannot be restored, as far as names, sizes and the manifest tell; None: nothing against it.
+        metrics: that the job told of this state, by name; NaN and infinite ones as text.
+        best: whether it is the best of all listed checkpoints, by the metric that the newest run ranks them by.
+    """
+
+    path: Path
+    kind: Kind
+    step: int | None
+    size_bytes: int
+    created_unix_seconds: float | None
+    epoch: int | None
+    epoch_end: bool
+    tensors: int | None
+    run_id: str | None
+    fault: str | None
+    metrics: Mapping[str, float | str] = field(default_factory=dict)
+    best: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The outcome for one checkpoint; ``fault``: the first damage that was found."""
+
+    path: Path
+    step: int | None
+    size_bytes: int
+    fault: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A tensor that two checkpoints do not have alike.
+
+    Attributes:
+        first, second: dtype and shape; None: it is not there.
+        elements, differing: in all, and of other bytes; None where type or shape differ.
+        largest: the largest change of a value; None where there is none between finite values.
+    """
+
+    name: str
+    first: str | None
+    second: str | None
+    elements: int | None = None
+    differing: int | None = None
+    largest: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """Between two checkpoints. ``extra``: (where, first value, second value) of everything that is no tensor."""
+
+    first: Path
+    second: Path
+    compared: int
+    tensors: tuple[Changed, ...]
+    extra: tuple[tuple[str, str, str], ...]
+
+
+def list_directory(directory: str | os.PathLike[str]) -> tuple[Listed, ...]:
+    """All that a checkpoint directory holds, checkpoints first, the newest of them before older ones. Of one
+    checkpoint, by its own path or as :func:`choose` takes it, that alone.
+
+    Raises:
+        StorageError: it cannot be read, or there is none.
+    """
+    root = Path(directory)
+    if (one := _one_meant(root)) is not None:
+        return (_look_at(one, "checkpoint", is_best=one == _best_of(one.parent)),)
+    first = _best_of(root)
+    checkpoints = [_look_at(path, "checkpoint", is_best=path == first) for path in find(root)]
+    checkpoints = [one for one in checkpoints if not one.fault or os.path.exists(one.path)]  # retention was there first
+    others: list[Listed] = []
+    for name in sorted(files.folder_names(str(root))):
+        kind = _kind_of(name)
+        if kind is not None:
+            others.append(_look_at(root / name, kind))
+    return (*checkpoints, *others)
+
+
+def home_of(reference: str | os.PathLike[str]) -> Path:
+    """The directory of checkpoints that is meant, or that holds the one that is meant."""
+    one = _one_meant(Path(reference))
+    return Path(reference) if one is None else one.parent
+
+
+def _one_meant(path: Path) -> Path | None:
+    """The one checkpoint that is meant; None: a directory of checkpoints is."""
+    return choose(path) if _is_checkpoint(path) or ("@" in path.name and not os.path.exists(path)) else None
+
+
+def _kind_of(name: str) -> Kind | None:
+    if name.startswith(BROKEN):
+        return "broken"
+    if name.startswith(SUPERSEDED):
+        return "superseded"
+    return "leftover" if is_leftover(name) else None
+
+
+def _best_of(root: Path) -> Path | None:
+    """The best checkpoint, as the newest run ranks them; None: it ranks none, or none has a rank."""
+    rules: Rules | None = None
+    complete: dict[int, tuple[Path, Known]] = {}
+    for path in find(root):
+        try:
+            info = glance(path).info
+        except CheckflowError:
+            continue
+        step = parse_step(path.name) or 0
+        complete[step] = path, known(step, info)
+        if len(complete) == 1 and (rules := rules_of(info)) is None:
+            return None
+    ranked = best(rules, (one for _, one in complete.values())) if rules is not None else ()
+    return complete[ranked[0]][0] if ranked else None
+
+
+def _look_at(path: Path, kind: Kind, *, is_best: bool = False) -> Listed:
+    try:
+        manifest = glance(path)
+    except CheckflowError as error:
+        fault = str(error).removeprefix(f"{path}/").removeprefix(f"{path} ")
+        return Listed(path, kind, parse_step(path.name), _size_of(path), None, None, False, None, None, fault)
+    created, epoch = manifest.info.get("created"), manifest.info.get("epoch")
+    return Listed(
+        path, kind, manifest.step, _size_of(path),
+        float(created) if isinstance(created, int | float) else None,
+        epoch if isinstance(epoch, int) else None,
+        manifest.info.get("epoch_end") is True, len(manifest.tensors), manifest.run_id, None,
+        write_metrics(read_metrics(manifest.info)), is_best,
+    )  # fmt: skip
+
+
+def _size_of(path: Path) -> int:
+    """Of all files in a directory; one that vanishes meanwhile counts as nothing."""
+    total = 0
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                try:
+                    total += entry.stat(follow_symlinks=False).st_size
+                except OSError:  # retention was there first
+                    continue
+    except OSError:
+        return 0
+    return total
+
+
+def choose(reference: str | os.PathLike[str]) -> Path:
+    """The checkpoint that is meant: its own path, a directory of checkpoints (the newest), ``DIRECTORY@STEP``,
+    or ``DIRECTORY@best``, by the metric that the newest run ranks checkpoints by.
+
+    Raises:
+        StorageError: there is none.
+    """
+    path = Path(reference)
+    if not os.path.exists(path):
+        folder, at, step = str(reference).rpartition("@")
+        if at and step == "best":
+            if (found_best := _best_of(Path(folder))) is None:
+                raise StorageError(f"{folder} holds no best checkpoint: none has the metric that its job monitors")
+            return found_best
+        if not at or not step.isdecimal() or len(step) > len(str(MAX_STEP)):
+            raise StorageError(f"there is no {path}")
+        path = Path(folder) / step_name(int(step))
+        if not os.path.isdir(path):
+            if left_step(folder) == int(step):
+                raise StorageError(
+                    f"step {int(step)} of {folder} lies in this machine's memory, where its job left it: the next run "
+                    "there saves it"
+                )
+            raise StorageError(f"{folder} holds no checkpoint of step {int(step)}")
+        return path
+    if _is_checkpoint(path):
+        return path
+    if not (found := find(path)):
+        raise StorageError(f"{path} holds no checkpoint")
+    return found[0]
+
+
+def choose_all(reference: str | os.PathLike[str]) -> tuple[Path, ...]:
+    """As :func:`choose`, but of a directory all its checkpoints, the newest first."""
+    path = Path(reference)
+    if os.path.exists(path) and not _is_checkpoint(path):
+        if not (found := find(path)):
+            raise StorageError(f"{path} holds no checkpoint")
+        return found
+    return (choose(reference),)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return os.path.exists(path / MANIFEST) or parse_step(path.name) is not None
+
+
+def verify(path: Path, progress: Callable[[int], None] = lambda size_bytes: None) -> Verified:
+    """Hold every byte of a checkpoint against its checksum.
+
+    Args:
+        progress: called, on any thread, with the size of each part that was read.
+    """
+    try:
+        with open_checkpoint(path) as checkpoint:
+            checkpoint.verify(progress)
+            return Verified(path, checkpoint.step, _size_of(path), None)
+    except CheckflowError as error:
+        return Verified(path, parse_step(path.name), _size_of(path), str(error))
+
+
+def compare(first: Path, second: Path, progress: Callable[[str], None] = lambda name: None) -> Differences:
+    """How two checkpoints differ: tensors by their bytes and by their values, and everything else.
+
+    Holds two tensors in memory at a time; every block that is read is verified.
+
+    Raises:
+        CorruptCheckpointError, MismatchError, StorageError: one of the two is damaged, or cannot be read.
+    """
+    with open_checkpoint(first) as one, open_checkpoint(second) as other:
+        ours, theirs = _names(one), _names(other)
+        changed = []
+        for name in sorted(ours.keys() | theirs.keys()):
+            progress(name)
+            difference = _compare_tensor(name, one, other, ours.get(name), theirs.get(name))
+            if difference is not None:
+                changed.append(difference)
+        extras = [dict(_leaves(extra_state.decode(checkpoint.extra_bytes))) for checkpoint in (one, other)]
+    return Differences(first, second, len(ours.keys() | theirs.keys()), tuple(changed), tuple(_unlike(*extras)))
+
+
+def _names(checkpoint: Checkpoint) -> dict[str, str]:
+    """Every tensor's name, further names too, to its kind."""
+    kinds = {name: f"{entry.dtype}{list(entry.shape)}" for name, entry in checkpoint.tensors.items()}
+    return kinds | {name: kinds[of] for name, of in checkpoint.ties}
+
+
+def _compare_tensor(
+    name: str, one: Checkpoint, other: Checkpoint, ours: str | None, theirs: str | None
+) -> Changed | None:
+    if ours is None or theirs is None or ours != theirs:
+        return Changed(name, ours, theirs)
+    here, there = _read(one, name), _read(other, name)
+    if here == there:
+        return None
+    first, second = (_as_tensor(one, name, data) for data in (here, there))
+    width = len(here) // first.numel()
+    differing = (_rows(here, width) != _rows(there, width)).any(1).sum()
+    return Changed(name, ours, theirs, first.numel(), int(differing), _largest_change(first, second))
+
+
+def _read(checkpoint: Checkpoint, name: str) -> bytearray:
+    data = bytearray(checkpoint.size_bytes(name))
+    checkpoint.read_into(name, memoryview(data))
+    return data
+
+
+def _as_tensor(checkpoint: Checkpoint, name: str, data: bytearray) -> torch.Tensor:
+    import torch
+
+    entry = checkpoint.manifest.tensors[dict(checkpoint.ties).get(name, name)]
+    return torch.frombuffer(data, dtype=torch.uint8).view(getattr(torch, entry.dtype))
+
+
+def _rows(data: bytearray, width: int) -> Any:
+    import numpy as np
+
+    return np.frombuffer(data, np.uint8).reshape(-1, width)
+
+
+def _largest_change(first: torch.Tensor, second: torch.Tensor) -> float | None:
+    """Between values that are finite in both."""
+    import torch
+
+    wide = torch.complex128 if first.is_complex() else torch.float64
+    try:
+        change = (first.to(wide) - second.to(wide)).abs()
+    except (RuntimeError, NotImplementedError):  # packed types that torch does not turn into numbers
+        return None
+    change = change[change.isfinite()]
+    return float(change.max()) if change.numel() else None
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything in nested mappings and sequences, by where it is."""
+    if isinstance(value, Mapping):
+        inner: Sequence[tuple[str, Any]] = [(f".{key}" if path else str(key), one) for key, one in value.items()]
+    elif isinstance(value, list | tuple):
+        inner = [(f"[{number}]", one) for number, one in enumerate(value)]
+    else:
+        yield path, value
+        return
+    if not inner:
+        yield path, value
+    for step, one in inner:
+        yield from _leaves(one, path + step)
+
+
+def _unlike(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for path in dict.fromkeys((*first, *second)):
+        if path not in first or path not in second:
+            here, there = (_in_words(one[path]) if path in one else "-" for one in (first, second))
+            yield path, here, there
+        elif extra_state.encode(first[path]) != extra_state.encode(second[path]):
+            yield path, _in_words(first[path]), _in_words(second[path])
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    if hasattr(value, "dtype") and hasattr(value, "shape") and math.prod(value.shape) > 1:
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"

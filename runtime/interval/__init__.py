@@ -1,0 +1,1 @@
+"""How often: arithmetic and controllers, no clock, no torch."""

@@ -1,0 +1,1 @@
+"""The live job and what it looks like; does the plan fit it."""

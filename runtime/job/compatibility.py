@@ -1,0 +1,221 @@
+"""Whether a live job's state can be copied, and whether a plan fits it; what is guarded where it may not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from checkflow.core.compiled_regions import compiled_regions
+from checkflow.core.errors import MismatchError, UnsupportedError
+from checkflow.core.graph import BOUNDARY, AnchorKey, AnchorKind
+from checkflow.core.plan import Plan, describe_mismatch
+from checkflow.core.state import (
+    TrainingState,
+    collect_state,
+    dtype_name,
+    optimizer_implementation,
+    optimizer_parameters,
+)
+
+logger = logging.getLogger("checkflow")
+
+Models = Mapping[str, nn.Module]
+Optimizers = Mapping[str, torch.optim.Optimizer]
+
+
+def check_every(every: int | None, interval: int) -> None:
+    """Refuse checkpoints at boundaries that the plan does not make checkpoints of.
+
+    Raises:
+        ValueError: ``every`` is no multiple of the plan's interval; it says which values near it are.
+    """
+    if every is not None and every % interval:
+        below = every - every % interval
+        near = f"{below} or {below + interval}" if below else str(interval)
+        raise ValueError(f"every={every} is no multiple of the plan's interval of {interval}: use {near}")
+
+
+def round_every(every: int | None, interval: int) -> int | None:
+    """``every``, rounded up to boundaries that a plan of this interval makes checkpoints of; says so if it changes."""
+    if every is None or every % interval == 0:
+        return every
+    rounded = every + interval - every % interval
+    logger.warning(
+        "every=%d is no multiple of the interval of this job's plan, %d: from now on a checkpoint every %d iterations",
+        every, interval, rounded,
+    )  # fmt: skip
+    return rounded
+
+
+def copied_device(models: Models, optimizers: Optimizers) -> torch.device:
+    """The device whose memory a job's state is copied from: its GPU, or the CPU where no state lies on one.
+
+    Raises:
+        UnsupportedError: state that no copy engine of this version can copy.
+    """
+    state = collect_state(models, optimizers)
+    elsewhere = (item.tensor.device for item in state.tensors if item.tensor.device.type not in ("cpu", "meta"))
+    device = next(elsewhere, torch.device("cpu"))
+    refuse_other_memory(state, device)
+    return device
+
+
+def refuse_other_memory(state: TrainingState, device: torch.device) -> None:
+    """Refuse state tensors that lie neither in host memory nor on this device: nothing would order their copies.
+
+    Raises:
+        UnsupportedError: there is one; it is named.
+    """
+    for item in state.tensors:
+        tensor = item.tensor
+        if tensor.is_meta:
+            raise UnsupportedError(
+                f"state tensor {item.name} is on the meta device, without values: initialise it before training "
+                "(model.to_empty(device=...), then load or reset its parameters)"
+            )
+        if tensor.device.type not in ("cpu", "cuda") or (tensor.device.type == "cuda" and torch.version.hip):
+            raise UnsupportedError(
+                f"state tensor {item.name} lies on {tensor.device}: this version trains on one NVIDIA GPU or on the CPU"
+            )
+        if tensor.device.type != "cpu" and tensor.device != device:
+            raise UnsupportedError(
+                f"state tensor {item.name} lies on {tensor.device}, and what is copied on {device}: this version "
+                "trains on one GPU; move the models there before the Checkpointer is made"
+            )
+    for item in state.tensors:
+        tensor = item.tensor
+        if tensor.nbytes and not tensor.data_ptr():
+            raise UnsupportedError(
+                f"state tensor {item.name} is a {type(tensor).__name__} without memory of its own: give its class "
+                "__tensor_flatten__ and __tensor_unflatten__, which name the tensors that hold its values"
+            )
+
+
+def implementations(models: Models, optimizers: Optimizers) -> dict[str, str]:
+    """Optimizer name to implementation, as plans name it."""
+    devices = (parameter.device.type for model in models.values() for parameter in model.parameters())
+    device = next((device for device in devices if device != "cpu"), "cpu")
+    return {name: optimizer_implementation(optimizer, device) for name, optimizer in optimizers.items()}
+
+
+def refuse_other_job(plan: Plan, state: TrainingState, optimizers: Mapping[str, str], *, resumed: bool = False) -> None:
+    """Hold the state that exists, and the optimizers' implementations, against the plan's fingerprint.
+
+    Args:
+        optimizers: name to implementation.
+        resumed: the job goes on from a checkpoint. Optimizer state that no plan foretold (a parameter was unfrozen) is
+            let pass then: it was let pass when it came, after the first capture of the run that made it.
+
+    Raises:
+        MismatchError: the plan was made for another job; it says what differs.
+    """
+    if resumed:
+        planned = {spec.name for spec in plan.fingerprint.state}
+        known = [item for item in state.tensors if item.kind != "optimizer" or item.name in planned]
+        state = TrainingState(tuple(known), state.ties)
+    lines = differences(plan, state, optimizers)
+    if lines:
+        more = f" (and {len(lines) - 1} more differences)" if len(lines) > 1 else ""
+        raise MismatchError(
+            f"the plan was made for another job, on {plan.fingerprint.device}: {lines[0]}{more}; "
+            "make a new one: checkflow plan MODEL --device NAME (cpu, for a job on the CPU), or have this job make its "
+            'own: plan="auto"'
+        )
+
+
+def differences(plan: Plan, state: TrainingState, optimizers: Mapping[str, str]) -> list[str]:
+    """What differs between a plan's fingerprint and the state that exists, and the optimizers: a line each.
+
+    Optimizer state that is planned and does not exist is let pass: optimizers make it late (at their first step, or
+    when a parameter gets its first gradient).
+
+    Args:
+        optimizers: name to implementation.
+    """
+    live = {item.name: (tuple(item.tensor.shape), dtype_name(item.tensor.dtype)) for item in state.tensors}
+    late = {
+        spec.name: (spec.shape, spec.dtype)
+        for spec in plan.fingerprint.state
+        if spec.name not in live and spec.name.partition("/")[0] in optimizers
+    }
+    return describe_mismatch(plan, {**live, **late}, dict(optimizers))
+
+
+@dataclass(frozen=True)
+class Guards:
+    """What caution guards beyond the plan, as indices of its chunks.
+
+    A right plan leaves nothing to do here. A plan of another job, or a job that does what it did not do while it was
+    traced (unfreezes a parameter, takes another branch), meets these.
+    """
+
+    #: By optimizer, what it may write at its step although the plan says later or never: (parameter, chunk). A
+    #: parameter counts only if it has a gradient; None stands for the optimizer's own state.
+    at_step: Mapping[str, tuple[tuple[torch.Tensor | None, int], ...]]
+    #: By optimizer, how many parameters each of its groups had: where that changes, guards must be made anew.
+    sizes: Mapping[str, tuple[int, ...]]
+    #: By a module's first forward, or that of the compiled region around it, buffers of its own that it may write there
+    #: although the plan says later or never; those of a module whose forward is not seen are due at the boundary.
+    at_forward: Mapping[AnchorKey, tuple[int, ...]]
+
+
+def group_sizes(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    """How many parameters each group of an optimizer has."""
+    return tuple(len(group["params"]) for group in optimizer.param_groups)
+
+
+def bytes_due_at(plan: Plan, places: Collection[tuple[AnchorKind, str]]) -> int:
+    """How much state is due at these anchors."""
+    due = 0
+    for group in plan.timeline.groups:
+        key = None if group.first_write is None else plan.timeline.steps[group.first_write - 1].anchor
+        if key is not None and (key.kind, key.name) in places:
+            due += sum(size for _, size in group.members)
+    return due
+
+
+def make_guards(
+    plan: Plan,
+    models: Models,
+    optimizers: Optimizers,
+    silent: Collection[tuple[AnchorKind, str]] = (),
+) -> Guards:
+    """Find out which tensors could be written earlier than the plan says.
+
+    Args:
+        silent: forward anchors that do not fire.
+    """
+    steps = {step.anchor: index for index, step in enumerate(plan.timeline.steps) if step.anchor is not None}
+    chunks: dict[str, list[int]] = {}
+    for index, chunk in enumerate(plan.chunks):
+        chunks.setdefault(chunk.tensor, []).append(index)
+    tensors = collect_state(models, {}).tensors
+    at_step: dict[str, tuple[tuple[torch.Tensor | None, int], ...]] = {}
+    for owner, optimizer in optimizers.items():
+        managed = {id(parameter) for _, parameter in optimizer_parameters(models, optimizer)}
+        written: dict[str, torch.Tensor | None] = {item.name: item.held for item in tensors if id(item.held) in managed}
+        written |= {name: None for name in chunks if name.partition("/")[0] == owner}
+        here = steps.get(AnchorKey(AnchorKind.OPTIMIZER_PRE, owner), -1)
+        at_step[owner] = tuple(
+            (tensor, index)
+            for name, tensor in written.items()
+            if (deadline := plan.deadlines.get(name)) is None or deadline > here
+            for index in chunks.get(name, ())
+        )
+    at_forward: dict[AnchorKey, tuple[int, ...]] = {}
+    regions = compiled_regions(models)
+    for item in tensors:
+        if item.kind != "buffer" or item.name not in chunks:
+            continue
+        region = regions.get(item.module)
+        key = AnchorKey(AnchorKind.FORWARD, item.module if region is None else region.name)
+        if (key.kind, key.name) in silent:
+            key = BOUNDARY
+        due = plan.deadlines[item.name]
+        if due is None or due > steps.get(key, -1):
+            at_forward[key] = (*at_forward.get(key, ()), *chunks[item.name])
+    return Guards(at_step, {name: group_sizes(optimizer) for name, optimizer in optimizers.items()}, at_forward)

@@ -1,0 +1,1 @@
+"""Where the plan comes from, and which one runs."""

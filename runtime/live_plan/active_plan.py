@@ -1,0 +1,154 @@
+"""The plan that runs in a job now, where it came from, and how another one takes its place at a boundary.
+
+A plan that was given runs from the beginning to the end. A job that makes its own (:mod:`.planning`) begins with a kept
+one, or with none; then what is saved is copied at the boundary itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from checkflow.core.device import format_seconds, format_stall
+from checkflow.core.errors import CheckflowError, MismatchError, PlanError
+from checkflow.core.plan import Plan
+from checkflow.core.run_report import PlanInForce, PlanningReport, PlanSource, promises_of
+from checkflow.runtime.job import compatibility as fit
+from checkflow.runtime.live_plan.planning import Arrival, Planning
+from checkflow.runtime.snapshot.executor import UNPLANNED, Execution
+from checkflow.runtime.snapshot.program import Program, compile_plan
+from checkflow.runtime.transfer.engine import Moved
+
+logger = logging.getLogger("checkflow")
+
+Execute = Callable[[Plan, Program], Execution]
+
+
+class PlanInPlace:
+    """One plan at a time.
+
+    Args:
+        given: the user's own plan, or None.
+        planning: where plans come from if none was given.
+        execute: puts a plan's hooks into the job.
+        every: iterations from one checkpoint to the next, if the user has asked for that.
+
+    Raises:
+        PlanError, MismatchError, StorageError: as :class:`.snapshot.executor.Execution`.
+    """
+
+    def __init__(self, given: Plan | None, planning: Planning | None, execute: Execute, every: int | None) -> None:
+        self.planning, self._execute, self._asked_every = planning, execute, every
+        self.every = every  # iterations from one durable checkpoint to the next, a multiple of the plan's interval
+        self.source: PlanSource | None = None if given is None else "given"
+        self.seconds = 0.0  # that it took to make it
+        self._aborted, self._moved = 0, Moved()  # captures, under plans that run no more
+        self._last_failure: tuple[float, str] | None = None  # likewise
+        self._promises: PlanInForce | None = None
+        self._told = False
+        self._refuted = ""  # the digest of the plan that was last found not to fit
+        if planning is not None and (kept := planning.find_kept()) is not None and kept.plan is not None:
+            try:
+                self.execution = execute(kept.plan, compile_plan(kept.plan))
+                self._placed(planning, kept)  # said in the line at the start
+                return
+            except (PlanError, MismatchError) as error:
+                logger.warning("passing over a plan: %s: %s", kept.path, error)
+        self.execution = execute(given or UNPLANNED, compile_plan(given or UNPLANNED))
+
+    @property
+    def plan(self) -> Plan | None:
+        return None if self.execution.plan is UNPLANNED else self.execution.plan
+
+    @property
+    def aborted(self) -> int:
+        """Captures that were given up."""
+        return self._aborted + self.execution.aborted
+
+    @property
+    def last_failure(self) -> tuple[float, str] | None:
+        """When (by time.monotonic) a capture was last given up, and why."""
+        return self.execution.last_failure or self._last_failure
+
+    @property
+    def moved(self) -> Moved:
+        """Bytes of all captures that ended."""
+        return self._moved + self.execution.capturer.moved
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no copies may go on beside the iteration that begins."""
+        return self.planning is not None and self.planning.quiet
+
+    def turn(self, micro_batches: int | None) -> None:
+        """At a boundary, before anything else of ours: what planning has come to.
+
+        Args:
+            micro_batches: how many batches the iteration used, if anybody counts.
+        """
+        if self.planning is None:
+            return
+        if self.execution.distrusted and self.plan is not None and self._refuted != self.plan.digest:
+            self._refuted = self.plan.digest
+            self.planning.refuted(self.plan)
+        arrival = self.planning.boundary(self.execution.stepped, micro_batches)
+        if arrival is None:
+            return
+        plan = UNPLANNED if arrival.plan is None else arrival.plan
+        try:
+            self.execution.finish()
+        except CheckflowError as error:
+            self.planning.refused(error)  # it is asked for again later
+            raise
+        try:
+            execution = self._execute(plan, compile_plan(plan))
+        except CheckflowError as error:
+            self.execution.capturer.rearrange()
+            self.planning.refused(error)
+            return
+        self.execution.remove_hooks()
+        self._aborted, self._moved, self._last_failure = self.aborted, self.moved, self.last_failure
+        execution.stepped |= self.execution.stepped
+        self.execution = execution
+        self._placed(self.planning, arrival)
+        self._tell_placed(arrival)
+
+    def tell_unplanned(self) -> None:
+        """A boundary is captured: if that is done without a plan, say so once."""
+        if self.plan is None and not self._told:
+            self._told = True
+            logger.info("there is no plan yet: all state is copied at a boundary that is saved, which holds training")
+
+    def promises(self) -> PlanInForce | None:
+        """Which plan runs, where it came from, and what it promises."""
+        plan = self.plan
+        if plan is None or self.source is None:
+            return None
+        known = self._promises
+        if known is None or (known.digest, known.source) != (plan.digest, self.source):
+            self._promises = known = promises_of(plan, self.source)  # of 100,000 steps, it may be
+        return known
+
+    def search(self) -> PlanningReport | None:
+        """How far the search for a plan has come, if there is one."""
+        planning = self.planning
+        return None if planning is None else PlanningReport(str(planning.stage), self.seconds, planning.reason or None)
+
+    def _placed(self, planning: Planning, arrival: Arrival) -> None:
+        planning.placed(arrival)
+        self.source, self.seconds = arrival.source, arrival.seconds
+        if arrival.plan is None:
+            self.every = self._asked_every
+            return
+        self.every = fit.round_every(self._asked_every, arrival.plan.interval)
+
+    def _tell_placed(self, arrival: Arrival) -> None:
+        if arrival.plan is None:
+            return
+        interval = arrival.plan.interval
+        made = f"recorded from this job, planned in {format_seconds(arrival.seconds)} and kept"
+        logger.info(
+            "a plan runs from here on, %s in %s: at most a checkpoint every %s, predicted stall %s",
+            made if arrival.source == "recorded" else "kept", arrival.path,
+            "iteration" if interval == 1 else f"{interval} iterations", format_stall(arrival.plan.stall_seconds),
+        )  # fmt: skip

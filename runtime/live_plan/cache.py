@@ -1,0 +1,126 @@
+"""Plans kept beside the checkpoints, ``<directory>/plans/<digest>.json``: a job that starts again makes none.
+
+Each file is a plan file like any other. Its name is a digest of what it was made for: the job's fingerprint, and what
+the user asked of the plan. The newest one that fits is used. The directory's lock is held by whoever uses this, and
+readers of checkpoints look at no name but ``step-…``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from checkflow.core import plan as plans
+from checkflow.core.errors import CheckflowError, StorageError
+from checkflow.core.plan import Fingerprint, Plan
+from checkflow.core.planner_api import Wishes, plan_name
+from checkflow.runtime.system import fs as files
+
+logger = logging.getLogger("checkflow")
+
+FOLDER = "plans"
+KEPT = 16
+_HALF = re.compile(r"\.[0-9a-f]{32}\.json\.[0-9]+\.tmp", re.ASCII)  # left by a process that was killed as it wrote
+_OURS = re.compile(rf"[0-9a-f]{{32}}\.json|{_HALF.pattern}", re.ASCII)
+
+
+class PlanCache:
+    """The plans of one checkpoint directory.
+
+    Args:
+        directory: exists, and is locked by this process.
+        wishes: what the user asks of a plan; plans made for others do not count.
+    """
+
+    def __init__(self, directory: Path, wishes: Wishes) -> None:
+        self._directory, self._wishes = directory, wishes
+        self.folder = directory / FOLDER
+        self._damaged: set[str] = set()  # names that were told to be
+
+    def find(self, fits: Callable[[Plan], bool]) -> tuple[Plan, Path] | None:
+        """The newest plan that fits, and its file. What is damaged is passed over, and said once."""
+        for path in self._files():
+            if path.name in self._damaged:
+                continue
+            try:
+                plan = plans.load(path)
+                if plan_name(plan.fingerprint, self._wishes) == path.name and fits(plan):
+                    return plan, path
+            except CheckflowError as error:
+                self._damaged.add(path.name)
+                logger.warning("passing over a plan: %s", error)
+        return None
+
+    def file(self, fingerprint: Fingerprint) -> Path:
+        """Where the plan of such a job is to be written; the folder is there afterwards, for good.
+
+        Raises:
+            StorageError: it cannot be made.
+        """
+        try:
+            root = files.open_folder(str(self._directory))
+            try:
+                if not files.exists(FOLDER, dir_fd=root):
+                    files.mkdir(FOLDER, dir_fd=root)
+                    files.fsync(root)
+                files.close(files.open_folder(FOLDER, dir_fd=root))  # no link that leads elsewhere
+            finally:
+                files.close(root)
+        except OSError as error:
+            raise StorageError(f"cannot make {self.folder}: {error.strerror or error}") from error
+        return self.folder / plan_name(fingerprint, self._wishes)
+
+    def keep(self, path: Path) -> None:
+        """A plan was written to ``path``: make its name durable, and remove the oldest of too many.
+
+        A failure costs another recording at the next start, and is no reason to fail.
+        """
+        self._damaged.discard(path.name)
+        try:
+            folder = files.open_folder(str(self.folder))
+            try:
+                files.fsync(folder)
+                kept = {path.name, *(other.name for other in self._files()[:KEPT])}
+                for name in files.names(folder):
+                    if _OURS.fullmatch(name) and name not in kept:
+                        files.unlink(name, dir_fd=folder)
+            finally:
+                files.close(folder)
+        except OSError as error:
+            logger.warning("cannot keep the plan in %s: %s", self.folder, error.strerror or error)
+
+    def tidy(self) -> None:
+        """Remove what was left half written; no process is writing a plan now."""
+        if not self.folder.exists():
+            return
+        try:
+            with files.folder(str(self.folder)) as folder:
+                for name in filter(_HALF.fullmatch, files.names(folder)):
+                    files.unlink(name, dir_fd=folder)
+        except OSError as error:
+            logger.warning("cannot tidy up %s: %s", self.folder, error.strerror or error)
+
+    def drop(self, plan: Plan) -> None:
+        """Remove a plan that the job has refuted, if it is kept."""
+        name = plan_name(plan.fingerprint, self._wishes)
+        try:
+            (self.folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("cannot remove the refuted plan %s: %s", self.folder / name, error.strerror or error)
+
+    def _files(self) -> list[Path]:
+        """The plan files there are, newest first."""
+        if self.folder.is_symlink():
+            return []
+        try:
+            found = [(entry.stat().st_mtime_ns, entry.name) for entry in os.scandir(self.folder) if _is_plan(entry)]
+        except OSError:  # no folder yet, or one that cannot be read: there are no plans
+            return []
+        return [self.folder / name for _, name in sorted(found, reverse=True)]
+
+
+def _is_plan(entry: os.DirEntry[str]) -> bool:
+    return bool(_OURS.fullmatch(entry.name)) and entry.name[0] != "." and entry.is_file(follow_symlinks=False)

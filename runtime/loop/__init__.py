@@ -1,0 +1,1 @@
+"""Where an iteration ends, what is done there, signals, time by phase."""

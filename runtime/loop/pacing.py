@@ -1,0 +1,268 @@
+"""The controller of the intervals in a live job: its clock, and what it is told of plans, captures and storage.
+
+What it is told of an iteration: the time from one boundary to the next, by the host's clock, and whether a capture was
+in flight in between, or storage written to. Left out is what is no iteration like others: the first two of a run, one
+that is recorded, those beside which a plan is made, the first under another plan, the first and the last of an epoch
+(validation follows it), and those around a change between with and without evaluation.
+
+As long as a job looks for its first plan, nothing periodic is saved: its iterations are recorded and timed, and that
+soon ends. Once planning has failed, whether it is tried again later or given up, the job is checkpointed like others,
+each checkpoint copied at its boundary: that stall is measured like any cost, and spread over its interval.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from checkflow.core.plan import Plan
+from checkflow.core.run_report import Frequency
+from checkflow.core.state import dtype_name
+from checkflow.runtime.interval.controller import Controller
+from checkflow.runtime.interval.measurements import LEAST, RECENT, Iteration, median
+from checkflow.runtime.interval.policy import Asked, Costs
+from checkflow.runtime.interval.profile import Identity, ProfileCache
+from checkflow.runtime.job import compatibility as fit
+from checkflow.runtime.job.job import Job
+from checkflow.runtime.job.traits import describe, device_name
+from checkflow.runtime.live_plan.active_plan import PlanInPlace
+from checkflow.runtime.live_plan.planning import Stage
+from checkflow.runtime.persist.saver import FIRST_AUDITS, Saving
+from checkflow.runtime.snapshot.executor import Execution
+from checkflow.runtime.system.fs import file_system
+
+logger = logging.getLogger("checkflow")
+
+WARM_UP = 2  # iterations
+SHORT_EPOCH = 4  # iterations: its first and last ones are too much of it to be left out
+MIXED, MIXED_SHARE = 50, 0.8  # iterations, and how many of them differ from the one before in whether it evaluated
+
+clock = time.perf_counter  # seconds; tests put another one here
+
+
+class Evaluation:
+    """Which iterations are compared where some evaluate: those like the one before.
+
+    Where hardly any is (a teacher or an adversary runs in every second one), those without evaluation tell by
+    themselves, and the others as soon as free ones of both kinds have shown by what evaluation lengthens one.
+    """
+
+    def __init__(self) -> None:
+        self._changes: deque[bool] = deque(maxlen=MIXED)
+        self._free: dict[bool, deque[float]] = {kind: deque(maxlen=RECENT) for kind in (False, True)}
+
+    def add(self, seconds: float, *, evaluated: bool, before: bool, free: bool) -> tuple[bool, float]:
+        """An iteration that is like others otherwise.
+
+        Args:
+            evaluated: whether it did.
+            before: whether the one before it did.
+            free: without a checkpoint under way.
+
+        Returns:
+            Whether it may be compared, and the seconds by which evaluation lengthens one like it.
+        """
+        self._changes.append(evaluated != before)
+        if free:
+            self._free[evaluated].append(seconds)
+        mixed = len(self._changes) == MIXED and sum(self._changes) >= MIXED_SHARE * MIXED
+        if not mixed:
+            return evaluated == before, 0.0
+        if not evaluated:
+            return True, 0.0
+        without, with_it = self._free[False], self._free[True]
+        if min(len(without), len(with_it)) < LEAST:
+            return False, 0.0
+        return True, median(with_it) - median(without)
+
+
+class Pace:
+    """Tells the controller what happens, and the boundaries what it decides.
+
+    Args:
+        directory: of the checkpoints; the profile is kept there.
+        start: iterations that are finished already.
+    """
+
+    def __init__(self, asked: Asked, job: Job, saving: Saving, place: PlanInPlace, directory: Path, start: int) -> None:
+        self._asked, self._job, self._saving, self._place = asked, job, saving, place
+        self._cache, self._directory = ProfileCache(directory), directory
+        epoch = None if job.loader is None else job.loader.batches
+        self.controller = Controller(asked, start=start, epoch_iterations=epoch)
+        self._identity: Identity | None = None
+        self._kept: Costs | None = None
+        # The job's own batch is known at the first boundary; until then it is taken to be the plan's.
+        plan = place.plan
+        self._foreseen = None if plan is None else self._find_costs(plan, str(plan.fingerprint.batch))[1]
+        self._place_controller(start, self._foreseen, told=True)  # in the line at the start
+        self._execution: Execution | None = None  # that the controller was told of
+        self._batch: str | None = None
+        self._seen = self._in_epoch = 0  # iterations
+        self._held_seconds = 0.0
+        self._waits = device_name(job.models)[0] == "cpu"  # elsewhere the host may wait while the device computes
+        self._began = clock()
+        self._unlike = True  # the iteration that goes on is none like others
+        self._evaluates = self._evaluated = False
+        self._evaluation = Evaluation()
+        self._in_flight = self._began_now = False  # a capture, in this iteration; at this boundary
+        self._regular = False  # the boundary that was last found to be due is so by its number
+        self._outstanding, self._finished = 0, self._count_finished()
+        self.durable = True  # whether storage takes the boundary that was last found to be due
+
+    @property
+    def report(self) -> Frequency:
+        """How often checkpoints are made, why, and what was measured."""
+        return self.controller.report
+
+    def saw(self, batch: Any) -> None:
+        """What the job trains on."""
+        if self._batch is None:
+            self._batch = str(describe(batch))
+
+    def evaluated(self) -> None:
+        """A model ran forward, and not in training mode."""
+        self._evaluates = True
+
+    # At a boundary, in this order
+
+    def ended(self, number: int, *, epoch_end: bool, held_seconds: float) -> None:
+        """An iteration has ended: called before anything is done at the boundary that it ends at.
+
+        Args:
+            held_seconds: for which training waited for checkpointing so far.
+        """
+        now, loader = clock(), self._job.loader
+        self._seen, self._in_epoch = self._seen + 1, self._in_epoch + 1
+        last = epoch_end or (loader is not None and loader.position == 0)
+        short = loader is not None and (loader.batches or math.inf) <= SHORT_EPOCH
+        planning = self._place.planning
+        busy = planning is not None and planning.stage in (Stage.RECORDED, Stage.MAKING)
+        unlike = self._unlike or busy or self._seen <= WARM_UP
+        at_edge = not short and (last or (loader is not None and self._in_epoch == 1))
+        writer = self._saving.writer
+        finished, outstanding = self._count_finished(), writer.outstanding
+        persist = writer.last if finished > self._finished else None
+        persisted = bool(self._outstanding or outstanding or finished > self._finished)
+        like, evaluation_seconds = not (unlike or at_edge), 0.0
+        if like:
+            like, evaluation_seconds = self._evaluation.add(
+                now - self._began, evaluated=self._evaluates, before=self._evaluated,
+                free=not (self._in_flight or persisted),
+            )  # fmt: skip
+        self.controller.ended(
+            Iteration(
+                number, now - self._began,
+                captured=self._in_flight,
+                persisted=persisted,
+                counts=like,
+                evaluation_seconds=evaluation_seconds,
+                persist_seconds=persist.seconds if persist is not None and persist.error is None else None,
+                persist_failed=persist is not None and persist.error is not None,
+                held_seconds=held_seconds - self._held_seconds if self._waits else 0.0,
+            )
+        )  # fmt: skip
+        self._finished, self._began, self._held_seconds = finished, now, held_seconds
+        self._evaluated, self._evaluates, self._unlike = self._evaluates, False, False
+        if last:
+            self._in_epoch = 0
+        costs = self.controller.costs
+        if costs is not None and costs is not self._kept and self._identity is not None:
+            self._cache.keep(self._identity, costs)
+            self._kept = costs
+
+    def is_due(self, number: int, *, epoch_end: bool = False, demanded: bool = False) -> bool:
+        """Whether this boundary is captured, by the plan that runs from it on.
+
+        Args:
+            epoch_end: captured too, unless the user has said after how many iterations, or a control leaves it out.
+            demanded: captured and written, whatever was decided or said: training ends here.
+        """
+        self._follow(number)
+        place = self._place
+        looking = place.plan is None and place.planning is not None and not place.planning.failing
+        asked = self._asked.every is not None or self._asked.every_seconds is not None
+        due = (asked or not looking) and self.controller.is_due(number)
+        self._regular = due
+        left_out = self._asked.every is not None or self.controller.leaves_out_epochs
+        extra = demanded or (epoch_end and not left_out)
+        self.durable = extra or self.controller.is_durable(number)
+        return due or extra
+
+    def makes_room(self) -> bool:
+        """Whether a capture of this boundary has somewhere to go, or is worth waiting for."""
+        return self.durable or self._place.execution.capturer.make_room()
+
+    def captured(self, number: int) -> None:
+        """The capture of this boundary has begun."""
+        audited = self._place.plan is not None and self._place.execution.captures <= FIRST_AUDITS
+        self.controller.captured(number, durable=self.durable, counts=self._regular and not audited)
+        self._began_now = True
+
+    def left(self) -> None:
+        """The boundary is behind, and the next iteration begins."""
+        self._in_flight = self._began_now or self._place.execution.capturer.under_way
+        self._began_now = False
+        self._outstanding = self._saving.writer.outstanding
+
+    # What else there is to know
+
+    def _count_finished(self) -> int:
+        return self._saving.writer.committed + self._saving.writer.failed
+
+    def _follow(self, number: int) -> None:
+        """Another plan is in place, or this is the first boundary."""
+        if self._execution is self._place.execution:
+            return
+        first, self._execution = self._execution is None, self._place.execution
+        self._unlike = not first
+        self._identity, known = self._find_costs(self._place.plan, self._batch or "")
+        self._kept = known
+        if first and self._foreseen is not None:
+            if known == self._foreseen:
+                return
+            logger.info("the job is not the one whose checkpoints were measured before: it is measured anew")
+        self._place_controller(number, known)
+
+    def _place_controller(self, number: int, known: Costs | None, *, told: bool = False) -> None:
+        plan = self._place.plan
+        self.controller.place(
+            number,
+            1 if plan is None else plan.interval,
+            every=self._place.every,
+            planned=plan is not None,
+            tiers=self._saving.host_buffers > 1,
+            known=known,
+            told=told,
+        )
+
+    def _find_costs(self, plan: Plan | None, batch: str) -> tuple[Identity | None, Costs | None]:
+        """What the profile of this job is kept for, and what it holds; no costs, where it holds none or none is asked.
+
+        Args:
+            batch: what the job trains on.
+        """
+        if self._place.every is not None or self._asked.every_seconds is not None:
+            return self._identity, None
+        identity = self._identify(plan, batch)
+        return identity, self._cache.find(identity)
+
+    def _identify(self, plan: Plan | None, batch: str) -> Identity:
+        job = self._job
+        state = job.walk.current().tensors  # a resume makes it in another order
+        tensors = sorted((item.name, tuple(item.tensor.shape), dtype_name(item.tensor.dtype)) for item in state)
+        model = repr((tensors, sorted(fit.implementations(job.models, job.optimizers).items())))
+        kind, size_bytes = file_system(self._directory)
+        return Identity(
+            model=hashlib.sha256(model.encode()).hexdigest()[:32],
+            batch=batch,
+            plan="" if plan is None else plan.digest,
+            device=f"{device_name(job.models)[1]}, {os.cpu_count()} cores",
+            ranks=1 if plan is None else plan.fingerprint.ranks,
+            file_system=f"{kind or 'unknown'}, {size_bytes} bytes",
+        )

@@ -1,0 +1,1 @@
+"""Staging in shared memory that outlives the process."""

@@ -1,0 +1,201 @@
+"""What a run that died has left in shared memory: finding it, and its records. Changes nothing; free of torch.
+
+:mod:`.recovery` takes it, :mod:`.records` says how it lies there.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import stat
+import time
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from checkflow.core.errors import CorruptCheckpointError, LockedError, StorageError, first_fault
+from checkflow.core.small_files import read_regular
+from checkflow.runtime.format.manifest import MAX_MANIFEST_BYTES
+from checkflow.runtime.memory_tier import records as memory_files
+from checkflow.runtime.memory_tier.records import (
+    MARK,
+    MARKS,
+    MOST_BYTES,
+    OWNER,
+    OWNERS,
+    PREFIX,
+    RECORDS,
+    Record,
+    boot_id,
+)
+from checkflow.runtime.store.discovery import find
+from checkflow.runtime.store.files import parse_step
+from checkflow.runtime.system import fs as files
+
+logger = logging.getLogger("checkflow")
+
+_T = TypeVar("_T")
+_OTHERS = 0o077  # what a folder's mode must not let them do
+_RETRY_SECONDS = 0.05
+_RECORD = re.compile(r"buffer-([0-9]{1,9})\.json", re.ASCII)
+
+
+def left_step(directory: str | os.PathLike[str]) -> int | None:
+    """The newest step that the next run in a directory would look at; None: there is none, or it is not ours to see."""
+    root = Path(directory)
+    try:
+        with files.folder(str(find_left(root))) as folder:
+            steps = [record.step for record in read_records(folder).values()]
+        newest = max((one for path in find(root) if (one := parse_step(path.name)) is not None), default=-1)
+    except (OSError, StorageError):  # nothing is lost by looking: the next run tells what is wrong
+        return None
+    return max((step for step in steps if step > newest), default=None)
+
+
+def memory_of(directory: str | os.PathLike[str]) -> tuple[Path, int] | None:
+    """The folder that the run before has left for a directory, and its bytes; None: there is none for the next run."""
+    try:
+        path = find_left(Path(directory))
+        with files.folder(str(path)) as folder:
+            sizes = [os.stat(name, dir_fd=folder, follow_symlinks=False).st_blocks for name in files.names(folder)]
+    except (OSError, StorageError):
+        return None
+    return path, 512 * sum(sizes)
+
+
+def find_left(directory: Path, wait_seconds: float = 0.0) -> Path:
+    """The folder of the run before, in the directory of its checkpoints.
+
+    Args:
+        wait_seconds: how long to wait for the last breath of its job.
+
+    Raises:
+        FileNotFoundError: it ended by itself, or with the machine.
+        LockedError: another process uses it.
+        StorageError: it is not this directory's, not this user's, or damaged.
+        OSError: it cannot be read now.
+    """
+    mark = understood(directory / MARK, MARKS, read_regular(directory / MARK, MOST_BYTES))
+    if mark.boot != boot_id():
+        raise FileNotFoundError("the memory of an earlier start of the machine is gone")
+    path = memory_files.ROOT / f"{PREFIX}{mark.token}"
+    try:
+        with files.folder(str(path)) as folder:
+            if (reason := distrust_of(folder)) is not None:
+                raise StorageError(f"{path} {reason}")
+            end = time.monotonic() + wait_seconds
+            while not is_free(folder):
+                if time.monotonic() >= end:
+                    raise LockedError(f"{path} is in use by {_user_of(folder)}: stop it first")
+                time.sleep(_RETRY_SECONDS)
+            owner = understood(path / OWNER, OWNERS, read_kept(folder, OWNER, MOST_BYTES))
+            if not owner.is_of(directory):
+                if os.path.realpath(directory) != owner.directory:
+                    raise StorageError(f"{path} is of the checkpoints in {owner.directory}")
+                raise StorageError(
+                    f"{path} is of another directory that was at {directory} before: where that is gone for good, "
+                    f"delete {path}, or a later job will"
+                )
+    except PermissionError:
+        raise StorageError(f"{path} is another user's") from None
+    return path
+
+
+def read_records(folder: int) -> dict[int, Record]:
+    """By buffer, those that are whole.
+
+    Raises:
+        OSError: one cannot be read now.
+    """
+    found = {}
+    for name in files.names(folder):
+        if (match := _RECORD.fullmatch(name)) is not None:
+            try:
+                found[int(match[1])] = RECORDS.validate_json(read_kept(folder, name, MAX_MANIFEST_BYTES))
+            except (CorruptCheckpointError, ValidationError) as error:
+                logger.warning("a capture in host memory is passed over: %s: %s", name, words_of(error))
+    return found
+
+
+def read_kept(folder: int, name: str, most_bytes: int) -> bytes:
+    """A file of such a folder.
+
+    Raises:
+        CorruptCheckpointError: it is not there, or no regular file of this size.
+        OSError: it cannot be read now.
+    """
+    try:
+        fd = files.open_read(name, dir_fd=folder)
+    except FileNotFoundError:
+        raise CorruptCheckpointError(f"{name} is missing") from None
+    except OSError as error:
+        raise told(name, error) from error
+    try:
+        size_bytes = files.regular_size(fd)
+        if size_bytes is None or size_bytes > most_bytes:
+            raise CorruptCheckpointError(f"{name} is no file of at most {most_bytes} bytes")
+        data = bytearray(size_bytes)
+        return bytes(data[: files.read_all(fd, memoryview(data), 0)])
+    finally:
+        files.close_quietly(fd)
+
+
+def distrust_of(folder: int) -> str | None:
+    """Why somebody else than this user may have written there; None: nobody can have."""
+    status = os.fstat(folder)
+    if status.st_uid != os.geteuid():
+        return "is another user's"
+    if (mode := stat.S_IMODE(status.st_mode)) & _OTHERS:
+        return f"is open to others (mode {mode:o}): chmod 700 it if nobody else wrote there"
+    return None
+
+
+def _user_of(folder: int) -> str:
+    """Of a folder that is in use."""
+    try:
+        pid = OWNERS.validate_json(read_kept(folder, OWNER, MOST_BYTES)).pid
+    except (OSError, CorruptCheckpointError, ValidationError):  # it holds the lock all the same
+        pid = 0
+    return f"process {pid}, or one that it left behind" if pid else "another process"
+
+
+def understood(path: Path, adapter: TypeAdapter[_T], data: bytes) -> _T:
+    """The content of a file.
+
+    Raises:
+        CorruptCheckpointError: it is none.
+    """
+    try:
+        return adapter.validate_json(data)
+    except ValidationError as error:
+        raise CorruptCheckpointError(f"{path} is damaged: {first_fault(error)}") from error
+
+
+def is_free(folder: int) -> bool:
+    """Whether the job whose folder it is has ended. Looking locks nobody else out."""
+    try:
+        fd = files.open_claimed(OWNER, dir_fd=folder)
+    except FileNotFoundError:  # it was killed before it said so
+        return True
+    try:
+        files.flock_shared(fd)
+    except BlockingIOError:
+        return False
+    finally:
+        files.close_quietly(fd)
+    return True
+
+
+def told(name: str, error: OSError) -> OSError | CorruptCheckpointError:
+    """Why a file cannot be opened: what has taken its place will be there the next time, too."""
+    return CorruptCheckpointError(f"{name} is a link") if error.errno == errno.ELOOP else error
+
+
+def words_of(error: Exception) -> str:
+    """Why something is passed over, in one line."""
+    if isinstance(error, ValidationError):
+        return first_fault(error)
+    return (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())

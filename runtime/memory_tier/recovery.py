@@ -1,0 +1,352 @@
+"""At a job's start: what the run before had in host memory when it died is put on storage (:mod:`.tier`).
+
+From there it is resumed like any checkpoint. What is taken is newer than all that storage has, and storage must be what
+that run left: where somebody went on from elsewhere meanwhile, went back, or put other weights there, it is theirs that
+counts. Nothing is given back before the job was restored; what cannot be read or saved now stays for the next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import xxhash
+from pydantic import ValidationError
+
+from checkflow.core.errors import CheckflowError, CorruptCheckpointError, LockedError, StorageError, UnsupportedError
+from checkflow.core.small_files import read_regular
+from checkflow.runtime.format.digest import Digest, digest_memory
+from checkflow.runtime.format.layout import Layout, TensorRecord, make_layout
+from checkflow.runtime.format.manifest import MAX_EXTRA_BYTES, MAX_MANIFEST_BYTES, MAX_STEP
+from checkflow.runtime.memory_tier import records as memory_files
+from checkflow.runtime.memory_tier.orphans import (
+    distrust_of,
+    find_left,
+    is_free,
+    read_kept,
+    read_records,
+    told,
+    understood,
+    words_of,
+)
+from checkflow.runtime.memory_tier.records import (
+    LAYOUTS,
+    LIFE,
+    LIVES,
+    MARK,
+    MARKS,
+    MOST_BYTES,
+    NOTHING,
+    OWNER,
+    OWNERS,
+    PREFIX,
+    Life,
+    Owner,
+    Record,
+    remove,
+)
+from checkflow.runtime.store import retention
+from checkflow.runtime.store.discovery import open_verified
+from checkflow.runtime.store.files import parse_step, run_of
+from checkflow.runtime.store.store import Store
+from checkflow.runtime.system import fs as files
+from checkflow.runtime.system.aligned_memory import address_of
+
+logger = logging.getLogger("checkflow")
+
+_FOLDER = re.compile(rf"{PREFIX}[0-9a-f]{{32}}", re.ASCII)
+_YOUNG_SECONDS = 60.0  # a folder whose job may not have come to lock it
+_MOVED_SECONDS = 3600.0  # one whose checkpoints are not where they were: most often they have been deleted
+_OLD_SECONDS = 7 * 86400.0  # one whose checkpoints may be on a disk that is not mounted now
+_WAIT_SECONDS = 5.0  # for the last breath of the run before
+
+
+class _TornError(CorruptCheckpointError):
+    """Bytes that are not those of the boundary: the plan that captured them does not fit the job."""
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """The newest checkpoint."""
+
+    step: int = NOTHING
+    run_id: str = ""
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A capture that was left, and proved whole as far as its record tells."""
+
+    record: Record
+    run_id: str
+    layout: Layout
+    extra: bytes
+    memory: mmap.mmap
+
+
+@dataclass(frozen=True)
+class Reclaimed:
+    """What was put on storage, and where it lay."""
+
+    steps: frozenset[int] = frozenset()
+    path: Path | None = None
+
+    def give_back(self, directory: Path) -> None:
+        """The job has been restored: what was left is no longer needed, whether it was taken or not."""
+        with contextlib.suppress(OSError):
+            os.unlink(directory / MARK)
+        if self.path is not None:
+            remove(self.path)
+
+
+def reclaim(store: Store, mode: str | int) -> Reclaimed:
+    """Put on storage what the run before captured last, and what else of it retention would keep.
+
+    Args:
+        mode: how the job is to be resumed: where that is by a step, its capture is put there, too.
+
+    Raises:
+        StorageError, LockedError: a capture cannot be read or written, or ``mode`` is "never". It stays where it is.
+    """
+    path = _folder_of(store.directory)
+    _tidy(path, store.directory)
+    if path is None:
+        return Reclaimed()
+    wanted = mode if isinstance(mode, int) else None
+    try:
+        loaded = _load_all(store, path, wanted)
+    except CorruptCheckpointError as error:
+        logger.warning("what the run before had in host memory is passed over: %s", error)
+        loaded = []
+    except OSError as error:
+        raise StorageError(
+            f"what the run before had in host memory cannot be read now: {error.strerror}; try again, or delete {path} "
+            "to give it up"
+        ) from error
+    if loaded and mode == "never":
+        raise StorageError(
+            f'resume="never", but the run before left step {loaded[0].record.step} of {store.directory} in host '
+            f"memory: choose another directory, or delete {path}"
+        )
+    if loaded:
+        _let_old_ones_go(store)
+    steps = set()
+    needed = wanted if wanted is not None else max((one.record.step for one in loaded), default=NOTHING)
+    for one in sorted(loaded, key=lambda one: one.record.step != needed):
+        try:
+            _commit(store, path, one)
+        except StorageError as error:
+            if one.record.step == needed:
+                raise
+            logger.warning("%s", error)
+        else:
+            steps.add(one.record.step)
+    return Reclaimed(frozenset(steps), path)
+
+
+def _folder_of(directory: Path) -> Path | None:
+    """The folder of the run before; None where it ended by itself, or what it left is not this job's to take."""
+    try:
+        return find_left(directory, _WAIT_SECONDS)
+    except FileNotFoundError:
+        return None
+    except LockedError:
+        raise
+    except StorageError as error:
+        logger.warning("what the run before had in host memory is passed over: %s", error)
+        return None
+    except OSError as error:
+        raise StorageError(f"cannot look for what the run before had in host memory: {error.strerror}") from error
+
+
+def _load_all(store: Store, path: Path, wanted: int | None) -> list[_Loaded]:
+    """The newest capture that is newer than all checkpoints, what retention would keep of others, and the one that is
+    wanted; newest first."""
+    storage = _storage(store)
+    steps = {step for one in store.checkpoints() if (step := parse_step(one.name)) is not None}
+    loaded: list[_Loaded] = []
+    with files.folder(str(path)) as folder:
+        life = understood(path / LIFE, LIVES, read_kept(folder, LIFE, MOST_BYTES))
+        records = {index: one for index, one in read_records(folder).items() if one.step not in steps}
+        stay = _worth_keeping(store, records.values()) if records else frozenset()
+        refuted = {one.plan_digest for index, one in records.items() if one.audited and _is_torn(folder, index, one)}
+        for index, record in sorted(records.items(), key=lambda item: -item[1].step):
+            try:
+                _refuse_other_life(life, storage)
+                if record.step != wanted and (record.step < storage.step or (loaded and record.step not in stay)):
+                    continue
+                if record.by_plan and record.plan_digest in refuted and not record.audited:
+                    raise CorruptCheckpointError("it was captured by a plan that does not fit its job")
+                loaded.append(_Loaded(record, life.run_id, *_load(folder, index, record)))
+            except (CorruptCheckpointError, UnsupportedError, ValidationError) as error:
+                logger.warning("step %d in host memory is passed over: %s", record.step, words_of(error))
+    return loaded
+
+
+def _is_torn(folder: int, index: int, record: Record) -> bool:
+    """Whether an audit refutes a capture, and the plan that made it."""
+    if not record.by_plan:
+        return False
+    try:
+        _load(folder, index, record)
+    except _TornError:
+        return True
+    except (CorruptCheckpointError, UnsupportedError, ValidationError):
+        return False  # told where it is to be taken
+    return False
+
+
+def _storage(store: Store) -> _Storage:
+    newest = next(iter(store.checkpoints()), None)
+    step = None if newest is None else parse_step(newest.name)
+    return _Storage() if newest is None or step is None else _Storage(step, run_of(newest))
+
+
+def _refuse_other_life(life: Life, storage: _Storage) -> None:
+    """Storage must have all that the run knew it to have, and nothing that another run put there since."""
+    whole = storage.step >= max(life.durable, life.base)
+    its_own = storage.run_id in ("", life.run_id)  # what cannot be read is for the restore to tell
+    if not (whole and (its_own or (storage.step, storage.run_id) == (life.base, life.base_run))):
+        raise CorruptCheckpointError("storage is not what its run left there")
+
+
+def _worth_keeping(store: Store, records: Iterable[Record]) -> frozenset[int]:
+    """What stays for another reason than that it is one of the newest."""
+    known = [*store.look(), *(retention.known(one.step, one.info) for one in records)]
+    later = [retention.Known(MAX_STEP - number) for number in range(store.rules.keep_latest)]
+    return retention.kept(store.rules, [*known, *later], MAX_STEP)
+
+
+def _load(folder: int, index: int, record: Record) -> tuple[Layout, bytes, mmap.mmap]:
+    """A capture's layout, extra state and bytes.
+
+    Raises:
+        CorruptCheckpointError: they are not what its record says.
+        OSError: they cannot be read now.
+    """
+    data = read_kept(folder, f"layout-{record.layout}.json", MAX_MANIFEST_BYTES)
+    extra = read_kept(folder, f"buffer-{index}.extra", MAX_EXTRA_BYTES)
+    if (xxhash.xxh3_128_hexdigest(data), xxhash.xxh3_128_hexdigest(extra)) != (record.layout, record.extra):
+        raise CorruptCheckpointError("its layout or its extra state is damaged")
+    layout = make_layout([TensorRecord(**asdict(one)) for one in LAYOUTS.validate_json(data)])
+    memory = _map(folder, f"buffer-{index}", layout.buffer_bytes)
+    view = memoryview(memory)
+    for file in layout.files:  # another release may lay files out in another way
+        if view[file.staging_offset : file.staging_offset + len(file.header)] != file.header:
+            raise CorruptCheckpointError(f"its buffer is not laid out as {file.name} is")
+    for name, kept in record.digests.items():
+        placed = layout.tensors.get(name)
+        if placed is None or Digest(kept.rule, int(kept.value, 16)) != digest_memory(
+            kept.rule, address_of(view) + placed.staging_offset, placed.record.size_bytes
+        ):
+            raise _TornError(f"it is torn: {name} was written before its copy was made")
+    return layout, extra, memory
+
+
+def _map(folder: int, name: str, least_bytes: int) -> mmap.mmap:
+    try:
+        fd = files.open_read(name, dir_fd=folder)
+    except FileNotFoundError:
+        raise CorruptCheckpointError("its buffer is missing") from None
+    except OSError as error:
+        raise told(name, error) from error
+    try:
+        size_bytes = files.regular_size(fd)
+        if size_bytes is None or size_bytes < max(1, least_bytes):
+            raise CorruptCheckpointError("its buffer is too small")
+        return mmap.mmap(fd, size_bytes, access=mmap.ACCESS_READ)
+    finally:
+        files.close_quietly(fd)
+
+
+def _let_old_ones_go(store: Store) -> None:
+    """What a dead run did not live to delete takes the room of what is to be saved, once the newest proves whole."""
+    complete, newest = store.look(), next(iter(store.checkpoints()), None)
+    step = None if newest is None else parse_step(newest.name)
+    if (
+        newest is None
+        or step is None
+        or all(one.step in retention.kept(store.rules, complete, step) for one in complete)
+    ):
+        return
+    try:
+        with open_verified(newest):
+            store.went_on_from(step)
+    except StorageError as error:  # told where it is restored
+        logger.debug("old checkpoints stay for now: %s", error)
+
+
+def _commit(store: Store, path: Path, one: _Loaded) -> None:
+    record = one.record
+    logger.info("step %d was complete in host memory when the run before ended: it is being saved", record.step)
+    try:
+        store.commit(
+            record.step, one.layout, memoryview(one.memory), one.extra, record.info,
+            ties=record.ties, absent=record.absent, plan_digest=record.plan_digest, retire=False, run_id=one.run_id,
+        )  # fmt: skip
+    except CheckflowError as error:
+        raise StorageError(
+            f"step {record.step} lies in host memory, where the run before left it, and cannot be saved: {error}; "
+            f"mend that, or delete {path} to give it up"
+        ) from error
+
+
+def _tidy(own: Path | None, directory: Path) -> None:
+    """Give back the memory of jobs that are dead, and that nobody can go on from, this one's own aside.
+
+    Args:
+        directory: that this job holds: no other is just about to start there.
+    """
+    try:
+        names = files.folder_names(str(memory_files.ROOT))
+    except OSError:  # there is no shared memory
+        return
+    for name in filter(_FOLDER.fullmatch, names):
+        path = memory_files.ROOT / name
+        try:
+            if path != own and _is_orphan(path, directory):
+                remove(path)
+        except (OSError, StorageError, ValidationError) as error:
+            logger.debug("%s is left alone: %s", path, words_of(error))
+
+
+def _is_orphan(path: Path, held: Path) -> bool:
+    with files.folder(str(path)) as folder:
+        age_seconds = time.time() - os.fstat(folder).st_mtime
+        if distrust_of(folder) is not None:
+            return False
+        young, known = age_seconds < _YOUNG_SECONDS, files.exists(OWNER, dir_fd=folder)
+        owner = OWNERS.validate_json(read_kept(folder, OWNER, MOST_BYTES)) if known else None
+        if young and (owner is None or not owner.is_of(held)):
+            return False  # nor is its lock looked at, which its job may be about to take
+        if not is_free(folder):
+            return False
+        if owner is None:
+            return True
+    try:
+        there = owner.is_of(owner.directory)
+    except (FileNotFoundError, NotADirectoryError):
+        there = False
+    if not there:
+        return age_seconds > (_MOVED_SECONDS if _is_mounted(owner) else _OLD_SECONDS)
+    try:
+        mark = MARKS.validate_json(read_regular(Path(owner.directory) / MARK, MOST_BYTES))
+    except FileNotFoundError:
+        return True
+    return path.name != f"{PREFIX}{mark.token}"
+
+
+def _is_mounted(owner: Owner) -> bool:
+    """Whether the file system that had the checkpoints is where it was."""
+    directory = Path(owner.directory)
+    for path in (directory, *directory.parents):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return os.stat(path).st_dev == owner.device
+    return False

@@ -1,0 +1,255 @@
+"""Host memory that checkpoints are staged in: a few equal buffers, each the image of one checkpoint's files.
+
+Three buffers, so that one may be persisting, one complete and one filling. A buffer is filled by the training thread
+and the copy engine, then handed to the writer, which gives it back. They lie in shared memory, where there is room for
+them, so that the next run finds what this one had captured when it was killed (:mod:`.tier`).
+
+Where the state lies on a GPU, buffers are locked in place, so that the GPU writes to them by itself, and lie on the
+NUMA node that it hangs on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import mmap
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from checkflow.core.device import format_size
+from checkflow.core.errors import CheckflowError, StorageError
+from checkflow.core.host_memory import free_host_memory_bytes
+from checkflow.runtime.memory_tier.records import PIECE_BYTES
+from checkflow.runtime.memory_tier.tier import MemoryTier
+from checkflow.runtime.system import numa
+from checkflow.runtime.system.aligned_memory import MADV_WIPEONFORK, map_address
+
+logger = logging.getLogger("checkflow")
+
+_MADV_POPULATE_WRITE = 23  # of Linux 5.14, and the flags of its mmap: Python has no names for them
+_MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class Locking(Protocol):
+    """What a device needs done to the host memory that it copies to (:class:`.transfer.cuda_device.CudaDevice`)."""
+
+    @property
+    def numa_node(self) -> int | None:
+        """The node whose memory is nearest to it, if that is known."""
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """Lock memory in place for it; raises CheckflowError where the system refuses."""
+
+    def unregister(self, address: int) -> None:
+        """Undo that; raises CheckflowError where it cannot be undone."""
+
+
+@dataclass(frozen=True, eq=False)
+class StagingBuffer:
+    """One buffer: page-aligned memory at ``address``, and the same as ``view``."""
+
+    index: int
+    memory: mmap.mmap
+    address: int
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self.memory)
+
+
+class StagingBuffers:
+    """A fixed number of buffers of one size, none until :meth:`grow` made them; ``take`` waits for a free one.
+
+    Args:
+        locking: what they are locked by, for a device that needs it.
+        urge: called before all are waited for: whoever holds one back is to give it up.
+        tier: where they lie, if that is to outlive the process.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        locking: Locking | None = None,
+        urge: Callable[[], None] = lambda: None,
+        tier: MemoryTier | None = None,
+    ) -> None:
+        self.size_bytes = 0
+        self._count, self._locking, self._urge, self._tier = count, locking, urge, tier
+        self._locked: list[int] = []  # addresses
+        self._told = False  # that they cannot be locked
+        self._all: list[StagingBuffer] = []
+        self._free: list[StagingBuffer] = []
+        self._mutex = threading.RLock()  # entered by itself, not by the condition: see system/signals.py
+        self._changed = threading.Condition(self._mutex)
+
+    def grow(self, size_bytes: int) -> None:
+        """Make the buffers at least so large. Where they are smaller: waits until all are free, and makes new ones.
+
+        Raises:
+            StorageError: the memory cannot be had; there are no buffers then.
+        """
+        wanted_bytes = max(size_bytes, 1)
+        if wanted_bytes <= self.size_bytes:
+            return
+        self.wait_all_free()
+        self.close()
+        available = free_host_memory_bytes()
+        if self._count * wanted_bytes > available:  # the kernel would grant it, and kill the job when it is touched
+            raise StorageError(
+                f"{self._count} staging buffers of {format_size(size_bytes)} do not fit into the "
+                f"{format_size(available)} of host memory that are free: pass host_buffers=2 or 1, or free some"
+            )
+        node = None if self._locking is None else self._locking.numa_node
+        shared = None if self._tier is None else self._tier.allocate(self._count, wanted_bytes, node)
+        memories = shared or [_private(wanted_bytes, node) for _ in range(self._count)]
+        self._all = [StagingBuffer(index, memory, _touched(memory)) for index, memory in enumerate(memories)]
+        if shared is not None:
+            _apart.update(self._all)
+        self._lock()
+        self.size_bytes = wanted_bytes
+        self._free.extend(self._all)
+
+    def take(self) -> StagingBuffer:
+        """A free buffer; waits until one is given back. What is in it is void from now on.
+
+        Raises:
+            StorageError: its memory cannot be made to say so.
+        """
+        with self._mutex:
+            while not self._free:
+                self._changed.wait()
+            buffer = min(self._free, key=self._worth)
+            if self._tier is not None:
+                self._tier.forget(buffer.index)
+            self._free.remove(buffer)  # last: what a signal's handler raises before it leaves the buffer free
+            return buffer
+
+    def _worth(self, buffer: StagingBuffer) -> int:
+        """Of a free buffer: the newest capture stays for the next run as long as possible."""
+        return 0 if self._tier is None else self._tier.step_of(buffer.index)
+
+    @property
+    def free(self) -> int:
+        """How many may be taken without waiting."""
+        return len(self._free)
+
+    def give_back(self, buffer: StagingBuffer) -> None:
+        """The buffer's content is no longer needed."""
+        with self._mutex:
+            self._free.append(buffer)
+            self._changed.notify_all()
+
+    def wait_all_free(self) -> None:
+        """Wait until every buffer has been given back."""
+        self._urge()
+        with self._mutex:
+            while len(self._free) < len(self._all):
+                self._changed.wait()
+
+    @property
+    def locked(self) -> bool:
+        """Whether every buffer is locked in place: copies from a GPU go on behind training then."""
+        return len(self._locked) == len(self._all)
+
+    def _lock(self) -> None:
+        """Lock them all, or none: copies into one that is not hold training, and say so once."""
+        if self._locking is None:
+            return
+        try:
+            for buffer in self._all:
+                self._locking.register(buffer.address, len(buffer.memory))
+                self._locked.append(buffer.address)
+        except CheckflowError as error:
+            self._unlock()
+            if not self._told:
+                self._told = True
+                logger.warning(
+                    "staging memory (%d times %s) cannot be locked in place, so that copies from the GPU hold "
+                    "training: %s; raise the limit on locked memory (ulimit -l unlimited, or --ulimit memlock=-1 of a "
+                    "container), or pass host_buffers=2",
+                    self._count, format_size(len(buffer.memory)), error,
+                )  # fmt: skip
+
+    def _unlock(self) -> None:
+        while self._locked and self._locking is not None:
+            address = self._locked.pop()
+            try:
+                self._locking.unregister(address)
+            except CheckflowError as error:  # the runtime ends before the process does, and takes its locks along
+                logger.debug("staging memory is not unlocked: %s", error)
+
+    def close(self, *, leave: bool = False) -> None:
+        """Give the memory back to the system, as soon as nobody looks at it any more.
+
+        Args:
+            leave: whether the next run is to find what is complete in it.
+        """
+        self._unlock()
+        self.size_bytes = 0
+        self._free.clear()
+        self._all.clear()
+        if self._tier is not None:
+            self._tier.close(leave=leave)
+
+
+def _private(size_bytes: int, node: int | None) -> mmap.mmap:
+    """Memory of this process alone."""
+    try:
+        memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError) as error:
+        raise StorageError(f"no host memory for a staging buffer of {format_size(size_bytes)}: {error}") from error
+    # Loader workers are forked: did they share the pages, each that is staged later would be copied first. They find
+    # zeros there. Not MADV_DONTFORK: what a worker maps into the hole would go with the inherited object.
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a kernel before 4.14: they share them
+            memory.madvise(MADV_WIPEONFORK)
+    if node is not None:
+        numa.prefer_node(map_address(memory), size_bytes, node)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux: to touch, lock and copy to few large pages takes less
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _touched(memory: mmap.mmap) -> int:
+    """The address of memory that is all zeros, once every page of it can be written to without a page fault: one in the
+    middle of training costs more than the copy that meets it."""
+    address = map_address(memory)
+    try:
+        for begin in range(0, len(memory), PIECE_BYTES):  # nothing else runs in Python meanwhile
+            memory.madvise(_MADV_POPULATE_WRITE, begin, min(PIECE_BYTES, len(memory) - begin))
+    except (OSError, ValueError):  # an older kernel, or another system
+        ctypes.memset(address, 0, len(memory))
+    return address
+
+
+_apart: weakref.WeakSet[StagingBuffer] = weakref.WeakSet()  # shared buffers of this process
+
+
+def _part() -> None:
+    """In a forked child: zeros of its own in the place of its parent's buffers, as it finds them in private memory.
+
+    It may train on under the hooks that it inherited, and is not to write where its parent does.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+    for buffer in list(_apart):
+        size_bytes = len(buffer.memory)
+        if _map(buffer.address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _MAP_FAILED:
+            # A system that promises no more memory than it has: not to be touched at all, then.
+            _map(buffer.address, size_bytes, _PROT_NONE, flags, -1, 0)
+
+
+if sys.platform == "linux":  # elsewhere there is no shared memory of this kind
+    _map = ctypes.CDLL(None, use_errno=True).mmap
+    _map.restype = ctypes.c_void_p
+    _map.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong,
+    )  # fmt: skip
+    os.register_at_fork(after_in_child=_part)

@@ -1,0 +1,1 @@
+"""Captured checkpoints -> committed ones, in the background."""

@@ -1,0 +1,210 @@
+"""From boundaries to durable checkpoints: the copy engine, the staging buffers and the writer of one job.
+
+They outlive the plans that run in it (:mod:`.snapshot.executor`): a checkpoint is audited and committed as it was
+begun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkflow.core.errors import CheckflowError, StorageError
+from checkflow.runtime.memory_tier.records import NOTHING, Life
+from checkflow.runtime.memory_tier.staging import Locking, StagingBuffers
+from checkflow.runtime.memory_tier.tier import MemoryTier
+from checkflow.runtime.persist.metrics import Metrics
+from checkflow.runtime.persist.writer import Writer
+from checkflow.runtime.snapshot.capturer import Capture
+from checkflow.runtime.snapshot.executor import Execution
+from checkflow.runtime.store.retention import EPOCH_END
+from checkflow.runtime.store.store import Store
+from checkflow.runtime.transfer.engine import CopyEngine
+from checkflow.runtime.transfer.host import HostCopyEngine
+
+logger = logging.getLogger("checkflow")
+
+FIRST_AUDITS = 3  # of each plan's checkpoints
+
+
+def make_engine(device: torch.device) -> tuple[CopyEngine, Locking | None]:
+    """What copies from a device to host memory, and what it needs done to that memory.
+
+    Raises:
+        CheckflowError: CUDA's runtime cannot be found, or fails.
+    """
+    if device.type == "cpu":
+        return HostCopyEngine(), None
+    from checkflow.runtime.transfer.cuda import CudaCopyEngine
+    from checkflow.runtime.transfer.cuda_device import CudaDevice
+
+    gpu = CudaDevice(device)
+    return CudaCopyEngine(gpu), gpu
+
+
+class Saving:
+    """What captures are copied with, staged in and written by.
+
+    Args:
+        device: that state is copied from.
+        each: whether each capture is committed, however long training has to wait for storage; otherwise storage takes
+            the newest one.
+        host_buffers: staging buffers.
+        audit: of how many captures one is audited; 0: none but the first ones.
+        base: the step that the job went on from, and the run that made it.
+
+    Raises:
+        CheckflowError: the GPU cannot be copied from.
+    """
+
+    def __init__(
+        self, store: Store, device: torch.device, *, each: bool, host_buffers: int, audit: int,
+        base: tuple[int, str] = (NOTHING, ""),
+    ) -> None:  # fmt: skip
+        self._store, self._each, self._audit_every = store, each, audit
+        self.host_buffers = host_buffers
+        self.metrics = Metrics(store)
+        self.captures = 0
+        self.newest: tuple[int, float] | None = None  # step of the newest capture, and time.monotonic at its begin
+        self._held_back: set[int] = set()  # steps of captures that storage is not to take, until one is delivered
+        with contextlib.ExitStack() as undo:
+            self.engine, locking = make_engine(device)
+            undo.callback(self.engine.close)
+            self.tier = MemoryTier(store.directory, Life(store.run_id, *base))
+            tier = self.tier if host_buffers > 1 else None  # one buffer is filled or written: it is seldom complete
+            self.buffers = StagingBuffers(host_buffers, locking, self._urge, tier)
+            undo.callback(self.buffers.close)
+            self.writer = Writer(
+                self._commit,
+                self._recycle,
+                supersede=not each,
+                gives_way=self._gives_way,
+                newest=self._is_newest,
+                errand=self.metrics.write_late,
+                void=self._void,
+            )
+            undo.pop_all()
+
+    def begin(
+        self,
+        execution: Execution,
+        step: int,
+        extra: bytes | Callable[[], bytes],
+        info: Mapping[str, Any],
+        *,
+        durable: bool = True,
+    ) -> float:
+        """Capture this boundary under a plan; returns the seconds waited for storage and buffers.
+
+        Args:
+            durable: whether storage is to take it as soon as it can; otherwise it stays in host memory until a newer
+                capture replaces it, or the job ends.
+
+        Raises:
+            CheckflowError: as :meth:`.snapshot.capturer.Capturer.begin`.
+        """
+        audit = execution.captures < FIRST_AUDITS or (self._audit_every and self.captures % self._audit_every == 0)
+        # One being gathered, one being committed, none queueing: that bounds what a failure can cost. Those of which a
+        # GPU's last bytes are still on their way are bounded by the staging buffers.
+        waited_seconds = self.writer.wait_until_at_most(1) if self._each else 0.0
+        self.newest = (step, time.monotonic())
+        self.writer.forget_lost()  # this one makes up for it
+        (self._held_back.discard if durable else self._held_back.add)(step)
+        self.metrics.begun(step)
+        try:
+            waited_seconds += execution.begin(step, extra, info, audit=bool(audit))
+        except BaseException:
+            self.metrics.ended(step)
+            raise
+        self.captures += 1
+        return waited_seconds
+
+    def submit(self, capture: Capture) -> None:
+        """Take a complete capture, on any thread."""
+        hold = capture.step in self._held_back
+        self._held_back.difference_update([step for step in list(self._held_back) if step <= capture.step])
+        self.metrics.submitted(capture.step)
+        try:
+            self._outlive(capture)
+        except Exception:  # a fault of ours must not keep it from storage; the traceback goes to the log
+            logger.exception("step %d ends with the process", capture.step)
+        (self.writer.hold if hold else self.writer.submit)(capture)
+
+    def keep(self, step: int) -> None:
+        """Storage is to take this capture, whatever was said when it began; what it was told of it, too."""
+        self._held_back.discard(step)
+        self.writer.urge()
+        self.writer.nudge()
+
+    def close(self) -> None:
+        """Commit what is left, what failed last once more, then give threads and memory back."""
+        self.writer.close()
+        self.engine.close()
+        newest, durable = self.tier.newest(), self.writer.durable
+        lost = newest is not None and (durable is None or durable.step < newest)
+        if lost:
+            logger.warning(
+                "step %d is not on storage, and stays in this machine's memory: the next run in %s saves it",
+                newest, self._store.directory,
+            )  # fmt: skip
+        self.buffers.close(leave=lost)
+
+    def _outlive(self, capture: Capture) -> None:
+        """Have a complete capture outlive the process, unless its plan is refuted."""
+        if not self.tier.mark() or self._is_refuted(capture):
+            return
+        if not isinstance(capture.extra, bytes):
+            try:
+                capture.extra = capture.extra()
+            except CheckflowError:  # the writer makes it again, and tells what is wrong with it
+                return
+        self.tier.keep(capture, capture.extra, {**capture.info, **self.metrics.known(capture.step)})
+        if self._is_refuted(capture):  # meanwhile, by the writer
+            self.tier.forget(capture.buffer.index)
+
+    def _is_refuted(self, capture: Capture) -> bool:
+        return capture.by_plan and capture.plan_digest in self.writer.breached_plans
+
+    def _void(self, capture: Capture) -> None:
+        """The writer's audit refuted this capture, and may have refuted its plan."""
+        try:
+            self.tier.forget(capture.buffer.index)
+            if capture.plan_digest in self.writer.breached_plans:
+                self.tier.distrust(capture.plan_digest)
+        except StorageError as error:  # the buffer cannot be taken either, until that goes well
+            logger.warning("what is void stays in host memory: %s", error)
+
+    def _commit(self, capture: Capture) -> Path:
+        path = self._store.commit(
+            capture.step,
+            capture.layout,
+            capture.buffer.view,
+            capture.extra if isinstance(capture.extra, bytes) else capture.extra(),
+            {**capture.info, **self.metrics.info(capture.step)},
+            ties=capture.ties,
+            absent=capture.absent,
+            plan_digest=capture.plan_digest,
+        )
+        self.tier.stored(capture.step)
+        return path
+
+    def _urge(self) -> None:
+        self.writer.urge()
+
+    def _gives_way(self, waiting: Capture, newer: Capture) -> bool:
+        """Whether storage, which falls behind, may leave a capture out: not if retention would keep it."""
+        epoch_ends = waiting.info.get(EPOCH_END) is True, newer.info.get(EPOCH_END) is True
+        return self.metrics.gives_way(waiting.step, newer.step, epoch_ends=epoch_ends)
+
+    def _is_newest(self, capture: Capture) -> bool:
+        return self.newest is not None and self.newest[0] == capture.step
+
+    def _recycle(self, capture: Capture) -> None:
+        self.metrics.ended(capture.step)
+        self.buffers.give_back(capture.buffer)

@@ -1,0 +1,316 @@
+"""What a run says of itself: its report, the file of it beside the checkpoints, and a line at its begin and its end.
+
+``report.json`` is replaced whole, on the writer's thread after each checkpoint and once more when the run closes. It is
+not synced: what a power cut takes of it is no loss, and the next run says so and begins a new one. Whatever goes wrong
+here is logged once, and concerns neither training nor checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from pathlib import Path
+
+import torch
+
+from checkflow.core import run_report
+from checkflow.core.device import format_seconds, format_stall
+from checkflow.core.errors import ReportError
+from checkflow.core.run_report import (
+    FILE,
+    KEPT_RUNS,
+    Bandwidths,
+    Frequency,
+    HeldSeconds,
+    Lag,
+    Measured,
+    Moved,
+    NewestCapture,
+    Phases,
+    PhaseTimes,
+    RunReport,
+)
+from checkflow.core.state import unwrap
+from checkflow.runtime.job.job import Job
+from checkflow.runtime.job.traits import device_name
+from checkflow.runtime.loop.boundaries import Boundaries
+from checkflow.runtime.loop.phase_clock import Reading, Times
+from checkflow.runtime.memory_tier.records import NOTHING
+from checkflow.runtime.persist.saver import Saving
+from checkflow.runtime.system import fs as files
+
+logger = logging.getLogger("checkflow")
+
+MOST_SHARE = 0.02  # of the time, for reports while training goes on
+_TEMPORARY, _ASIDE = f".{FILE}.tmp", f".broken-{FILE}"
+
+
+class Reporter:
+    """Reports of one run.
+
+    Args:
+        directory: of the checkpoints; exists, and is locked by this process.
+        resumed_from: the step that this run goes on from; None: it begins anew.
+        imported: whether that are imported weights: nothing is done again.
+        reclaimed: the step that was put on storage at the start, from the host memory of the run before.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        boundaries: Boundaries,
+        saving: Saving,
+        directory: Path,
+        *,
+        run_id: str,
+        resumed_from: int | None,
+        imported: bool = False,
+        reclaimed: int | None = None,
+    ) -> None:
+        self._boundaries, self._saving = boundaries, saving
+        self._directory, self._run_id, self._resumed_from = directory, run_id, resumed_from
+        self._reclaimed = reclaimed
+        self._model = "+".join(type(unwrap(model)).__name__ for model in job.models.values())
+        self._device = device_name(job.models)[1]
+        self._cuda = next(
+            (one.device for model in job.models.values() for one in model.parameters() if one.device.type == "cuda"),
+            None,
+        )
+        self._started = time.time()
+        self._written = self._took_seconds = 0.0  # by time.monotonic
+        self._told = False  # that the file cannot be written
+        earlier = self._read_earlier()
+        self._earlier = [run_report.dump_run(run) for run in earlier[1 - KEPT_RUNS :]]
+        # What an earlier run had finished beyond the step that this one goes on from is done again. A run that was
+        # killed had come further than when it last wrote its report.
+        self._replayed: int | None = 0 if imported else None
+        self._exactly = imported
+        last = earlier[-1] if earlier else None
+        reached = max(NOTHING if last is None else last.iteration, NOTHING if reclaimed is None else reclaimed)
+        if resumed_from is not None and reached != NOTHING and not imported:
+            self._replayed = max(0, reached - resumed_from)
+            self._exactly = last is not None and last.closed and last.iteration >= max(resumed_from, reached)
+
+    def make(self, *, closed: bool = False) -> RunReport:
+        """The report as of now. Any thread may ask for it."""
+        boundaries, saving = self._boundaries, self._saving
+        writer, place = saving.writer, boundaries.place
+        last, moved, promises = boundaries.execution.capturer.last_report, place.moved, place.promises()
+        reading = boundaries.clock.read()
+        failures = [failure for failure in (writer.last_failure, place.last_failure) if failure is not None]
+        return RunReport(
+            run_id=self._run_id,
+            started_unix_seconds=round(self._started, 3),
+            written_unix_seconds=round(time.time(), 3),
+            closed=closed,
+            model=self._model,
+            device=self._device,
+            iteration=boundaries.iteration,
+            resumed_from=self._resumed_from,
+            replayed_iterations=self._replayed,
+            replayed_exactly=self._exactly,
+            captures=saving.captures,
+            committed=writer.committed,
+            superseded=writer.superseded,
+            failed=writer.failed + place.aborted,
+            last_failure=max(failures)[1] if failures else None,
+            audited=writer.audited,
+            audits_passed=writer.audited - writer.breaches,
+            breaches=writer.breaches,
+            checkpoint_bytes=writer.last.size_bytes if writer.last else None,
+            plan=promises,
+            planning=place.search(),
+            frequency=boundaries.pace.report,
+            phases=_phases(reading),
+            held_seconds=HeldSeconds(**{what: max(held, 0.0) for what, held in boundaries.clock.held_seconds.items()}),
+            longest_hold_seconds=boundaries.clock.longest_hold_seconds,
+            bytes=Moved(
+                state_bytes=last.moved.total_bytes if last else promises.state_bytes if promises else None,
+                captured_bytes=moved.total_bytes,
+                direct_bytes=moved.direct_bytes,
+                snapshot_bytes=moved.snapshot_bytes,
+                boundary_bytes=moved.boundary_bytes,
+                persisted_bytes=writer.persisted_bytes,
+            ),
+            newest_capture=None
+            if last is None
+            else NewestCapture(
+                last.step,
+                last.moved.direct_bytes,
+                last.moved.snapshot_bytes,
+                last.moved.boundary_bytes,
+                last.statistics.snapshot_peak_bytes,
+            ),
+            bandwidths=Bandwidths(
+                offload_seconds=moved.offload_seconds,
+                offload_bytes_per_second=_rate(moved.direct_bytes + moved.snapshot_bytes, moved.offload_seconds),
+                persist_seconds=writer.persist_seconds,
+                persist_bytes_per_second=_rate(writer.persisted_bytes, writer.persist_seconds),
+                last_persist_seconds=writer.last.seconds if writer.last else None,
+            ),
+            lag=self._lag(),
+            measured=self._measured(reading),
+            best_step=saving.metrics.best_step,
+            reclaimed_step=self._reclaimed,
+            memory_outlives_process=saving.tier.survives,
+        )
+
+    def write_in_time(self) -> None:
+        """As :meth:`write`, unless it was written a moment ago: a report takes the interpreter, and training waits."""
+        if time.monotonic() - self._written >= self._took_seconds / MOST_SHARE:
+            self.write()
+
+    def write(self, *, closed: bool = False) -> None:
+        """Replace the file. Raises nothing."""
+        begun = time.monotonic()
+        self._write(closed=closed)
+        self._written = time.monotonic()
+        self._took_seconds = self._written - begun
+
+    def _write(self, *, closed: bool) -> None:
+        try:
+            report = self.make(closed=closed)
+            data = run_report.dump_file([*self._earlier, run_report.dump_run(report)])
+            self._replace(memoryview(data))
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                logger.warning(
+                    "cannot write %s: %s; training and checkpoints go on without it",
+                    self._directory / FILE, error.strerror or error,
+                )  # fmt: skip
+        except Exception:
+            # A fault of ours must not end the writer's thread; the traceback goes to the log.
+            if not self._told:
+                self._told = True
+                logger.exception("cannot write %s; training and checkpoints go on without it", self._directory / FILE)
+
+    def _replace(self, data: memoryview) -> None:
+        root = files.open_folder(str(self._directory))
+        try:
+            if files.exists(_TEMPORARY, dir_fd=root):  # of a run that was killed
+                files.unlink(_TEMPORARY, dir_fd=root)
+            fd = files.open_new(_TEMPORARY, dir_fd=root)
+            try:
+                files.write_all(fd, data, 0)
+            finally:
+                files.close(fd)
+            files.rename(_TEMPORARY, FILE, dir_fd=root)
+        finally:
+            files.close(root)
+
+    def _read_earlier(self) -> tuple[RunReport, ...]:
+        """The runs that are in the file. One that cannot be read is set aside."""
+        path = self._directory / FILE
+        if not path.exists():
+            return ()
+        try:
+            return run_report.load(path)
+        except ReportError as error:
+            logger.warning("beginning a new report, the old one is set aside as %s: %s", _ASIDE, error)
+        with contextlib.suppress(OSError):  # then the first write says why
+            path.rename(self._directory / _ASIDE)
+        return ()
+
+    def _lag(self) -> Lag:
+        newest, durable = self._saving.newest, self._saving.writer.durable
+        captured_step = None if newest is None else newest[0]
+        durable_step = self._resumed_from if durable is None else durable.step
+        iterations, seconds = None, None
+        if captured_step is not None and durable_step is not None:
+            iterations = max(0, captured_step - durable_step)
+        if newest is not None and durable is not None:
+            seconds = max(0.0, newest[1] - durable.begun)
+        since = None if durable is None else time.monotonic() - durable.committed
+        return Lag(captured_step, durable_step, iterations, seconds, since)
+
+    def _measured(self, reading: Reading) -> Measured:
+        peak = reserved = None
+        if self._cuda is not None:
+            peak = torch.cuda.max_memory_allocated(self._cuda)
+            reserved = torch.cuda.max_memory_reserved(self._cuda)
+        return Measured(reading.computing_seconds, reading.stall_seconds, peak, reserved)
+
+
+def _phases(reading: Reading) -> Phases:
+    return Phases(
+        clock="host",
+        iterations=reading.iterations,
+        iteration=_times(reading.iteration),
+        **{name: _times(times) for name, times in reading.phases.items()},
+    )
+
+
+def _times(times: Times) -> PhaseTimes:
+    return PhaseTimes(times.total, times.median, times.p99)
+
+
+def _rate(size_bytes: int, seconds: float | None) -> float | None:
+    return size_bytes / seconds if seconds else None
+
+
+# The lines that a person sees
+
+
+def start_line(report: RunReport, directory: Path) -> str:
+    """What runs, where its checkpoints go, what was restored, and what is done again."""
+    return "; ".join([_plan_words(report), f"checkpoints go to {directory}", _resume_words(report, directory)])
+
+
+def _plan_words(report: RunReport) -> str:
+    plan = report.plan
+    if plan is None:
+        return "no plan yet, one of the first iterations is recorded for it"
+    whose = {"given": "the given plan", "cache": "a kept plan", "recorded": "a plan of this job"}[plan.source]
+    often = _often(report.frequency)
+    return f"{whose} runs: a checkpoint every {often}, predicted stall {format_stall(plan.stall_seconds)}"
+
+
+def _often(frequency: Frequency) -> str:
+    """How often checkpoints are made at the start, and whether that is still to be found out."""
+
+    def words(interval: int) -> str:
+        return "iteration" if interval == 1 else f"{interval} iterations"
+
+    memory, disk = frequency.memory_interval, frequency.disk_interval
+    if memory is None:
+        return "so many seconds, as asked"
+    if frequency.reason == "every":
+        return words(memory)
+    if disk is None:
+        return f"{words(memory)} until it is measured what one costs"
+    captured = "" if memory == disk else f", and one in host memory every {words(memory)}"
+    return f"{words(disk)}{captured}, as measured before"
+
+
+def _resume_words(report: RunReport, directory: Path) -> str:
+    if report.resumed_from is None:
+        return "nothing to go on from, training begins anew"
+    resumed, lost = f"resumed from step {report.resumed_from} of {directory}", report.replayed_iterations
+    if report.reclaimed_step == report.resumed_from:
+        resumed += " (which the run before had in host memory)"
+    if lost is None:
+        return f"{resumed}, how many iterations are done again is not known"
+    if not lost:
+        under_way = "the run before was killed, what it did after that step is done again"
+        return f"{resumed}, {'nothing is lost' if report.replayed_exactly else under_way}"
+    most = "" if report.replayed_exactly else "at least "
+    return f"{resumed}, {most}{lost} iteration{'' if lost == 1 else 's'} {'is' if lost == 1 else 'are'} done again"
+
+
+def end_line(report: RunReport, directory: Path) -> str:
+    """What was committed, what it cost, and where both are written down."""
+    parts = [f"{report.committed} checkpoint{'' if report.committed == 1 else 's'} committed"]
+    if report.lag.durable_step is not None:
+        parts[0] += f", the newest of step {report.lag.durable_step}"
+    if report.failed:
+        parts.append(f"{report.failed} failed, the last one by {report.last_failure}")
+    if report.held_share is not None:
+        held = report.held_share * report.phases.iteration.total_seconds
+        parts.append(
+            f"training was held for {format_seconds(held)} in {report.phases.iterations} iterations, "
+            f"{100 * report.held_share:.2g} % of its time"
+        )
+    parts.append(f"see {directory / FILE}")
+    return "; ".join(parts)

@@ -1,0 +1,129 @@
+"""What a Checkpointer holds of its process, until it is given back: by ``close()``, by its successor, or at the end.
+
+Hooks in modules and optimizers, threads, host memory, the lock of the directory, signal handlers, the loader's
+attention, a process that plans. A Checkpointer that is never closed gives all of it back
+
+- when another one is made for the same directory in the same thread (a notebook's cell that was interrupted, or is run
+  again): the successor takes over, where it would meet the lock of its own process otherwise;
+- when it is no longer referenced; if that is found out in another thread than its own, later;
+- when the interpreter exits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from checkflow.core.errors import CheckflowError
+from checkflow.runtime.data.base import ResumableLoader
+from checkflow.runtime.loop.boundaries import Boundaries
+from checkflow.runtime.loop.preemption import Preemption
+from checkflow.runtime.persist.saver import Saving
+from checkflow.runtime.reporter import Reporter, end_line
+from checkflow.runtime.store.store import Store
+
+logger = logging.getLogger("checkflow")
+
+
+@dataclass(eq=False)
+class Holdings:
+    """All that one Checkpointer has to give back."""
+
+    loader: ResumableLoader | None
+    boundaries: Boundaries
+    saving: Saving
+    store: Store
+    preemption: Preemption
+    reporter: Reporter
+    thread: threading.Thread = field(default_factory=threading.current_thread)
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        _held[self.store.directory] = self
+
+    def close(self) -> Exception | None:
+        """Finish and commit what is in flight, and give everything back; returns what went wrong on the way.
+
+        An interrupt ends this where it is; the next call does the rest.
+        """
+        if self.closed:
+            return None
+        error: Exception | None = None
+        self.preemption.begin_closing()
+        if self.loader is not None and self.loader.listener is self.boundaries:
+            self.loader.listener = None
+            self.loader.epochs_counted_elsewhere = False
+            try:
+                self.loader.end_workers()
+            except Exception as reason:  # noqa: BLE001 - as below; torch's handler raises here that a worker was killed
+                error = reason
+        try:
+            self.boundaries.close()
+        except Exception as reason:  # noqa: BLE001 - the caller says it: what else there is must be given back first
+            error = error or reason
+        self.saving.close()
+        if self.store.locked:  # otherwise this was done already, and the directory may be somebody else's
+            self.reporter.write(closed=True)
+            self.store.close()
+            logger.info("%s", end_line(self.reporter.make(closed=True), self.store.directory))
+        self.preemption.close()
+        if _held.get(self.store.directory) is self:
+            del _held[self.store.directory]
+        self.closed = True
+        return error
+
+
+_held: dict[Path, Holdings] = {}  # those of this process that are not closed
+
+
+def take_over(directory: str | os.PathLike[str]) -> None:
+    """Close the predecessor: a Checkpointer of this thread, or of one that has ended, that holds the directory."""
+    held = _held.get(Path(directory).absolute().resolve())
+    if held is None or (held.thread is not threading.current_thread() and held.thread.is_alive()):
+        return
+    logger.warning("an earlier Checkpointer of %s was not closed: it is closed now", held.store.directory)
+    tell(held.close())
+
+
+def tell_displaced(loader: ResumableLoader) -> None:
+    """Another Checkpointer is about to follow this loader: one that follows it now finds no boundary any more."""
+    for held in _held.values():
+        if held.loader is loader and loader.listener is held.boundaries:
+            logger.warning(
+                "the loader was followed by the Checkpointer of %s, which is not closed, and finds no boundary in it "
+                "from here on; close() that one first, or give each a loader of its own",
+                held.store.directory,
+            )  # fmt: skip
+
+
+def dropped(held: Holdings) -> None:
+    """Nobody refers to the Checkpointer any more."""
+    # The garbage of one thread may be found by another: its hooks may be running there.
+    if not held.closed and held in _held.values() and held.thread is threading.current_thread():
+        logger.warning("a Checkpointer of %s was dropped without close(): it is closed now", held.store.directory)
+        tell(held.close())
+
+
+def tell(error: Exception | None) -> None:
+    """Log what went wrong in closing, where it is not to be raised."""
+    if error is not None:
+        logger.warning("%s", error, exc_info=None if isinstance(error, CheckflowError) else error)
+
+
+def _close_all() -> None:
+    for held in list(_held.values()):
+        tell(held.close())
+
+
+def _forget() -> None:
+    """In a forked child: what is held is the parent's, and its threads are not here."""
+    while _held:
+        _held.popitem()[1].closed = True
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,181 @@
+"""Which shard owns what, and what a shard holds. Pure data and arithmetic, free of torch, the same on every machine.
+
+ElasticDL's rule for parameter servers: of N shards, a dense variable belongs to the one that a hash of its name says,
+and row ``id`` of an embedding table to shard ``id % N``. So every process can tell for any N, alone, what is its own.
+
+A table's rows are filled lazily: a shard has those that training has touched, with their ids, in any order, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import numpy as np
+import xxhash
+from pydantic import Field
+
+from checkflow.core.errors import UnsupportedError
+from checkflow.core.graph import STRICT
+
+Array = Any  # a numpy array or a torch tensor, of any type that safetensors has
+Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
+Length = Annotated[int, Field(ge=0, le=2**62)]
+
+
+def shard_of_name(name: str, shards: int) -> int:
+    """The shard that owns a dense variable: its name's xxh3-64 (of the UTF-8 bytes) modulo the number of shards.
+
+    Raises:
+        UnsupportedError: the name is no valid Unicode.
+    """
+    try:
+        return int(xxhash.xxh3_64_intdigest(name.encode()) % shards)
+    except UnicodeEncodeError:
+        raise UnsupportedError(f"the name {name!r} is no valid Unicode") from None
+
+
+def shard_of_row(row_id: int, shards: int) -> int:
+    """The shard that owns a row of an embedding table; for a negative id too, from 0 to ``shards`` - 1."""
+    return row_id % shards
+
+
+def owned_names(names: Iterable[str], rank: int, world_size: int) -> list[str]:
+    """Of dense variables, those that belong to a shard, in the order given."""
+    check_rank(rank, world_size)
+    return [name for name in names if shard_of_name(name, world_size) == rank]
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} of {world_size} does not exist")
+
+
+def may_hold(source: int, sources: int, rank: int, world_size: int) -> bool:
+    """Whether any id of shard ``source`` of ``sources`` belongs to shard ``rank`` of ``world_size``.
+
+    An id is ``source`` modulo the one and ``rank`` modulo the other: there is such a one exactly where the two agree
+    modulo the greatest common divisor.
+    """
+    return (source - rank) % int(np.gcd(sources, world_size)) == 0
+
+
+@dataclass(frozen=True, slots=True)
+class TableInfo:
+    """What all shards say alike of an embedding table.
+
+    Args:
+        dimension: how many numbers a row has.
+        dtype: theirs, as torch names it ("float32").
+        initializer: what fills a row when it is first touched. It is kept and given back as it is: any text.
+    """
+
+    __pydantic_config__ = STRICT
+    name: str
+    dimension: Length
+    dtype: str
+    initializer: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """The part of an embedding table that one shard holds.
+
+    Args:
+        ids: integers of one dimension, each once, in any order.
+        rows: row ``i`` is that of ``ids[i]``. A shard that has none yet tells dimension and dtype by an array of shape
+            (0, dimension).
+        initializer: see :class:`TableInfo`.
+    """
+
+    ids: Array
+    rows: Array
+    initializer: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slice:
+    """The box of a tensor that one shard holds, as FSDP and ZeRO cut them: of rows, or of the flat tensor.
+
+    Args:
+        values: the box; it may be empty.
+        shape: of the whole tensor, such as (10, 64), or (640,) for a flat one.
+        offsets: the box's first index in each dimension; None: 0 in all.
+    """
+
+    values: Array
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """What one of ``world_size`` shards owns of a version.
+
+    Attributes:
+        tables: every table of the version, those without a row for this shard too; ids ascend.
+        state: what rank 0 saved beside the arrays.
+    """
+
+    step: int
+    rank: int
+    world_size: int
+    dense: Mapping[str, Array]
+    tables: Mapping[str, Table]
+    state: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """What a version holds, by its manifest.
+
+    Attributes:
+        shards: how many wrote it.
+        dense, slices: dtype and shape of the whole, by name.
+        rows: how many rows of each table all shards have together.
+    """
+
+    step: int
+    run_id: str
+    shards: int
+    dense: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    slices: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    tables: Mapping[str, TableInfo] = field(default_factory=dict)
+    rows: Mapping[str, int] = field(default_factory=dict)
+
+
+def checked_ids(name: str, table: Table, rank: int, world_size: int) -> Ids:
+    """The ids of a shard's part of a table, as int64.
+
+    Raises:
+        UnsupportedError: they are no integers of one dimension, are not those of this shard, one occurs twice, or the
+            rows are not as many.
+    """
+    given = np.asarray(table.ids)
+    if not given.size:
+        given = given.astype(np.int64)  # an empty list is of floats
+    if given.ndim != 1 or given.dtype.kind not in "iu":
+        raise UnsupportedError(
+            f"table {name!r}: ids are integers of one dimension, not {given.dtype}{list(given.shape)}"
+        )
+    if given.dtype == np.uint64 and given.size and int(given.max()) >= 2**63:
+        raise UnsupportedError(f"table {name!r}: the id {int(given.max())} does not fit into 64 bits with a sign")
+    if len(table.rows.shape) != 2 or table.rows.shape[0] != given.size:
+        raise UnsupportedError(
+            f"table {name!r}: {given.size} ids need rows of shape [{given.size}, dimension], not "
+            f"{list(table.rows.shape)}"
+        )
+    ids = given.astype(np.int64, copy=False)
+    foreign = ids % world_size != rank
+    if foreign.any():
+        first = int(ids[foreign.argmax()])
+        raise UnsupportedError(
+            f"table {name!r}: row {first} is not for shard {rank} of {world_size} to save, but for {first % world_size}"
+        )
+    if not (ids[1:] > ids[:-1]).all():
+        ordered = np.sort(ids)
+        twice = ordered[1:] == ordered[:-1]
+        if twice.any():
+            raise UnsupportedError(f"table {name!r}: row {int(ordered[1:][twice.argmax()])} is there twice")
+    return ids

@@ -1,0 +1,336 @@
+"""How the processes of one version meet: on the file system alone, without a network between them.
+
+    <directory>/.shards.json                    the board: rank 0 says which version is being written, and how it ended
+    <directory>/.tmp-00001234-<run id>.<attempt>/
+      <owner>-00001-of-00003.safetensors        each rank's files
+      .done-00001                               its record: written, whole and on the disk; or .failed-00001 and why
+
+1. rank 0 locks the directory, makes the temporary one, and opens an *attempt* on the board: its number is drawn at
+   random, so nothing that a dead run left, of the same run id and step even, is taken for a part of it
+2. every rank writes its files, makes them durable, and leaves its record: all at the same time
+3. when each rank has left a record, rank 0 writes the manifest, renames, and says so on the board
+4. who reads that there returns: the version is complete and durable
+
+A rank that fails leaves that as its record; rank 0 waits for the others all the same, so that each of them has seen the
+attempt by the time it is called off. A rank that dies leaves nothing: rank 0 gives up when its time is over.
+Board and records appear whole, by a rename, and carry a digest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import xxhash
+from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
+
+from checkflow.core.errors import CheckflowError, MismatchError, MissingShardsError, StorageError
+from checkflow.core.graph import STRICT, Many, Named
+from checkflow.runtime.format.manifest import MAX_MANIFEST_BYTES, MAX_STEP, FileEntry, FileName
+from checkflow.runtime.shards.ownership import Length, TableInfo
+from checkflow.runtime.store.cleanup import DRAFT, temporary_name
+from checkflow.runtime.store.file_writer import write_file
+from checkflow.runtime.store.store import reported, sync_folder
+from checkflow.runtime.system import fs as files
+
+BOARD = ".shards.json"
+_KEPT = 16  # attempts on the board: a rank is at most one behind
+_POLL_SECONDS = (0.005, 0.25)  # the first wait, and the longest
+_SEALED = re.compile(rb"([0-9a-f]{32})\n(.*)", re.DOTALL)
+_T = TypeVar("_T")
+_monotonic, _sleep = time.monotonic, time.sleep
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """To write one version. ``ended``: "" while its parts are awaited."""
+
+    __pydantic_config__ = STRICT
+    number: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}\z")]
+    step: Annotated[int, Field(ge=0, le=MAX_STEP)]
+    ended: Literal["", "committed", "failed"] = ""
+    reason: str = ""
+    missing: Many[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """What rank 0 tells the others: its attempts, the newest last."""
+
+    __pydantic_config__ = STRICT
+    run_id: str
+    world_size: int
+    attempts: Many[Attempt] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor, or a box of one, in a rank's file. ``shape``, ``offsets``: of the whole, and where in it."""
+
+    __pydantic_config__ = STRICT
+    file: FileName
+    key: str
+    dtype: str
+    lengths: Many[Length]
+    shape: Many[Length]
+    offsets: Many[Length]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a rank has written; or, with ``failure``, why it has not."""
+
+    __pydantic_config__ = STRICT
+    attempt: str
+    rank: int
+    world_size: int
+    files: Named[FileName, FileEntry]
+    tensors: Named[str, Part]
+    tables: Many[TableInfo]
+    failure: str = ""
+
+
+_BOARD: TypeAdapter[Board] = TypeAdapter(Board)
+_RECORD: TypeAdapter[Record] = TypeAdapter(Record)
+
+
+def folder_name(step: int, run_id: str, attempt: str) -> str:
+    """Where all ranks write their parts."""
+    return temporary_name(step, f"{run_id}.{attempt}")
+
+
+# ------------------------------------------------------------------------------------------------------------ rank 0
+
+
+def post(root: int, run_id: str, world_size: int, attempt: Attempt) -> None:
+    """Put an attempt on the board, or how it ended. Needs the directory's lock."""
+    board = read_board(root)
+    if board is None or (board.run_id, board.world_size) != (run_id, world_size):
+        board = Board(run_id, world_size)
+    others = [one for one in board.attempts if one.number != attempt.number]
+    # What was left open is a dead process's: nobody will end it.
+    others = [one for one in others if one.ended][1 - _KEPT :]
+    _put(root, _BOARD, replace(board, attempts=(*others, attempt)), DRAFT, BOARD)
+
+
+def collect(folder: int, attempt: str, world_size: int, wait_seconds: float, own: Record) -> tuple[Record, ...]:
+    """Every rank's record, in the order of ranks, once all have left one.
+
+    Raises:
+        MissingShardsError: some have not within the time.
+        StorageError: a rank failed; the message is its own.
+    """
+    found = {0: own}
+
+    def complete() -> bool | None:
+        present = set(files.names(folder))
+        for rank in range(1, world_size):
+            for name in (_note(rank, "done"), _note(rank, "failed")):
+                if rank not in found and name in present and (record := _get(folder, _RECORD, name)) is not None:
+                    if (record.attempt, record.rank, record.world_size) != (attempt, rank, world_size):
+                        raise StorageError(f"{name} is no record of rank {rank} of {world_size} for this attempt")
+                    found[rank] = record
+        return True if len(found) == world_size else None
+
+    in_time = wait_until(complete, wait_seconds)
+    for rank, record in sorted(found.items()):
+        if record.failure:
+            raise StorageError(f"rank {rank}: {record.failure}")
+    if not in_time:
+        missing = tuple(rank for rank in range(world_size) if rank not in found)
+        raise MissingShardsError(
+            f"no record of {_ranks(missing)} of {world_size} within {wait_seconds:g} s: did the process end, and do "
+            "all see the same directory?",
+            missing,
+        )
+    return tuple(found[rank] for rank in range(world_size))
+
+
+def clear_notes(folder: int) -> None:
+    """Remove the records: what they say is in the manifest."""
+    for name in files.names(folder):
+        if name.startswith("."):
+            files.unlink(name, dir_fd=folder)
+
+
+# -------------------------------------------------------------------------------------------------- the other ranks
+
+
+def leave(folder: int, record: Record) -> None:
+    """Leave a rank's record, durable: from here on rank 0 counts on its files."""
+    name = _note(record.rank, "failed" if record.failure else "done")
+    _put(folder, _RECORD, record, f".draft{name}", name)
+
+
+def follow(
+    directory: Path, run_id: str, step: int, rank: int, world_size: int, wait_seconds: float,
+    write: Callable[[int, Attempt], None],
+) -> None:  # fmt: skip
+    """A rank other than 0: write its part when the attempt is open, and return when the version is complete.
+
+    Args:
+        write: called with a descriptor of the directory; once more where rank 0 begins anew.
+
+    Raises:
+        MissingShardsError: rank 0 did not begin in time, did not end it in time, or a rank is missing.
+        MismatchError: rank 0 counts another number of ranks.
+        StorageError: this rank, or another, failed; and what ``write`` raises.
+    """
+    tried: set[str] = set()
+    root = _wait_for_folder(directory, wait_seconds)
+    try:
+        current: Attempt | None = None
+        while True:
+            # Rank 0 begins to wait for records when its own part is written, which may be later than this one.
+            patience = wait_seconds if current is None else 2 * wait_seconds
+            current = wait_until(lambda: _news(root, run_id, step, world_size, tried, current), patience)  # noqa: B023
+            if current is None:
+                raise _no_news(root, directory, run_id, step, rank, world_size, begun=bool(tried))
+            if current.ended == "committed":
+                return
+            if current.missing:
+                raise MissingShardsError(current.reason, current.missing)
+            if current.ended:
+                raise StorageError(f"step {step} was not saved: {current.reason}")
+            tried.add(current.number)
+            _take_part(root, current, run_id, rank, world_size, write)
+    finally:
+        files.close_quietly(root)
+
+
+def _news(
+    root: int, run_id: str, step: int, world_size: int, tried: set[str], current: Attempt | None
+) -> Attempt | None:
+    """How the attempt ended that this rank takes part in; or another one, if there is one to take part in."""
+    board = read_board(root)
+    if board is None or (board.run_id, board.world_size) != (run_id, world_size):
+        return None
+    for one in reversed(board.attempts):
+        if one.ended and current is not None and one.number == current.number:
+            return one
+        if not one.ended and one.step == step and one.number not in tried:
+            return one
+    return None
+
+
+def _no_news(
+    root: int, directory: Path, run_id: str, step: int, rank: int, world_size: int, *, begun: bool
+) -> CheckflowError:
+    board = read_board(root)
+    if board is not None and board.run_id == run_id and board.world_size != world_size:
+        return MismatchError(f"rank {rank} counts {world_size} ranks, rank 0 counts {board.world_size}")
+    return MissingShardsError(
+        f"rank 0 did not {'complete' if begun else 'begin'} step {step} of run {run_id!r} in {directory} within the "
+        "time: did the process end, and do all see the same directory, run id and step?",
+        (0,),
+    )
+
+
+def _take_part(
+    root: int, attempt: Attempt, run_id: str, rank: int, world_size: int, write: Callable[[int, Attempt], None]
+) -> None:
+    try:
+        write(root, attempt)
+    except (FileNotFoundError, FileExistsError):
+        # The directory goes, or a process of this rank has written there: rank 0 called the attempt off, or it is of a
+        # predecessor that died. The board will tell.
+        return
+    except BaseException as error:
+        failure = Record(attempt.number, rank, world_size, {}, {}, (), failure=in_words(error))
+        with contextlib.suppress(OSError):  # the first error is the one to report; rank 0 misses this rank instead
+            folder = files.open_folder(folder_name(attempt.step, run_id, attempt.number), dir_fd=root)
+            try:
+                leave(folder, failure)
+            finally:
+                files.close_quietly(folder)
+        raise
+
+
+def in_words(error: BaseException) -> str:
+    """An error in one line, never empty."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(text.split()) or type(error).__name__
+
+
+def _wait_for_folder(directory: Path, wait_seconds: float) -> int:
+    def there() -> int | None:
+        try:
+            return files.open_folder(str(directory.resolve()))
+        except FileNotFoundError:
+            return None
+
+    if (root := wait_until(there, wait_seconds)) is None:
+        raise MissingShardsError(f"there is no directory {directory}, which rank 0 makes: does it run?", (0,))
+    return root
+
+
+# --------------------------------------------------------------------------------------------------------- the files
+
+
+def read_board(root: int) -> Board | None:
+    """The board; None while there is none that is whole."""
+    return _get(root, _BOARD, BOARD)
+
+
+def _get(folder: int, adapter: TypeAdapter[_T], name: str) -> _T | None:
+    """What a small file says; None if it is not there, or not whole: it is then of no run that follows the rules."""
+    try:
+        fd = files.open_read(name, dir_fd=folder)
+    except FileNotFoundError:
+        return None
+    try:
+        size = files.regular_size(fd)
+        if size is None or size > MAX_MANIFEST_BYTES:
+            return None
+        data = bytearray(size)
+        found = _SEALED.fullmatch(bytes(data[: files.read_all(fd, memoryview(data), 0)]))
+    finally:
+        files.close_quietly(fd)
+    if not found or xxhash.xxh3_128_hexdigest(found[2]).encode() != found[1]:
+        return None
+    try:
+        return adapter.validate_json(found[2])
+    except ValidationError:
+        return None
+
+
+def _put(folder: int, adapter: TypeAdapter[Any], value: Any, draft: str, name: str) -> None:
+    """Write a small file, durable, in the place of one of its name: there is always one or the other."""
+    body = json.dumps(adapter.dump_python(value, mode="json"), separators=(",", ":")).encode()
+    if files.exists(draft, dir_fd=folder):  # of a process that died here
+        files.unlink(draft, dir_fd=folder)
+    sealed = xxhash.xxh3_128_hexdigest(body).encode() + b"\n" + body
+    write_file(folder, draft, iter([memoryview(sealed)]))
+    files.rename(draft, name, dir_fd=folder)
+    sync_folder(folder)
+
+
+def _note(rank: int, kind: str) -> str:
+    return f".{kind}-{rank:05d}"
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    named = ", ".join(str(rank) for rank in ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
+
+
+def wait_until(happened: Callable[[], _T | None], wait_seconds: float) -> _T | None:
+    """What ``happened`` gives once it is not None, or None when the time is over; it is asked at least once.
+
+    File systems tell nobody, those of a network least of all, so they are asked again and again.
+    """
+    end, pause = _monotonic() + wait_seconds, _POLL_SECONDS[0]
+    with reported("cannot meet the other ranks"):
+        while (found := happened()) is None:
+            left = end - _monotonic()
+            if left <= 0:
+                return None
+            _sleep(min(pause, left))
+            pause = min(2 * pause, _POLL_SECONDS[1])
+        return found

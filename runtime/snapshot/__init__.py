@@ -1,0 +1,1 @@
+"""The state at one boundary, gathered by the plan's anchors."""

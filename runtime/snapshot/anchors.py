@@ -1,0 +1,296 @@
+"""Hooks at the anchors of eager training: they call back with an AnchorKey, and do nothing else.
+
+- Module hooks are forward-pre hooks, put before those of the user (old-style spectral_norm writes a buffer in its own).
+  Hooks that fire inside backward (activation checkpointing runs forward again there) match no key.
+- Optimizer hooks are torch's global ones: pre-hooks of that kind run before an optimizer's own, post-hooks after.
+- Occurrences are counted since the boundary, for hooked anchors alone.
+
+torch.compile: a module inside of a known region has no hook; the region's anchor hangs before it
+(:mod:`.core.compiled_regions`). Hooks that come into compiled code all the same, because nothing tells that a function
+is compiled which calls the module, do nothing there: what they did would be done when the graph has run. That they were
+compiled is noted while it happens. Optimizers' hooks leave compiled code (a graph break, next to one that torch itself
+has in their steps), so that they fire at their time, unless it must be compiled in one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from checkflow.core.compiled_regions import (
+    Hanging,
+    UnseenSteps,
+    anything_compiled,
+    around_forward,
+    compiled_regions,
+    step_hook,
+    uncompiled,
+    while_compiling,
+)
+from checkflow.core.errors import MismatchError, UnsupportedError
+from checkflow.core.graph import AnchorKey, AnchorKind
+from checkflow.core.state import module_names, parameter_paths
+
+Fire = Callable[[AnchorKey], None]
+Place = tuple[AnchorKind, str]  # of an anchor, whichever occurrence
+
+
+class _Occurrences:
+    """The keys of one place, made once each, and how many of them have been reached since the boundary."""
+
+    __slots__ = ("boundary", "count", "keys", "place")
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.keys = place, [AnchorKey(*place)]
+        self.boundary = self.count = 0
+
+
+@dataclass
+class Sightings:
+    """What is known of a job's anchors: it outlives hooks that are taken away and hung in anew."""
+
+    fired: set[Place] = field(default_factory=set)  # in uncompiled code, at least once
+    traced: set[Place] = field(default_factory=set)  # into compiled code, and not fired since
+    steps: UnseenSteps = field(default_factory=UnseenSteps)
+
+
+class AnchorHooks:
+    """The hooks of one job.
+
+    Args:
+        fire: called with each key in ``keys`` when it is reached, and with every optimizer's pre- and post-step.
+        on_forward: called at each forward pass of a whole model in training mode, outside of backward, with the model's
+            name and what it was given.
+        on_evaluation: called at each forward pass of a whole model in evaluation mode.
+        on_training: called when a hooked module, or a whole model, runs forward in training mode, outside of backward.
+        on_traced: called when a hook is compiled, before what it is compiled into runs.
+        sightings: what earlier hooks of the job have seen.
+
+    Raises:
+        MismatchError: a key names a module, a parameter or an optimizer that the job does not have.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        keys: Iterable[AnchorKey],
+        fire: Fire,
+        on_forward: Callable[[str, Any], None],
+        on_training: Callable[[], None],
+        on_evaluation: Callable[[], None],
+        on_traced: Callable[[], None] = lambda: None,
+        sightings: Sightings | None = None,
+    ) -> None:
+        self._fire, self._on_training, self._on_traced = fire, on_training, on_traced
+        self._on_forward, self._on_evaluation = on_forward, on_evaluation
+        self.sightings = Sightings() if sightings is None else sightings
+        self.regions = compiled_regions(models)
+        self._models = models
+        self._inside: set[Place] = set()  # anchors of modules inside of regions: they have no hooks
+        self._wanted: set[Place] = set()
+        self._targets: dict[Place, Any] = {}
+        self._occurrences: dict[Place, _Occurrences] = {}  # of optimizers
+        self._boundary = 0  # number of the last one
+        self._removers: list[Callable[[], None]] = []
+        self._hangings: list[Hanging] = []
+        self._look_again = False  # a hook was compiled
+        self._optimizers = {id(optimizer): name for name, optimizer in optimizers.items()}
+        try:
+            self._watch(keys)
+            # Last, and so put before all others: a boundary comes before the forward's keys.
+            self._watch_forward(models)
+            before, after = (step_hook(hook, self.sightings.steps) for hook in (self._before_step, self._after_step))
+            self._removers.append(register_optimizer_step_pre_hook(before).remove)
+            self._removers.append(register_optimizer_step_post_hook(after).remove)
+        except BaseException:
+            self.remove()
+            raise
+
+    def reset(self) -> None:
+        """A boundary: occurrences count from 0 again."""
+        self._boundary += 1
+
+    def remove(self) -> None:
+        """Take all hooks away."""
+        while self._removers:
+            self._removers.pop()()
+
+    @property
+    def silent(self) -> frozenset[Place]:
+        """The forward anchors that were asked for and do not fire before their module runs.
+
+        Where anything is compiled, only those that have fired once are believed to: code that was compiled before the
+        hooks were hung in passes them by.
+        """
+        compiled, known = anything_compiled(), self._inside | self.sightings.traced
+        if not (compiled or known):
+            return frozenset()
+        forward = {place for place in self._wanted if place[0] is AnchorKind.FORWARD}
+        passed_by = forward - self.sightings.fired if compiled else set()
+        return frozenset(forward & known | passed_by)
+
+    def outdated(self, *, replaced: bool) -> bool:
+        """Whether hooks are missing: on modules and parameters that took others' place, or were compiled since.
+
+        Args:
+            replaced: whether anything may have been replaced.
+        """
+        looking, self._look_again = replaced or self._look_again, False
+        if looking and (compiled_regions(self._models) != self.regions or not self._same_targets()):
+            return True
+        return not all(hanging.in_place() for hanging in self._hangings)
+
+    def _same_targets(self) -> bool:
+        found = self._find_targets()
+        return all(found.get(place) is target for place, target in self._targets.items())
+
+    def _find_targets(self) -> dict[Place, Any]:
+        """The modules and parameters of the anchors that are asked for; None for a frozen parameter."""
+        modules = dict(module_names(self._models))
+        parameters = parameter_paths(self._models)
+        found: dict[Place, Any] = {}
+        for kind, name in self._wanted:
+            if kind is AnchorKind.FORWARD and name in modules:
+                found[kind, name] = modules[name]
+            elif kind is AnchorKind.GRADIENT and name in parameters:
+                found[kind, name] = parameters[name] if parameters[name].requires_grad else None
+        return found
+
+    def take_unseen_step(self) -> bool:
+        """Whether an optimizer has stepped, since this was last called, in code that no anchor could leave."""
+        steps = self.sightings.steps
+        taken, steps.taken = steps.taken, False
+        return taken
+
+    def _watch(self, keys: Iterable[AnchorKey]) -> None:
+        self._wanted = {(key.kind, key.name) for key in keys}
+        self._targets = self._find_targets()
+        for place in sorted(self._wanted):
+            kind, name = place
+            if kind in (AnchorKind.FORWARD, AnchorKind.GRADIENT) and place not in self._targets:
+                what = "module" if kind is AnchorKind.FORWARD else "parameter"
+                raise MismatchError(f"the plan has an anchor at {what} {name}, which the job does not have")
+            if kind is AnchorKind.FORWARD:
+                self._watch_module(name, self._targets[place])
+            elif kind is AnchorKind.GRADIENT:
+                parameter = self._targets[place]
+                if parameter is not None:
+                    hook = uncompiled(self._gradient_hook(kind, name))
+                    self._removers.append(parameter.register_post_accumulate_grad_hook(hook).remove)
+            elif kind is not AnchorKind.BOUNDARY and name not in self._optimizers.values():
+                raise MismatchError(f"the plan has an anchor at optimizer {name}, which the job does not have")
+
+    def _watch_module(self, name: str, module: nn.Module) -> None:
+        """Its anchor, or none if it runs inside of compiled code."""
+        region = self.regions.get(name)
+        entry = module if region is None else region.entry if region.name == name else None
+        if entry is None:
+            self._inside.add((AnchorKind.FORWARD, name))
+        elif region is not None or (AnchorKind.FORWARD, name) not in self.sightings.traced:
+            # One that was compiled into a function once is not hung in again: the function would be compiled anew.
+            self._hang(around_forward(entry, self._forward_hook(AnchorKind.FORWARD, name)))
+
+    def _hang(self, hanging: Hanging) -> None:
+        self._removers.append(hanging.remove)
+        self._hangings.append(hanging)
+
+    def _watch_forward(self, models: Mapping[str, nn.Module]) -> None:
+        for name, model in models.items():
+            self._hang(around_forward(model, self._whole_forward_hook(name), with_keywords=True))
+
+    def _whole_forward_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        @uncompiled
+        def reached(module: nn.Module, arguments: Any, keywords: Any) -> None:
+            if in_backward():
+                return
+            if module.training:
+                self._on_forward(name, (arguments, keywords))
+                self._on_training()
+            else:
+                self._on_evaluation()
+
+        def hook(module: nn.Module, arguments: Any, keywords: Any) -> None:
+            if not torch.compiler.is_dynamo_compiling():
+                reached(module, arguments, keywords)
+
+        return hook
+
+    def _reached(self, occurrences: _Occurrences) -> None:
+        if occurrences.boundary != self._boundary:
+            occurrences.boundary, occurrences.count = self._boundary, 0
+        number = occurrences.count
+        occurrences.count = number + 1
+        if number == len(occurrences.keys):
+            occurrences.keys.append(AnchorKey(*occurrences.place, number))
+        self._fire(occurrences.keys[number])
+
+    def _step_reached(self, kind: AnchorKind, name: str) -> None:
+        place = kind, name
+        occurrences = self._occurrences.get(place)
+        if occurrences is None:
+            occurrences = self._occurrences[place] = _Occurrences(place)
+        self._reached(occurrences)
+
+    def _forward_hook(self, kind: AnchorKind, name: str) -> Callable[[nn.Module, Any], None]:
+        place = kind, name
+        occurrences, sightings = _Occurrences(place), self.sightings
+
+        @uncompiled
+        def reached(module: nn.Module) -> None:
+            if not in_backward():
+                if module.training:
+                    self._on_training()
+                sightings.fired.add(place)
+                if sightings.traced:
+                    sightings.traced.discard(place)
+                self._reached(occurrences)
+
+        @while_compiling  # runs when the hook is compiled, and leaves nothing in the code
+        def note_compiled() -> bool:
+            sightings.traced.add(place)
+            self._look_again = True
+            self._on_traced()
+            return True
+
+        def hook(module: nn.Module, _arguments: Any) -> None:
+            if not torch.compiler.is_dynamo_compiling():
+                reached(module)
+            elif module.training:
+                note_compiled()
+
+        return hook
+
+    def _gradient_hook(self, kind: AnchorKind, name: str) -> Callable[[torch.Tensor], None]:
+        occurrences = _Occurrences((kind, name))
+
+        def hook(_parameter: torch.Tensor) -> None:
+            self._reached(occurrences)
+
+        return hook
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
+        name = self._optimizers.get(id(optimizer))
+        if name is None:
+            return
+        if any(callable(value) for value in (*arguments[1:], *keywords.values())):
+            raise UnsupportedError(
+                f"optimizer {name} steps with a closure, which runs forward again inside the step: "
+                "call loss.backward() before optimizer.step(), without a closure"
+            )
+        self._step_reached(AnchorKind.OPTIMIZER_PRE, name)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
+        name = self._optimizers.get(id(optimizer))
+        if name is not None:
+            self._step_reached(AnchorKind.OPTIMIZER_POST, name)
+
+
+def in_backward() -> bool:
+    """Whether autograd runs on this thread now."""
+    return int(torch._C._current_graph_task_id()) != -1

@@ -1,0 +1,118 @@
+"""Where each chunk of the state lies, and where it goes: what captures share as long as the state has one layout."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from checkflow.core.device import format_size
+from checkflow.core.errors import UnsupportedError
+from checkflow.core.plan import Plan
+from checkflow.core.state import StateTensor, TrainingState, dtype_name, memory_order
+from checkflow.runtime.format.layout import STORED_TYPES, Layout, TensorRecord, make_layout
+
+logger = logging.getLogger("checkflow")
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Everything about the present layout that captures share."""
+
+    state: TrainingState
+    planned: frozenset[str]  # the tensors that leave as the plan says
+    holds: tuple[torch.Tensor, ...]  # aliases: the memory stays even if ``.data`` is reassigned during a capture
+    layout: Layout
+    absent: tuple[str, ...]
+    at_boundary: tuple[StateTensor, ...]
+    chunks: tuple[tuple[int, int, int], ...]  # per chunk: source address, staging offset, length
+    chunk_bytes: int
+
+
+def arrange(plan: Plan, state: TrainingState, source: torch.device, *, at_boundary: bool) -> Arrangement:
+    """Lay the files out for the state as it is now.
+
+    Args:
+        source: the device from whose memory the plan's chunks leave.
+        at_boundary: whether everything is copied at the boundary itself, whatever the plan says.
+
+    Raises:
+        UnsupportedError: as :func:`.format.layout.make_layout`.
+    """
+    deadlines, last = plan.deadlines, plan.horizon_steps
+    live = {item.name: item for item in state.tensors}
+    records = [
+        tensor_record(item, last if (due := deadlines.get(item.name)) is None else due) for item in state.tensors
+    ]
+    layout = make_layout(records)
+    planned = frozenset() if at_boundary else _planned(plan, live, source)
+    if not at_boundary:
+        _tell_unknown(plan, [item for item in state.tensors if item.name not in planned])
+    chunks = tuple(
+        (
+            live[chunk.tensor].tensor.data_ptr() + chunk.offset_bytes,
+            layout.tensors[chunk.tensor].staging_offset + chunk.offset_bytes,
+            chunk.length_bytes,
+        )
+        if chunk.tensor in planned
+        else (0, 0, 0)
+        for chunk in plan.chunks
+    )
+    known = {spec.name for spec in plan.fingerprint.state}
+    return Arrangement(
+        state,
+        planned,
+        tuple(item.tensor.detach() for item in state.tensors),
+        layout,
+        tuple(sorted(known - live.keys() - {name for name, _ in state.ties})),
+        tuple(item for item in state.tensors if item.name not in planned),
+        chunks,
+        sum(length for _, _, length in chunks),
+    )
+
+
+def _planned(plan: Plan, live: dict[str, StateTensor], source: torch.device) -> frozenset[str]:
+    sizes = {name: size for group in plan.timeline.groups for name, size in group.members}
+    return frozenset(
+        name
+        for name, size in sizes.items()
+        if name in live and live[name].tensor.nbytes == size and live[name].tensor.device == source
+    )
+
+
+def _tell_unknown(plan: Plan, others: list[StateTensor]) -> None:
+    host = set(plan.host_tensors)
+    if unknown := [item for item in others if item.name not in host]:
+        size = sum(item.tensor.nbytes for item in unknown)
+        logger.warning(
+            "%d state tensors (%s) are not in the plan, %s is the first: they are copied at each boundary, "
+            "which holds training; a new plan would hide them",
+            len(unknown), format_size(size), unknown[0].name,
+        )  # fmt: skip
+
+
+def planned_records(plan: Plan) -> list[TensorRecord]:
+    """The state tensors that a plan expects, row-major.
+
+    Raises:
+        UnsupportedError: a dtype that files cannot hold.
+    """
+    records = []
+    for spec in plan.fingerprint.state:
+        if spec.dtype not in STORED_TYPES:
+            raise UnsupportedError(f"the plan has {spec.name} of dtype {spec.dtype!r}, which checkpoints cannot hold")
+        item_bytes = STORED_TYPES[spec.dtype].element_bytes
+        records.append(TensorRecord(spec.name, spec.dtype, spec.shape, spec.size_bytes, item_bytes))
+    return records
+
+
+def tensor_record(item: StateTensor, deadline: int) -> TensorRecord:
+    """What the file layout needs to know of a state tensor."""
+    tensor = item.tensor
+    order = memory_order(tensor)
+    row_major = order is None or order == tuple(range(tensor.dim()))
+    return TensorRecord(
+        item.name, dtype_name(tensor.dtype), tuple(tensor.shape), tensor.nbytes, tensor.element_size(), deadline,
+        None if row_major else order, conjugated=tensor.is_conj(), negated=tensor.is_neg(),
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Collect state from a job, restore it."""

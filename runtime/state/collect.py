@@ -1,0 +1,434 @@
+"""The live job's state: looked up anew at each boundary, cheaply; and put back when a job resumes.
+
+State tensors are what :func:`.state.collect_state` finds. Everything else that a resume needs (extra state) is
+gathered into one plain dictionary, which :mod:`checkflow.runtime.format.codec` encodes.
+"""
+
+from __future__ import annotations
+
+import array
+import operator
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from checkflow.core.errors import MismatchError
+from checkflow.core.state import (
+    TrainingState,
+    collect_state,
+    dense_parts,
+    held_tensors,
+    is_composite,
+    module_names,
+    optimizer_parameters,
+    training_device,
+)
+from checkflow.runtime.state.variables import Variables
+
+Models = Mapping[str, nn.Module]
+Optimizers = Mapping[str, torch.optim.Optimizer]
+_counter = operator.attrgetter("_version")
+# Each over all tensors at once, since this runs at each boundary.
+_FORM: tuple[Callable[[torch.Tensor], Any], ...] = (
+    torch.Tensor.data_ptr, operator.attrgetter("dtype"), operator.attrgetter("shape"), torch.Tensor.stride,
+    torch.Tensor.is_conj, torch.Tensor.is_neg,
+)  # fmt: skip
+
+
+class Stateful(Protocol):
+    """What can be passed as ``state=``: schedulers, scalers, anything of the user's own."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+class StateWalk:
+    """All state tensors of a job as they are now; the walk over modules is repeated only when something changed.
+
+    What is checked at each call, all of it by identity: that each optimizer has the containers it had
+    (``load_state_dict`` makes new ones), that each container holds what it held and no more, and each tensor's address,
+    type, shape and strides (``.data`` may have been reassigned, a sparse tensor may have taken other values), under
+    each of its names (of two that are tied, one may have been given memory of its own).
+    """
+
+    def __init__(self, models: Models, optimizers: Optimizers) -> None:
+        self._models, self._optimizers = models, optimizers
+        self._state: TrainingState | None = None
+        self._slots: list[tuple[Mapping[Any, Any] | _ScriptedTable, Any, Any]] = []
+        self._owners: list[tuple[Any, Any, Any]] = []
+        self._numbers: list[tuple[dict[Any, Any], Any]] = []  # entries of optimizers' tables that are no tensors
+        self._members: list[int] = []
+        self._containers: list[Any] = []
+        self._sizes: list[int] = []
+        self._dense: list[torch.Tensor] = []
+        self._composites: list[torch.Tensor] = []
+        self._forms: list[list[Any]] = []
+        #: As of the last call of ``current``: by optimizer, ``id(parameter)`` to its name; and modules by name.
+        self.names: dict[str, dict[int, str]] = {}
+        self.modules_with_extra_state: dict[str, nn.Module] = {}
+
+    @property
+    def latest(self) -> TrainingState:
+        """The state as of the last call of ``current``: no look at what is there now, unless it is the first."""
+        return self.current() if self._state is None else self._state
+
+    def current(self) -> TrainingState:
+        """The state; the same object as at the last call exactly if nothing changed, no tensor and no memory of one."""
+        if self._state is None or not self._unchanged():
+            self._state = collect_state(self._models, self._optimizers)
+            self._remember()
+        return self._state
+
+    def _unchanged(self) -> bool:
+        assert self._state is not None
+        return (
+            all(owner.state is state and owner.param_groups is groups for owner, state, groups in self._owners)
+            and [len(container) for container in self._containers] == self._sizes
+            and all(container.get(key) is value for container, key, value in self._slots)
+            and self._now_members() == self._members
+            and not any(torch.is_tensor(table.get(key)) for table, key in self._numbers)
+            and self._now_forms() == self._forms
+        )
+
+    def _now_members(self) -> list[int]:
+        """What the optimizers update: their groups' lists may be others than at the last look."""
+        groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
+        return [id(parameter) for group in groups for parameter in group["params"]]
+
+    def _now_forms(self) -> list[list[Any]]:
+        """What makes each tensor the region of memory that it is."""
+        tensors = self._dense
+        if self._composites:
+            tensors = tensors + [part for tensor in self._composites for _, part in dense_parts(tensor)]
+        return [list(map(look, tensors)) for look in _FORM]
+
+    def _remember(self) -> None:
+        assert self._state is not None
+        self._containers, self._slots, self._numbers = [], [], []
+        for model in self._models.values():
+            for module in model.modules():
+                for entries in (module._modules, module._parameters, module._buffers):
+                    table = entries if isinstance(entries, dict) else _ScriptedTable(entries)
+                    self._containers.append(table)
+                    self._slots += [(table, key, value) for key, value in entries.items()]
+        self._owners = [(owner, owner.state, owner.param_groups) for owner in self._optimizers.values()]
+        for optimizer in self._optimizers.values():
+            self._containers += [optimizer.param_groups, optimizer.state]
+            for parameter, table in optimizer.state.items():
+                self._slots.append((optimizer.state, parameter, table))
+                if isinstance(table, dict):
+                    self._containers.append(table)
+                    for key, value in table.items():
+                        if torch.is_tensor(value):
+                            self._slots.append((table, key, value))
+                        else:
+                            self._numbers.append((table, key))
+        self._sizes = [len(container) for container in self._containers]
+        self._members = self._now_members()
+        held = {id(item.tensor): item.tensor for item in held_tensors(self._models, self._optimizers)}
+        self._composites = [tensor for tensor in held.values() if is_composite(tensor)]
+        self._dense = [tensor for tensor in held.values() if not is_composite(tensor)]
+        self._forms = self._now_forms()
+        self.names = {
+            owner: {id(parameter): name for name, parameter in optimizer_parameters(self._models, optimizer)}
+            for owner, optimizer in self._optimizers.items()
+        }
+        self.modules_with_extra_state = dict(modules_with_extra_state(self._models))
+
+
+class _ScriptedTable:
+    """What a module made by torch.jit has in place of a dictionary, in as much of the shape of one as a walk needs."""
+
+    def __init__(self, held: Any) -> None:
+        self._held = held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def get(self, key: str) -> Any:
+        return self._held[key] if key in self._held else None  # noqa: SIM401 — it has no ``get``
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Its version counter: 0 for one that was made in inference mode, and has none."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """As :func:`version_of`, of many, in a fraction of the time where all have one."""
+    listed = list(tensors)
+    try:
+        return list(map(_counter, listed))
+    except RuntimeError:
+        return list(map(version_of, listed))
+
+
+def capture_generators() -> dict[str, Any]:
+    """The states of every generator that the main process may draw from: copies, since this runs at each boundary.
+
+    :func:`compact_generators` makes of them what is saved.
+    """
+    version, words, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "python": {"version": version, "words": words, "gauss": gauss},
+        "torch": torch.default_generator.get_state(),
+    }
+    if numpy := sys.modules.get("numpy"):
+        states["numpy"] = numpy.random.get_state()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def compact_generators(states: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as few objects."""
+    python = states["python"]
+    return {**states, "python": {**python, "words": array.array("I", python["words"]).tobytes()}}
+
+
+def restore_generators(states: Mapping[str, Any]) -> None:
+    """Put back what :func:`capture_generators` gave, or :func:`compact_generators`."""
+    python = states["python"]
+    random.setstate((python["version"], tuple(array.array("I", python["words"])), python["gauss"]))
+    torch.default_generator.set_state(states["torch"])
+    if "numpy" in states:
+        import numpy
+
+        numpy.random.set_state(states["numpy"])
+    if "cuda" in states and torch.cuda.is_available():
+        for index, state in enumerate(states["cuda"][: torch.cuda.device_count()]):  # there may be fewer GPUs now
+            torch.cuda.set_rng_state(state, index)
+
+
+def capture_extra(walk: StateWalk, optimizers: Optimizers, objects: Mapping[str, Stateful]) -> dict[str, Any]:
+    """Extra state of models, optimizers and the user's objects at this instant.
+
+    The values may share memory with the job's: encode the result before the job goes on.
+
+    Args:
+        walk: nothing has changed since its last call of ``current``.
+    """
+    return {
+        "modules": {name: module.get_extra_state() for name, module in walk.modules_with_extra_state.items()},
+        "optimizers": {name: _capture_optimizer(optimizer, walk.names[name]) for name, optimizer in optimizers.items()},
+        "objects": {name: value.state_dict() for name, value in objects.items()},
+    }
+
+
+def refuse_extra_mismatch(
+    extra: Mapping[str, Any], models: Models, optimizers: Optimizers, objects: Mapping[str, Stateful]
+) -> None:
+    """Hold what :func:`capture_extra` gave against the job, before anything is put back.
+
+    Raises:
+        MismatchError: a part of the job is not in the checkpoint, or a part of the checkpoint not in the job.
+    """
+    for what, have, saved in (
+        ("the extra state of module {!r}", dict(modules_with_extra_state(models)), extra["modules"]),
+        ("optimizer {!r}", optimizers, extra["optimizers"]),
+        ("state[{!r}]", objects, extra["objects"]),
+    ):
+        if odd := sorted(set(have) ^ set(saved)):
+            where = "the checkpoint" if odd[0] in saved else "the job"
+            raise MismatchError(f"{what.format(odd[0])} is only in {where}")
+    for name, one in objects.items():
+        if isinstance(one, Variables):
+            one.refuse_mismatch(extra["objects"][name])
+    for name, optimizer in optimizers.items():
+        names = {id(parameter): path for path, parameter in optimizer_parameters(models, optimizer)}
+        groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+        _refuse_other_class(name, optimizer, extra["optimizers"][name])
+        _refuse_other_groups(name, groups, [group["params"] for group in extra["optimizers"][name]["groups"]])
+
+
+# In an optimizer's groups, what its class does not tell apart: how it computes, and what schedulers put there.
+_ANY_CLASS_S = {"foreach", "fused", "capturable", "differentiable", "maximize", "params", "param_names", "initial_lr"}
+_SCHEDULERS_OWN = {"max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
+
+
+def _refuse_other_class(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Its options and its state would be taken for this one's. Checkpoints that name no class tell it by options that
+    this one does not have where they lack others that it has: those of another release of torch do one of the two."""
+    have, want = type(optimizer).__name__, saved.get("class")
+    if want is None:
+        options = {option for group in saved["groups"] for option in group} - _ANY_CLASS_S - _SCHEDULERS_OWN
+        known = {option for group in optimizer.param_groups for option in group}
+        odd = sorted(options - known)
+        if odd and set(optimizer.defaults) - options - _ANY_CLASS_S:
+            want = f"one with the options {', '.join(odd)}"
+    if want not in (None, have):
+        raise MismatchError(f"optimizer {name!r} is {want} in the checkpoint, {have} in the job")
+
+
+def _refuse_other_groups(name: str, job: list[list[str]], saved: list[list[str]]) -> None:
+    if len(job) != len(saved):
+        raise MismatchError(
+            f"optimizer {name!r} has other parameter groups: {len(saved)} in the checkpoint, {len(job)} in the job"
+        )
+    for number, (here, there) in enumerate(zip(job, saved, strict=True)):
+        what = f"group {number} of optimizer {name!r} has"
+        if odd := sorted(set(here) ^ set(there)):
+            raise MismatchError(
+                f"{what} the parameter {odd[0]} only in {'the checkpoint' if odd[0] in there else 'the job'}"
+            )
+        if here != there:
+            raise MismatchError(f"{what} its parameters in another order in the checkpoint than in the job")
+
+
+def restore_extra(
+    extra: Mapping[str, Any], models: Models, optimizers: Optimizers, objects: Mapping[str, Stateful]
+) -> None:
+    """Put back what :func:`capture_extra` gave and :func:`refuse_extra_mismatch` let pass."""
+    for name, module in modules_with_extra_state(models):
+        module.set_extra_state(extra["modules"][name])
+    for name, optimizer in optimizers.items():
+        _restore_optimizer(models, optimizer, extra["optimizers"][name])
+    for name, value in objects.items():
+        value.load_state_dict(extra["objects"][name])
+
+
+def modules_with_extra_state(models: Models) -> Iterator[tuple[str, nn.Module]]:
+    """("<model>/<module path>", module) of every module that has a state of its own beside its tensors."""
+    for name, module in module_names(models):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield name, module
+
+
+def _capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Its class, groups with their parameters by name, and what it holds for a parameter that is no tensor."""
+    groups = [
+        {**group, "params": [names[id(parameter)] for parameter in group["params"]]} for group in optimizer.param_groups
+    ]
+    values: dict[str, dict[Any, Any]] = {}
+    others: dict[Any, Any] = {}
+    for parameter, table in optimizer.state.items():
+        if not isinstance(parameter, torch.Tensor):
+            others[parameter] = table  # some optimizers also keep values of their own beside those of parameters
+        elif isinstance(table, dict) and (name := names.get(id(parameter))) is not None:
+            values[name] = {key: value for key, value in table.items() if not isinstance(value, torch.Tensor)}
+    leaves = enumerate(pytree.tree_leaves(others))
+    apart = [number for number, leaf in leaves if torch.is_tensor(leaf) and leaf.device.type != "cpu"]
+    return {
+        "class": type(optimizer).__name__, "groups": groups, "values": values, "others": others, "others_apart": apart,
+    }  # fmt: skip
+
+
+def _restore_optimizer(models: Models, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    parameters = dict(optimizer_parameters(models, optimizer))
+    for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
+        for key, value in values.items():
+            if key == "params":
+                continue
+            if torch.is_tensor(group.get(key)) and torch.is_tensor(value):
+                group[key].copy_(value)  # a tensor learning rate is captured by address in CUDA graphs
+            else:
+                group[key] = value
+    for name, values in saved["values"].items():
+        if values:
+            optimizer.state[parameters[name]].update(values)
+    leaves, structure = pytree.tree_flatten(saved["others"])
+    for number in saved.get("others_apart", ()):  # a checkpoint's tensors are read into host memory
+        leaves[number] = leaves[number].to(training_device(models))
+    optimizer.state.update(pytree.tree_unflatten(leaves, structure))
+
+
+def make_lazy_state(
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.Tensor],
+    *,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    on_host: bool | None,
+) -> torch.Tensor:
+    """Create an optimizer state tensor that the optimizer would create at its first step, and return it.
+
+    Args:
+        parameters: all that the optimizer updates, by name.
+        on_host: whether it lies in host memory, wherever its parameter does; None: if it has no dimension.
+
+    Raises:
+        MismatchError: the optimizer has no such parameter.
+    """
+    parameter, key = _place_of(name, parameters)
+    if on_host is None:
+        (group,) = (g for g in optimizer.param_groups if any(one is parameter for one in g["params"]))
+        on_host = not shape and not (group.get("capturable") or group.get("fused"))  # as torch makes its step counters
+    if tuple(parameter.shape) == shape and not on_host:
+        tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    else:
+        tensor = torch.empty(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+    optimizer.state[parameter][key] = tensor
+    return tensor
+
+
+def share_lazy_state(
+    name: str, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], tensor: torch.Tensor
+) -> None:
+    """As :func:`make_lazy_state`, of one that several parameters share, such as a counter of steps: it is there.
+
+    Raises:
+        MismatchError: as there.
+    """
+    parameter, key = _place_of(name, parameters)
+    optimizer.state[parameter][key] = tensor
+
+
+def _place_of(name: str, parameters: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, str]:
+    """The parameter that a state tensor belongs to, and its key there."""
+    owner, _, rest = name.partition("/")
+    path, _, key = rest.rpartition(".")
+    parameter = parameters.get(path)
+    if parameter is None:
+        raise MismatchError(f"the checkpoint has {name}, but optimizer {owner} has no parameter {path!r}")
+    return parameter, key
+
+
+def make_state_by_stepping(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer make the state of all its parameters: by a step with zeros for gradients and learning rate.
+
+    For state that only the optimizer knows how to make (8-bit moments). What the step does to values is undone by the
+    restore that follows.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    try:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = torch.zeros_like(rate) if torch.is_tensor(rate) else 0.0
+        optimizer.step()
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate
+
+
+def drop_state(names: set[str], models: Models, optimizers: Optimizers) -> None:
+    """Take optimizer state tensors of these names out of their optimizers: the checkpoint says that they are absent."""
+    if not names:
+        return
+    for owner, optimizer in optimizers.items():
+        for path, parameter in optimizer_parameters(models, optimizer):
+            table = optimizer.state.get(parameter)
+            if not table:
+                continue
+            for key, value in list(table.items()):
+                if isinstance(value, torch.Tensor):
+                    parts = [f"{owner}/{path}.{key}{suffix}" for suffix, _ in dense_parts(value)]
+                    if not names.isdisjoint(parts):
+                        del table[key]
+            if not table:
+                del optimizer.state[parameter]

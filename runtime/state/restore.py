@@ -1,0 +1,355 @@
+"""Put a checkpoint back into a live job: in place, into tensors of the types that the job has.
+
+First every name, shape and dtype is held against the job; only then is the first byte written. State that an optimizer
+makes at its first step is made here; state that was absent at the checkpoint is taken away.
+
+Everything is read once: each block is verified in memory of our own, and what of it is a tensor's is copied to that.
+Where damage is met after some tensors were set, the next older checkpoint overwrites all of them. If there is none, the
+job is marked (:mod:`.half_restored`), and cannot train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+from checkflow.core.errors import CheckflowError, CorruptCheckpointError, MismatchError, StorageError
+from checkflow.core.state import collect_state, dtype_name, optimizer_parameters
+from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format.manifest import TensorEntry
+from checkflow.runtime.state import half_restored
+from checkflow.runtime.state.collect import (
+    Stateful,
+    drop_state,
+    make_lazy_state,
+    make_state_by_stepping,
+    modules_with_extra_state,
+    refuse_extra_mismatch,
+    restore_extra,
+    share_lazy_state,
+)
+from checkflow.runtime.store.discovery import open_verified, refuse
+from checkflow.runtime.store.files import has_manifest, step_name
+from checkflow.runtime.store.filling import fill_all
+from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
+from checkflow.runtime.store.store import Store
+from checkflow.runtime.system.aligned_memory import no_collection
+
+logger = logging.getLogger("checkflow")
+
+_Job = tuple[
+    Mapping[str, nn.Module], Mapping[str, torch.optim.Optimizer], Mapping[str, Stateful], Collection[str] | None
+]
+_Extra = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a restore found beside the state itself."""
+
+    step: int
+    extra: Mapping[str, Any]  # as the checkpointer saved it
+
+    @property
+    def imported(self) -> bool:
+        """Whether it was weights alone, and everything else begins anew."""
+        return "imported" in self.extra
+
+
+class _Restore:
+    """One restore into a job, and whether it has begun to change that.
+
+    Args:
+        place: as :func:`resume_from`.
+        begun: an earlier one has, and came to no end.
+    """
+
+    def __init__(self, job: _Job, place: Callable[[_Extra], None], *, begun: bool) -> None:
+        self.job, self.place, self.begun = job, place, begun
+
+    def run(self, checkpoint: Checkpoint) -> Resumed:
+        with naming(checkpoint.path):
+            try:
+                return restore(checkpoint, *self.job, place=self.place, begin=self._begin)
+            except MismatchError:
+                if not self.begun:
+                    checkpoint.verify()  # a damaged one does not speak for those before it
+                raise
+
+    def _begin(self) -> None:
+        self.begun = True
+
+
+def resume_from(
+    store: Store,
+    mode: str | int,
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    objects: Mapping[str, Stateful],
+    *,
+    host_tensors: Collection[str] | None = (),
+    place: Callable[[_Extra], None] = lambda extra: None,
+) -> Resumed | None:
+    """Restore what ``Checkpointer(resume=mode)`` asks for; None where the job begins anew.
+
+    Args:
+        host_tensors: as :func:`restore`.
+        place: takes the loop to where the checkpoint was made, by its extra state, before state is changed; or raises
+            MismatchError. Called again for an older checkpoint, where a newer one is found to be damaged after that.
+
+    Raises:
+        StorageError: what the mode demands is not there.
+        MismatchError, CorruptCheckpointError: as :func:`restore`. Where the job's state was changed by then, the
+            message says so, and the job is marked.
+    """
+    begun = half_restored.is_marked(models, optimizers)
+    found = _Restore((models, optimizers, objects, host_tensors), place, begun=begun)
+    try:
+        half_restored.lift(models, optimizers)
+        resumed = _resume(store, mode, found)
+        if resumed is None and found.begun:
+            raise CorruptCheckpointError(f"{store.directory} holds no whole checkpoint")
+    except BaseException as error:
+        if not found.begun:
+            raise
+        half_restored.mark(models, optimizers)
+        if isinstance(error, CheckflowError):
+            raise type(error)(f"{error}; {half_restored.WARNING}") from error
+        raise
+    if resumed is not None:
+        if isinstance(mode, int):
+            store.rewind(mode)  # only now: what was refused must not have hidden anything
+        store.went_on_from(resumed.step)
+    return resumed
+
+
+def _resume(store: Store, mode: str | int, found: _Restore) -> Resumed | None:
+    if mode == "never":
+        if paths := store.checkpoints():
+            raise StorageError(f'resume="never", but {store.directory} holds {paths[0].name}: choose another one')
+        return None
+    if isinstance(mode, int):
+        with _open(store, mode) as checkpoint:
+            return found.run(checkpoint)
+    resumed = _restore_newest(store, found, anew=mode == "auto")
+    if resumed is None and mode == "must":
+        raise StorageError(f'resume="must", but {store.directory} holds no valid checkpoint')
+    return resumed
+
+
+def _restore_newest(store: Store, found: _Restore, *, anew: bool) -> Resumed | None:
+    """Restore the newest checkpoint that is whole, as :func:`.store.discovery.recover` finds it, and read it once.
+
+    Args:
+        anew: where there is none the job begins anew. It needs the state that it has then: before a checkpoint that has
+            no older one to make good what it may leave half done, all of it is verified first, and read a second time.
+    """
+    unreadable: StorageError | None = None
+    paths = store.checkpoints()
+    for number, path in enumerate(paths, 1):
+        try:
+            first = anew and not found.begun and not any(map(has_manifest, paths[number:]))
+            with open_checkpoint(path, ahead=not first) as checkpoint:
+                if first:
+                    checkpoint.verify()
+                return found.run(checkpoint)
+        except StorageError as error:
+            refuse(store, path, error)
+            if not isinstance(error, CorruptCheckpointError):
+                unreadable = unreadable or error
+    if unreadable is not None:
+        raise unreadable
+    return None
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have a mismatch say which checkpoint does not fit the job, and what can be done."""
+    try:
+        yield
+    except MismatchError as error:
+        found = str(error).removeprefix(f"{path}: ")
+        raise MismatchError(f"{path}: {found}; run the job as it was, or pass another directory") from error
+
+
+def _open(store: Store, step: int) -> Checkpoint:
+    """Exactly this checkpoint, verified: no other one makes good what it would leave half done, so it is read twice."""
+    for path in store.checkpoints():
+        if path.name == step_name(step):
+            return open_verified(path)
+    raise StorageError(f"resume={step}, but {store.directory} holds no checkpoint of that step")
+
+
+def restore(
+    checkpoint: Checkpoint,
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    objects: Mapping[str, Stateful],
+    host_tensors: Collection[str] | None = (),
+    *,
+    place: Callable[[_Extra], None] = lambda extra: None,
+    begin: Callable[[], None] = lambda: None,
+) -> Resumed:
+    """Make the job's state equal to the checkpoint's, bit for bit; every byte of the checkpoint is verified by then.
+
+    Args:
+        host_tensors: names of state tensors that the optimizers keep in host memory; None: not known, torch's own step
+            counters are taken to lie there.
+        place: called when the job's parts fit, before ``begin``, with the checkpoint's extra state.
+        begin: called before the first change.
+
+    Raises:
+        MismatchError: the checkpoint is of another job; nothing was changed.
+        CorruptCheckpointError, StorageError: a checksum does not fit, or a file cannot be read; if ``begin`` was
+            called, the job's state is undefined.
+    """
+    with no_collection():
+        state = collect_state(models, optimizers)
+    live = {item.name: item.tensor for item in state.tensors}
+    sources = {**{name: name for name in checkpoint.tensors}, **dict(checkpoint.ties)}
+    extra = extra_state.decode(checkpoint.extra_bytes)
+    if "imported" in extra:
+        return _restore_weights(checkpoint, extra, state.ties, live, sources, models, optimizers, objects, place, begin)
+    _refuse_mismatch(checkpoint, live, sources, state.ties, models, optimizers)
+    refuse_extra_mismatch(extra["job"], models, optimizers, objects)
+    place(extra)
+    begin()
+    if makers := _makers(checkpoint, live, models, optimizers):
+        for owner in makers:
+            make_state_by_stepping(optimizers[owner])
+        state = collect_state(models, optimizers)
+        live = {item.name: item.tensor for item in state.tensors}
+        _refuse_mismatch(checkpoint, live, sources, state.ties, models, optimizers)
+    drop_state({name for name in (*live, *dict(state.ties)) if name not in sources}, models, optimizers)
+    live = {name: tensor for name, tensor in live.items() if name in sources}
+    ties = {further: name for further, name in state.ties if name in live}
+    # Once for all: an optimizer that has not stepped yet lacks as many as there are.
+    parameters = {owner: dict(optimizer_parameters(models, optimizer)) for owner, optimizer in optimizers.items()}
+    for name, entry in checkpoint.tensors.items():
+        owner = name.partition("/")[0]
+        if name not in live and name not in ties:
+            live[name] = make_lazy_state(
+                name, optimizers[owner], parameters[owner],
+                shape=tuple(entry.shape), dtype=getattr(torch, entry.dtype),
+                on_host=None if host_tensors is None else name in host_tensors,
+            )  # fmt: skip
+    for further, name in checkpoint.ties:
+        owner = further.partition("/")[0]
+        if owner in optimizers and further not in live and further not in ties:
+            share_lazy_state(further, optimizers[owner], parameters[owner], live[ties.get(name, name)])
+    with no_collection():
+        fill_all(checkpoint, [(sources[name], tensor) for name, tensor in live.items()])
+    checkpoint.verify_rest()
+    restore_extra(extra["job"], models, optimizers, objects)
+    return Resumed(checkpoint.step, extra)
+
+
+def _restore_weights(
+    checkpoint: Checkpoint,
+    extra: Mapping[str, Any],
+    ties: Collection[tuple[str, str]],
+    live: Mapping[str, torch.Tensor],
+    sources: dict[str, str],
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    objects: Mapping[str, Stateful],
+    place: Callable[[_Extra], None],
+    begin: Callable[[], None],
+) -> Resumed:
+    """Put imported weights into the models; what a checkpoint of a job would have besides is left as the job made it.
+
+    All tensors of the models must be there, under any of their names: other tools keep one name of tied weights, and
+    not always the first.
+    """
+    for further, name in ties:
+        if name not in sources and further in sources:
+            sources[name] = sources[further]
+    live = {name: tensor for name, tensor in live.items() if name.partition("/")[0] in models}
+    modules = dict(modules_with_extra_state(models))
+    try:
+        _refuse_mismatch(checkpoint, live, sources, ties, models, optimizers)
+        if odd := sorted(extra["job"]["modules"].keys() - modules.keys()):
+            raise MismatchError(f"{checkpoint.path}: the checkpoint's extra state of {odd[0]} is not in the job")
+    except MismatchError as error:
+        raise MismatchError(
+            f"{error}; these are imported weights: import into another directory what the job has, or take what fits "
+            "with checkflow.load_weights(model, source, strict=False)"
+        ) from None
+    place(extra)
+    begin()
+    fill_all(checkpoint, [(sources[name], tensor) for name, tensor in live.items()])
+    checkpoint.verify_rest()
+    for name, value in extra["job"]["modules"].items():
+        modules[name].set_extra_state(value)
+    anew = ", ".join([*optimizers, *objects, *modules.keys() - extra["job"]["modules"].keys()])
+    logger.warning(
+        "%s holds imported weights and nothing else: %s, the place in the data and random numbers begin anew",
+        checkpoint.path, anew,
+    )  # fmt: skip
+    return Resumed(checkpoint.step, extra)
+
+
+def _makers(
+    checkpoint: Checkpoint,
+    live: Mapping[str, torch.Tensor],
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+) -> list[str]:
+    """The optimizers whose state is missing here and can be made by no one else: a part of a tensor, not a tensor."""
+    makers = []
+    missing = [name.partition("/") for name in checkpoint.tensors.keys() - live.keys()]
+    for owner, optimizer in optimizers.items():
+        paths = {path for path, _ in optimizer_parameters(models, optimizer)}
+        odd = [key for of, _, key in missing if of == owner and key.rpartition(".")[0] not in paths]
+        if any(key.startswith(f"{path}.") for key in odd for path in paths):
+            makers.append(owner)
+    return makers
+
+
+def _refuse_mismatch(
+    checkpoint: Checkpoint,
+    live: Mapping[str, torch.Tensor],
+    sources: Mapping[str, str],
+    ties: Collection[tuple[str, str]],
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+) -> None:
+    tied = dict(ties)
+    for name, tensor in live.items():
+        if name not in sources:
+            if name.partition("/")[0] in models:
+                raise MismatchError(f"{checkpoint.path}: the job's {name} is not in the checkpoint")
+            continue
+        entry = checkpoint.tensors[sources[name]]
+        _compare(checkpoint, name, tensor, entry)
+    for name in checkpoint.tensors:
+        owner = name.partition("/")[0]
+        if name not in live and name not in tied and owner not in optimizers:
+            raise MismatchError(f"{checkpoint.path}: the checkpoint's {name} is not in the job")
+        other = sources.get(tied.get(name, name), name)
+        if other != name and _digest(checkpoint, name) != _digest(checkpoint, other):
+            raise MismatchError(
+                f"{checkpoint.path} has different values for {other} and {name}, which are one tensor in the job"
+            )
+
+
+def _digest(checkpoint: Checkpoint, name: str) -> str:
+    data = bytearray(checkpoint.size_bytes(name))
+    checkpoint.read_into(name, memoryview(data))
+    entry = checkpoint.tensors[name]
+    return f"{entry.dtype}{list(entry.shape)} {xxhash.xxh3_128_hexdigest(data)}"
+
+
+def _compare(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, entry: TensorEntry) -> None:
+    if tensor.shape == entry.shape and dtype_name(tensor.dtype) == entry.dtype:  # as nearly all: text takes a while
+        return
+    have, want = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}", f"{entry.dtype}{list(entry.shape)}"
+    raise MismatchError(f"{checkpoint.path}: {name} is {want} in the checkpoint, {have} in the job")

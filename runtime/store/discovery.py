@@ -1,0 +1,132 @@
+"""Which checkpoints a directory has, and the newest of them that is whole: to look at, or for a job to go on from.
+
+Names alone tell what is there (:func:`find`); whether it is whole every byte tells, and nothing less.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from checkflow.core.errors import CorruptCheckpointError, StorageError
+from checkflow.runtime.store.files import parse_step
+from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
+from checkflow.runtime.system import fs as files
+
+if TYPE_CHECKING:
+    from checkflow.runtime.store.store import Store
+
+logger = logging.getLogger("checkflow")
+
+
+def find(directory: str | os.PathLike[str]) -> tuple[Path, ...]:
+    """Paths of the checkpoints in a directory, newest (highest step) first. Reads names only; changes nothing.
+
+    Raises:
+        StorageError: the directory cannot be read.
+    """
+    root = Path(directory)
+    try:
+        found = [(step, name) for name in files.folder_names(str(root)) if (step := parse_step(name)) is not None]
+    except OSError as error:
+        raise StorageError(f"cannot read the checkpoint directory {root}: {error.strerror}") from error
+    return tuple(root / name for _, name in sorted(found, reverse=True))
+
+
+def open_verified(path: Path) -> Checkpoint:
+    """A checkpoint of which every byte has been verified.
+
+    Raises:
+        CorruptCheckpointError, MismatchError, StorageError: as :func:`.reader.open_checkpoint`.
+    """
+    checkpoint = open_checkpoint(path)
+    try:
+        checkpoint.verify()
+    except BaseException:
+        checkpoint.close()
+        raise
+    return checkpoint
+
+
+def find_valid(directory: str | os.PathLike[str]) -> Checkpoint | None:
+    """The newest checkpoint of a directory that is whole, byte for byte; nothing is renamed.
+
+    A checkpoint that vanishes while it is looked at (a running job's retention) is passed over.
+
+    Raises:
+        StorageError: the directory, or every candidate, cannot be read.
+    """
+    passed: list[Path] = []
+
+    def pass_over(path: Path, error: StorageError) -> None:
+        logger.warning("passing over %s: %s", path.name, error)
+        passed.append(path)
+
+    paths = find(directory)
+    while True:
+        passed.clear()
+        found, failed = None, None
+        try:
+            found = _newest_valid(paths, pass_over)
+        except StorageError as error:
+            failed = error
+        if found is not None and not passed:
+            return found
+        try:
+            before, paths = paths, find(directory)
+        except BaseException:
+            if found is not None:
+                found.close()
+            raise
+        # A running job may have made newer ones meanwhile, and deleted what was passed over.
+        if found is not None:
+            if not any((parse_step(path.name) or 0) > found.step for path in paths if path not in before):
+                return found
+            found.close()
+        elif paths == before:
+            if failed is not None:
+                raise failed
+            return None
+
+
+def recover(store: Store) -> Checkpoint | None:
+    """The newest checkpoint that is whole, byte for byte, for a training job to go on from; None if there is none.
+
+    (10) One that is proved damaged is set aside (``.broken-…``) and the next older one taken. One that merely cannot be
+    read at the moment is passed over, but stays where it is.
+
+    Raises:
+        MismatchError: the newest has a format that this version does not know.
+        StorageError: checkpoints exist, and none could be read: to start from scratch would be wrong.
+    """
+    return _newest_valid(store.checkpoints(), lambda path, error: refuse(store, path, error))
+
+
+def refuse(store: Store, path: Path, error: StorageError) -> None:
+    """Set a checkpoint of which this error speaks aside, if it is proved damaged; say what is done."""
+    if not isinstance(error, CorruptCheckpointError):
+        logger.error("cannot read the checkpoint %s, trying an older one: %s", path, error)
+        return
+    try:
+        moved = store.set_aside(path)
+    except StorageError as failed:
+        logger.error("the checkpoint %s is damaged (%s) and stays: %s", path, error, failed)
+    else:
+        logger.error("the checkpoint %s is damaged (%s); set aside as %s", path, error, moved.name)
+
+
+def _newest_valid(paths: tuple[Path, ...], refused: Callable[[Path, StorageError], None]) -> Checkpoint | None:
+    unreadable: StorageError | None = None
+    for path in paths:
+        try:
+            return open_verified(path)
+        except StorageError as error:
+            refused(path, error)
+            if not isinstance(error, CorruptCheckpointError):
+                unreadable = unreadable or error
+    if unreadable is not None:
+        raise unreadable
+    return None

@@ -1,0 +1,348 @@
+"""Opening a checkpoint's files and reading blocks of them, with every check that needs no knowledge of tensors.
+
+(10) Each file is opened by name inside the checkpoint's directory, follows no link, must be a regular file of the size
+that the manifest names, and is read block by block, each compared with its checksum.
+
+The manifest stays open with the files, under a lock that says so (:func:`.lock.share`): retention leaves what is being
+read alone. One that went before the lock was taken is gone, which is no damage.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import xxhash
+
+from checkflow.core.errors import CheckflowError, CorruptCheckpointError, StorageError
+from checkflow.runtime.format.manifest import (
+    BLOCK_BYTES,
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    FileEntry,
+    Manifest,
+    files_of,
+    is_whole,
+    loads,
+    no_duplicates,
+)
+from checkflow.runtime.store.lock import share
+from checkflow.runtime.system import fs as files
+from checkflow.runtime.system.aligned_memory import no_collection
+
+REPLACED = ".replaced-"  # before the name of a checkpoint that is just being exchanged for a new one
+_EXCHANGED_TRIES, _EXCHANGED_SECONDS = 50, 0.02
+_STEP = re.compile(r"step-([0-9]{8,19})", re.ASCII)
+
+
+def step_name(step: int) -> str:
+    """The name of a checkpoint's directory."""
+    return f"step-{step:08d}"
+
+
+def parse_step(name: str) -> int | None:
+    """The step of a checkpoint directory's name; None for every other name, ``step-000000001`` (nine digits) too."""
+    found = _STEP.fullmatch(name)
+    return int(found[1]) if found and step_name(int(found[1])) == name else None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    path: Path
+    fd: int
+    entry: FileEntry
+
+
+class StoredTensor(NamedTuple):
+    """An entry of a safetensors header, its range counted from the begin of the file."""
+
+    code: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def block_bytes(file: OpenFile, block: int) -> int:
+    return min(BLOCK_BYTES, file.entry.size_bytes - block * BLOCK_BYTES)
+
+
+def memory_bytes(file: OpenFile, block: int) -> int:
+    """The whole pages that a block fills, the last one in part."""
+    return -(-block_bytes(file, block) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def read_block(file: OpenFile, block: int, memory: memoryview, direct: int | None = None) -> memoryview:
+    """Read a block into memory, and return what of that it fills, once it fits its checksum.
+
+    Args:
+        memory: of :func:`memory_bytes` at least, and from the begin of a page on for ``direct``.
+        direct: a descriptor of the file for reads around the page cache.
+    """
+    begin, out = block * BLOCK_BYTES, memory[: block_bytes(file, block)]
+    try:
+        count = 0
+        if direct is not None:
+            count = min(len(out), files.read_pages(direct, memory[: memory_bytes(file, block)], begin))
+        count += files.read_all(file.fd, out[count:], begin + count)
+    except OSError as error:
+        raise StorageError(f"cannot read {file.path}: {error.strerror}") from error
+    if count != len(out):
+        raise CorruptCheckpointError(f"{file.path} is truncated at byte {begin + count}")
+    digest = xxhash.xxh3_64()
+    digest.update(out)  # other threads run meanwhile
+    if digest.hexdigest() != file.entry.blocks[block]:
+        raise CorruptCheckpointError(
+            f"{file.path} is damaged: bytes {begin} to {begin + len(out)} do not match their checksum"
+        )
+    return out
+
+
+def _stored(entry: Any, data: int) -> StoredTensor:
+    """A tensor's entry in a header; its offsets count from ``data``."""
+    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+    for number in (*shape, begin, end):
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{str(number)[:60]!r} is no length")
+    return StoredTensor(str(entry["dtype"]), shape, data + begin, data + end)
+
+
+def parse_header(path: Path, text: bytes, size_bytes: int) -> dict[str, StoredTensor]:
+    """All tensors of a safetensors file by key; their ranges follow each other without holes up to the file's end."""
+    try:
+        header = json.loads(text.decode(), object_pairs_hook=no_duplicates)  # str: json would guess UTF-16 of bytes
+        header.pop("__metadata__", None)
+        data = 8 + len(text)
+        found = {str(key): _stored(entry, data) for key, entry in header.items()}
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
+        raise CorruptCheckpointError(
+            f"{path} has no valid safetensors header: {' '.join(str(error).split())[:200]}"
+        ) from None
+    reached = data
+    for key, (_, _, begin, end) in sorted(found.items(), key=_range):
+        if begin != reached or end < begin:
+            raise CorruptCheckpointError(f"{path} has a hole or an overlap before {key!r}")
+        reached = end
+    if reached != size_bytes:
+        raise CorruptCheckpointError(f"{path} has {size_bytes} bytes, its header describes {reached}")
+    return found
+
+
+def _range(item: tuple[str, StoredTensor]) -> tuple[int, int]:
+    """Begin and end of a tensor, as :func:`parse_header` has it by key."""
+    return item[1][2:]
+
+
+_Looked = TypeVar("_Looked")
+_Look = Callable[[bytes], tuple[_Looked, Mapping[str, FileEntry]]]  # of a manifest's bytes; with the files to be opened
+
+
+class _GoneError(Exception):
+    """The directory was renamed or deleted while it was being opened."""
+
+
+Narrow = Callable[[Manifest], Manifest]
+
+
+def whole(manifest: Manifest) -> Manifest:
+    """All of it is of interest."""
+    return manifest
+
+
+def open_all(path: Path, *, passing: bool = False, shared: bool = True) -> tuple[Manifest, dict[str, OpenFile]]:
+    """The manifest and all files of a checkpoint, open, of the right type and size; retention leaves them alone.
+
+    Args:
+        passing: whether children that are forked meanwhile do not have them open.
+        shared: False: retention is not told.
+    """
+
+    def look(data: bytes) -> tuple[Manifest, Mapping[str, FileEntry]]:
+        manifest = _parse_manifest(data, path)
+        return manifest, manifest.files
+
+    return _open(path, look, passing=passing, shared=shared)
+
+
+def open_files(path: Path, narrow: Narrow, *, early: bool) -> tuple[Callable[[], Manifest], dict[str, OpenFile]]:
+    """What gives the manifest, and the files as :func:`open_all` opens them.
+
+    Args:
+        narrow: what of the manifest is of interest; files that it leaves out are not opened. Not with ``early``.
+        early: of the manifest no more was looked at, where that is possible, than what it says of its files, and all of
+            them are opened; what gives it raises what is wrong with the rest.
+    """
+
+    def look(data: bytes) -> tuple[Callable[[], Manifest], Mapping[str, FileEntry]]:
+        if early and (found := files_of(data, str(path / MANIFEST))) is not None:
+            return (lambda: narrow(_parse_manifest(data, path))), found
+        manifest = narrow(_parse_manifest(data, path))
+        return (lambda: manifest), manifest.files
+
+    return _open(path, look)
+
+
+def _open(
+    path: Path, look: _Look[_Looked], *, passing: bool = False, shared: bool = True
+) -> tuple[_Looked, dict[str, OpenFile]]:
+    for _ in range(_EXCHANGED_TRIES):
+        try:
+            return _open_there(path, look, passing=passing, shared=shared)
+        except _GoneError as error:
+            gone = error
+            # Exchanged for another of the same step, which takes two renames, or else gone for good.
+            if not (os.path.exists(path) or os.path.exists(path.with_name(REPLACED + path.name))):
+                break
+            time.sleep(_EXCHANGED_SECONDS)
+    raise StorageError(str(gone)) from gone
+
+
+def _open_there(
+    path: Path, look: _Look[_Looked], *, passing: bool, shared: bool
+) -> tuple[_Looked, dict[str, OpenFile]]:
+    opened: dict[str, OpenFile] = {}
+    try:
+        folder = files.open_folder(str(path))
+    except NotADirectoryError:
+        raise CorruptCheckpointError(f"{path} is no directory of its own") from None
+    except FileNotFoundError as error:
+        raise _GoneError(f"cannot open the checkpoint {path}: {error.strerror}") from error
+    except OSError as error:
+        raise StorageError(f"cannot open the checkpoint {path}: {error.strerror}") from error
+    try:
+        data, opened[MANIFEST] = _open_manifest(folder, path, passing=passing, shared=shared)
+        looked, entries = look(data)
+        for name, entry in entries.items():
+            fd, size = _open_regular(folder, path / name, passing=passing)
+            opened[name] = OpenFile(path / name, fd, entry)
+            if size != entry.size_bytes:
+                raise CorruptCheckpointError(f"{path / name} has {size} bytes instead of {entry.size_bytes}")
+    except BaseException:
+        close_all(opened)
+        raise
+    finally:
+        files.close_quietly(folder)
+    return looked, opened
+
+
+def close_all(opened: Mapping[str, OpenFile]) -> None:
+    for file in opened.values():
+        files.close_quietly(file.fd)
+
+
+def _open_regular(folder: int, path: Path, *, passing: bool) -> tuple[int, int]:
+    """A regular file in an open directory, and its size."""
+    try:
+        fd = files.open_read(path.name, dir_fd=folder)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
+            reason = {errno.ENOENT: "is missing", errno.ELOOP: "is a symbolic link"}.get(error.errno, "is no file")
+            raise CorruptCheckpointError(f"{path} {reason}") from None
+        raise StorageError(f"cannot open {path}: {error.strerror}") from error
+    if passing:
+        files.pass_by(fd)
+    try:
+        size = files.regular_size(fd)
+    except OSError as error:
+        files.close_quietly(fd)
+        raise StorageError(f"cannot open {path}: {error.strerror}") from error
+    if size is None:
+        files.close_quietly(fd)
+        raise CorruptCheckpointError(f"{path} is no regular file")
+    return fd, size
+
+
+def _open_manifest(folder: int, path: Path, *, passing: bool, shared: bool) -> tuple[bytes, OpenFile]:
+    """The manifest's bytes, and its file: as long as that is open, and shared, nobody deletes the checkpoint."""
+    name = path / MANIFEST
+    try:
+        fd, size = _open_regular(folder, name, passing=passing)
+    except CorruptCheckpointError:
+        if not _is_at(folder, path):
+            raise _GoneError(f"cannot open the checkpoint {path}: it was deleted meanwhile") from None
+        raise
+    try:
+        try:
+            if shared:
+                share(fd)
+        except BlockingIOError:
+            raise _GoneError(f"cannot open the checkpoint {path}: it is being deleted") from None
+        if not _is_at(folder, path):
+            raise _GoneError(f"cannot open the checkpoint {path}: it was deleted meanwhile")
+        return _read_small(fd, size, name), OpenFile(name, fd, FileEntry(size, ()))
+    except OSError as error:
+        files.close_quietly(fd)
+        raise StorageError(f"cannot open {name}: {error.strerror}") from error
+    except BaseException:
+        files.close_quietly(fd)
+        raise
+
+
+def _is_at(folder: int, path: Path) -> bool:
+    try:
+        return files.is_at(folder, str(path))
+    except OSError as error:
+        raise StorageError(f"cannot open the checkpoint {path}: {error.strerror}") from error
+
+
+def _parse_manifest(data: bytes, path: Path) -> Manifest:
+    name = path / MANIFEST
+    with no_collection():
+        manifest = loads(data, str(name))
+    if (step := parse_step(path.name)) is not None and step != manifest.step:
+        raise CorruptCheckpointError(f"{name} belongs to step {manifest.step}")
+    return manifest
+
+
+def _read_small(fd: int, size: int, name: Path) -> bytes:
+    try:
+        if size > MAX_MANIFEST_BYTES:
+            raise CorruptCheckpointError(f"{name} has {size} bytes, more than {MAX_MANIFEST_BYTES}")
+        data = bytearray(size)
+        count = files.read_all(fd, memoryview(data), 0)
+    except OSError as error:
+        raise StorageError(f"cannot read {name}: {error.strerror}") from error
+    return bytes(data[:count])
+
+
+def has_manifest(path: Path) -> bool:
+    """Whether a checkpoint has a manifest of which no byte was changed; what that says is not looked at."""
+    try:
+        with files.folder(str(path)) as folder:
+            fd, size = _open_regular(folder, path / MANIFEST, passing=True)
+            try:
+                return is_whole(_read_small(fd, size, path / MANIFEST))
+            finally:
+                files.close_quietly(fd)
+    except (StorageError, OSError):
+        return False
+
+
+def glance(path: Path, *, shared: bool = True) -> Manifest:
+    """The manifest of a checkpoint whose files are all there, with the right sizes; their bytes are not read.
+
+    Args:
+        shared: False: take no lock meanwhile, for the one writer, who alone deletes. A lock would outlive the look in a
+            process that is forked just as the file is opened (a loader worker), and keep the checkpoint as long.
+
+    Raises:
+        CorruptCheckpointError, MismatchError, StorageError: as :func:`open_checkpoint`.
+    """
+    manifest, opened = open_all(path, passing=True, shared=shared)
+    close_all(opened)
+    return manifest
+
+
+def run_of(path: Path) -> str:
+    """The run that made a checkpoint, for the one writer; "" where it cannot be read: to tell why is its reader's."""
+    try:
+        return glance(path, shared=False).run_id
+    except CheckflowError:
+        return ""

@@ -1,0 +1,187 @@
+"""(1) One writer per checkpoint directory: an advisory lock (flock) on a file in it, which names its holder.
+
+And readers of one checkpoint: they share a lock on its manifest for as long as they have it open, and what deletes
+checkpoints takes the same lock for itself first, or leaves it for a later time. Neither ever waits for the other.
+
+The kernel drops the lock when the holder dies, however it dies. Forked children (loader workers) would keep it alive
+after the trainer's death; they close it as their first act.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+from checkflow.core.errors import LockedError, StorageError
+from checkflow.runtime.system import fs as files
+
+LOCK = ".lock"
+_MAX_HOLDER_BYTES = 4096
+_RETRY_SECONDS = 0.05
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF)
+_NO_MANIFEST = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EISDIR)
+_held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
+
+
+class DirectoryLock:
+    """Held from construction to :meth:`release`, or the end of the process.
+
+    Args:
+        wait_seconds: how long to try again while another process holds it: a job that was started anew at once may meet
+            the last breath of its predecessor.
+
+    Raises:
+        LockedError: another process holds the lock; the message names its pid and host.
+        StorageError: the lock file cannot be made, or the file system has no locks.
+    """
+
+    def __init__(self, directory: Path, *, wait_seconds: float = 5.0) -> None:
+        self._path = directory / LOCK
+        self._fd: int | None = _open_locked(self._path, wait_seconds)
+        _held.add(self)
+
+    @property
+    def held(self) -> bool:
+        return self._fd is not None
+
+    def release(self) -> None:
+        """Give the lock up; once more is harmless."""
+        fd, self._fd = self._fd, None
+        _held.discard(self)
+        if fd is not None:
+            files.close_quietly(fd)  # nothing that matters was written through it
+
+    def forget(self) -> None:
+        """In a forked child: it is the parent's, and :mod:`.system.fs` has closed what this process had of it."""
+        self._fd = None
+        _held.discard(self)
+
+    def renew(self) -> None:
+        """Make sure of the lock that is held: somebody may have deleted its file, which looks like a dead job's.
+
+        Raises:
+            LockedError: another process has locked the directory since then.
+            StorageError: as at the start.
+        """
+        if self._fd is None or files.is_at(self._fd, str(self._path)):
+            return
+        old, self._fd = self._fd, _open_locked(self._path, 0.0)
+        files.close_quietly(old)
+
+
+def _open_locked(path: Path, wait_seconds: float) -> int:
+    try:
+        fd = files.open_lock(str(path))
+    except OSError as error:
+        raise StorageError(f"cannot lock the checkpoint directory: {path}: {error.strerror}") from error
+    try:
+        _acquire(fd, path, wait_seconds)
+        _sign(fd, path)
+    except BaseException:
+        files.close_quietly(fd)  # the first error is the one to report
+        raise
+    return fd
+
+
+def share(fd: int) -> None:
+    """Say that the open manifest's checkpoint is being read, until the descriptor is closed.
+
+    On a file system without locks nothing is said: there open descriptors have to do.
+
+    Raises:
+        BlockingIOError: it is just being deleted.
+    """
+    try:
+        files.flock_shared(fd)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+
+
+@contextlib.contextmanager
+def claimed(name: str, manifest: str, *, dir_fd: int) -> Iterator[bool]:
+    """Whether nobody reads the checkpoint of this name; nobody begins to before the block ends.
+
+    Args:
+        manifest: its file's name. Neither of the two is followed if it is a link.
+    """
+    fd: int | None = None
+    try:
+        folder = files.open_folder(name, dir_fd=dir_fd)
+        try:
+            fd = files.open_claimed(manifest, dir_fd=folder)
+        finally:
+            files.close_quietly(folder)
+    except OSError as error:
+        if error.errno not in _NO_MANIFEST:
+            raise
+    try:
+        yield fd is None or _is_free(fd)  # what has none cannot be opened
+    finally:
+        if fd is not None:
+            files.close_quietly(fd)
+
+
+def _is_free(fd: int) -> bool:
+    try:
+        files.flock(fd)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
+
+
+def _acquire(fd: int, path: Path, wait_seconds: float) -> None:
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        try:
+            files.flock(fd)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise LockedError(f"{path.parent} is being written by {_holder(fd)}; stop it first") from None
+            time.sleep(_RETRY_SECONDS)
+        except OSError as error:
+            missing = error.errno in _NO_LOCKS
+            reason = "its file system has no locks (flock)" if missing else error.strerror
+            raise StorageError(f"cannot lock the checkpoint directory {path.parent}: {reason}") from error
+        else:
+            return
+
+
+def _sign(fd: int, path: Path) -> None:
+    """Say who holds the lock. A full disk is no reason to refuse: the lock holds, only its label is missing."""
+    record = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
+    try:
+        files.truncate(fd)
+        files.write_all(fd, memoryview(record), 0)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageError(f"cannot write the checkpoint directory: {path}: {error.strerror}") from error
+
+
+def _holder(fd: int) -> str:
+    try:
+        data = bytearray(_MAX_HOLDER_BYTES)
+        record = json.loads(bytes(data[: files.read_all(fd, memoryview(data), 0)]))
+        return f"process {int(record['pid'])} on host {str(record['host'])[:255]!r}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process (it left no name)"
+
+
+def _close_in_child() -> None:
+    for lock in list(_held):
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,451 @@
+"""The reading side: open, read and verify checkpoints. Nothing that is damaged is ever handed out.
+
+Every byte is compared with the checksum of its block after it was read into memory and before anyone sees it; nothing
+is mapped, so a file that shrinks meanwhile is an error and not a signal. All files are opened at once, by name inside
+the checkpoint's directory, following no link, and retention leaves a checkpoint alone that is open; if anything else
+deletes it, it stays readable.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import os
+import threading
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from checkflow.core.errors import CorruptCheckpointError, StorageError
+from checkflow.runtime.format.layout import MAX_HEADER_BYTES, STORED_TYPES, element
+from checkflow.runtime.format.manifest import BLOCK_BYTES, EXTRA, MAX_EXTRA_BYTES, Manifest, Piece, TensorEntry
+from checkflow.runtime.store.block_reader import THREADS, Ahead, Block, read_blocks, read_one
+from checkflow.runtime.store.files import Narrow, OpenFile, StoredTensor, close_all, open_files, parse_header, whole
+from checkflow.runtime.system import fs as files
+from checkflow.runtime.system.aligned_memory import copy_bytes, no_collection
+
+_CACHED_BLOCKS = 2  # neighbours of small tensors lie in one block, which is then read once
+Key = tuple[str, int]  # a file's name, and the number of a block
+
+
+class Checkpoint:
+    """An open checkpoint: its manifest and headers are verified, its data is as it is read. Close it after use.
+
+    Made by :func:`open_checkpoint`. Reading from several threads at once is fine; where it is read ahead, once the call
+    that this is for has returned. Headers are then verified with the first data that is read.
+    """
+
+    manifest: Manifest
+
+    def __init__(self, path: Path, opened: Mapping[str, OpenFile]) -> None:
+        self.path = path
+        self._files = opened
+        self._cache: collections.OrderedDict[Key, memoryview] = collections.OrderedDict()
+        self._process = os.getpid()  # that the cache is of
+        self._mutex, self._proving = threading.Lock(), threading.Lock()
+        self._verified: set[Key] = set()
+        self._ahead: Ahead | None = None
+        self._heads: dict[str, int] = {}  # by file, the number of its first block among those that are read ahead
+        self._unproved: dict[str, bytes] = {}  # by file, what was read of its header before its block was verified
+        self._extra: bytes | None = None
+
+    def begin(self, manifest: Callable[[], Manifest], *, ahead: bool) -> None:
+        """Once, by :func:`open_checkpoint`; after an error it is to be closed."""
+        held = {name: file for name, file in self._files.items() if name.endswith(".safetensors")}
+        if ahead:
+            self._begin_ahead([file for file in held.values() if file.entry.blocks])
+        with no_collection():
+            self.manifest = manifest()
+            try:
+                self._look({name: self._header(file) for name, file in held.items()})
+            except CorruptCheckpointError:
+                self._prove()  # if a header was damaged on the disk, that is told
+                raise
+
+    def _begin_ahead(self, held: list[OpenFile]) -> None:
+        """Have the disk read while manifest and headers are looked at.
+
+        What these need is read before that, or it would wait: extra state, and headers by themselves. Nothing is used
+        before their blocks are verified, and have the same.
+        """
+        self._extra = self._read_extra()
+        heads = {file.path.name: head for file in held if (head := _glimpse(file)) is not None}
+        if len(heads) < len(held):
+            return  # one is longer than a block, or cannot be read so: to read it takes memory as blocks ahead would
+        self._unproved = heads
+        first = [(file, 0) for file in held]
+        others = [(file, block) for file in held for block in range(1, len(file.entry.blocks))]
+        # So many blocks in all, of threads and of the cache: headers that no thread has are read by way of that.
+        threads = THREADS + 1 if len(held) <= THREADS + 1 else THREADS + 1 - _CACHED_BLOCKS
+        self._heads = {file.path.name: number for number, file in enumerate(held)}
+        self._ahead = Ahead(first + others, threads, looks=len(held), look=_head)
+        self._ahead.begin()
+
+    def _look(self, headers: Mapping[str, bytes]) -> None:
+        """Hold the headers against the manifest."""
+        manifest, opened = self.manifest, self._files
+        self._names = dict(manifest.ties)
+        self._stored = {
+            name: parse_header(opened[name].path, text, opened[name].entry.size_bytes) for name, text in headers.items()
+        }
+        order: list[tuple[str, int, str]] = []
+        for name, tensor in manifest.tensors.items():
+            stored = [self._piece(name, tensor, piece) for piece in tensor.pieces]
+            order.append((tensor.pieces[0].file, stored[0].begin, name))
+        order.sort()
+        #: Name to entry of every state tensor, in file order: reading in this order touches each block once.
+        self.tensors: Mapping[str, TensorEntry] = {name: manifest.tensors[name] for _, _, name in order}
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; once more is harmless. Whatever a signal's handler raises: first nobody reads any more."""
+        raised: BaseException | None = None
+        while self._ahead is not None:
+            try:
+                self._stop_ahead()
+            except BaseException as error:  # noqa: BLE001 - raised below
+                raised = raised or error
+        opened, self._files = self._files, {}
+        close_all(opened)
+        if raised is not None:
+            raise raised
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        return self.manifest.info
+
+    @property
+    def ties(self) -> tuple[tuple[str, str], ...]:
+        """(further name, name in ``tensors``) of state tensors that share memory."""
+        return self.manifest.ties
+
+    @property
+    def extra_bytes(self) -> bytes:
+        """The content of ``state.msgpack``, verified.
+
+        Raises:
+            CorruptCheckpointError, StorageError: as :meth:`read_into`.
+        """
+        extra, self._extra = self._extra, None  # it may be large
+        return self._read_extra() if extra is None else extra
+
+    def _read_extra(self) -> bytes:
+        file = self._file(EXTRA)
+        if file.entry.size_bytes > MAX_EXTRA_BYTES:
+            raise CorruptCheckpointError(f"{file.path} has {file.entry.size_bytes} bytes, more than {MAX_EXTRA_BYTES}")
+        data = bytearray(file.entry.size_bytes)
+        self._read(file, 0, memoryview(data))
+        return bytes(data)
+
+    def size_bytes(self, name: str) -> int:
+        """How many bytes :meth:`read_into` delivers for a tensor, or for a further name of one."""
+        tensor = self._tensor(name)
+        return math.prod(tensor.shape) * STORED_TYPES[tensor.dtype].element_bytes
+
+    def read_into(self, name: str, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the row-major bytes of a tensor. Every block that is touched is verified.
+
+        Args:
+            name: a state tensor's, or a further name of one (see ``ties``).
+            buffer: writable, contiguous, of exactly ``size_bytes(name)`` bytes. After an error its content is void.
+
+        Raises:
+            KeyError: the checkpoint has no such tensor.
+            CorruptCheckpointError: the file is damaged.
+            StorageError: the file cannot be read.
+        """
+        tensor, out = self._tensor(name), buffer.cast("B")
+        if len(out) != self.size_bytes(name):
+            raise ValueError(f"{name} has {self.size_bytes(name)} bytes, the buffer {len(out)}")
+        if len(tensor.pieces) == 1:
+            self._read(*self._place(tensor.pieces[0]), out)
+            return
+        whole = np.frombuffer(out, element(tensor.dtype)).reshape(tensor.shape)
+        for piece in tensor.pieces:
+            stored = self._stored[piece.file][piece.key]
+            data = bytearray(stored.end - stored.begin)
+            self._read(*self._place(piece), memoryview(data))
+            box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.lengths, strict=True))
+            whole[box] = np.frombuffer(data, element(tensor.dtype)).reshape(piece.lengths)
+
+    def read_many_into(self, targets: Collection[tuple[str, memoryview]]) -> None:
+        """:meth:`read_into` for many tensors, each block being read once for all of them.
+
+        Args:
+            targets: name and buffer. After an error the content of all is void.
+        """
+        parts: dict[Key, list[tuple[int, memoryview]]] = {}
+        if len(targets) == 1 and self._ahead is None:  # its neighbours may come next, each in a call of its own
+            self.read_into(*next(iter(targets)))
+            return
+        for name, buffer in targets:
+            (piece, *others), out = self._tensor(name).pieces, buffer.cast("B")
+            self._held(piece.file)  # not where all is closed
+            _, _, begin, end = self._stored[piece.file][piece.key]
+            if others or len(out) != end - begin:
+                self.read_into(name, buffer)
+                continue
+            for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+                low = block * BLOCK_BYTES
+                if low <= begin and end <= low + BLOCK_BYTES:  # of small ones there may be thousands
+                    part = begin - low, out
+                else:
+                    first, last = max(begin, low), min(end, low + BLOCK_BYTES)
+                    part = first - low, out[first - begin : last - begin]
+                parts.setdefault((piece.file, block), []).append(part)
+
+        def use(key: Key, data: memoryview) -> None:
+            self._verified.add(key)
+            for first, target in parts.get(key, ()):
+                copy_bytes(target, data[first : first + len(target)])
+
+        self._prove()
+        missing = []
+        for key in sorted(parts):
+            if (data := self._cached(key)) is None:
+                missing.append(key)
+            else:
+                use(key, data)
+        if self._ahead is not None:
+            begun = [(file.path.name, block) for file, block in self._ahead.blocks]
+            try:
+                if set(begun) <= parts.keys() | {(name, 0) for name in self._heads}:  # all of it is wanted
+                    self._ahead.finish(lambda n, data: use(begun[n], data))
+                    return
+            finally:
+                self._stop_ahead()
+        read_blocks(
+            [(self._file(name), block) for name, block in missing],
+            lambda n, data: use(missing[n], data),
+            threads=self._threads,
+        )
+
+    def read_rows_into(self, piece: Piece, first: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the row-major bytes of a piece, from row ``first`` of the piece on.
+
+        Args:
+            piece: of this checkpoint's manifest. Its rows are what its first dimension counts.
+            buffer: as :meth:`read_into`, of a whole number of rows.
+
+        Raises:
+            CorruptCheckpointError, StorageError: as :meth:`read_into`.
+        """
+        stored, out = self._stored[piece.file][piece.key], buffer.cast("B")
+        begin = stored.begin + (first * ((stored.end - stored.begin) // piece.lengths[0]) if first else 0)
+        if begin + len(out) > stored.end:
+            raise ValueError(f"{piece.key} in {piece.file} ends before {len(out)} bytes from row {first}")
+        self._read(self._file(piece.file), begin, out)
+
+    def verify(self, progress: Callable[[int], None] = lambda size_bytes: None) -> None:
+        """Compare every byte of every file with its checksum, with several threads.
+
+        Args:
+            progress: called by these threads with the size of each block that was verified.
+
+        Raises:
+            CorruptCheckpointError: a file is damaged.
+            StorageError: a file cannot be read.
+        """
+        self._verify(self._blocks(), progress)
+
+    def verify_rest(self) -> None:
+        """:meth:`verify`, of what has not been read, and so verified, since this was opened."""
+        self._verify([one for one in self._blocks() if (one[0].path.name, one[1]) not in self._verified])
+
+    @property
+    def _threads(self) -> int:
+        """How many may have a block, one block of the cache being in memory beside them; for a second, one fewer."""
+        return min(THREADS, THREADS + 1 - len(self._cache))
+
+    def _stop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()  # first: what an interrupt comes before is closed later
+            self._ahead = None
+
+    def _blocks(self) -> list[Block]:
+        return [(file, block) for file in self._files.values() for block in range(len(file.entry.blocks))]
+
+    def _verify(self, blocks: list[Block], progress: Callable[[int], None] = lambda size_bytes: None) -> None:
+        self._stop_ahead()
+        read_blocks(blocks, lambda _, data: progress(len(data)), threads=self._threads)
+        self._verified.update((file.path.name, block) for file, block in blocks)
+
+    def _tensor(self, name: str) -> TensorEntry:
+        return self.manifest.tensors[self._names.get(name, name)]
+
+    def _held(self, name: str) -> OpenFile:
+        if name not in self._files:
+            raise StorageError(f"the checkpoint {self.path} is closed")
+        return self._files[name]
+
+    def _file(self, name: str) -> OpenFile:
+        """A file that is about to be read."""
+        self._prove()
+        return self._held(name)
+
+    def _prove(self) -> None:
+        """Hold the headers that were read by themselves against the verified blocks that they lie in."""
+        if not self._unproved:
+            return
+        with self._proving:
+            try:
+                for name, head in list(self._unproved.items()):
+                    file, found = self._held(name), None
+                    if self._ahead is not None:
+                        found = self._ahead.looked(self._heads[name])
+                    if found is None:  # no thread has it
+                        found = _head(self._one_block(file, 0))
+                    if found != head:  # and yet the block is whole: that is no damage of the file
+                        raise StorageError(f"cannot read {file.path}: its header reads otherwise each time")
+                    self._unproved.pop(name, None)
+            except BaseException:
+                self._stop_ahead()  # what comes next reads for itself
+                raise
+
+    def _place(self, piece: Piece) -> tuple[OpenFile, int]:
+        """The file that a piece lies in, and where it begins there."""
+        return self._file(piece.file), self._stored[piece.file][piece.key].begin
+
+    def _read(self, file: OpenFile, begin: int, out: memoryview) -> None:
+        """Fill ``out`` with the file's bytes from ``begin`` on."""
+        end = begin + len(out)
+        whole = [*range(-(-begin // BLOCK_BYTES), end // BLOCK_BYTES)]
+        if end == file.entry.size_bytes and end % BLOCK_BYTES and begin <= end // BLOCK_BYTES * BLOCK_BYTES:
+            whole.append(end // BLOCK_BYTES)
+
+        def use(number: int, data: memoryview) -> None:
+            self._verified.add((file.path.name, whole[number]))
+            at = whole[number] * BLOCK_BYTES - begin
+            copy_bytes(out[at : at + len(data)], data)
+
+        read_blocks([(file, block) for block in whole], use, threads=self._threads)
+        for block in sorted({begin // BLOCK_BYTES, (end - 1) // BLOCK_BYTES} - {*whole}) if out else ():
+            low = block * BLOCK_BYTES
+            first, last = max(begin, low), min(end, low + BLOCK_BYTES)
+            copy_bytes(out[first - begin : last - begin], self._one_block(file, block)[first - low : last - low])
+
+    def _one_block(self, file: OpenFile, block: int) -> memoryview:
+        """A block that is read for a part of it, and kept for a while: its neighbours are wanted next."""
+        key = (file.path.name, block)
+        if (held := self._cached(key)) is not None:
+            return held
+        data = read_one(file, block)
+        with self._mutex:
+            self._verified.add(key)
+            self._cache[key] = data
+            while len(self._cache) > _CACHED_BLOCKS:
+                self._cache.popitem(last=False)
+        return data
+
+    def _cached(self, key: Key) -> memoryview | None:
+        with self._mutex:
+            if self._process != os.getpid():  # a forked child has zeros where its parent has blocks
+                self._cache.clear()
+                self._process = os.getpid()
+            if key in self._cache:
+                self._cache.move_to_end(key)
+            return self._cache.get(key)
+
+    def _header(self, file: OpenFile) -> bytes:
+        """The text of a safetensors header. Its length is checked before memory is taken for it."""
+        if (head := self._unproved.get(file.path.name)) is not None:
+            return head[8:]
+        size = file.entry.size_bytes
+        if size < 8:
+            raise CorruptCheckpointError(f"{file.path} is no safetensors file: it has {size} bytes")
+        prefix = bytearray(8)
+        self._read(file, 0, memoryview(prefix))
+        length = int.from_bytes(prefix, "little")
+        if length > min(MAX_HEADER_BYTES, size - 8):
+            raise CorruptCheckpointError(f"{file.path} claims a header of {length} bytes")
+        text = bytearray(length)
+        self._read(file, 8, memoryview(text))
+        return bytes(text)
+
+    def _piece(self, name: str, tensor: TensorEntry, piece: Piece) -> StoredTensor:
+        """The header's entry for a piece; it must say the same as the manifest."""
+        stored = self._stored.get(piece.file, {}).get(piece.key)
+        kind, lengths = STORED_TYPES[tensor.dtype], piece.lengths
+        if stored is None:
+            raise CorruptCheckpointError(
+                f"{self.path / piece.file} lacks {piece.key!r}, which the manifest places there"
+            )
+        code, shape, begin, end = stored
+        if code != kind.code or shape != (kind.stored_shape(lengths) if kind.pair or kind.packed else lengths):
+            raise CorruptCheckpointError(
+                f"{self.path / piece.file} has {piece.key!r} as {code!r}{list(shape)}, the manifest has "
+                f"{name!r} as {tensor.dtype}{list(lengths)}"
+            )
+        if end - begin != math.prod(lengths) * kind.element_bytes:
+            raise CorruptCheckpointError(f"{self.path / piece.file} gives {piece.key!r} a range of another size")
+        return stored
+
+
+def _glimpse(file: OpenFile) -> bytes | None:
+    """The header of a safetensors file, its length before it, as it reads before its block is verified.
+
+    Returns:
+        None: it does not lie in the first block, or cannot be read: the verified block tells.
+    """
+    room, prefix = min(file.entry.size_bytes, BLOCK_BYTES) - 8, bytearray(8)
+    try:
+        if room < 0 or files.read_all(file.fd, memoryview(prefix), 0) < 8:
+            return None
+        if (length := int.from_bytes(prefix, "little")) > room:
+            return None
+        text = bytearray(length)
+        count = files.read_all(file.fd, memoryview(text), 8)
+    except OSError:
+        return None
+    return bytes(prefix + text) if count == length else None
+
+
+def _head(block: memoryview) -> bytes:
+    """The same of the verified block."""
+    return bytes(block[: 8 + int.from_bytes(block[:8], "little")])
+
+
+def open_checkpoint(path: str | os.PathLike[str], narrow: Narrow = whole, *, ahead: bool = False) -> Checkpoint:
+    """Open a checkpoint: its manifest, and its files' types, sizes and headers, are verified.
+
+    As long as it is open, in any process, the job that writes there does not delete it, and goes on; a process that
+    dies has closed it. Children that were forked meanwhile hold it open, too.
+
+    Args:
+        narrow: what of the manifest is of interest, once it is verified: fewer tensors, pieces, files. Of what it
+            leaves out nothing is read.
+        ahead: all of it is going to be read into memory that is there, in one call of ``read_many_into``: what that
+            begins with is read from now on. Not with ``narrow``.
+
+    Raises:
+        CorruptCheckpointError: it is damaged; the message names the file.
+        MismatchError: it has a format that this version does not know.
+        StorageError: it cannot be read.
+    """
+    absolute = Path(path).absolute()
+    manifest, opened = open_files(absolute, narrow, early=ahead)
+    try:
+        checkpoint = Checkpoint(absolute, opened)
+    except BaseException:
+        close_all(opened)
+        raise
+    try:
+        checkpoint.begin(manifest, ahead=ahead)
+        return checkpoint
+    except BaseException:
+        checkpoint.close()
+        raise

@@ -1,0 +1,477 @@
+"""The store: a directory of checkpoints, each there whole or not at all, and there for good once acknowledged.
+
+    <directory>/
+      .lock                         held by the one writer
+      step-00001234/                a checkpoint: manifest.json, state.msgpack, <owner>-<shard>-of-<shards>.safetensors
+      .tmp-00001234-<run id>/       being written; a leftover belongs to a dead run and is removed
+      .replaced-step-00001234/      stands in for a step-00001234 that is just being exchanged for a new one
+      .trash-step-00001234/         being deleted
+      .broken-step-00001234/        proved damaged, set aside by a restore; left for people to look at
+      .superseded-step-00001234/    later than the step from which a job was told to go on; left likewise
+
+Every name but ``step-…`` is hidden from readers. :mod:`.retention` says which checkpoints stay, :mod:`.cleanup` what
+becomes of the other names. A checkpoint that is open somewhere is not deleted, but later.
+
+A commit has these steps, which are numbered where they are done:
+
+     (1) the directory is locked; others wait, or are told who holds it (:mod:`.lock`)
+     (2) a temporary directory is made
+     (3) each shard, and the extra state, is written, checksummed and fsynced
+     (4) the manifest is written last, and fsynced
+     (5) the temporary directory is fsynced: the names of these files
+     (6) it is renamed to ``step-…``
+     (7) the store's directory is fsynced: that name; only now the checkpoint is acknowledged
+     (8) older ones are deleted
+     (9) what fsync refused has failed for good: it is never tried again and then acknowledged
+    (10) a restore verifies every byte (:mod:`.files`, :mod:`.reader`); what is damaged is set aside (:mod:`.discovery`)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from checkflow.core.errors import CheckflowError, StorageError, UnsupportedError
+from checkflow.runtime.format import manifest
+from checkflow.runtime.format.layout import OWNER, FileLayout, Layout, file_image
+from checkflow.runtime.store import cleanup as leftovers
+from checkflow.runtime.store import retention
+from checkflow.runtime.store.cleanup import BROKEN, SUPERSEDED, temporary_name
+from checkflow.runtime.store.discovery import find
+from checkflow.runtime.store.file_writer import write_file
+from checkflow.runtime.store.files import REPLACED, glance, parse_step, step_name
+from checkflow.runtime.store.lock import DirectoryLock
+from checkflow.runtime.store.retention import Known, Mode, Rules
+from checkflow.runtime.system import fs as files
+
+logger = logging.getLogger("checkflow")
+
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
+_VOLATILE = ("tmpfs", "ramfs", "overlay")
+Image = Callable[[FileLayout], Iterator[memoryview]]  # the bytes of a file in order
+
+
+class Store:
+    """The writing side of a checkpoint directory. One per directory at a time, over all processes and hosts.
+
+    Args:
+        directory: made if it is missing.
+        run_id: distinguishes the runs that wrote here; letters, digits, ``_``, ``.``, ``-``.
+        keep_latest, keep_epochs, keep_every, keep_best, monitor, mode: which checkpoints stay; see
+            :class:`.retention.Rules`.
+        lock_wait_seconds: how long to wait for another writer to end.
+
+    Raises:
+        LockedError: another process writes here.
+        StorageError: the directory cannot be made, read or written.
+        ValueError: a rule, or the run id, is out of its range.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        run_id: str,
+        keep_latest: int = 2,
+        keep_epochs: bool = True,
+        keep_every: int | None = None,
+        keep_best: int = 0,
+        monitor: str | None = None,
+        mode: Mode = "min",
+        lock_wait_seconds: float = 5.0,
+    ) -> None:
+        if not OWNER.fullmatch(run_id):
+            raise ValueError(f"a run id is 1 to 100 letters, digits, '_', '.' and '-', not {run_id!r}")
+        self.run_id = run_id
+        self.rules = Rules(keep_latest, keep_epochs, keep_every, keep_best, monitor, mode)
+        self.directory = Path(directory).absolute()
+        self._mutex = threading.RLock()  # the collector may find a dropped job, and close it, anywhere
+        self._known: dict[int, Known] = {}  # every checkpoint that is known to be complete, by step
+        self._left_alone: set[int] = set()  # steps whose checkpoint was told to be incomplete, or unreadable
+        self._void: set[str] = set()  # published, but not durably, and not yet taken back
+        self._went_on_from: int | None = None  # older ones have not been looked at since
+        self._root: int | None = None
+        self._told_no_sync = False
+        self._told_left: set[str] = set()  # names of what could not be removed
+        with reported(f"cannot use the checkpoint directory {self.directory}"):
+            files.make_durably(str(self.directory), self._sync_folder)
+            self.directory = self.directory.resolve(strict=True)  # the root may be a link; nothing below it may
+        # (1) one writer
+        self._lock = DirectoryLock(self.directory, wait_seconds=lock_wait_seconds)
+        try:
+            with reported(f"cannot use the checkpoint directory {self.directory}"):
+                self._root = files.open_folder(str(self.directory))
+                self._settle()
+                # What an earlier run renamed and did not live to sync is as good as acknowledged from here on.
+                self._sync_folder(self._root)
+            if (kind := files.file_system(self.directory)[0]) in _VOLATILE:
+                logger.warning(
+                    "%s lies on %s: its checkpoints do not outlive this machine or container", self.directory, kind
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def locked(self) -> bool:
+        """Whether the directory is this process's to write."""
+        return self._root is not None
+
+    def close(self) -> None:
+        """Give up the lock, when what is being written is done; once more is harmless."""
+        # Not in a forked child, where nobody gives the mutex back.
+        with self._mutex if self._lock.held else contextlib.nullcontext():
+            root, self._root = self._root, None
+            if root is not None:
+                files.close_quietly(root)  # nothing is written through a directory
+            self._lock.release()
+
+    def checkpoints(self) -> tuple[Path, ...]:
+        """Paths of all checkpoints, newest first."""
+        return find(self.directory)
+
+    def commit(
+        self,
+        step: int,
+        layout: Layout,
+        staging: memoryview | Image,
+        extra: bytes,
+        info: Mapping[str, Any],
+        *,
+        ties: Sequence[tuple[str, str]] = (),
+        absent: Sequence[str] = (),
+        plan_digest: str = "",
+        retire: bool = True,
+        run_id: str | None = None,
+    ) -> Path:
+        """Write a checkpoint. When this returns, it survives a power cut: it is acknowledged.
+
+        A checkpoint of the same step, left by an earlier run, is replaced: it stays until the new one is complete on
+        disk, and comes back if the exchange does not succeed.
+
+        Args:
+            staging: at least ``layout.buffer_bytes`` bytes, filled as ``layout`` says; must not change meanwhile. Or a
+                function that gives the bytes of each file in order, for state that is not held in memory as a whole.
+            extra: the content of ``state.msgpack``.
+            info: JSON values; retention knows ``"epoch_end"`` (true or false) and ``"metrics"`` (numbers by name).
+            ties: (further name, name in ``layout``) of state tensors that share memory.
+            absent: names of state that did not exist at this boundary.
+            plan_digest: of the plan that ran.
+            retire: whether older ones may go then; otherwise with the next commit.
+            run_id: of the run that captured it, if that is another one.
+
+        Raises:
+            StorageError: it could not be written. What was written of it is removed, earlier checkpoints are untouched,
+                and the next commit may succeed.
+            UnsupportedError: ``info`` holds something other than JSON values.
+        """
+        image = staging if callable(staging) else _staged(staging, layout)
+        if len(extra) > manifest.MAX_EXTRA_BYTES:
+            raise UnsupportedError(f"the extra state has {len(extra)} bytes, more than {manifest.MAX_EXTRA_BYTES}")
+        plain = manifest.to_info(info)
+        described = manifest.Manifest(
+            step=step,
+            run_id=self.run_id if run_id is None else run_id,
+            plan_digest=plan_digest,
+            world_size=1,
+            files={},
+            tensors=manifest.describe_tensors(layout),
+            ties=tuple(ties),
+            absent=tuple(absent),
+            info=plain,
+        )
+        return self.commit_written(
+            step,
+            lambda root, temporary: self._write_files(root, temporary, layout, image, extra, described),
+            info=plain,
+            retire=retire,
+        )
+
+    def commit_written(
+        self, step: int, write: Callable[[int, str], None], *, info: Mapping[str, Any], retire: bool = True
+    ) -> Path:
+        """As :meth:`commit`, of what ``write`` writes: this is how several processes make one checkpoint.
+
+        Args:
+            write: called with a descriptor of the store's directory, and with the name of the one that it makes there.
+                When it returns, a whole checkpoint lies in it, durable: files, manifest, and their names.
+            info: what its manifest says of it, for retention.
+            retire: as for :meth:`commit`.
+
+        Raises:
+            StorageError, and what ``write`` raises: nothing of the checkpoint is left.
+        """
+        if not 0 <= step <= manifest.MAX_STEP:
+            raise ValueError(f"a step is a number from 0 to {manifest.MAX_STEP}, not {step}")
+        with self._writing(f"cannot write the checkpoint of step {step} to {self.directory}") as root:
+            temporary, final = temporary_name(step, self.run_id), step_name(step)
+            try:
+                self._settle()
+                if self._went_on_from is not None:  # what a dead run did not live to delete takes this one's room
+                    self._retire(root, self._went_on_from)
+                    self._went_on_from = None
+                write(root, temporary)
+                # (6), (7) the checkpoint's own name: from here on it is acknowledged
+                self._publish(root, temporary, final)
+            except BaseException:
+                self._remove_quietly(root, temporary)
+                raise
+            self._known[step] = retention.known(step, info)
+            # (8) only now may older ones go
+            if retire:
+                self._retire(root, step)
+            return self.directory / final
+
+    def _write_files(
+        self,
+        root: int,
+        temporary: str,
+        layout: Layout,
+        image: Image,
+        extra: bytes,
+        described: manifest.Manifest,
+    ) -> None:
+        """A checkpoint under a temporary name, whole and durable; ``described`` but for its files."""
+        # (2) a directory that no reader looks at
+        files.mkdir(temporary, dir_fd=root)
+        folder = files.open_folder(temporary, dir_fd=root)
+        try:
+            # (3) every shard, and the extra state: written, checksummed, fsynced
+            entries = {file.name: write_file(folder, file.name, image(file)) for file in layout.files}
+            for file in layout.files:
+                if entries[file.name].size_bytes != file.size_bytes:
+                    raise StorageError(f"{file.name} got {entries[file.name].size_bytes} of {file.size_bytes} bytes")
+            entries[manifest.EXTRA] = write_file(folder, manifest.EXTRA, iter([memoryview(extra)]))
+            # (4) the manifest last: it names only what is on the disk by now
+            content = manifest.dumps(dataclasses.replace(described, files=entries))
+            write_file(folder, manifest.MANIFEST, iter([memoryview(content)]))
+            # (5) the names of these files
+            self._sync_folder(folder)
+        finally:
+            files.close_quietly(folder)
+
+    def annotate(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics to a checkpoint: it is exchanged for one of the same files, under a manifest that has them too.
+
+        Nothing is copied, and nothing that exists is written to: whatever happens, one of the two is there whole. A
+        checkpoint that is gone meanwhile, or has them already, is let be.
+
+        Raises:
+            StorageError: that is not possible (a file system without hard links); the checkpoint is what it was.
+        """
+        with self._writing(f"cannot add metrics to the checkpoint of step {step} in {self.directory}") as root:
+            final, temporary = step_name(step), temporary_name(step, self.run_id)
+            self._settle()
+            if not files.exists(final, dir_fd=root):
+                return
+            before = glance(self.directory / final, shared=False)
+            told = {**retention.read_metrics(before.info), **metrics}
+            info: dict[str, Any] = {**before.info, retention.METRICS: retention.write_metrics(told)}
+            self._known[step] = retention.known(step, info)  # in this run, whatever becomes of it
+            if info == before.info:
+                return
+            try:
+                self._link_files(root, temporary, final, dataclasses.replace(before, info=info))
+                self._publish(root, temporary, final)
+            except BaseException:
+                self._remove_quietly(root, temporary)
+                raise
+
+    def _link_files(self, root: int, temporary: str, final: str, described: manifest.Manifest) -> None:
+        """The files of a checkpoint under a temporary name, with another manifest, durable."""
+        files.mkdir(temporary, dir_fd=root)  # (2)
+        with contextlib.ExitStack() as opened:
+            old, new = (opened.enter_context(files.folder(name, dir_fd=root)) for name in (final, temporary))
+            for name in described.files:  # (3) but for their bytes, which are on the disk
+                files.link(name, old_dir_fd=old, dir_fd=new)
+            write_file(new, manifest.MANIFEST, iter([memoryview(manifest.dumps(described))]))  # (4)
+            self._sync_folder(new)  # (5)
+
+    def went_on_from(self, step: int) -> None:
+        """A job was restored from this checkpoint, verified whole: older ones may go before the next commit."""
+        self._went_on_from = step
+
+    def set_aside(self, path: Path) -> Path:
+        """Rename a checkpoint that is proved damaged to ``.broken-…``, so that no restore meets it again.
+
+        Raises:
+            StorageError: it cannot be renamed.
+        """
+        with self._writing(f"cannot set the damaged checkpoint {path} aside") as root:
+            return self._hide(root, path, BROKEN)
+
+    def rewind(self, step: int) -> tuple[Path, ...]:
+        """Rename all checkpoints after ``step`` to ``.superseded-…``; returns their new paths.
+
+        For a job that is told to go on from an older step (or, with -1, to start anew): the next restore would
+        otherwise take the newest of the abandoned run.
+
+        Raises:
+            StorageError: one cannot be renamed.
+        """
+        with self._writing(f"cannot rewind {self.directory} to step {step}") as root:
+            later = [path for path in self.checkpoints() if (parse_step(path.name) or 0) > step]
+            return tuple(self._hide(root, path, SUPERSEDED) for path in later)
+
+    def _hide(self, root: int, path: Path, prefix: str) -> Path:
+        step = parse_step(path.name)
+        if step is None or path.parent != self.directory:
+            raise ValueError(f"{path} is no checkpoint of {self.directory}")
+        hidden = leftovers.hide(root, path.name, prefix)
+        self._sync_folder(root)
+        self._known.pop(step, None)
+        return self.directory / hidden
+
+    @contextlib.contextmanager
+    def _writing(self, what: str) -> Iterator[int]:
+        """One thing at a time, in a directory that is still this one's; gives a descriptor of it.
+
+        Args:
+            what: cannot be done, where it fails.
+        """
+        self._open_root()  # first: in a forked child the mutex may be held for ever, by a thread that is not there
+        with self._mutex, reported(what):
+            root = self._open_root()
+            if not files.is_at(root, str(self.directory)):
+                raise StorageError(f"{what}: the directory was moved or replaced since this job began")
+            self._lock.renew()
+            yield root
+
+    def _open_root(self) -> int:
+        # A forked child has lost the lock, and its parent is still writing.
+        if self._root is None or not self._lock.held:
+            raise StorageError(f"the store {self.directory} is closed in this process")
+        return self._root
+
+    def _publish(self, root: int, temporary: str, final: str) -> None:
+        """Give a complete temporary directory its name, durably; undo it if that cannot be made sure.
+
+        The name may be taken by the same step of an earlier run, and a directory cannot be renamed onto one that is not
+        empty. So the old one steps aside first. Whatever moment a crash picks, one of the two is whole under a name
+        that :func:`.cleanup.settle` brings back.
+        """
+        replaced = REPLACED + final
+        exchanged = False
+        try:
+            if files.exists(final, dir_fd=root):
+                files.rename(final, replaced, dir_fd=root)
+                exchanged = True
+            # Everything in the directory is on the disk, and the name is free. What gets it from here on is void until
+            # (7) has succeeded. (9) No second try: an fsync that failed may have dropped the name, and will not say so
+            # twice.
+            self._void.add(final)
+            files.rename(temporary, final, dir_fd=root)  # (6)
+            self._sync_folder(root)  # (7)
+            # An xfs that an error of the disk shut down since the rename has dropped it, and then syncs folders without
+            # a word. But it opens nothing any more.
+            files.close(files.open_folder(final, dir_fd=root))
+            self._void.discard(final)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._settle()
+            raise
+        if exchanged:
+            self._remove_quietly(root, replaced)
+
+    def _remove_quietly(self, root: int, name: str) -> None:
+        leftovers.remove_quietly(root, name, self._tell_left)
+
+    def _settle(self) -> None:
+        leftovers.settle(self._open_root(), self._void, self._sync_folder, self._tell_left)
+
+    def _tell_left(self, name: str, error: OSError) -> None:
+        if name not in self._told_left:
+            self._told_left.add(name)
+            logger.warning("cannot remove %s: %s", self.directory / name, error.strerror)
+
+    def _retire(self, root: int, newest: int) -> None:
+        """Delete old checkpoints: :func:`.retention.kept` says which. That of step ``newest`` is whole and durable.
+
+        Only complete ones count, or damaged ones could push out the last good one; damaged ones are left for a restore
+        to set aside. What is being read stays for now.
+        """
+        try:
+            complete = self.look()
+            stay = retention.kept(self.rules, complete, newest)
+            for step in sorted((one.step for one in complete if one.step not in stay), reverse=True):
+                if leftovers.retire(root, step_name(step), self._tell_left):
+                    del self._known[step]
+                else:
+                    logger.debug("step %d is being read, and stays until it is not", step)
+        except (OSError, StorageError) as error:
+            logger.warning("cannot delete old checkpoints in %s: %s", self.directory, error)
+
+    def look(self) -> tuple[Known, ...]:
+        """All complete checkpoints, as far as manifests, names and sizes tell, newest first.
+
+        Raises:
+            StorageError: the directory cannot be read.
+        """
+        present = {step: path for path in self.checkpoints() if (step := parse_step(path.name)) is not None}
+        for gone in self._known.keys() - present.keys():
+            del self._known[gone]
+        for step, path in present.items():
+            if step in self._known:
+                continue
+            try:
+                self._known[step] = retention.known(step, glance(path, shared=False).info)
+            except CheckflowError as error:
+                if step not in self._left_alone:
+                    self._left_alone.add(step)
+                    logger.warning("leaving %s alone: %s", path, error)
+        return tuple(self._known[step] for step in present if step in self._known)
+
+    def known(self) -> tuple[Known, ...]:
+        """What :meth:`look` and commits have found so far, from any thread."""
+        return tuple(self._known.copy().values())
+
+    def _sync_folder(self, fd: int) -> None:
+        if not sync_folder(fd) and not self._told_no_sync:
+            self._told_no_sync = True
+            logger.warning(
+                "the file system of %s cannot sync directories: a power cut may lose the newest checkpoint",
+                self.directory,
+            )
+
+
+def sync_folder(fd: int) -> bool:
+    """Make the names in a directory durable; False: its file system cannot."""
+    try:
+        files.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+        return False
+    return True
+
+
+def _staged(staging: memoryview, layout: Layout) -> Image:
+    flat = staging.cast("B")
+    if len(flat) < layout.buffer_bytes:
+        raise ValueError(f"the staging buffer has {len(flat)} bytes, the layout needs {layout.buffer_bytes}")
+    return lambda file: file_image(file, flat, manifest.BLOCK_BYTES)
+
+
+@contextlib.contextmanager
+def reported(what: str) -> Iterator[None]:
+    """An error of the operating system as a StorageError that says what could not be done."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{what}: {error.strerror or error}") from error

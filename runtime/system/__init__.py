@@ -1,0 +1,1 @@
+"""System calls, aligned memory, NUMA, signal errors."""

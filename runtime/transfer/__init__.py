@@ -1,0 +1,1 @@
+"""Copy engines: host, CUDA."""

@@ -1,0 +1,461 @@
+"""The copy engine for state in the memory of a device that runs behind the host: a CUDA GPU.
+
+What each method promises is :mod:`.engine`'s. The engine speaks to the device in a handful of calls
+(:mod:`.device`; the real one is :mod:`.cuda_device`), and blocks the host in ``finish`` and ``abort`` alone (and
+where it is told to wait for a capture that was concluded).
+A device does what is enqueued on one stream in order, and on several in any order that events leave open. So:
+
+1. Chunks cross the link on a stream of the engine's own, the side stream. Before each ``offload`` it waits for an event
+   of the stream that is current then: behind all that training has enqueued there, snapshots among it.
+2. Every so many bytes an event follows on the side stream. ``wait`` has the current stream wait for the one behind the
+   last chunk that is asked for: whatever training enqueues from then on comes after the copy.
+3. A snapshot is allocated and copied on the current stream, which orders it by itself. When it is given back, the
+   stream on which it was allocated waits for the event behind its offload before the memory returns to the allocator,
+   which may hand it out again at once, but to that stream only.
+4. Training may use several streams: backward runs on a thread with a current stream of its own. What others must come
+   behind is a *fence*: the boundary (before which all state was written), snapshots made, and events that a stream had
+   to wait for. Whenever the engine is called under a stream, that stream first waits for the fences that it has not
+   passed yet. A boundary comes behind all streams that were noted since the one before.
+5. When the last chunk of a capture has been ordered, a thread waits for the last event and calls ``on_complete``: for
+   one capture after the other.
+6. ``conclude`` has every stream that the engine was called under during the capture wait for its last part: then no
+   later write meets a copy, and memory of snapshots may go back to the allocator, whichever stream it belongs to. What
+   the next capture orders queues on the side stream behind that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from checkflow.core.errors import CheckflowError
+from checkflow.runtime.transfer.cuda_capture import DeviceCapture, Part, Snapshot, merged, nothing, silent
+from checkflow.runtime.transfer.device import Event, Stream, StreamDevice
+from checkflow.runtime.transfer.engine import (
+    CopyRecord,
+    CopyStatistics,
+    Order,
+    Outcome,
+    Transfer,
+    records,
+    tell_failure,
+)
+
+logger = logging.getLogger("checkflow")
+
+# So much crosses the link between two events: a wait may last for as much more than what it waits for. At 50 GB/s these
+# are 0.7 ms, while an event costs the training thread some microseconds.
+EVENT_BYTES = 32 * 2**20
+MOST_PREPARED = 8  # lists of transfers: one for each staging buffer, and some of a layout before
+
+
+class CudaCopyEngine:
+    """Copies from a device to host memory on a stream of its own: for training on a GPU.
+
+    The host never waits at an anchor. How much it does there goes with the number of parts that are copied: what lies
+    side by side in both memories is one, and lists of them are made once for each staging buffer.
+    """
+
+    def __init__(self, device: StreamDevice) -> None:
+        self._device = device
+        self.source = device.memory
+        self._now = nothing()  # the capture that was begun last
+        self._noted: set[Stream] = set()  # on which training has written since the last ``join``
+        self._joined: set[Stream] = set()  # which the next capture's boundary comes behind
+        self._ordering = threading.RLock()  # what ``hasten`` reads and writes, on whichever thread
+        self._prepared: dict[int, tuple[Sequence[Transfer], dict[tuple[int, ...], list[Part]]]] = {}
+        # Between the training thread and the one that waits for the ends of captures:
+        self._mutex = threading.RLock()  # entered by itself, not by the condition: see system/signals.py
+        self._changed = threading.Condition(self._mutex)
+        # All that they copy has been ordered; here until what is to be called for them was called.
+        self._sealed: deque[DeviceCapture] = deque()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="checkflow-copy", daemon=True)
+        self._thread.start()
+
+    def note(self) -> None:
+        # While a graph is captured nothing is written; a device that has failed says so again in ``begin``.
+        with contextlib.suppress(CheckflowError):
+            self._noted.add(self._device.current())
+
+    def join(self) -> None:
+        device, here = self._device, self._device.current()
+        noted, self._noted = self._noted, set()  # first: one that is there no more is not to be asked for ever
+        for stream in noted - {here}:
+            event = device.record(stream)
+            device.wait(here, event)
+            device.recycle([event])
+        self._joined |= noted
+
+    def begin(
+        self,
+        transfers: Sequence[Transfer],
+        on_complete: Callable[[], None],
+        at_once: Sequence[Transfer] = (),
+        on_failure: Callable[[CheckflowError], None] = tell_failure,
+    ) -> None:
+        if not (self._now.decided or self._now.concluded):
+            raise RuntimeError("a capture is still running")
+        self._forget()
+        device = self._device
+        stream = device.current()
+        self._now = DeviceCapture(on_complete, on_failure, transfers, [-1] * len(transfers), len(transfers))
+        if at_once:
+            device.copy(device.prepare(merged(at_once)), stream)
+        boundary = self._event(stream)
+        self._fence(stream, boundary)
+        device.wait(device.side, boundary)
+        joined, self._joined = self._joined, set()
+        for other in joined - {stream}:  # what no anchor tells of, they may write next
+            device.wait(other, boundary)
+            self._now.behind[other] = len(self._now.fences)
+        if not transfers:
+            self._seal()
+
+    def snapshot(self, chunks: Sequence[int], anchor: str) -> None:
+        stream = self._enter()
+        now = self._now
+        if forced := [chunk for chunk in chunks if now.part_of[chunk] >= 0 and chunk not in now.copied]:
+            self.wait(forced)  # they had to leave from their live tensors already
+        made: dict[int, Snapshot] = {}
+        pieces = []
+        for chunk in chunks:
+            if now.part_of[chunk] >= 0 or chunk in now.copied:
+                continue
+            transfer = now.transfers[chunk]
+            address, holder = self._device.allocate(transfer.length_bytes)
+            made[chunk] = Snapshot(address, holder, stream)
+            pieces.append(Transfer(transfer.source, address, transfer.length_bytes))
+        if not made:
+            return
+        before = self._event(stream, timed=True)
+        self._device.copy(self._device.prepare(merged(pieces)), stream)
+        after = self._event(stream, timed=True)
+        self._fence(stream, after)
+        # Only now: an interrupt before this has it done again.
+        with self._ordering:
+            now.snapshots |= made
+            now.copied |= made.keys()
+        now.snapshot_spans.append((before, after))
+        size_bytes = sum(piece.length_bytes for piece in pieces)
+        now.snapshot_bytes += size_bytes
+        now.held_bytes += size_bytes
+        now.peak_bytes = max(now.peak_bytes, now.held_bytes)
+        now.orders.append(Order(tuple(made), "snapshot", anchor))
+
+    def offload(self, chunks: Sequence[int], anchor: str) -> None:
+        with self._ordering:
+            stream = self._enter()
+            part_of = self._now.part_of
+            if chosen := tuple([chunk for chunk in chunks if part_of[chunk] < 0]):
+                self._device.wait(self._device.side, self._event(stream))
+                self._order(chosen, anchor)
+
+    def wait(self, chunks: Sequence[int]) -> None:
+        stream = self._enter()
+        now = self._now
+        parts = [now.part_of[chunk] for chunk in chunks]
+        if -1 in parts:
+            raise RuntimeError(f"chunk {chunks[parts.index(-1)]} is waited for before it was released")
+        last = max(parts, default=-1)
+        if last >= now.guarded and not self._arrived(last):
+            self._hold(stream, last)
+            self._fence(None, now.ends[last])
+            now.behind[stream] = len(now.fences)
+            now.guarded = last + 1
+
+    def live(self, chunks: Sequence[int]) -> list[int]:
+        now = self._now
+        if now.decided or now.concluded:
+            return []
+        self._enter()
+        part_of, safe = now.part_of, now.safe
+        found = [chunk for chunk in chunks if not 0 <= part_of[chunk] < safe and chunk not in now.copied]
+        if found and self._advance():
+            safe = now.safe
+            found = [chunk for chunk in found if not 0 <= part_of[chunk] < safe]
+        return found
+
+    @property
+    def idle(self) -> bool:
+        return self._now.decided and not self._now.snapshots
+
+    def hasten(self) -> None:
+        with self._ordering:
+            now = self._now
+            if chosen := tuple(chunk for chunk in now.snapshots if now.part_of[chunk] < 0):
+                # This thread's current stream tells nothing: behind whatever made them, on any stream.
+                for _, event in now.fences:
+                    self._device.wait(self._device.side, event)
+                self._order(chosen, "end")
+
+    def free(self, chunks: Sequence[int]) -> None:
+        self._enter()
+        latest: dict[Stream, int] = {}
+        gone = []
+        for chunk in chunks:
+            snapshot, part = self._now.snapshots.get(chunk), self._now.part_of[chunk]
+            if snapshot is None or part < 0:
+                continue  # given back already; or not released yet, and given back at the end
+            gone.append(chunk)
+            latest[snapshot.stream] = max(part, latest.get(snapshot.stream, -1))
+        for stream, part in latest.items():
+            if not self._arrived(part):
+                self._hold(stream, part)
+        with self._ordering:
+            for chunk in gone:
+                del self._now.snapshots[chunk]
+                self._now.held_bytes -= self._now.transfers[chunk].length_bytes
+
+    def conclude(self) -> _Concluded:
+        now = self._now
+        if now.given_up:  # and an interrupt came before all of that was done
+            raise RuntimeError("the capture was given up")
+        if -1 in now.part_of:
+            raise RuntimeError(f"chunk {now.part_of.index(-1)} was never released")
+        if not now.concluded:
+            self._seal()
+            here = self._enter()
+            if now.ends and not self._arrived(len(now.ends) - 1):
+                for stream in now.behind:
+                    if stream != here:
+                        self._device.wait(stream, now.ends[-1])
+                self._hold(here, len(now.ends) - 1)
+            # Every stream that one was allocated on is among these.
+            with self._ordering:
+                now.snapshots.clear()
+                now.held_bytes = 0
+            now.concluded = True
+        return _Concluded(self, now)
+
+    def finish(self) -> None:
+        self.conclude()
+        with self._mutex:
+            while self._sealed:
+                self._seal()  # unless that was done when the last chunk was ordered, and no interrupt came before it
+                self._changed.wait()
+
+    def abort(self) -> bool:
+        now = self._now
+        with self._ordering:  # nothing is hastened from here on
+            with self._mutex:
+                now.given_up = now.given_up or not (now.decided or now.concluded)
+            try:
+                for stream in (self._device.side, *now.behind):
+                    self._device.synchronize(self._event(stream))
+            except CheckflowError as error:  # a device that has failed does nothing any more
+                logger.warning("%s", error)
+            with self._mutex:
+                self._changed.notify_all()  # an interrupt may have come before that of ``_seal``
+                while self._sealed:
+                    self._changed.wait()
+            self._forget()
+        return not now.given_up
+
+    def close(self) -> None:
+        self.abort()
+        with self._mutex:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def log(self) -> tuple[CopyRecord, ...]:
+        return records(self._now.orders, self._now.transfers)
+
+    def statistics(self) -> CopyStatistics:
+        return self._statistics(self._now)
+
+    def _statistics(self, capture: DeviceCapture) -> CopyStatistics:
+        if capture.outcome is not None:
+            return capture.outcome.statistics
+        try:
+            waited_seconds = self._seconds(capture.waited_spans)
+            snapshot_seconds = self._seconds(capture.snapshot_spans)
+        except CheckflowError as error:  # a device that has failed tells no times
+            logger.debug("what a capture cost is not known: %s", error)
+            waited_seconds = snapshot_seconds = 0.0
+        return CopyStatistics(waited_seconds, snapshot_seconds, capture.snapshot_bytes, capture.peak_bytes, 0)
+
+    def _seconds(self, spans: Iterable[tuple[Event, Event]]) -> float:
+        return sum((self._device.seconds_between(before, after) for before, after in spans), 0.0)
+
+    def _order(self, chunks: tuple[int, ...], anchor: str) -> None:
+        """These cross the link, behind what the side stream has been given."""
+        device, now = self._device, self._now
+        for part in self._parts(chunks):
+            if part.copies is not None:
+                device.copy(part.copies, device.side)
+            number = len(now.ends)
+            now.ends.append(self._event(device.side))
+            for chunk in part.chunks:
+                now.part_of[chunk] = number
+            now.remaining -= len(part.chunks)
+            now.orders.append(Order(part.chunks, "offload", anchor))
+        if now.remaining <= 0:
+            self._seal()
+
+    # Events and fences
+
+    def _event(self, stream: Stream, *, timed: bool = False) -> Event:
+        event = self._device.record(stream, timed=timed)
+        self._now.events.append(event)
+        return event
+
+    def _fence(self, stream: Stream | None, event: Event) -> None:
+        """Every other stream of training has to come behind this event; the one that it was recorded on does."""
+        self._now.fences.append((stream, event))
+        if stream is not None:
+            self._now.behind[stream] = len(self._now.fences)
+
+    def _enter(self) -> Stream:
+        """The current stream, once it has been put behind all fences."""
+        now, stream = self._now, self._device.current()
+        passed = now.behind.get(stream, 0)
+        if passed < len(now.fences):
+            for other, event in now.fences[passed:]:
+                # Asked first: of torch's streams, every comparison with None is False, that for "other" too.
+                if other is None or other != stream:
+                    self._device.wait(stream, event)
+            now.behind[stream] = len(now.fences)
+        return stream
+
+    def _hold(self, stream: Stream, part: int) -> None:
+        """Have a stream of training wait until a part has arrived; for how long is measured."""
+        before = self._event(stream, timed=True)
+        self._device.wait(stream, self._now.ends[part])
+        self._now.waited_spans.append((before, self._event(stream, timed=True)))
+
+    def _advance(self) -> bool:
+        """Look which parts have arrived; whether there are more than before."""
+        now, before = self._now, self._now.arrived
+        while now.arrived < len(now.ends) and self._device.done(now.ends[now.arrived]):
+            now.arrived += 1
+        return now.arrived > before
+
+    def _arrived(self, part: int) -> bool:
+        now = self._now
+        if part >= now.arrived and self._device.done(now.ends[part]):
+            now.arrived = part + 1  # those before it lie before it on the side stream
+        return part < now.arrived
+
+    # Parts
+
+    def _parts(self, chunks: tuple[int, ...]) -> list[Part]:
+        """Chunks in order, cut where an event is due; made once for each list of transfers where no snapshot is in."""
+        now = self._now
+        if now.copied and not now.copied.isdisjoint(chunks):
+            return self._cut(chunks)
+        # The list is kept beside what was made of it: so long no other can have its identity.
+        _, known = self._prepared.setdefault(id(now.transfers), (now.transfers, {}))
+        while len(self._prepared) > MOST_PREPARED:
+            del self._prepared[next(iter(self._prepared))]
+        parts = known.get(chunks)
+        if parts is None:
+            parts = known[chunks] = self._cut(chunks)
+        return parts
+
+    def _cut(self, chunks: tuple[int, ...]) -> list[Part]:
+        parts, begin, size_bytes = [], 0, 0
+        for end, chunk in enumerate(chunks, 1):
+            size_bytes += self._now.transfers[chunk].length_bytes
+            if size_bytes >= EVENT_BYTES or end == len(chunks):
+                parts.append(self._part(chunks[begin:end]))
+                begin, size_bytes = end, 0
+        return parts
+
+    def _part(self, chunks: tuple[int, ...]) -> Part:
+        pieces = []
+        for chunk in chunks:
+            transfer, snapshot = self._now.transfers[chunk], self._now.snapshots.get(chunk)
+            source = transfer.source if snapshot is None else snapshot.address
+            pieces.append(Transfer(source, transfer.target, transfer.length_bytes))
+        fewest = merged(pieces)
+        return Part(chunks, self._device.prepare(fewest) if fewest else None)
+
+    # The end of a capture
+
+    def _seal(self) -> None:
+        """Everything has been ordered: the thread waits for it."""
+        now = self._now
+        with self._mutex:
+            if not (now.decided or now.given_up or now in self._sealed):
+                now.last = self._event(self._device.side)
+                self._sealed.append(now)
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        self._device.enter_thread()
+        while (capture := self._next_sealed()) is not None:
+            error = self._wait_for(capture)
+            with self._mutex:
+                told = not capture.given_up
+                capture.decided = True
+            try:
+                if told and error is None:
+                    capture.on_complete()
+                elif told and error is not None:
+                    capture.on_failure(error)
+            except Exception:
+                # A fault of ours must not end the thread that others wait for; the traceback goes to the log.
+                logger.exception("a capture that has ended could not be handed on")
+            finally:
+                with self._mutex:
+                    capture.ended = True
+                    capture.on_complete, capture.on_failure = silent, tell_failure  # they hold the staging buffer
+                    self._sealed.popleft()
+                    self._changed.notify_all()
+
+    def _next_sealed(self) -> DeviceCapture | None:
+        """The first one, which stays where it is; None when the engine is closed."""
+        with self._mutex:
+            while not self._sealed and not self._closed:
+                self._changed.wait()
+            return self._sealed[0] if self._sealed else None
+
+    def _wait_for(self, capture: DeviceCapture) -> CheckflowError | None:
+        try:
+            self._device.synchronize(capture.last)
+        except CheckflowError as error:  # whoever is called says so
+            return error
+        return None
+
+    def wait_for_end(self, capture: DeviceCapture) -> None:
+        """Return when it has come to its end."""
+        with self._mutex:
+            while not capture.ended:
+                self._changed.wait()
+
+    def outcome_of(self, capture: DeviceCapture) -> Outcome | None:
+        """What it did, once it has come to its end; its events are used for others then."""
+        if capture.outcome is None and capture.ended:
+            log = functools.partial(records, capture.orders, capture.transfers)
+            capture.outcome = Outcome(self._statistics(capture), log)
+            self._device.recycle(capture.events)
+        return capture.outcome
+
+    def _forget(self) -> None:
+        """Nothing is gathered. One that was concluded is still followed."""
+        with self._ordering:
+            if not self._now.concluded:
+                self._now.snapshots.clear()
+                self._device.recycle(self._now.events)
+            self._now = nothing()
+
+
+@dataclass(frozen=True, slots=True)
+class _Concluded:
+    """See :class:`.engine.Concluded`."""
+
+    engine: CudaCopyEngine
+    capture: DeviceCapture
+
+    def outcome(self) -> Outcome | None:
+        return self.engine.outcome_of(self.capture)
+
+    def wait(self) -> None:
+        self.engine.wait_for_end(self.capture)

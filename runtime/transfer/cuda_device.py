@@ -1,0 +1,159 @@
+"""One CUDA GPU as the copy engine sees it, and what it needs done to the host memory that it copies to.
+
+Streams and events are torch's own, and memory is its caching allocator's; copies go by address, through the runtime.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import torch
+
+from checkflow.core.device import format_size
+from checkflow.core.errors import CheckflowError
+from checkflow.runtime.system import numa
+from checkflow.runtime.transfer.cudart import Copies, load_runtime
+from checkflow.runtime.transfer.device import Stream
+from checkflow.runtime.transfer.engine import Transfer
+
+
+class CudaDevice:
+    """Streams, events, memory and copies of one GPU: see :class:`.device.StreamDevice`.
+
+    Args:
+        device: with its index.
+
+    Raises:
+        CheckflowError: CUDA's runtime cannot be found, or fails.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.memory, self._index = device, device.index
+        self._runtime = load_runtime()
+        self.side: Stream = _side_stream(device)
+        self._free_events: tuple[list[_Event], list[_Event]] = ([], [])  # plain, timed
+
+    def current(self) -> Stream:
+        try:
+            capturing = torch.cuda.is_current_stream_capturing()
+            stream: Stream = torch.cuda.current_stream(self._index)
+        except RuntimeError as error:
+            raise _told(error) from error
+        if capturing:
+            raise CheckflowError(
+                "training is being captured into a CUDA graph, which passes no anchor when it is replayed: "
+                "nothing can be copied meanwhile"
+            )
+        return stream
+
+    def allocate(self, size_bytes: int) -> tuple[int, object]:
+        try:
+            # No tensor: where algorithms are to be deterministic, torch would fill it first.
+            memory = torch.UntypedStorage(size_bytes, device=self.memory)  # type: ignore[no-untyped-call]
+        except torch.OutOfMemoryError as error:
+            raise CheckflowError(
+                f"no GPU memory for a snapshot of {format_size(size_bytes)}: make a plan with --extra-memory 0, or "
+                "with a lower --memory-limit"
+            ) from error
+        except RuntimeError as error:
+            raise _told(error) from error
+        return memory.data_ptr(), memory
+
+    def prepare(self, transfers: Sequence[Transfer]) -> Copies:
+        return Copies(transfers)
+
+    def copy(self, copies: Copies, stream: Stream) -> None:
+        handle = cast(torch.cuda.Stream, stream).cuda_stream
+        if handle or torch.cuda.current_device() == self._index:
+            self._runtime.copy(copies, handle, beside=stream is self.side)
+        else:  # the legacy stream is the current device's
+            with torch.cuda.device(self._index):
+                self._runtime.copy(copies, handle)
+
+    def record(self, stream: Stream, *, timed: bool = False) -> _Event:
+        try:
+            event = self._free_events[timed].pop()
+        except IndexError:
+            event = _Event(timed)
+        try:
+            event.event.record(cast(torch.cuda.Stream, stream))
+        except RuntimeError as error:
+            raise _told(error) from error
+        return event
+
+    def wait(self, stream: Stream, event: _Event) -> None:
+        try:
+            event.event.wait(cast(torch.cuda.Stream, stream))
+        except RuntimeError as error:
+            raise _told(error) from error
+
+    def done(self, event: _Event) -> bool:
+        try:
+            return bool(event.event.query())  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise _told(error) from error
+
+    def synchronize(self, event: _Event) -> None:
+        mode = self._runtime.exempt_thread()
+        try:
+            event.event.synchronize()
+        except RuntimeError as error:
+            raise _told(error) from error
+        finally:
+            self._runtime.restore_thread(mode)
+
+    def seconds_between(self, before: _Event, after: _Event) -> float:
+        if not self.done(after):
+            return 0.0
+        try:
+            milliseconds: float = before.event.elapsed_time(after.event)
+        except RuntimeError as error:
+            raise _told(error) from error
+        return milliseconds / 1e3
+
+    def recycle(self, events: Iterable[_Event]) -> None:
+        for event in events:
+            self._free_events[event.timed].append(event)
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self._index)
+
+    # Host memory
+
+    @property
+    def numa_node(self) -> int | None:
+        """Of the GPU's PCI slot, if the system tells."""
+        return numa.node_of_pci(self._runtime.pci_address(self._index))
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """See :meth:`.cudart.Runtime.register`."""
+        with torch.cuda.device(self._index):
+            self._runtime.register(address, size_bytes)
+
+    def unregister(self, address: int) -> None:
+        """See :meth:`.cudart.Runtime.unregister`."""
+        self._runtime.unregister(address)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for each GPU, as long as the process lasts."""
+    with torch.cuda.device(device):
+        return torch.cuda.ExternalStream(load_runtime().make_stream(), device)  # type: ignore[no-untyped-call]
+
+
+class _Event:
+    """Torch's event, and whether it tells the time; a host thread that waits for it sleeps."""
+
+    __slots__ = ("event", "timed")
+
+    def __init__(self, timed: bool) -> None:
+        self.timed = timed
+        self.event = torch.cuda.Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]
+
+
+def _told(error: RuntimeError) -> CheckflowError:
+    """What torch says of CUDA's errors, as ours."""
+    return CheckflowError(f"CUDA: {str(error).partition(chr(10))[0]}")

@@ -1,0 +1,221 @@
+"""The CUDA runtime, for the few calls that torch does not offer: copies by address, singly or many at once.
+
+The library is the one that torch has loaded: two of them in a process would each have errors of their own, and their
+signatures differ between versions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import glob
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkflow.core.errors import CheckflowError
+from checkflow.runtime.transfer.engine import Transfer
+
+logger = logging.getLogger("checkflow")
+
+# Constants of driver_types.h.
+_DEFAULT_KIND = 4  # cudaMemcpyDefault: addresses are unique, so that both ends tell by themselves where they lie
+_PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
+_NON_BLOCKING = 1  # cudaStreamNonBlocking: the legacy stream neither waits for it nor holds it up
+_LEGACY = (0, 1)  # handles of the legacy stream
+_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
+_OVERLAP = 1  # cudaMemcpyFlagPreferOverlapWithCompute: by copy engines, not by kernels
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed
+_BATCHES_SINCE = 12_080  # versions count as 1000 * major + 10 * minor
+_NO_FAIL_INDEX_SINCE = 13_000
+
+
+class _Attributes(ctypes.Structure):
+    """cudaMemcpyAttributes; hints on where the ends lie are for managed memory alone, and left out."""
+
+    _fields_ = [
+        ("source_order", ctypes.c_int),
+        ("source_hint", ctypes.c_int * 2),
+        ("target_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    ]
+
+
+class Copies:
+    """Copies that are made together, as arrays that the runtime reads: made once, used at every capture."""
+
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
+        self.count = len(transfers)
+        self.targets = (ctypes.c_void_p * self.count)(*(transfer.target for transfer in transfers))
+        self.sources = (ctypes.c_void_p * self.count)(*(transfer.source for transfer in transfers))
+        self.sizes = (ctypes.c_size_t * self.count)(*(transfer.length_bytes for transfer in transfers))
+        self.singly = tuple((transfer.target, transfer.source, transfer.length_bytes) for transfer in transfers)
+
+
+class Runtime:
+    """The calls, each of which returns at once, with errors raised.
+
+    Args:
+        library: as ctypes loads it.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        library.cudaGetErrorString.restype = ctypes.c_char_p
+        library.cudaMemcpyAsync.argtypes = [
+            ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p,
+        ]  # fmt: skip
+        library.cudaHostRegister.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
+        library.cudaHostUnregister.argtypes = [ctypes.c_void_p]
+        version = ctypes.c_int()
+        self._check(library.cudaRuntimeGetVersion(ctypes.byref(version)))
+        self.version = version.value
+        # Whether copies are made many at once; not any more once the runtime has refused that.
+        self.batches = self.version >= _BATCHES_SINCE and hasattr(library, "cudaMemcpyBatchAsync")
+        self._attributes = tuple(_Attributes(source_order=_STREAM_ORDER, flags=flags) for flags in (0, _OVERLAP))
+        self._first = ctypes.c_size_t(0)
+        self._failed = ctypes.c_size_t(0)
+
+    def copy(self, copies: Copies, stream: int, *, beside: bool = False) -> None:
+        """Enqueue copies, in no order among themselves; in one call where the runtime has one for it.
+
+        Args:
+            stream: its handle; the legacy stream takes copies one by one only.
+            beside: whether they are to leave the multiprocessors to others, as far as the runtime can be told.
+
+        Raises:
+            CheckflowError: the runtime refuses, or an earlier fault of the device has come to light.
+        """
+        if self.batches and stream not in _LEGACY and copies.count > 1 and self._copy_batch(copies, stream, beside):
+            return
+        copy = self._library.cudaMemcpyAsync
+        for target, source, length_bytes in copies.singly:
+            if code := copy(target, source, length_bytes, _DEFAULT_KIND, stream):
+                self._check(code)
+
+    def _copy_batch(self, copies: Copies, stream: int, beside: bool) -> bool:
+        """Whether it was enqueued; a driver older than the runtime does not have the call, and it is not made again.
+
+        Nor is it after any other error: copies one by one either do, or say what is wrong.
+        """
+        failed = () if self.version >= _NO_FAIL_INDEX_SINCE else (ctypes.byref(self._failed),)
+        code = self._library.cudaMemcpyBatchAsync(
+            copies.targets, copies.sources, copies.sizes, ctypes.c_size_t(copies.count),
+            ctypes.byref(self._attributes[beside]), ctypes.byref(self._first), ctypes.c_size_t(1),
+            *failed, ctypes.c_void_p(stream),
+        )  # fmt: skip
+        if code:
+            self.batches = False
+            logger.info("copies to host memory are made one by one: %s", self._explained(code))
+        return not code
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """Lock host memory in place, so that the device copies to it by itself, while host and device go on.
+
+        Raises:
+            CheckflowError: the system refuses; most often because of its limit on locked memory.
+        """
+        self._check(self._library.cudaHostRegister(address, size_bytes, _PORTABLE))
+
+    def unregister(self, address: int) -> None:
+        """Undo :meth:`register`.
+
+        Raises:
+            CheckflowError: it was not registered, or the runtime is gone already.
+        """
+        self._check(self._library.cudaHostUnregister(address))
+
+    def make_stream(self) -> int:
+        """The handle of a new stream of the current device, which nobody else is given: torch's streams come from a
+        pool and are given out again and again.
+
+        Raises:
+            CheckflowError: the runtime refuses.
+        """
+        handle = ctypes.c_void_p()
+        self._check(self._library.cudaStreamCreateWithFlags(ctypes.byref(handle), _NON_BLOCKING))
+        return handle.value or 0
+
+    def pci_address(self, index: int) -> str:
+        """Of a device: domain, bus, device and function, as "0000:3B:00.0".
+
+        Raises:
+            CheckflowError: there is no such device.
+        """
+        text = ctypes.create_string_buffer(64)
+        self._check(self._library.cudaDeviceGetPCIBusId(text, len(text), index))
+        return text.value.decode()
+
+    def exempt_thread(self) -> int:
+        """From now on this thread may wait for events while another one captures a CUDA graph.
+
+        Returns:
+            The mode that :meth:`restore_thread` takes.
+        """
+        return self.restore_thread(_RELAXED)
+
+    def restore_thread(self, mode: int) -> int:
+        """Set this thread's mode; returns the one before."""
+        both = ctypes.c_int(mode)
+        self._check(self._library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(both)))
+        return both.value
+
+    def _check(self, code: int) -> None:
+        if code:
+            raise CheckflowError(self._explained(code))
+
+    def _explained(self, code: int) -> str:
+        """An error's message; it is taken back, or torch would find it at its next kernel, and blame training."""
+        self._library.cudaGetLastError()
+        said = self._library.cudaGetErrorString(code) or b"unknown error"
+        return f"CUDA: {said.decode(errors='replace')} (error {code})"
+
+
+@functools.cache
+def load_runtime() -> Runtime:
+    """The runtime of this process.
+
+    Raises:
+        CheckflowError: it cannot be found; or torch is built for another kind of GPU.
+    """
+    if torch.version.cuda is None:
+        raise CheckflowError("this torch is not built for CUDA: install a build for NVIDIA GPUs, or train on the CPU")
+    major = torch.version.cuda.partition(".")[0]
+    tried = []
+    for name in _candidates(major):
+        try:
+            return Runtime(ctypes.CDLL(name))
+        except (OSError, AttributeError) as error:  # not there, or not the runtime
+            tried.append(f"{name}: {error}")
+    raise CheckflowError(
+        f"cannot find CUDA's runtime library, libcudart.so.{major}, which torch {torch.__version__} uses: put its "
+        f"folder into LD_LIBRARY_PATH (tried {'; '.join(tried)})"
+    )
+
+
+def _candidates(major: str) -> Iterator[str]:
+    """Where the library may be, the one in use first."""
+    yield from loaded_runtimes(_maps())
+    yield f"libcudart.so.{major}"
+    for folder in (Path(torch.__file__).parent / "lib", *(Path(entry) / "nvidia" for entry in sys.path if entry)):
+        for pattern in (f"libcudart*.so.{major}*", f"*/lib/libcudart*.so.{major}*"):
+            yield from sorted(glob.glob(str(folder / pattern)))
+
+
+def loaded_runtimes(maps: str) -> list[str]:
+    """The paths of CUDA runtimes among what a process has mapped (the text of ``/proc/self/maps``), each once."""
+    paths = re.findall(r"^\S+\s+\S+\s+\S+\s+\S+\s+\d+\s+(/.*)$", maps, re.MULTILINE)
+    return list(dict.fromkeys(path for path in paths if os.path.basename(path).startswith("libcudart")))
+
+
+def _maps() -> str:
+    try:
+        return Path("/proc/self/maps").read_text(errors="replace")
+    except OSError:  # no Linux
+        return ""

@@ -1,0 +1,327 @@
+"""The copy engine for state in host memory: one thread copies beside training.
+
+What each method promises is :mod:`.engine`'s.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from checkflow.core.errors import CheckflowError
+from checkflow.runtime.transfer.engine import (
+    CopyRecord,
+    CopyStatistics,
+    Order,
+    Outcome,
+    Transfer,
+    records,
+    tell_failure,
+)
+
+logger = logging.getLogger("checkflow")
+
+# What the training thread copies itself: waking another thread, and sharing the interpreter with it, costs more.
+SMALL_BYTES = 32 * 1024
+# What the thread takes from the queue at a time, unless the first chunk is larger: for each time it takes the
+# interpreter from training, and so long may a deadline have to wait for a chunk that is not its own.
+TAKEN_BYTES = 1024 * 1024
+# As ctypes.memmove, which gives the interpreter to other threads meanwhile: this does not, and is for small chunks.
+_MEMMOVE_ADDRESS = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value
+assert _MEMMOVE_ADDRESS is not None
+_move_holding = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(_MEMMOVE_ADDRESS)
+
+# _OWN: the training thread copies it now; if an interrupt ends that half-way, the next wait copies it again.
+_PENDING, _QUEUED, _RUNNING, _OWN, _DONE = range(5)
+
+
+class HostCopyEngine:
+    """Copies between two places of host memory with one thread: for training on a CPU.
+
+    The thread copies in the order of ``offload``, small chunks excepted: those are copied at once. A training thread
+    that has to wait takes the chunks it waits for out of the queue and copies them itself, so that a deadline costs at
+    most the time of what the thread took last.
+
+    Both sides copy with memmove, and release the interpreter's lock for as long as it runs, small chunks excepted. What
+    an anchor asks for has mostly been copied long before: that is found out without a lock.
+    """
+
+    source = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self._mutex = threading.RLock()  # entered by itself, not by the condition: see system/signals.py
+        self._changed = threading.Condition(self._mutex)
+        self._queue: deque[int] = deque()
+        self._transfers: Sequence[Transfer] = ()
+        self._status = bytearray()
+        self._snapshots: dict[int, ctypes.Array[ctypes.c_char]] = {}
+        self._freeable: set[int] = set()
+        self._orders: list[Order] = []
+        self._waited_seconds = self._snapshot_seconds = self._offload_seconds = 0.0
+        self._held_bytes = self._snapshot_bytes = self._peak_bytes = self._helped_bytes = self._remaining = 0
+        self._on_complete: Callable[[], None] = _nothing
+        # What is to be called for a complete capture; the thread calls it: no signal's handler comes in between there.
+        self._delivery: Callable[[], None] | None = None
+        self._delivered = True
+        self._begun = False  # what leaves at once has left
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="checkflow-copy", daemon=True)
+        self._thread.start()
+
+    def note(self) -> None:
+        """What the training thread has written is written."""
+
+    def join(self) -> None:
+        """As above."""
+
+    def begin(
+        self,
+        transfers: Sequence[Transfer],
+        on_complete: Callable[[], None],
+        at_once: Sequence[Transfer] = (),
+        on_failure: Callable[[CheckflowError], None] = tell_failure,  # memmove does not fail
+    ) -> None:
+        with self._mutex:
+            if self._remaining or self._delivery is not None:
+                raise RuntimeError("a capture is still running")
+            self._transfers, self._on_complete, self._delivered = transfers, on_complete, False
+            self._begun = False
+            self._status = bytearray(len(transfers))
+            self._remaining = len(transfers) + 1  # what leaves at once is one more
+            self._orders = []
+            self._waited_seconds = self._snapshot_seconds = self._offload_seconds = 0.0
+            self._snapshot_bytes = self._peak_bytes = self._helped_bytes = 0
+        for transfer in at_once:
+            ctypes.memmove(transfer.target, transfer.source, transfer.length_bytes)
+        with self._mutex:
+            self._begun = True
+            self._count(1)
+
+    def snapshot(self, chunks: Sequence[int], anchor: str) -> None:
+        begun = time.perf_counter()
+        for chunk in chunks:
+            if self._status[chunk] != _PENDING or chunk in self._snapshots:
+                continue  # it was forced to leave from its live tensor already, or an interrupt came after it
+            transfer = self._transfers[chunk]
+            copy = (ctypes.c_char * transfer.length_bytes)()
+            ctypes.memmove(copy, transfer.source, transfer.length_bytes)
+            with self._mutex:
+                self._snapshots[chunk] = copy
+                self._held_bytes += transfer.length_bytes
+                self._snapshot_bytes += transfer.length_bytes
+                self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+                self._orders.append(Order((chunk,), "snapshot", anchor))
+        self._snapshot_seconds += time.perf_counter() - begun
+
+    def offload(self, chunks: Sequence[int], anchor: str) -> None:
+        small: list[int] = []
+        with self._mutex:
+            status, transfers = self._status, self._transfers
+            chosen = tuple([chunk for chunk in chunks if status[chunk] == _PENDING])
+            if not chosen:
+                return
+            self._orders.append(Order(chosen, "offload", anchor))
+            for chunk in chosen:
+                if transfers[chunk].length_bytes <= SMALL_BYTES:
+                    status[chunk] = _OWN
+                    small.append(chunk)
+                else:
+                    status[chunk] = _QUEUED
+                    self._queue.append(chunk)
+        if small:
+            self._copy(small)  # before the thread wakes, which wants the interpreter, too
+        if len(small) < len(chosen):
+            with self._mutex:
+                self._changed.notify_all()
+
+    def wait(self, chunks: Sequence[int]) -> None:
+        status = self._status  # a chunk that is done stays so until the next capture begins
+        chunks = [chunk for chunk in chunks if status[chunk] != _DONE]
+        if not chunks:
+            return
+        begun = time.perf_counter()
+        for chunk in chunks:
+            with self._mutex:
+                mine = self._status[chunk] in (_QUEUED, _OWN)
+                if mine:
+                    self._status[chunk] = _OWN  # the thread skips what is no longer queued
+            if mine:
+                self._copy((chunk,))
+                self._helped_bytes += self._transfers[chunk].length_bytes
+            elif self._status[chunk] == _PENDING:
+                raise RuntimeError(f"chunk {chunk} is waited for before it was released")
+        with self._mutex:
+            while [chunk for chunk in chunks if self._status[chunk] != _DONE]:
+                self._changed.wait()
+        self._waited_seconds += time.perf_counter() - begun
+
+    def live(self, chunks: Sequence[int]) -> list[int]:
+        # Without the lock: a snapshot is given back after its chunk is done, and is looked for before that.
+        snapshots, status = self._snapshots, self._status
+        return [chunk for chunk in chunks if chunk not in snapshots and status[chunk] != _DONE]
+
+    @property
+    def idle(self) -> bool:
+        return not (self._remaining or self._snapshots)
+
+    def hasten(self) -> None:
+        with self._mutex:
+            chosen = tuple([chunk for chunk in self._snapshots if self._status[chunk] == _PENDING])
+            self._orders.append(Order(chosen, "offload", "end"))
+            for chunk in chosen:
+                self._status[chunk] = _QUEUED  # small ones too: this may be another thread than the one that trains
+                self._queue.append(chunk)
+            self._changed.notify_all()
+
+    def free(self, chunks: Sequence[int]) -> None:
+        with self._mutex:
+            for chunk in chunks:
+                self._freeable.add(chunk)
+                if self._status[chunk] == _DONE:
+                    self._give_back(chunk)
+
+    def conclude(self) -> _Ended:
+        self.finish()  # the training thread copies what is left: nothing else would be sooner
+        return _Ended(Outcome(self.statistics(), functools.partial(records, self._orders, self._transfers)))
+
+    def finish(self) -> None:
+        if _PENDING in self._status:
+            raise RuntimeError(f"chunk {self._status.index(_PENDING)} was never released")
+        if self._remaining:
+            self.wait(range(len(self._transfers)))
+        with self._mutex:
+            if self._begun and not self._delivered and self._delivery is None:
+                # All is there, and an interrupt came before the last chunk was counted.
+                self._remaining, self._delivery = 0, self._on_complete
+            self._changed.notify_all()
+            while self._delivery is not None:
+                self._changed.wait()
+            for chunk in list(self._snapshots):
+                self._give_back(chunk)
+            self._freeable.clear()
+
+    def abort(self) -> bool:
+        with self._mutex:
+            for chunk in self._queue:
+                if self._status[chunk] == _QUEUED:
+                    self._status[chunk] = _PENDING
+            self._queue.clear()
+            self._on_complete, self._begun = _nothing, False
+            self._changed.notify_all()
+            while _RUNNING in self._status or self._delivery is not None:
+                self._changed.wait()
+            self._snapshots.clear()
+            self._freeable.clear()
+            self._held_bytes = self._remaining = 0
+            self._transfers = ()
+            self._status = bytearray()
+            return self._delivered
+
+    def close(self) -> None:
+        self.abort()
+        with self._mutex:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def log(self) -> tuple[CopyRecord, ...]:
+        with self._mutex:
+            return records(self._orders, self._transfers)
+
+    def statistics(self) -> CopyStatistics:
+        return CopyStatistics(
+            self._waited_seconds, self._snapshot_seconds, self._snapshot_bytes, self._peak_bytes, self._helped_bytes,
+            self._offload_seconds,
+        )  # fmt: skip
+
+    def _run(self) -> None:
+        while True:
+            with self._mutex:
+                while not self._queue and self._delivery is None and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                call, taken = self._delivery, self._take()
+            if call is not None:
+                self._deliver(call)
+            if taken:
+                self._copy(taken)
+
+    def _take(self) -> list[int]:
+        """The next chunks that the thread is to copy; those that the training thread has taken are passed over."""
+        taken: list[int] = []
+        size_bytes = 0
+        while self._queue and size_bytes < TAKEN_BYTES:
+            chunk = self._queue[0]
+            if self._status[chunk] == _QUEUED:
+                size_bytes += self._transfers[chunk].length_bytes
+                if taken and size_bytes > TAKEN_BYTES:
+                    break
+                self._status[chunk] = _RUNNING
+                taken.append(chunk)
+            self._queue.popleft()
+        return taken
+
+    def _copy(self, chunks: Sequence[int]) -> None:
+        begun = time.perf_counter()
+        for chunk in chunks:
+            transfer = self._transfers[chunk]
+            snapshot = self._snapshots.get(chunk)
+            source = transfer.source if snapshot is None else ctypes.addressof(snapshot)
+            move = _move_holding if transfer.length_bytes <= SMALL_BYTES else ctypes.memmove
+            move(transfer.target, source, transfer.length_bytes)
+        seconds = time.perf_counter() - begun
+        with self._mutex:
+            self._offload_seconds += seconds
+            for chunk in chunks:
+                self._status[chunk] = _DONE
+                if chunk in self._freeable:
+                    self._give_back(chunk)
+            self._count(len(chunks))
+            self._changed.notify_all()
+
+    def _count(self, arrived: int) -> None:
+        """So many have arrived; the lock is held."""
+        self._remaining -= arrived
+        if not self._remaining:
+            self._delivery = self._on_complete
+            self._changed.notify_all()
+
+    def _deliver(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:
+            # A fault of ours must not end the thread that others wait for; the traceback goes to the log.
+            logger.exception("a capture that has arrived could not be handed on")
+        with self._mutex:
+            self._delivery, self._delivered = None, call is not _nothing
+            self._changed.notify_all()
+
+    def _give_back(self, chunk: int) -> None:
+        if self._snapshots.pop(chunk, None) is not None:
+            self._held_bytes -= self._transfers[chunk].length_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A capture that came to its end when it was concluded."""
+
+    _outcome: Outcome
+
+    def outcome(self) -> Outcome:
+        return self._outcome
+
+    def wait(self) -> None:
+        pass
+
+
+def _nothing() -> None:
+    """Called in place of ``on_complete`` by a copy that is not the last one, or whose capture was aborted."""

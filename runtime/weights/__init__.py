@@ -1,0 +1,1 @@
+"""Import, export, load into a model."""

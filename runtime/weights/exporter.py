@@ -1,0 +1,210 @@
+"""Checkpoints as other tools read them: a file of ``torch.save``, one of safetensors, or torch.distributed.checkpoint.
+
+What is written needs no checkflow to be read: the state dicts that models and optimizers themselves would give.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import stat
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors.torch
+import torch
+
+from checkflow.core.errors import CheckflowError, CorruptCheckpointError, MismatchError, StorageError, UnsupportedError
+from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.store.filling import fill_all
+from checkflow.runtime.store.reader import Checkpoint
+
+Format = Literal["torch", "safetensors", "dcp"]
+_SUFFIXES: Mapping[str, Format] = {
+    ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch", ".safetensors": "safetensors", "": "dcp",
+}  # fmt: skip
+
+
+def format_of(path: Path) -> Format | None:
+    """What a file is to be, by its name: ``.pt``, ``.pth``, ``.bin``, ``.ckpt``; ``.safetensors``; a folder for DCP.
+
+    None: the name does not tell.
+    """
+    return _SUFFIXES.get(path.suffix)
+
+
+def state_dicts(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Everything that a checkpoint holds, as a script without checkflow would load it.
+
+    Returns:
+        By the name of each model and of each optimizer ("model" and "optimizer" where there is one of each) its
+        ``state_dict()``; ``"state"``: those of the job's further objects by name; ``"iteration"``, ``"epoch"``;
+        ``"parameters"``: values of parameters that belong to no model, if there are such.
+
+    Raises:
+        UnsupportedError: an optimizer's state is held in parts (a tensor subclass), which only its job joins; or it is
+            the version of several shards, and not of a job.
+        CorruptCheckpointError, StorageError: it is damaged, or cannot be read.
+    """
+    extra = extra_state.decode(checkpoint.extra_bytes)
+    if not isinstance(extra, dict) or "job" not in extra:
+        raise UnsupportedError(
+            f"{checkpoint.path} was saved by shards, which checkflow.shards reads (docs/sharding.md)"
+        )
+    job = extra["job"]
+    tensors = {name: _read(checkpoint, name) for name in checkpoint.tensors}
+    tensors |= {name: tensors[of] for name, of in checkpoint.ties}
+    optimizers = job["optimizers"]
+    found: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        owner, _, key = name.partition("/")
+        if owner not in optimizers:
+            found.setdefault(owner, {})[key] = tensor
+    for path, value in job["modules"].items():
+        owner, _, module = path.partition("/")
+        found.setdefault(owner, {})[f"{module}._extra_state" if module else "_extra_state"] = value
+    parameters: dict[str, torch.Tensor] = {}
+    for owner, saved in optimizers.items():
+        own = {name.partition("/")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{owner}/")}
+        found[owner] = optimizer_state(owner, saved, own, parameters)
+    found |= {"state": job["objects"], "iteration": extra["iteration"], "epoch": extra["epoch"]}
+    return found | ({"parameters": parameters} if parameters else {})
+
+
+def optimizer_state(
+    owner: str, saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], parameters: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """As ``Optimizer.state_dict()``: parameters are numbers there, counted over the groups."""
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in saved["groups"]:
+        for name in group["params"]:
+            numbers.setdefault(name, len(numbers))
+        groups.append({**group, "params": [numbers[name] for name in group["params"]]})
+    state: dict[Any, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        if name in numbers:
+            parameters[f"{owner}/{name}"] = tensor
+            continue
+        path = _parameter_of(name, numbers)
+        key = name[len(path) + 1 :]
+        if "." in key:
+            raise UnsupportedError(f"{owner}/{name} is a part of a tensor, which only its job can put together again")
+        state.setdefault(numbers[path], {})[key] = tensor
+    for name, values in saved["values"].items():
+        if values:
+            state.setdefault(numbers[name], {}).update(values)
+    return {"state": {**dict(sorted(state.items())), **saved["others"]}, "param_groups": groups}
+
+
+def _parameter_of(name: str, numbers: Mapping[str, int]) -> str:
+    """The parameter that a state tensor's name begins with: the longest, as names may begin with each other."""
+    path = name
+    while path not in numbers:
+        path, dot, _ = path.rpartition(".")
+        if not dot:
+            raise CorruptCheckpointError(f"{name} belongs to no parameter of the checkpoint's optimizer")
+    return path
+
+
+def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    entry = checkpoint.tensors[name]
+    tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
+    fill_all(checkpoint, [(name, tensor)])
+    return tensor
+
+
+def export(
+    checkpoint: Checkpoint, target: Path, form: Format, *, model: str | None = None, replace: bool = False
+) -> None:
+    """Write a checkpoint in another format, whole or not at all.
+
+    Args:
+        form: "torch": all of :func:`state_dicts`, which ``torch.load(target, weights_only=True)`` reads. "safetensors":
+            one model, under the keys of its state dict, tied tensors under each of their names. "dcp": the tensors and
+            numbers of :func:`state_dicts` as a folder that ``torch.distributed.checkpoint`` loads.
+        model: which, for safetensors; None: there is one.
+        replace: whether a target that exists gives way.
+
+    Raises:
+        MismatchError: there is no such model, or several and none was named.
+        StorageError: the target exists, or cannot be written.
+        UnsupportedError, CorruptCheckpointError: as :func:`state_dicts`.
+    """
+    if target.exists() and not replace:
+        raise StorageError(f"{target} exists already: pass --force to replace it")
+    found = state_dicts(checkpoint)
+    writers: Mapping[Format, Callable[[Path], None]] = {
+        "torch": lambda path: torch.save(found, path),
+        "safetensors": lambda path: _save_model(checkpoint, found, model, path),
+        "dcp": lambda path: _save_distributed(found, path),
+    }
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        try:
+            writers[form](temporary)
+            _make_durable(temporary)
+            if target.is_dir():
+                shutil.rmtree(target)
+            os.replace(temporary, target)
+            _sync(target.absolute().parent)
+        except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+            if isinstance(error, CheckflowError):
+                raise
+            raise StorageError(f"cannot write {target}: {' '.join(str(error).split())}") from error
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
+
+
+def _save_model(checkpoint: Checkpoint, found: Mapping[str, Any], model: str | None, path: Path) -> None:
+    owners = dict.fromkeys(name.partition("/")[0] for name in checkpoint.tensors)
+    models = [name for name in owners if "param_groups" not in found[name]]
+    if model is None and len(models) != 1:
+        raise MismatchError(f"the checkpoint has the models {', '.join(models)}: pass --model")
+    if model is not None and model not in models:
+        raise MismatchError(f"the checkpoint has no model {model!r}, but {', '.join(models)}")
+    tensors = {key: value for key, value in found[model or models[0]].items() if isinstance(value, torch.Tensor)}
+    seen: set[int] = set()
+    for key, value in tensors.items():
+        if id(value) in seen:
+            tensors[key] = value.clone()  # the format has no shared memory
+        seen.add(id(value))
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)  # as the umask leaves it: what safetensors makes is for its owner alone
+    safetensors.torch.save_file(tensors, path, {"format": "pt"})
+    path.chmod(mode)
+
+
+def _save_distributed(found: Mapping[str, Any], path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    quiet = logging.getLogger("torch.distributed.checkpoint")
+    before = quiet.level
+    try:
+        quiet.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that it runs in one process, which is so
+            save(dict(found), checkpoint_id=path, no_dist=True)
+    finally:
+        quiet.setLevel(before)
+
+
+def _make_durable(path: Path) -> None:
+    if path.is_dir():
+        for inner in path.iterdir():
+            _make_durable(inner)
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

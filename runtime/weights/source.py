@@ -1,0 +1,412 @@
+"""A model's weights, wherever they lie: in safetensors, in files of torch, or in a checkpoint. All are read alike.
+
+Nothing is trusted: sizes are held against headers before memory is taken, names of files stay in their folder, and no
+pickle makes anything but tensors, numbers and containers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from checkflow.core.errors import CorruptCheckpointError, MismatchError, StorageError
+from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format.layout import MAX_HEADER_BYTES, STORED_TYPES
+from checkflow.runtime.format.manifest import MANIFEST
+from checkflow.runtime.store.discovery import find
+from checkflow.runtime.store.files import StoredTensor, parse_header, parse_step
+from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
+from checkflow.runtime.system import fs as files
+
+Form = Literal["safetensors", "dcp", "torch", "checkflow"]
+INDEX = ".safetensors.index.json"
+EXTRA_STATE = "_extra_state"  # torch's key for what a module's get_extra_state gives
+DCP_METADATA = ".metadata"
+_SUFFIXES: Mapping[str, Form] = {
+    ".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch",
+}  # fmt: skip
+_DTYPES = {stored.code: name for name, stored in STORED_TYPES.items() if not stored.pair}
+
+logger = logging.getLogger("checkflow")
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A tensor's dtype, by torch's name without "torch.", and shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * STORED_TYPES[self.dtype].element_bytes
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One model's weights in an open source.
+
+    Attributes:
+        where: the source, for messages.
+        tensors: by the keys of the model's state dict.
+        ties: further name to a name in ``tensors``, where the source knows that both are one tensor.
+        extras: what modules gave as extra state, by "<module>._extra_state".
+        left_out: names of what else the source holds.
+        read_into: fills a buffer of a tensor's size with its row-major bytes.
+        verify: reads what has checksums and compares it.
+    """
+
+    where: str
+    form: Form
+    tensors: Mapping[str, Described]
+    read_into: Callable[[str, memoryview], None] = field(repr=False)
+    verify: Callable[[], None] = field(repr=False)
+    ties: Mapping[str, str] = field(default_factory=dict)
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(one.size_bytes for one in self.tensors.values())
+
+    def read(self, name: str) -> bytearray:
+        """The row-major bytes of a tensor, or of a further name of one."""
+        data = bytearray(self.tensors[self.ties.get(name, name)].size_bytes)
+        self.read_into(self.ties.get(name, name), memoryview(data))
+        return data
+
+
+def renamed(weights: Weights, rename: Callable[[str], str | None]) -> Weights:
+    """The same under other names; what is renamed to None is left out.
+
+    Raises:
+        MismatchError: two get one name.
+    """
+    names: dict[str, str] = {}  # new to old
+    gone = []
+    for old in (*weights.tensors, *weights.ties, *weights.extras):
+        new = rename(old)
+        if new is None:
+            gone.append(old)
+        elif new in names:
+            raise MismatchError(f"{weights.where}: {names[new]!r} and {old!r} would both be named {new!r}")
+        else:
+            names[new] = old
+    news = {old: new for new, old in names.items()}
+    tensors: dict[str, Described] = {}
+    ties: dict[str, str] = {}
+    firsts: dict[str, str] = {}  # of each tensor, by its old name: the new name under which it stays
+    for old in (*weights.tensors, *weights.ties):
+        if (new := news.get(old)) is None:
+            continue
+        root = weights.ties.get(old, old)
+        if root in firsts:
+            ties[new] = firsts[root]
+        else:
+            firsts[root] = new
+            tensors[new] = weights.tensors[root]
+    roots = {new: root for root, new in firsts.items()}
+    return dataclasses.replace(
+        weights, tensors=tensors, ties=ties,
+        extras={news[old]: value for old, value in weights.extras.items() if old in news},
+        left_out=(*weights.left_out, *gone),
+        read_into=lambda name, buffer: weights.read_into(roots[name], buffer),
+    )  # fmt: skip
+
+
+def clean(weights: Weights, *, strip: bool = True) -> Weights:
+    """Without what wrappers put before names: ``_orig_mod.`` of torch.compile anywhere, and, if ``strip``, ``module.``
+    of DistributedDataParallel where every name begins with it."""
+    names = [
+        ".".join(part for part in name.split(".") if part != "_orig_mod")
+        for name in (*weights.tensors, *weights.ties, *weights.extras)
+    ]
+    wrapped = strip and bool(names) and all(name.startswith("module.") for name in names)
+
+    def rename(name: str) -> str:
+        plain = ".".join(part for part in name.split(".") if part != "_orig_mod")
+        return plain.removeprefix("module.") if wrapped else plain
+
+    return renamed(weights, rename)
+
+
+@contextlib.contextmanager
+def open_weights(
+    source: str | os.PathLike[str], form: Form | None = None, *, key: str | None = None
+) -> Iterator[Weights]:
+    """Open one model's weights, under the names that the source gives them.
+
+    Args:
+        source: a safetensors file, or one in shards (its ``….safetensors.index.json``, or the folder of both); a folder
+            of torch.distributed.checkpoint; a file of ``torch.save``; a checkpoint, a directory of checkpoints (the
+            newest whole one) or ``DIRECTORY@STEP``.
+        form: None: as the source shows.
+        key: which part, where a source holds more than one model: "model", "app.model"; of a checkpoint, the model's
+            name. None: the only one that can be meant.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, or not what its name says.
+        MismatchError: it holds no weights, several models, or tensors of a type that no checkpoint has.
+        StorageError: it cannot be read.
+    """
+    path = Path(source)
+    chosen = form_of(path) if form is None else form
+    with contextlib.ExitStack() as closing:
+        if chosen == "safetensors":
+            _refuse_key(path, key)
+            weights = _open_safetensors(path, closing)
+        elif chosen == "checkflow":
+            weights = _open_checkpoint(path, key, closing)
+        else:
+            from checkflow.runtime.weights import torch_files as torch_weights
+
+            opener = torch_weights.open_dcp if chosen == "dcp" else torch_weights.open_torch
+            weights = opener(path, key)
+        if not weights.tensors:
+            raise MismatchError(f"{path} holds no tensor")
+        yield weights
+
+
+def _refuse_key(path: Path, key: str | None) -> None:
+    if key is not None:
+        raise MismatchError(f"{path} has no parts to choose {key!r} from: a safetensors file holds one model")
+
+
+def form_of(path: Path) -> Form:
+    """What a source is, by its name and what lies in it.
+
+    Raises:
+        StorageError: there is none, or it does not tell.
+    """
+    if path.is_dir():
+        if (path / DCP_METADATA).is_file():
+            return "dcp"
+        if (path / MANIFEST).exists() or parse_step(path.name) is not None or find(path):
+            return "checkflow"
+        if _in_folder(path):
+            return "safetensors"
+        raise StorageError(f"{path} holds no weights: no safetensors file, no {DCP_METADATA}, no checkpoint")
+    if not path.exists():
+        if "@" in path.name:
+            return "checkflow"
+        raise StorageError(f"there is no {path}")
+    found: Form | None = "safetensors" if path.name.endswith(INDEX) else _SUFFIXES.get(path.suffix)
+    if found is None:
+        raise StorageError(f"{path} does not say what it is: tell its format")
+    return found
+
+
+def _in_folder(folder: Path) -> Path | None:
+    """The index of a folder's shards, or its only safetensors file."""
+    names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    indices = [name for name in names if name.endswith(INDEX)]
+    singles = [name for name in names if name.endswith(".safetensors")]
+    for wanted, found in ((f"model{INDEX}", indices), ("model.safetensors", singles)):
+        if wanted in found:
+            return folder / wanted
+    chosen = indices or singles
+    return folder / chosen[0] if len(chosen) == 1 else None
+
+
+# ------------------------------------------------------------------------------------------------------ safetensors
+
+
+def _open_safetensors(path: Path, closing: contextlib.ExitStack) -> Weights:
+    file = _in_folder(path) if path.is_dir() else path
+    if file is None:
+        raise MismatchError(f"{path} holds several safetensors files: name one")
+    shards: dict[Path, set[str] | None] = _shards(file) if file.suffix == ".json" else {file: None}
+    places: dict[str, tuple[Path, int, int]] = {}  # name to file, descriptor, first byte
+    tensors: dict[str, Described] = {}
+    for shard, expected in shards.items():
+        fd, size = open_regular(shard)
+        closing.callback(files.close, fd)
+        found, pairs = _read_header(shard, fd, size)
+        if expected is not None:
+            if missing := sorted(expected - found.keys()):
+                raise CorruptCheckpointError(f"{shard} lacks {missing[0]!r}, which {file.name} places there")
+            if further := sorted(found.keys() - expected):
+                logger.warning("%s: %d tensors that are not in %s are left out", shard, len(further), file.name)
+        for name in found if expected is None else sorted(expected):
+            tensors[name] = _describe(shard, name, found[name], pairs.get(f"dtype {name}"))
+            places[name] = shard, fd, found[name].begin
+
+    def read_into(name: str, buffer: memoryview) -> None:
+        shard, fd, begin = places[name]
+        read_exactly(shard, fd, begin, buffer)
+
+    extras = {name: tensors.pop(name) for name in list(tensors) if name.rpartition(".")[2] == EXTRA_STATE}
+    weights = Weights(str(path), "safetensors", tensors, read_into, lambda: None)
+    if not extras:
+        return weights
+    from checkflow.runtime.weights.torch_files import as_tensor
+
+    values = {}
+    for name, described in extras.items():
+        data = bytearray(described.size_bytes)
+        read_into(name, memoryview(data))
+        values[name] = as_tensor(described, data)
+    return dataclasses.replace(weights, extras=values)
+
+
+def read_bounded(path: Path, most_bytes: int) -> bytearray:
+    """A whole regular file, of a size that is looked at before memory is taken."""
+    fd, size = open_regular(path)
+    try:
+        if size > most_bytes:
+            raise CorruptCheckpointError(f"{path} has {size} bytes, more than {most_bytes}")
+        data = bytearray(size)
+        read_exactly(path, fd, 0, memoryview(data))
+    finally:
+        files.close(fd)
+    return data
+
+
+def _shards(index: Path) -> dict[Path, set[str] | None]:
+    """The files that an index names, each with the tensors that are in it."""
+    data = read_bounded(index, MAX_HEADER_BYTES)
+    try:
+        places = json.loads(data)["weight_map"]
+        found: dict[Path, set[str] | None] = {}
+        for name, file in places.items():
+            if not isinstance(file, str) or not plain_name(file):
+                raise ValueError(f"{name!r} lies in {file!r}, no file beside the index")
+            names = found.setdefault(index.parent / file, set())
+            assert names is not None
+            names.add(name)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{index} is no index of safetensors files: {error}") from None
+    return found
+
+
+def plain_name(name: str) -> bool:
+    """Whether this names a file in its own folder, and no hidden one."""
+    return bool(name) and not name.startswith(".") and not set(name) & {"/", "\\", "\0"}
+
+
+def open_regular(path: Path) -> tuple[int, int]:
+    """A file that may be behind a link, as in the caches of model hubs, and its size."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise CorruptCheckpointError(f"{path} is no regular file")
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            size = files.regular_size(fd)  # what has that name by now
+        except BaseException:
+            files.close_quietly(fd)
+            raise
+    except (OSError, ValueError) as error:
+        raise StorageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    if size is None:
+        files.close_quietly(fd)
+        raise CorruptCheckpointError(f"{path} is no regular file")
+    return fd, size
+
+
+def read_exactly(path: Path, fd: int, begin: int, out: memoryview) -> None:
+    flat = out.cast("B")
+    try:
+        count = files.read_all(fd, flat, begin)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+    if count != len(flat):
+        raise CorruptCheckpointError(f"{path} is truncated at byte {begin + count}")
+
+
+def _read_header(path: Path, fd: int, size: int) -> tuple[dict[str, StoredTensor], Mapping[str, Any]]:
+    """Its tensors, and its metadata."""
+    prefix = bytearray(8)
+    if size < len(prefix):
+        raise CorruptCheckpointError(f"{path} is no safetensors file: it has {size} bytes")
+    read_exactly(path, fd, 0, memoryview(prefix))
+    length = int.from_bytes(prefix, "little")
+    if length > min(MAX_HEADER_BYTES, size - 8):
+        raise CorruptCheckpointError(f"{path} is no safetensors file: it claims a header of {length} bytes")
+    text = bytearray(length)
+    read_exactly(path, fd, 8, memoryview(text))
+    found = parse_header(path, bytes(text), size)
+    metadata = json.loads(text).get("__metadata__")
+    return found, metadata if isinstance(metadata, dict) else {}
+
+
+def _describe(path: Path, name: str, stored: StoredTensor, pair: object) -> Described:
+    """What torch has for an entry; ``pair``: the complex type that its last dimension of two makes up."""
+    dtype, shape = _DTYPES.get(stored.code), stored.shape
+    if dtype is None:
+        raise MismatchError(f"{path}: {name!r} is {stored.code}, which torch has no type for")
+    kind = STORED_TYPES.get(pair) if isinstance(pair, str) else None
+    if kind is not None and kind.pair and kind.code == stored.code and shape[-1:] == (2,):
+        assert isinstance(pair, str)
+        dtype, shape = pair, shape[:-1]
+    elif STORED_TYPES[dtype].packed:
+        if not shape or shape[-1] % 2:
+            raise MismatchError(f"{path}: {name!r} is {stored.code}{list(shape)}, torch has pairs of these only")
+        shape = (*shape[:-1], shape[-1] // 2)
+    described = Described(dtype, shape)
+    if any(length < 0 for length in shape) or described.size_bytes != stored.end - stored.begin:
+        raise CorruptCheckpointError(
+            f"{path} has {name!r} as {stored.code}{list(stored.shape)} in {stored.end - stored.begin} bytes"
+        )
+    return described
+
+
+# ------------------------------------------------------------------------------------------------------ checkpoints
+
+
+def _open_checkpoint(path: Path, key: str | None, closing: contextlib.ExitStack) -> Weights:
+    from checkflow.runtime.inspect import choose
+
+    checkpoint = closing.enter_context(open_checkpoint(choose(path)))
+    job = extra_state.decode(checkpoint.extra_bytes)["job"]
+    owners = dict.fromkeys(name.partition("/")[0] for name in checkpoint.tensors)
+    models = sorted(owner for owner in owners if owner not in job["optimizers"])
+    if key is None and len(models) != 1:
+        raise MismatchError(f"{checkpoint.path} has the models {', '.join(models)}: say which")
+    owner = models[0] if key is None else key
+    if owner not in models:
+        raise MismatchError(f"{checkpoint.path} has no model {owner!r}, but {', '.join(models)}")
+    return _of_checkpoint(checkpoint, owner, job, [name for name in owners if name != owner])
+
+
+def _of_checkpoint(checkpoint: Checkpoint, owner: str, job: Mapping[str, Any], others: list[str]) -> Weights:
+    prefix = f"{owner}/"
+    tensors = {
+        name.removeprefix(prefix): Described(entry.dtype, tuple(entry.shape))
+        for name, entry in checkpoint.tensors.items()
+        if name.startswith(prefix)
+    }
+    ties: dict[str, str] = {}
+    firsts: dict[str, str] = {}  # where a model shares a tensor that another one names
+    for further, name in checkpoint.ties:
+        if further.startswith(prefix):
+            root = name.removeprefix(prefix) if name.startswith(prefix) else firsts.get(name)
+            key = further.removeprefix(prefix)
+            if root is None:
+                firsts[name] = key
+                entry = checkpoint.tensors[name]
+                tensors[key] = Described(entry.dtype, tuple(entry.shape))
+            else:
+                ties[key] = root
+    extras = {
+        f"{module}.{EXTRA_STATE}" if module else EXTRA_STATE: value
+        for path, value in job["modules"].items()
+        for of, _, module in [path.partition("/")]
+        if of == owner
+    }
+    return Weights(
+        str(checkpoint.path), "checkflow", tensors,
+        lambda name, buffer: checkpoint.read_into(prefix + name, buffer),
+        checkpoint.verify, ties, extras, (*others, *(f"state {name}" for name in job["objects"])),
+    )  # fmt: skip

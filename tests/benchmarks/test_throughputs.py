@@ -1,0 +1,107 @@
+"""The catalogue against public training throughputs; and whether the document that lists them is current."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+
+from benchmarks import throughputs
+from benchmarks.published import PUBLISHED, Published
+from benchmarks.throughput_models import TASKS, training_step
+from checkflow.core.device import CATALOGUE
+from checkflow.planner.trace.trace import trace
+from tests.benchmarks.test_paper_tables import assert_same
+
+DATA = json.loads(throughputs.RESULTS.read_text())
+VERSION = torch.__version__.partition("+")[0]
+SAME_TORCH = pytest.mark.skipif(DATA["inputs"]["torch"] != VERSION, reason="another torch may trace other operators")
+
+
+def test_document_is_what_the_figures_render_to() -> None:
+    assert throughputs.DOCUMENT.read_text() == throughputs.render(DATA), "run python -m benchmarks.throughputs"
+
+
+def test_figures_are_those_of_the_published_rows() -> None:
+    for row, found in zip(PUBLISHED, DATA["rows"], strict=True):
+        given = {name: getattr(row, name) for name in throughputs._GIVEN}
+        assert found == {**given, "published": row.per_second, "predicted": found["predicted"]}
+
+
+@SAME_TORCH
+def test_inputs_are_todays() -> None:
+    assert_same(throughputs.inputs(), DATA["inputs"])
+
+
+@pytest.mark.parametrize("row", DATA["rows"], ids=lambda row: f"{row['card']}, {throughputs._what(row)}")
+def test_within_the_factor(row: dict[str, float]) -> None:
+    assert 1 / throughputs.WITHIN <= row["predicted"] / row["published"] <= throughputs.WITHIN
+
+
+def test_three_figures_a_card_of_two_models_at_least() -> None:
+    for name, card in CATALOGUE.items():
+        if card.kind == "cuda" and name != "V100 32GB":  # which the V100 stands for
+            rows = [row for row in PUBLISHED if row.card == name]
+            assert len(rows) >= 3
+            assert len({row.task for row in rows}) >= 2
+            assert len({row.precision for row in rows}) >= 2
+
+
+def test_no_figure_twice() -> None:
+    """Several sources may have the same model and card, but a row stands for one run."""
+    assert max(Counter(PUBLISHED).values()) == 1
+
+
+# Rows made anew: quick to trace, and between them each rule of the cost model.
+AGAIN = [
+    row for row in PUBLISHED if row.task in ("AlexNet", "ResNet-18") or (row.task, row.layout) == ("VGG-16", "NHWC")
+]
+
+
+@SAME_TORCH
+@pytest.mark.parametrize("row", AGAIN, ids=lambda row: f"{row.card}, {row.task}, {row.precision}")
+def test_figures_made_anew(row: Published) -> None:
+    assert_same(throughputs.measure(row), DATA["rows"][PUBLISHED.index(row)])
+
+
+# As their papers and sources count them.
+PARAMETERS = {
+    "ResNet-50 v1.5": 25_557_032,
+    "ResNet-50 v1": 25_557_032,
+    "ResNet-152 v1": 60_192_808,
+    "VGG-16": 138_357_544,
+    "VGG-11": 132_863_336,
+    "ResNet-18": 11_689_512,
+    "MNASNet 1.0": 4_383_312,
+    "ViT-B/16": 86_567_656,
+    "MPT-125M": 125_311_488,
+    "MPT-350M": 355_985_408,
+    "MPT-760M": 760_470_528,
+    "MPT-1B": 1_315_950_592,
+}
+
+
+@pytest.mark.parametrize(("task", "count"), PARAMETERS.items(), ids=PARAMETERS)
+def test_parameters(task: str, count: int) -> None:
+    with torch.device("meta"):
+        model = TASKS[task].build()
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+
+
+def test_resnet50_is_resnet50() -> None:
+    graph = trace(training_step("ResNet-50 v1.5", "float32", 2), name="resnet50")
+    # 4.09 billion multiply-adds forward, as published; backward twice that, but for the gradient of the images.
+    assert graph.flops / 2 == pytest.approx(3 * 2 * 4.09e9, rel=0.02)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16", "float16 model"])
+def test_precisions_are_what_they_are_called(precision: str) -> None:
+    """Products and convolutions in that precision; parameters, or a copy of them, updated in float32."""
+    graph = trace(training_step("AlexNet", precision, 2), name="alexnet")  # type: ignore[arg-type]
+    assert {op.dtype for op in graph.operators if op.flops} == {precision.removesuffix(" model")}
+    kept = {entry.dtype for entry in graph.state}
+    assert kept == ({"float16", "float32"} if precision == "float16 model" else {"float32"})
+    stepped = {op.dtype for op in graph.operators if op.phase == "optimizer" and "copy" not in op.target}
+    assert stepped == {"float32"}

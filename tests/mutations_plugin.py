@@ -1,5 +1,0 @@
-"""Loaded by pytest before any test: something is deleted of a module that the tests import (:mod:`mutations`)."""
-
-from tests.mutations import install
-
-install()

@@ -1,0 +1,131 @@
+"""The shipped models that a card holds, batch 1 and 32, SGD and Adam, for an RTX 3090.
+
+They are planned, certified, replayed and reproducible; for larger models see test_large_models.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import paper_document, paper_tables
+from checkflow.core import plan as plans
+from checkflow.core.device import find_device, parse_bandwidth
+from checkflow.core.training_step import TrainingStep
+from checkflow.planner.operators.attention import cuda_kernels
+from checkflow.planner.pipeline import Planned, Subject, default_memory_limit_bytes, plan_model
+from checkflow.planner.schedule.make_plan import Request
+from checkflow.planner.schedule.replay import check_plan
+from tests.support.memory_tracking import on_fake_memory
+from tests.support.training_steps import flop_counter
+
+MODELS = ("alexnet", "mnasnet", "resnet18", "vgg11", "vit", "resnet3d", "transformer", "bert")
+RTX_3090 = find_device("RTX 3090")
+
+
+def plan(model: str, batch_size: int, optimizer: str | None = None, bandwidth: str | None = None) -> Planned:
+    request = Request(
+        bandwidth_bytes_per_second=parse_bandwidth(bandwidth)
+        if bandwidth
+        else RTX_3090.link_bandwidth_bytes_per_second,
+        memory_bandwidth_bytes_per_second=RTX_3090.memory_bandwidth_bytes_per_second,
+        memory_limit_bytes=default_memory_limit_bytes(RTX_3090),
+    )
+    return plan_model(Subject(model, batch_size, {}, optimizer), RTX_3090, request, "segment")
+
+
+def assert_documented(planned: Planned, model: str, batch_size: int, optimizer: str) -> None:
+    """docs/paper_tables.md is made from this training step: if not, run python -m benchmarks.paper_tables."""
+    figures = json.loads(paper_tables.RESULTS.read_text())
+    if figures["inputs"] == paper_tables.inputs():  # another torch may trace other operators
+        entry = paper_document.subject(figures, model, batch_size, optimizer)
+        assert planned.timeline.iteration_seconds == pytest.approx(entry["iteration_seconds"], abs=1e-11)
+        assert planned.timeline.training_peak_bytes == entry["training_peak_bytes"]
+        assert planned.graph.state_bytes == entry["state_bytes"]
+
+
+@pytest.mark.parametrize("optimizer", [None, "adam"])
+@pytest.mark.parametrize("batch_size", [1, 32])
+@pytest.mark.parametrize("model", MODELS)
+def test_planned_as_often_as_the_link_allows(model: str, batch_size: int, optimizer: str | None) -> None:
+    first, second = plan(model, batch_size, optimizer), plan(model, batch_size, optimizer)
+    outcome = first.outcome
+    least = outcome.least_bandwidth_bytes_per_second
+    assert least is not None
+    assert outcome.plan is not None
+    assert outcome.status == "optimal"
+    assert (outcome.interval == 1) == (least <= RTX_3090.link_bandwidth_bytes_per_second)
+    assert (outcome.interval == 1) == (outcome.explanation == "")
+    assert second.outcome.explanation == outcome.explanation
+    replay = check_plan(outcome.plan)
+    assert replay.peak_bytes == outcome.plan.plan_peak_bytes
+    assert outcome.plan.certificate.bound_bytes == outcome.plan.certificate.objective_bytes
+    assert second.outcome.plan is not None
+    assert_documented(first, model, batch_size, optimizer or "sgd")
+    data = plans.dumps(outcome.plan)
+    assert plans.dumps(second.outcome.plan) == data
+    assert plans.loads(data) == outcome.plan.sealed()
+
+
+@pytest.mark.parametrize(
+    ("model", "batch_size", "bandwidth"),
+    [
+        ("alexnet", 32, "63GB/s"),
+        *((m, b, w) for m, b in (("alexnet", 1024), ("bert", 32)) for w in ("63GB/s", "40GB/s", "20GB/s")),
+    ],
+)
+def test_the_feasible_cells_of_the_papers_table(model: str, batch_size: int, bandwidth: str) -> None:
+    """The Checkflow paper, table I: these fit, and at batch 32 without raising the peak (its section IV-B)."""
+    planned = plan(model, batch_size, bandwidth=bandwidth)
+    assert planned.outcome.interval == 1
+    assert planned.outcome.plan is not None
+    assert planned.outcome.status == "optimal"
+    if batch_size == 32:
+        assert planned.outcome.plan.plan_peak_bytes == planned.timeline.training_peak_bytes
+
+
+def test_another_process_with_another_hash_seed_writes_the_same_bytes(tmp_path: Path) -> None:
+    written = []
+    for seed in ("1", "2"):
+        path = tmp_path / f"{seed}.json"
+        command = [
+            sys.executable,
+            "-m",
+            "checkflow",
+            "plan",
+            "mnasnet",
+            "--optimizer",
+            "adam",
+            "--json",
+            "-o",
+            str(path),
+        ]
+        done = subprocess.run(command, env={"PYTHONHASHSEED": seed, "PATH": ""}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["status"] == "optimal"
+        written.append(path.read_bytes())
+    assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_flops_and_state_are_what_torch_says(model: str) -> None:
+    """Against torch's own counter, and the sizes of the state dicts after a step, on the same model untraced."""
+    with torch.device("meta"):
+        built: TrainingStep = importlib.import_module(f"checkflow.models.{model}").build(batch_size=1)
+    foreach = functools.partial(torch.optim.Adam, foreach=True)
+    with on_fake_memory(built, foreach) as step, cuda_kernels(), flop_counter() as counter:
+        step.run(step.batch)
+        module, optimizer = step.models["model"], step.optimizers["optimizer"]
+        sizes = [tensor.nbytes for tensor in module.state_dict().values()]
+        sizes += [value.nbytes for table in optimizer.state.values() for value in table.values()]
+    graph = plan(model, 1, "adam").graph
+    assert graph.flops == counter.get_total_flops()
+    assert graph.state_bytes == sum(sizes)
+    assert graph.parameters == sum(parameter.numel() for parameter in module.parameters())

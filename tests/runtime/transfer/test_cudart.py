@@ -1,0 +1,284 @@
+"""What is said to CUDA's runtime, to the system about NUMA nodes, and about locked memory: with stand-ins for both."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import platform
+from collections.abc import Callable
+from ctypes import POINTER, c_int, c_size_t, c_uint, c_void_p
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkflow.core.errors import CheckflowError
+from checkflow.runtime.memory_tier.staging import StagingBuffers
+from checkflow.runtime.system import numa
+from checkflow.runtime.transfer.cudart import Copies, Runtime, load_runtime, loaded_runtimes
+from checkflow.runtime.transfer.engine import Transfer
+
+POINTERS, SIZES = POINTER(c_void_p), POINTER(c_size_t)
+
+
+class Library:
+    """Functions with the C signatures of ``cuda_runtime_api.h``, called as those of a library are."""
+
+    def __init__(self, version: int, batch_code: int = 0) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.code = 0  # of whatever is called next
+        self.batch_code = batch_code
+        arguments = [c_void_p, c_void_p, c_size_t, c_int, c_void_p]
+        self.cudaMemcpyAsync = self._function(self._copy, *arguments)
+        batch = [POINTERS, POINTERS, SIZES, c_size_t, c_void_p, SIZES, c_size_t]
+        if version >= 13_000:
+            self.cudaMemcpyBatchAsync = self._function(self._batch, *batch, c_void_p)
+        elif version >= 12_080:
+            self.cudaMemcpyBatchAsync = self._function(
+                lambda *given: self._batch(*given[:7], given[8]), *batch, SIZES, c_void_p
+            )
+        self.message = ctypes.create_string_buffer(b"out of order")
+        self.cudaGetErrorString = ctypes.CFUNCTYPE(c_void_p, c_int)(lambda code: ctypes.addressof(self.message))
+        self.cudaGetLastError = self._function(lambda: self._note("taken back"))
+        self.cudaRuntimeGetVersion = self._function(lambda place: self._put(place, version), POINTER(c_int))
+        self.cudaHostRegister = self._function(
+            lambda address, size, flags: self._note("register", address, size, flags), c_void_p, c_size_t, c_uint
+        )
+        self.cudaHostUnregister = self._function(lambda address: self._note("unregister", address), c_void_p)
+        self.cudaThreadExchangeStreamCaptureMode = self._function(self._exchange, POINTER(c_int))
+        self.mode = 0
+
+    def _function(self, body: Callable[..., int], *arguments: Any) -> Any:
+        return ctypes.CFUNCTYPE(c_int, *arguments)(body)
+
+    def _note(self, *call: Any) -> int:
+        self.calls.append(call)
+        code, self.code = self.code, 0
+        return code
+
+    def _put(self, place: Any, value: int) -> int:
+        place[0] = value
+        return 0
+
+    def _exchange(self, place: Any) -> int:
+        place[0], self.mode = self.mode, place[0]
+        return 0
+
+    def _copy(self, target: int, source: int, size: int, kind: int, stream: int | None) -> int:
+        assert kind == 4
+        ctypes.memmove(target, source, size)
+        return self._note("copy", size, stream)
+
+    def _batch(self, *given: Any) -> int:
+        targets, sources, sizes, count, attributes, first, attribute_count, stream = given
+        words = (c_int * 6).from_address(attributes)
+        assert (list(words)[:5], first[0], attribute_count) == ([1, 0, 0, 0, 0], 0, 1)
+        self.flags = words[5]
+        if not self.batch_code:
+            for at in range(count):
+                ctypes.memmove(targets[at], sources[at], sizes[at])
+        self._note("batch", [sizes[at] for at in range(count)], stream)
+        return self.batch_code
+
+
+class Three:
+    """Three copies, and whether they were made."""
+
+    def __init__(self) -> None:
+        self.source = ctypes.create_string_buffer(b"abcdefghijkl", 12)
+        self.target = ctypes.create_string_buffer(12)
+        one, other = ctypes.addressof(self.source), ctypes.addressof(self.target)
+        self.copies = Copies([Transfer(one + at, other + at, 4) for at in (8, 0, 4)])
+
+    @property
+    def made(self) -> bool:
+        return self.target.raw == self.source.raw
+
+
+@pytest.mark.parametrize("version", [12_080, 12_090, 13_000, 13_010])
+def test_copies_are_one_call_where_the_runtime_has_it(version: int) -> None:
+    library, three = Library(version), Three()
+    runtime = Runtime(library)
+    runtime.copy(three.copies, 77)
+    assert three.made
+    assert library.calls == [("batch", [4, 4, 4], 77)]
+    assert library.flags == 0
+    runtime.copy(three.copies, 77, beside=True)
+    assert library.flags == 1
+
+
+def test_one_by_one_where_it_has_it_not_and_on_the_legacy_stream() -> None:
+    for version, stream in ((12_060, 77), (13_000, 0), (13_000, 1)):
+        library, three = Library(version), Three()
+        Runtime(library).copy(three.copies, stream)
+        assert three.made
+        assert library.calls == [("copy", 4, stream or None)] * 3
+
+
+def test_a_driver_that_has_it_not_is_asked_once() -> None:
+    for code in (36, 801, 1):
+        library, three = Library(13_000, code), Three()
+        runtime = Runtime(library)
+        for _ in range(2):
+            runtime.copy(three.copies, 77)
+        assert three.made
+        kinds = [call[0] for call in library.calls]
+        assert kinds == ["batch", "taken back", "copy", "copy", "copy", "copy", "copy", "copy"]
+
+
+def test_an_error_is_raised_with_its_message_and_taken_back() -> None:
+    library, three = Library(12_060), Three()
+    runtime = Runtime(library)
+    library.code = 700
+    with pytest.raises(CheckflowError, match=r"CUDA: out of order \(error 700\)"):
+        runtime.copy(three.copies, 77)
+    assert library.calls == [("copy", 4, 77), ("taken back",)]
+    failing = Library(13_000, 700)
+    runtime = Runtime(failing)
+    failing.cudaMemcpyAsync = failing._function(lambda *_: 700, c_void_p, c_void_p, c_size_t, c_int, c_void_p)
+    with pytest.raises(CheckflowError, match="error 700"):
+        runtime.copy(three.copies, 77)
+
+
+def test_a_stream_of_one_s_own() -> None:
+    library = Library(13_000)
+    library.cudaStreamCreateWithFlags = library._function(
+        lambda place, flags: library._put(place, 4711) if flags == 1 else 1, POINTERS, c_uint
+    )
+    assert Runtime(library).make_stream() == 4711
+
+
+def test_memory_is_registered_for_every_context_and_a_thread_s_mode_restored() -> None:
+    library = Library(13_000)
+    runtime = Runtime(library)
+    runtime.register(4096, 8192)
+    runtime.unregister(4096)
+    assert library.calls == [("register", 4096, 8192, 1), ("unregister", 4096)]
+    library.code = 2
+    with pytest.raises(CheckflowError, match="error 2"):
+        runtime.register(4096, 8192)
+    mode = runtime.exempt_thread()
+    assert (mode, library.mode) == (0, 2)
+    runtime.restore_thread(mode)
+    assert library.mode == 0
+
+
+def test_the_runtime_in_use_is_found_among_what_is_mapped() -> None:
+    maps = """\
+7f00-7f10 r--p 00000000 00:1d 4711 /usr/lib/nvidia/cuda_runtime/lib/libcudart.so.12
+7f10-7f20 r-xp 00010000 00:1d 4711 /usr/lib/nvidia/cuda_runtime/lib/libcudart.so.12
+7f20-7f30 r-xp 00000000 00:1d 4712 /usr/lib/my libs/libcudart-abc.so.12.8.57
+7f30-7f40 r-xp 00000000 00:1d 4713 /usr/lib/libcudart_not.txt.d/libother.so
+7f40-7f50 rw-p 00000000 00:00 0
+7f50-7f60 rw-p 00000000 00:00 0 [heap]
+"""
+    assert loaded_runtimes(maps) == [
+        "/usr/lib/nvidia/cuda_runtime/lib/libcudart.so.12",
+        "/usr/lib/my libs/libcudart-abc.so.12.8.57",
+    ]
+    assert loaded_runtimes("") == []
+
+
+def test_a_runtime_that_cannot_be_found_or_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(CheckflowError, match="not built for CUDA"):
+        load_runtime.__wrapped__()
+    monkeypatch.setattr(torch.version, "cuda", "99.1")
+    monkeypatch.setattr("checkflow.runtime.transfer.cudart._maps", lambda: "")
+    with pytest.raises(CheckflowError, match=r"cannot find CUDA's runtime library, libcudart\.so\.99") as caught:
+        load_runtime.__wrapped__()
+    assert "\n" not in str(caught.value)
+
+
+# NUMA nodes
+
+
+def test_the_node_of_a_pci_device(tmp_path: Path) -> None:
+    for name, text in (("0000:3b:00.0", "1\n"), ("0000:3c:00.0", "-1\n"), ("0000:3d:00.0", "?")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "numa_node").write_text(text)
+    assert numa.node_of_pci("0000:3B:00.0", tmp_path) == 1
+    assert [numa.node_of_pci(f"0000:{bus}:00.0", tmp_path) for bus in ("3c", "3d", "3e")] == [None] * 3
+
+
+def test_memory_is_asked_for_on_a_node() -> None:
+    import mmap
+
+    memory = mmap.mmap(-1, 3 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    granted = numa.prefer_node(address, len(memory), 0)
+    ctypes.memset(address, 1, len(memory))
+    maps = Path("/proc/self/numa_maps")
+    if granted and maps.exists():
+        assert f"{address:x} prefer" in maps.read_text()
+    assert not numa.prefer_node(address, len(memory), 900), "a node that no machine has"
+
+
+def test_a_system_without_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert not numa.prefer_node(0, 4096, 0)
+
+
+# Staging memory that is locked in place
+
+
+class Locks:
+    """What a device does to host memory: up to so many buffers."""
+
+    def __init__(self, most: int, node: int | None = None) -> None:
+        self.most, self.numa_node = most, node
+        self.held: dict[int, int] = {}
+        self.gone = False
+
+    def register(self, address: int, size_bytes: int) -> None:
+        if len(self.held) >= self.most:
+            raise CheckflowError("CUDA: out of memory (error 2)")
+        self.held[address] = size_bytes
+
+    def unregister(self, address: int) -> None:
+        del self.held[address]
+        if self.gone:
+            raise CheckflowError("CUDA: driver shutting down (error 4)")
+
+
+@pytest.mark.parametrize("node", [None, 0])
+def test_every_buffer_is_locked_as_long_as_it_is_there(node: int | None) -> None:
+    locks = Locks(9, node)
+    buffers = StagingBuffers(3, locks)
+    buffers.grow(5000)
+    taken = [buffers.take() for _ in range(3)]
+    assert buffers.locked
+    assert locks.held == {buffer.address: 5000 for buffer in taken}
+    assert all(bytes(buffer.view) == bytes(5000) for buffer in taken)
+    for buffer in taken:
+        buffers.give_back(buffer)
+    buffers.grow(4000)
+    assert set(locks.held.values()) == {5000}
+    buffers.grow(9000)
+    assert sorted(locks.held.values()) == [9000] * 3
+    buffers.close()
+    assert not locks.held
+
+
+def test_where_memory_cannot_be_locked_it_is_said_once_and_none_is(caplog: pytest.LogCaptureFixture) -> None:
+    locks = Locks(2)
+    buffers = StagingBuffers(3, locks)
+    with caplog.at_level(logging.WARNING, "checkflow"):
+        buffers.grow(100)
+        buffers.grow(200)
+    assert not buffers.locked
+    assert not locks.held
+    (record,) = caplog.records
+    assert "copies from the GPU hold training: CUDA: out of memory (error 2)" in record.getMessage()
+    buffers.give_back(buffers.take())
+    buffers.close()
+
+
+def test_a_runtime_that_is_gone_first_does_not_stop_a_job_s_end() -> None:
+    locks = Locks(9)
+    buffers = StagingBuffers(2, locks)
+    buffers.grow(100)
+    locks.gone = True
+    buffers.close()
+    assert not locks.held
