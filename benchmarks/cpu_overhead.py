@@ -27,7 +27,7 @@ import torch
 import checkflow
 from checkflow.core.device import find_device, format_seconds, format_size
 from checkflow.planner.pipeline import Subject, plan_model
-from checkflow.planner.schedule.make_plan import Request
+from checkflow.planner.schedule.scheduler import Request
 
 WARM_UP = 5  # iterations
 MODES = {"plain": None, "captured": {"every": None}, "durable": {"every": 1}}

@@ -34,8 +34,7 @@ from checkflow.core.timeline import Timeline
 from checkflow.planner.exact import greedy
 from checkflow.planner.exact.problem import Problem, make_problem
 from checkflow.planner.exact.shrink import shrink
-from checkflow.planner.ilp import flow, per_tensor
-from checkflow.planner.ilp import solve as solvers
+from checkflow.planner.ilp import flow, per_tensor, solvers
 from checkflow.planner.model_file.load import load_training_step
 from checkflow.planner.timeline.roofline import durations_seconds
 from checkflow.planner.timeline.steps import make_timeline

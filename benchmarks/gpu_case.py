@@ -46,7 +46,7 @@ from checkflow.core.errors import PlanError
 from checkflow.core.graph import TrainingGraph
 from checkflow.planner.measure.timing import clock_of
 from checkflow.planner.model_file.load import load_training_step
-from checkflow.planner.schedule.make_plan import Request, fingerprint_of, make_plan
+from checkflow.planner.schedule.scheduler import Request, fingerprint_of, make_plan
 from checkflow.planner.timeline.measured import measure_step
 from checkflow.planner.timeline.roofline import durations_seconds
 from checkflow.planner.timeline.steps import make_timeline

@@ -32,7 +32,7 @@ from checkflow.core.device import Device, find_device, format_size, read_device
 from checkflow.core.errors import CheckflowError, UnsupportedError
 from checkflow.planner.model_file.load import OPTIMIZERS, load_training_step
 from checkflow.planner.pipeline import Subject, plan_model
-from checkflow.planner.schedule.make_plan import Request
+from checkflow.planner.schedule.scheduler import Request
 from checkflow.planner.trace.trace import trace
 
 MODELS = ("alexnet", "mnasnet", "resnet18", "vgg11", "vit", "resnet3d", "transformer", "bert")

@@ -25,7 +25,7 @@ from checkflow.core.timeline import Granularity, Timeline
 from checkflow.planner.model_file.load import load_training_step
 from checkflow.planner.pipeline import default_memory_limit_bytes
 from checkflow.planner.schedule.baselines import baselines
-from checkflow.planner.schedule.make_plan import Outcome, Request, fingerprint_of, make_plan
+from checkflow.planner.schedule.scheduler import Outcome, Request, fingerprint_of, make_plan
 from checkflow.planner.timeline.roofline import WINOGRAD_GAIN, durations_seconds
 from checkflow.planner.timeline.steps import make_timeline
 from checkflow.planner.trace.trace import trace

@@ -25,7 +25,7 @@ from checkflow.core.errors import SolverError
 from checkflow.core.graph import BOUNDARY
 from checkflow.core.plan import Fingerprint, StateSpec
 from checkflow.core.timeline import StateGroup, Step, Timeline
-from checkflow.planner.schedule.make_plan import Request, make_plan
+from checkflow.planner.schedule.scheduler import Request, make_plan
 
 STEPS = (1_000, 10_000, 100_000)
 TENSORS = 2_000

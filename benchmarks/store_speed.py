@@ -43,7 +43,7 @@ from typing import Any
 import torch
 
 from checkflow.core.device import format_size
-from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import Layout, TensorRecord, make_layout, write_headers
 from checkflow.runtime.state.restore import resume_from
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
@@ -55,7 +55,7 @@ SMALL_TENSORS = 1000
 LEAST_WRITE_OF_RAW, LEAST_RESTORE_OF_RAW = 0.90, 0.85
 MOST_MANY_OF_ONE = 1.10
 MOST_MEMORY_BYTES = 64 * 2**20  # beside the staging buffer and the state itself
-EXTRA = extra_state.encode({"job": {"modules": {}, "optimizers": {}, "objects": {}}})
+EXTRA = codec.encode({"job": {"modules": {}, "optimizers": {}, "objects": {}}})
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -31,7 +31,7 @@ import torch
 import checkflow
 from checkflow.core import plan as plans
 from checkflow.planner.model_file.load import OPTIMIZERS
-from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import make_layout, write_headers
 from checkflow.runtime.memory_tier.staging import StagingBuffers
 from checkflow.runtime.persist.writer import Writer
@@ -225,7 +225,7 @@ class Staged(_AtBoundaries):
         if self._walk.current() is not self._state:
             raise RuntimeError("a state tensor was replaced, which these baselines do not follow")
         job = capture_extra(self._walk, self._step.optimizers, {})
-        extra = extra_state.encode({"iteration": number, "job": job})
+        extra = codec.encode({"iteration": number, "job": job})
         capture = Capture(
             number, self._buffer, self._layout, extra, {}, self._state.ties, (), None, {}, "", by_plan=False
         )

@@ -24,7 +24,7 @@ from checkflow.planner.measure.torch_settings import torch_settings_kept
 from checkflow.planner.model_file.load import load_training_step
 from checkflow.planner.schedule.baselines import Baselines, baselines
 from checkflow.planner.schedule.compare import Comparison, make_comparison
-from checkflow.planner.schedule.make_plan import Outcome, Request, fingerprint_of, make_plan
+from checkflow.planner.schedule.scheduler import Outcome, Request, fingerprint_of, make_plan
 from checkflow.planner.timeline.measured import (
     Measured,
     Progress,
@@ -80,7 +80,7 @@ def plan_model(subject: Subject, device: Device, request: Request, granularity: 
 
     Raises:
         ModelError, TraceError: the step cannot be built or traced.
-        PlanError, SolverError: as :func:`checkflow.planner.schedule.make_plan.make_plan`.
+        PlanError, SolverError: as :func:`checkflow.planner.schedule.scheduler.make_plan`.
     """
     begun = time.perf_counter()
     with torch_settings_kept():
@@ -107,7 +107,7 @@ def plan_measured_model(
     Raises:
         ModelError, TraceError: the step cannot be built, or fails.
         CheckflowError: it is too large for this machine.
-        PlanError, SolverError: as :func:`checkflow.planner.schedule.make_plan.make_plan`.
+        PlanError, SolverError: as :func:`checkflow.planner.schedule.scheduler.make_plan`.
     """
     begun = time.perf_counter()
     with torch_settings_kept():

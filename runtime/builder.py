@@ -19,10 +19,9 @@ from checkflow.core import plan as plans
 from checkflow.core.plan import Plan
 from checkflow.core.planner_api import Planner
 from checkflow.core.state import collect_state, refuse_closures, refuse_hidden_state
-from checkflow.runtime import job_arguments
-from checkflow.runtime import resources as holdings
+from checkflow.runtime import job_arguments, resources
 from checkflow.runtime.arguments import Arguments
-from checkflow.runtime.job import compatibility as fit
+from checkflow.runtime.job import compatibility
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.job.progress import Progress
 from checkflow.runtime.live_plan.cache import PlanCache
@@ -69,7 +68,7 @@ def read_plan(
         return None
     given = plan if isinstance(plan, Plan) else plans.load(plan)
     check_plan(given)
-    fit.check_every(every, given.interval)
+    compatibility.check_every(every, given.interval)
     return given
 
 
@@ -80,13 +79,13 @@ def check_job(job: Job, given: Plan | None) -> torch.device:
         UnsupportedError: something on the list of refusals.
         MismatchError, PlanError: the plan was made for another job, or cannot be executed.
     """
-    device = fit.copied_device(job.models, job.optimizers)
+    device = compatibility.copied_device(job.models, job.optimizers)
     refuse_closures(job.optimizers)
     refuse_hidden_state(job.optimizers)
     job_arguments.refuse_objects(job.objects)
     if given is not None:
-        implementations = fit.implementations(job.models, job.optimizers)
-        fit.refuse_other_job(given, collect_state(job.models, {}), implementations)
+        implementations = compatibility.implementations(job.models, job.optimizers)
+        compatibility.refuse_other_job(given, collect_state(job.models, {}), implementations)
         compile_plan(given)
     return device
 
@@ -113,7 +112,7 @@ def assemble(
     asked, loader = arguments.asked, job.loader
     progress = Progress(loader)
     preemption = Preemption(arguments.signals, arguments.grace_seconds, None if loader is None else loader.shield)
-    holdings.take_over(arguments.directory)
+    resources.take_over(arguments.directory)
     with contextlib.ExitStack() as undo:
         store = Store(arguments.directory, run_id=uuid.uuid4().hex[:16], **dataclasses.asdict(arguments.rules))
         undo.callback(store.close)

@@ -23,7 +23,7 @@ from checkflow.core.plan import Plan
 from checkflow.core.planner_api import Planner, Wishes
 from checkflow.core.run_report import to_dict
 from checkflow.core.state import as_models, as_optimizers
-from checkflow.runtime import resources as holdings
+from checkflow.runtime import resources
 from checkflow.runtime.arguments import (
     Arguments,
     check_arguments,
@@ -171,10 +171,10 @@ class Checkpointer:
         self._saving, self._boundaries, self._reporter = parts.saving, parts.boundaries, parts.reporter
         self.resumed_from = parts.resumed_from
         self._loops = 0  # epochs() and steps() that go on
-        self._held = holdings.Holdings(
+        self._held = resources.Holdings(
             loader, self._boundaries, self._saving, self._store, self._preemption, self._reporter
         )
-        weakref.finalize(self, holdings.dropped, self._held).atexit = False  # at exit all that is held is given back
+        weakref.finalize(self, resources.dropped, self._held).atexit = False  # at exit all that is held is given back
         self._begin()
 
     def _begin(self) -> None:
@@ -183,7 +183,7 @@ class Checkpointer:
         self._reporter.write()
         logger.info("%s", start_line(self._reporter.make(), self._store.directory))
         if (loader := self._job.loader) is not None:
-            holdings.tell_displaced(loader)
+            resources.tell_displaced(loader)
             loader.follow(self._boundaries)
         self._preemption.listen(self._boundaries)
 
@@ -392,7 +392,7 @@ class Checkpointer:
             return
         error = self._held.close()
         if not raising:
-            holdings.tell(error)
+            resources.tell(error)
             return
         if error is not None:
             raise error

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from checkflow.core.errors import CheckflowError, StorageError
-from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format import codec
 from checkflow.runtime.format.manifest import MANIFEST, MAX_STEP
 from checkflow.runtime.memory_tier.orphans import left_step
 from checkflow.runtime.store.cleanup import BROKEN, SUPERSEDED, is_leftover
@@ -21,7 +21,7 @@ from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import glance, parse_step, step_name
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.store.retention import Known, Rules, best, known, read_metrics, rules_of, write_metrics
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +109,7 @@ def list_directory(directory: str | os.PathLike[str]) -> tuple[Listed, ...]:
     checkpoints = [_look_at(path, "checkpoint", is_best=path == first) for path in find(root)]
     checkpoints = [one for one in checkpoints if not one.fault or os.path.exists(one.path)]  # retention was there first
     others: list[Listed] = []
-    for name in sorted(files.folder_names(str(root))):
+    for name in sorted(fs.folder_names(str(root))):
         kind = _kind_of(name)
         if kind is not None:
             others.append(_look_at(root / name, kind))
@@ -259,7 +259,7 @@ def compare(first: Path, second: Path, progress: Callable[[str], None] = lambda 
             difference = _compare_tensor(name, one, other, ours.get(name), theirs.get(name))
             if difference is not None:
                 changed.append(difference)
-        extras = [dict(_leaves(extra_state.decode(checkpoint.extra_bytes))) for checkpoint in (one, other)]
+        extras = [dict(_leaves(codec.decode(checkpoint.extra_bytes))) for checkpoint in (one, other)]
     return Differences(first, second, len(ours.keys() | theirs.keys()), tuple(changed), tuple(_unlike(*extras)))
 
 
@@ -335,7 +335,7 @@ def _unlike(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tup
         if path not in first or path not in second:
             here, there = (_in_words(one[path]) if path in one else "-" for one in (first, second))
             yield path, here, there
-        elif extra_state.encode(first[path]) != extra_state.encode(second[path]):
+        elif codec.encode(first[path]) != codec.encode(second[path]):
             yield path, _in_words(first[path]), _in_words(second[path])
 
 

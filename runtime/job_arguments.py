@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from checkflow.core.errors import UnsupportedError
 from checkflow.core.plan import Plan
 from checkflow.core.state import as_models, as_optimizers, optimizer_parameters, unwrap
-from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import OWNER
 
 logger = logging.getLogger("checkflow")
@@ -149,7 +149,7 @@ def _refuse_unsaved(name: str, value: Any) -> None:
         logger.debug("state[%r] has no state yet: %s: %s", name, type(error).__name__, error)
         return
     try:
-        extra_state.encode(state, name=f"state[{name!r}]")
+        codec.encode(state, name=f"state[{name!r}]")
     except UnsupportedError:
         if _has_no_shape_yet(value):
             return

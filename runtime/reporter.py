@@ -38,7 +38,7 @@ from checkflow.runtime.loop.boundaries import Boundaries
 from checkflow.runtime.loop.phase_clock import Reading, Times
 from checkflow.runtime.memory_tier.records import NOTHING
 from checkflow.runtime.persist.saver import Saving
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 
 logger = logging.getLogger("checkflow")
 
@@ -187,18 +187,18 @@ class Reporter:
                 logger.exception("cannot write %s; training and checkpoints go on without it", self._directory / FILE)
 
     def _replace(self, data: memoryview) -> None:
-        root = files.open_folder(str(self._directory))
+        root = fs.open_folder(str(self._directory))
         try:
-            if files.exists(_TEMPORARY, dir_fd=root):  # of a run that was killed
-                files.unlink(_TEMPORARY, dir_fd=root)
-            fd = files.open_new(_TEMPORARY, dir_fd=root)
+            if fs.exists(_TEMPORARY, dir_fd=root):  # of a run that was killed
+                fs.unlink(_TEMPORARY, dir_fd=root)
+            fd = fs.open_new(_TEMPORARY, dir_fd=root)
             try:
-                files.write_all(fd, data, 0)
+                fs.write_all(fd, data, 0)
             finally:
-                files.close(fd)
-            files.rename(_TEMPORARY, FILE, dir_fd=root)
+                fs.close(fd)
+            fs.rename(_TEMPORARY, FILE, dir_fd=root)
         finally:
-            files.close(root)
+            fs.close(root)
 
     def _read_earlier(self) -> tuple[RunReport, ...]:
         """The runs that are in the file. One that cannot be read is set aside."""

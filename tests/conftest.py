@@ -17,9 +17,8 @@ import pytest
 import torch
 
 from checkflow.core.errors import StorageError
-from checkflow.runtime.memory_tier import orphans as left_memory
-from checkflow.runtime.memory_tier import records as memory_files
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.memory_tier import orphans, records
+from checkflow.runtime.system import fs
 
 torch.set_num_threads(1)
 
@@ -46,13 +45,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
         return
     ours = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
-    for folder in memory_files.ROOT.glob(f"{memory_files.PREFIX}{'?' * 32}"):
+    for folder in records.ROOT.glob(f"{records.PREFIX}{'?' * 32}"):
         with contextlib.suppress(OSError, ValueError, StorageError):
-            with files.folder(str(folder)) as opened:
-                owner = memory_files.OWNERS.validate_json(left_memory.read_kept(opened, memory_files.OWNER, 1 << 16))
-                dead = left_memory.is_free(opened) and Path(owner.directory).is_relative_to(ours)
+            with fs.folder(str(folder)) as opened:
+                owner = records.OWNERS.validate_json(orphans.read_kept(opened, records.OWNER, 1 << 16))
+                dead = orphans.is_free(opened) and Path(owner.directory).is_relative_to(ours)
             if dead:
-                memory_files.remove(folder)
+                records.remove(folder)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -36,8 +36,7 @@ from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.adapters.resumable import resumable
 from checkflow.runtime.data.base import ResumableLoader
 from checkflow.runtime.data.loader import DataLoader
-from checkflow.runtime.format import codec as extra_state
-from checkflow.runtime.format import layout, manifest
+from checkflow.runtime.format import codec, layout, manifest
 from checkflow.runtime.format.layout import TensorRecord, make_layout
 from checkflow.runtime.shards import save_shard
 from checkflow.runtime.snapshot.chunk_map import planned_records
@@ -666,7 +665,7 @@ EXTRA: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", EXTRA)
 def test_what_no_checkpoint_holds_as_extra_state(name: str) -> None:
-    assert_refused(lambda: extra_state.encode(EXTRA[name](), name="state"), UnsupportedError, "^state")
+    assert_refused(lambda: codec.encode(EXTRA[name](), name="state"), UnsupportedError, "^state")
 
 
 def test_limits_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -676,8 +675,8 @@ def test_limits_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         raise ValueError("memoryview is too large")
 
     with monkeypatch.context() as patch:
-        patch.setattr(extra_state.msgpack, "packb", too_large)  # what msgpack says beyond 4 GiB
-        assert_refused(lambda: extra_state.encode("x"), UnsupportedError, "too large to be saved")
+        patch.setattr(codec.msgpack, "packb", too_large)  # what msgpack says beyond 4 GiB
+        assert_refused(lambda: codec.encode("x"), UnsupportedError, "too large to be saved")
     monkeypatch.setattr(layout, "MAX_HEADER_BYTES", 4000)
     assert_refused(lambda: make_layout([record("m/x", ())]), UnsupportedError, "do not fit")
     monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 10)

@@ -27,7 +27,7 @@ def ls(directory: Where = ".", as_json: options.Json = False) -> None:
 
     By names, sizes and manifests, without reading the data: ``verify`` does that.
     """
-    from checkflow.cli.tables import checkpoints as report_store
+    from checkflow.cli.tables import checkpoints as checkpoints_table
     from checkflow.runtime.inspect import home_of, list_directory
     from checkflow.runtime.memory_tier.orphans import left_step
     from checkflow.runtime.running import running_job
@@ -35,14 +35,14 @@ def ls(directory: Where = ".", as_json: options.Json = False) -> None:
     listed, running = list_directory(directory), running_job(home_of(directory))
     left = left_step(home_of(directory)) if running is None else None
     if as_json:
-        print_json(report_store.listed_json(directory, listed, running, left))
+        print_json(checkpoints_table.listed_json(directory, listed, running, left))
     else:
-        print_parts(report_store.listed_tables(directory, listed, running, left))
+        print_parts(checkpoints_table.listed_tables(directory, listed, running, left))
 
 
 def verify(path: Where = ".", as_json: options.Json = False) -> int:
     """Hold every byte against its checksum. Exit code 1 if one is damaged."""
-    from checkflow.cli.tables import checkpoints as report_store
+    from checkflow.cli.tables import checkpoints as checkpoints_table
     from checkflow.core.device import format_size
     from checkflow.runtime.inspect import choose_all
     from checkflow.runtime.inspect import verify as hold
@@ -61,9 +61,9 @@ def verify(path: Where = ".", as_json: options.Json = False) -> int:
             if not found.fault or one.exists():  # a running job's retention may have been there first
                 done.append(found)
     if as_json:
-        print_json(report_store.verified_json(done))
+        print_json(checkpoints_table.verified_json(done))
     else:
-        for line in report_store.verified_lines(done):
+        for line in checkpoints_table.verified_lines(done):
             typer.echo(line)
     return DAMAGED if any(one.fault for one in done) else 0
 
@@ -75,15 +75,15 @@ def diff(
     quiet: Annotated[bool, typer.Option("--exit-code", help="exit with 1 if they differ")] = False,
 ) -> int:
     """Compare two checkpoints: tensors that differ, by how much, and what else does."""
-    from checkflow.cli.tables import checkpoints as report_store
+    from checkflow.cli.tables import checkpoints as checkpoints_table
     from checkflow.runtime.inspect import choose, compare
 
     with working("comparing") as say:
         found = compare(choose(first), choose(second), say)
     if as_json:
-        print_json(report_store.differences_json(found))
+        print_json(checkpoints_table.differences_json(found))
     else:
-        print_parts(report_store.differences_tables(found))
+        print_parts(checkpoints_table.differences_tables(found))
     return DIFFERENT if quiet and (found.tensors or found.extra) else 0
 
 
@@ -108,13 +108,13 @@ def export(
     """
     from checkflow.runtime.inspect import choose
     from checkflow.runtime.store.reader import open_checkpoint
-    from checkflow.runtime.weights import exporter as exporting
+    from checkflow.runtime.weights import exporter
 
-    chosen = exporting.format_of(output) if form is None else form.value
+    chosen = exporter.format_of(output) if form is None else form.value
     if chosen is None:
         raise typer.BadParameter(f"{output} does not say in which format to write: pass --format")
     with working(f"writing {output}"), open_checkpoint(choose(path)) as checkpoint:
-        exporting.export(checkpoint, output, chosen, model=model, replace=force)
+        exporter.export(checkpoint, output, chosen, model=model, replace=force)
     typer.echo(f"{checkpoint.path} written to {output}")
 
 
@@ -140,19 +140,19 @@ def import_(
     A job with resume="auto" takes the weights from it; its optimizer, schedulers, place in the data and random numbers
     begin anew. No checkpoint that is there is replaced.
     """
-    from checkflow.cli.tables import checkpoints as report_store
-    from checkflow.runtime.weights import importer as importing
+    from checkflow.cli.tables import checkpoints as checkpoints_table
+    from checkflow.runtime.weights import importer
     from checkflow.runtime.weights.source import clean, open_weights
 
     with (
         working(f"importing {source}") as say,
         open_weights(source, None if form is None else form.value, key=key) as weights,
     ):
-        done = importing.import_weights(
+        done = importer.import_weights(
             clean(weights, strip=not keep_names), directory, step=step, model=model, progress=say
         )
     if as_json:
-        print_json(report_store.imported_json(done))
+        print_json(checkpoints_table.imported_json(done))
     else:
-        for line in report_store.imported_lines(done):
+        for line in checkpoints_table.imported_lines(done):
             typer.echo(line)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from checkflow.cli import options
-from checkflow.cli import planning as cli_ask
+from checkflow.cli import options, planning
 from checkflow.cli.console import FAILED, FOUND, complain, print_json, print_parts
 from checkflow.cli.options import GranularityName
 from checkflow.core.errors import InfeasibleError
@@ -24,20 +23,20 @@ def demo(
     as_json: options.Json = False,
 ) -> int:
     """Plan ResNet-18; then train on the CPU, kill the training three times, and prove that nothing is lost."""
-    from checkflow.cli.tables import plan as report
+    from checkflow.cli.tables import plan as plan_table
     from checkflow.planner.pipeline import compare_model
 
     chosen = options.choose_device("RTX 3090")
-    planned = cli_ask.plan_of(
-        cli_ask.subject_of("resnet18", 32, None, None), chosen, cli_ask.request_of(chosen), GranularityName.SEGMENT
+    planned = planning.plan_of(
+        planning.subject_of("resnet18", 32, None, None), chosen, planning.request_of(chosen), GranularityName.SEGMENT
     )
     if not as_json:
-        print_parts([*report.plan_tables(planned), *report.comparison_tables([compare_model(planned)])])
+        print_parts([*plan_table.plan_tables(planned), *plan_table.comparison_tables([compare_model(planned)])])
     result = _train_and_kill(epochs, seed, quiet=as_json)
     if as_json:
-        print_json(report.demo_json(planned, result))
+        print_json(plan_table.demo_json(planned, result))
     else:
-        print_parts(report.demo_tables(result))
+        print_parts(plan_table.demo_tables(result))
     for check_ in result.checks:
         if not check_.holds:
             complain(f"this check fails: {check_.claim}: {check_.seen}")
@@ -47,20 +46,23 @@ def demo(
 def _train_and_kill(epochs: int, seed: int, *, quiet: bool) -> Result:
     """The demo's training, in a folder that is gone afterwards."""
     from checkflow.core import plan as plans
-    from checkflow.demo import kills as demos
+    from checkflow.demo import kills
     from checkflow.demo.training import BATCH_SIZE
 
     with tempfile.TemporaryDirectory(prefix="checkflow-demo-") as folder:
         cpu = options.choose_device("cpu")
-        planned = cli_ask.plan_of(
-            cli_ask.subject_of("digits", BATCH_SIZE, None, None), cpu, cli_ask.request_of(cpu), GranularityName.SEGMENT
+        planned = planning.plan_of(
+            planning.subject_of("digits", BATCH_SIZE, None, None),
+            cpu,
+            planning.request_of(cpu),
+            GranularityName.SEGMENT,
         )
         if planned.outcome.plan is None:
             raise InfeasibleError(planned.outcome.explanation)
         file = Path(folder) / "plan.json"
         plans.save(planned.outcome.plan, file)
-        for news in demos.run(Path(folder), file, epochs=epochs, seed=seed):
-            if isinstance(news, demos.Result):
+        for news in kills.run(Path(folder), file, epochs=epochs, seed=seed):
+            if isinstance(news, kills.Result):
                 return news
             if not quiet:
                 typer.echo(f"- {news}")

@@ -17,14 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from checkflow.cli import checkpoints as cli_store
-from checkflow.cli import demo as cli_demo
-from checkflow.cli import options
-from checkflow.cli import planning as cli_ask
-from checkflow.cli import probe as cli_probe
-from checkflow.cli import report as cli_report
-from checkflow.cli import simulate as cli_simulate
-from checkflow.cli import torture as cli_torture
+from checkflow.cli import checkpoints, demo, options, planning, probe, report, simulate, torture
 from checkflow.cli.console import (
     FAILED,
     FOUND,
@@ -162,12 +155,12 @@ def plan(
     as_json: options.Json = False,
 ) -> int:
     """Trace a training step and schedule its checkpoint."""
-    from checkflow.cli.tables import plan as report
+    from checkflow.cli.tables import plan as plan_table
     from checkflow.core import plan as plans
 
     options.check_solver_asked(formulation, solver)
-    chosen = cli_ask.device_of(device)
-    request = cli_ask.request_of(
+    chosen = planning.device_of(device)
+    request = planning.request_of(
         chosen,
         bandwidth,
         memory_limit,
@@ -182,15 +175,15 @@ def plan(
         max_interval=max_interval,
         overhead=overhead,
     )
-    planning = cli_ask.planner_for(device)
-    planned = planning(cli_ask.subject_of(model, batch_size, settings, optimizer), chosen, request, granularity)
+    planner = planning.planner_for(device)
+    planned = planner(planning.subject_of(model, batch_size, settings, optimizer), chosen, request, granularity)
     made = planned.outcome.plan
     if made is not None and file is not None:
         plans.save(made, file)
     if as_json:
-        print_json(report.plan_json(planned))
+        print_json(plan_table.plan_json(planned))
     else:
-        print_parts(report.plan_tables(planned))
+        print_parts(plan_table.plan_tables(planned))
     if made is None:
         complain(planned.outcome.explanation)
         if file is not None and file.exists():
@@ -212,7 +205,7 @@ def check(
     as_json: options.Json = False,
 ) -> int:
     """Replay a plan; with MODEL, see whether it is still the plan of that model."""
-    from checkflow.cli.tables import show as report_show
+    from checkflow.cli.tables import show as show_table
     from checkflow.core import plan as plans
     from checkflow.planner.schedule.replay import check_plan
 
@@ -224,11 +217,11 @@ def check(
         from checkflow.planner.pipeline import check_model
 
         with working(f"tracing {model}"):
-            check_model(read, cli_ask.subject_of(model, batch_size, settings, optimizer))
+            check_model(read, planning.subject_of(model, batch_size, settings, optimizer))
     if as_json:
-        print_json(report_show.check_json(read, replay))
+        print_json(show_table.check_json(read, replay))
     else:
-        typer.echo(report_show.check_line(read, replay))
+        typer.echo(show_table.check_line(read, replay))
     return FOUND
 
 
@@ -239,7 +232,7 @@ def show(
     as_json: options.Json = False,
 ) -> int:
     """Show a plan on one screen: the link and the memory over time, the peak, and what binds."""
-    from checkflow.cli.tables import show as report_show
+    from checkflow.cli.tables import show as show_table
     from checkflow.core import plan as plans
     from checkflow.planner.schedule.compare import binding_interval
     from checkflow.planner.schedule.replay import check_plan
@@ -249,12 +242,12 @@ def show(
     read = plans.load(plan_file)
     replay = check_plan(read)
     if as_json:
-        print_json(report_show.show_json(read, replay, *binding_interval(read)))
+        print_json(show_table.show_json(read, replay, *binding_interval(read)))
         return FOUND
     if dot:
-        typer.echo(report_show.dot(read), nl=False)
+        typer.echo(show_table.dot(read), nl=False)
         return FOUND
-    print_parts(report_show.show_lines(read, replay, *binding_interval(read)))
+    print_parts(show_table.show_lines(read, replay, *binding_interval(read)))
     return FOUND
 
 
@@ -286,20 +279,20 @@ def compare(
     A plan file brings its own device and link. Of a run's report (report.json beside the checkpoints) planned and
     measured figures are shown, by the plan that ran, or by a plan file beside it.
     """
-    from checkflow.cli.tables import plan as report
+    from checkflow.cli.tables import plan as plan_table
     from checkflow.core import plan as plans
     from checkflow.planner.schedule.compare import compare_plan
     from checkflow.planner.schedule.replay import check_plan
 
-    subjects = cli_report.reports_of_directories(subjects)
+    subjects = report.reports_of_directories(subjects)
     if all(subject.endswith(".json") for subject in subjects):
         options.refuse_given(context, besides=("subjects", "as_json"), why="plan files bring their own")
-    if cli_report.any_report(subjects):
-        cli_report.compare_reports(subjects, as_json=as_json)
+    if report.any_report(subjects):
+        report.compare_reports(subjects, as_json=as_json)
         return FOUND
-    chosen = cli_ask.device_of(device)
-    planning = cli_ask.planner_for(device)
-    request = cli_ask.request_of(
+    chosen = planning.device_of(device)
+    planner = planning.planner_for(device)
+    request = planning.request_of(
         chosen, bandwidth, memory_limit, link_share, policy=policy.value, max_interval=max_interval, overhead=overhead
     )
     rows = []
@@ -309,26 +302,26 @@ def compare(
             check_plan(read)  # its claims are printed beside ours
             rows.append(compare_plan(subject, read))
         else:
-            asked = cli_ask.subject_of(subject, batch_size, settings, optimizer)
+            asked = planning.subject_of(subject, batch_size, settings, optimizer)
             from checkflow.planner.pipeline import compare_model
 
-            rows.append(compare_model(planning(asked, chosen, request, granularity)))
+            rows.append(compare_model(planner(asked, chosen, request, granularity)))
     if as_json:
-        print_json(report.comparison_json(rows))
+        print_json(plan_table.comparison_json(rows))
     else:
-        print_parts(report.comparison_tables(rows))
+        print_parts(plan_table.comparison_tables(rows))
     missing = [row for row in rows if row.checkflow_peak_bytes is None]
     for row in missing:
         complain(f"{row.source}: {row.explanation}")
     return INFEASIBLE if missing else FOUND
 
 
-app.command()(cli_simulate.simulate)
-app.command()(cli_probe.probe)
-app.command()(cli_demo.demo)
-app.command()(cli_store.ls)
-app.command()(cli_store.verify)
-app.command()(cli_store.diff)
-app.command()(cli_store.export)
-app.command("import")(cli_store.import_)
-app.command(context_settings={"allow_interspersed_args": False})(cli_torture.torture)
+app.command()(simulate.simulate)
+app.command()(probe.probe)
+app.command()(demo.demo)
+app.command()(checkpoints.ls)
+app.command()(checkpoints.verify)
+app.command()(checkpoints.diff)
+app.command()(checkpoints.export)
+app.command("import")(checkpoints.import_)
+app.command(context_settings={"allow_interspersed_args": False})(torture.torture)

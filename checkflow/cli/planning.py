@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from checkflow.cli import options
-from checkflow.cli import probe as cli_probe
+from checkflow.cli import options, probe
 from checkflow.cli.console import working
 
 if TYPE_CHECKING:
     from checkflow.cli.options import GranularityName, Optimizer
     from checkflow.core.device import Device
     from checkflow.planner.pipeline import Planned, Subject
-    from checkflow.planner.schedule.make_plan import Request
+    from checkflow.planner.schedule.scheduler import Request
 
 
 def device_of(text: str) -> Device:
@@ -22,7 +21,7 @@ def device_of(text: str) -> Device:
     Raises:
         typer.BadParameter, CheckflowError: as :func:`.options.choose_device`.
     """
-    return cli_probe.measure_device() if text == options.AUTO else options.choose_device(text)
+    return probe.measure_device() if text == options.AUTO else options.choose_device(text)
 
 
 def subject_of(model: str, batch_size: int | None, settings: list[str] | None, optimizer: Optimizer | None) -> Subject:
@@ -48,7 +47,7 @@ def request_of(
 ) -> Request:
     """What is asked of a plan; the device gives what the user does not."""
     from checkflow.planner.pipeline import default_memory_limit_bytes
-    from checkflow.planner.schedule.make_plan import Request
+    from checkflow.planner.schedule.scheduler import Request
 
     return Request(
         bandwidth_bytes_per_second=link_share
@@ -70,4 +69,4 @@ def plan_of(subject: Subject, device: Device, request: Request, granularity: Gra
 
 def planner_for(device: str) -> Callable[[Subject, Device, Request, GranularityName], Planned]:
     """:func:`plan_of`; for "auto" what runs and measures the step on this machine, too."""
-    return cli_probe.plan_measured if device == options.AUTO else plan_of
+    return probe.plan_measured if device == options.AUTO else plan_of

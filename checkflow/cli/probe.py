@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from checkflow.cli.options import GranularityName
     from checkflow.core.device import Device
     from checkflow.planner.pipeline import Planned, Subject
-    from checkflow.planner.schedule.make_plan import Request
+    from checkflow.planner.schedule.scheduler import Request
 
 
 def probe(
@@ -34,7 +34,7 @@ def probe(
 
     Let nothing else run meanwhile: what a neighbour takes is missing in the figures.
     """
-    from checkflow.cli.tables import measurement as report_time
+    from checkflow.cli.tables import measurement as measurement_table
     from checkflow.core.device import check_writable, write_device
     from checkflow.planner.measure.probe import FULL, QUICK
     from checkflow.planner.measure.probe import probe as measure
@@ -48,9 +48,9 @@ def probe(
     if file is not None:
         write_device(probed.device, file)
     if as_json:
-        print_json(report_time.probe_json(probed))
+        print_json(measurement_table.probe_json(probed))
         return
-    print_parts(report_time.probe_tables(probed))
+    print_parts(measurement_table.probe_tables(probed))
     typer.echo(f"device written to {file}" if file is not None else "-o FILE.json writes the device for --device")
 
 

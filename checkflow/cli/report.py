@@ -31,7 +31,7 @@ def compare_reports(subjects: Sequence[str], *, as_json: bool) -> None:
         typer.BadParameter: a model is among the subjects, or more than one plan.
         ReportError, PlanError: a file cannot be read, or is not what it seems to be.
     """
-    from checkflow.cli.tables import run as report_run
+    from checkflow.cli.tables import run as run_table
     from checkflow.core import plan as plans
     from checkflow.core import run_report
     from checkflow.planner.schedule.replay import check_plan
@@ -54,8 +54,8 @@ def compare_reports(subjects: Sequence[str], *, as_json: bool) -> None:
     for name in reports:
         runs = run_report.load(name)
         run_report.latest(runs, name)
-        rows.append(report_run.compare_run(name, runs, asked))
+        rows.append(run_table.compare_run(name, runs, asked))
     if as_json:
-        print_json(report_run.runs_json(rows))
+        print_json(run_table.runs_json(rows))
     else:
-        print_parts(report_run.runs_tables(rows))
+        print_parts(run_table.runs_tables(rows))

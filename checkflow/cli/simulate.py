@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from checkflow.cli import options
-from checkflow.cli import planning as cli_ask
+from checkflow.cli import options, planning
 from checkflow.cli.console import FOUND, INFEASIBLE, complain, print_json, print_parts, working
 from checkflow.cli.options import GranularityName, PolicyName
 from checkflow.core.errors import CheckflowError, PlanError
@@ -177,7 +176,7 @@ def simulate(
     Synchronous checkpoints, CheckFreq's, and checkflow's by a plan; all meet the same failures. A plan file brings its
     own device and link.
     """
-    from checkflow.cli.tables import simulation as report_simulation
+    from checkflow.cli.tables import simulation as simulation_table
     from checkflow.simulate.simulation import Failures, check_size, simulate_failures
     from checkflow.simulate.strategies import restore_seconds, ways_of
 
@@ -190,14 +189,14 @@ def simulate(
         check_size(mtbf, duration, runs)
     except PlanError as error:
         raise typer.BadParameter(str(error)) from None
-    known = None if of_plan or device == options.AUTO else cli_ask.device_of(device)
+    known = None if of_plan or device == options.AUTO else planning.device_of(device)
     written_to = _storage(known, storage)
     if of_plan:
         plan = _read_plan(subject)
         limit_bytes = _device_limit_bytes(plan) if memory_limit is None else memory_limit
     else:
-        chosen = known or cli_ask.device_of(device)
-        request = cli_ask.request_of(
+        chosen = known or planning.device_of(device)
+        request = planning.request_of(
             chosen,
             bandwidth,
             memory_limit,
@@ -207,11 +206,11 @@ def simulate(
             overhead=overhead,
         )
         limit_bytes = request.memory_limit_bytes
-        asked = cli_ask.subject_of(subject, batch_size, settings, optimizer)
-        planned = cli_ask.planner_for(device)(asked, chosen, request, granularity)
+        asked = planning.subject_of(subject, batch_size, settings, optimizer)
+        planned = planning.planner_for(device)(asked, chosen, request, granularity)
         if planned.outcome.plan is None:
             if as_json:
-                print_json(report_simulation.no_simulation_json(planned))
+                print_json(simulation_table.no_simulation_json(planned))
             complain(planned.outcome.explanation)
             return INFEASIBLE
         plan = planned.outcome.plan
@@ -226,9 +225,9 @@ def simulate(
     )
     with working("simulating failures"):
         found = simulate_failures(ways.ways, plan.timeline.iteration_seconds, failures, duration, runs=runs, seed=seed)
-    given = report_simulation.Given(plan, written_to, overhead, limit_bytes, ways.left_out)
+    given = simulation_table.Given(plan, written_to, overhead, limit_bytes, ways.left_out)
     if as_json:
-        print_json(report_simulation.simulation_json(given, found))
+        print_json(simulation_table.simulation_json(given, found))
     else:
-        print_parts(report_simulation.simulation_tables(given, found))
+        print_parts(simulation_table.simulation_tables(given, found))
     return FOUND

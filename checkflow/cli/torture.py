@@ -142,9 +142,9 @@ def _try(
 
 
 def _tell(torture: Torture, *, as_json: bool) -> None:
-    from checkflow.cli.tables import torture as report_torture
+    from checkflow.cli.tables import torture as torture_table
 
     if as_json:
-        print_json(report_torture.torture_json(torture))
+        print_json(torture_table.torture_json(torture))
     else:
-        print_parts(report_torture.torture_tables(torture))
+        print_parts(torture_table.torture_tables(torture))

@@ -20,7 +20,7 @@ _GRACE_SECONDS = 10.0  # CBC looks at the clock only now and then
 
 
 def search(problem: pulp.LpProblem, seconds: float, tolerance: float | None) -> Solve:
-    """Minimise, as :func:`.solve.solve`."""
+    """Minimise, as :func:`.solvers.solve`."""
     import pulp
 
     program = next((path for path in (pulp.PULP_CBC_CMD.pulp_cbc_path, shutil.which("cbc")) if _runs(path)), None)

@@ -56,7 +56,7 @@ def _is_restricted(log: str) -> bool:
 
 
 def search(problem: pulp.LpProblem, environment: Any, seconds: float, tolerance: float | None) -> Solve:
-    """Minimise, as :func:`.solve.solve`; in an environment that :func:`environment` gave.
+    """Minimise, as :func:`.solvers.solve`; in an environment that :func:`environment` gave.
 
     Raises:
         LicenceError: the licence does not admit the model.

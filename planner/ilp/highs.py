@@ -20,7 +20,7 @@ _SMALL_VARIABLES = 10_000
 
 
 def search(problem: pulp.LpProblem, seconds: float, tolerance: float | None) -> Solve:
-    """Minimise, as :func:`.solve.solve`."""
+    """Minimise, as :func:`.solvers.solve`."""
     try:
         import highspy
     except ImportError:

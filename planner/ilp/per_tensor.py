@@ -38,7 +38,7 @@ from checkflow.core.plan import Chunk
 from checkflow.core.timeline import Timeline
 from checkflow.planner.exact import greedy
 from checkflow.planner.exact.problem import Problem
-from checkflow.planner.ilp import solve as solvers
+from checkflow.planner.ilp import solvers
 
 if TYPE_CHECKING:
     import pulp
@@ -247,7 +247,7 @@ def solve(
     time_limit_seconds: float = 60.0,
     tolerance: float | None = None,
 ) -> solvers.Solve:
-    """Minimise; as :func:`checkflow.planner.ilp.solve.solve`. "infeasible" means that equation (9) cannot be kept."""
+    """Minimise; as :func:`checkflow.planner.ilp.solvers.solve`. "infeasible" means that equation (9) cannot be kept."""
     return solvers.solve(model.lp, solver, time_limit_seconds, tolerance)
 
 

@@ -99,7 +99,7 @@ def _keep_interrupts() -> None:
 
 
 def found(name: SolverName, version: str, optimal: bool, objective: float, bound: float) -> Solve:
-    """A solution, not yet timed: :func:`.solve.solve` does that."""
+    """A solution, not yet timed: :func:`.solvers.solve` does that."""
     return Solve(name, version, "optimal" if optimal else "feasible", objective, bound, 0.0, 0, 0)
 
 

@@ -33,7 +33,7 @@ from checkflow.core.planner_api import Answer, Handover, Making, Recorder, Wishe
 from checkflow.planner.live.bandwidth import Bandwidths, measure_bandwidths
 from checkflow.planner.record.recorder import Recorded
 from checkflow.planner.record.recorder import Recorder as IterationRecorder
-from checkflow.planner.schedule.make_plan import fingerprint_for
+from checkflow.planner.schedule.scheduler import fingerprint_for
 from checkflow.planner.timeline.steps import make_timeline
 
 CHILD_SECONDS = 600.0  # then it is ended

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from checkflow.core import plan as plans
 from checkflow.core.errors import CheckflowError
 from checkflow.core.planner_api import Answer, Handover
-from checkflow.planner.schedule.make_plan import Request, make_plan
+from checkflow.planner.schedule.scheduler import Request, make_plan
 
 LOOK_SECONDS = 0.5
 LOWEST_PRIORITY = 19

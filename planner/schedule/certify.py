@@ -15,8 +15,7 @@ from checkflow.planner.exact.optimum import Terms
 from checkflow.planner.exact.problem import Flow, Problem
 from checkflow.planner.exact.shrink import expand
 from checkflow.planner.ilp import flow as flows
-from checkflow.planner.ilp import per_tensor
-from checkflow.planner.ilp import solve as solvers
+from checkflow.planner.ilp import per_tensor, solvers
 
 Formulation = Literal["auto", "flow", "per-tensor", "greedy"]
 SECOND_OPINION_STEPS = 2_000  # up to this many "auto" asks a solver too; beyond, the exact rules' own proof must do

@@ -18,7 +18,7 @@ from typing import Literal
 from checkflow.core.errors import first_fault
 from checkflow.core.graph import STRICT
 from checkflow.runtime.interval.policy import Costs
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 
 logger = logging.getLogger("checkflow")
 
@@ -84,18 +84,18 @@ class ProfileCache:
         self._looked = True
         data = TypeAdapter(KeptProfile).dump_json(kept, indent=1) + b"\n"
         try:
-            folder = files.open_folder(str(self.path.parent))
+            folder = fs.open_folder(str(self.path.parent))
             try:
                 with contextlib.suppress(FileNotFoundError):
-                    files.unlink(_TEMPORARY, dir_fd=folder)
-                new = files.open_new(_TEMPORARY, dir_fd=folder)
+                    fs.unlink(_TEMPORARY, dir_fd=folder)
+                new = fs.open_new(_TEMPORARY, dir_fd=folder)
                 try:
-                    files.write_all(new, memoryview(data), 0)
+                    fs.write_all(new, memoryview(data), 0)
                 finally:
-                    files.close(new)
-                files.rename(_TEMPORARY, NAME, dir_fd=folder)
+                    fs.close(new)
+                fs.rename(_TEMPORARY, NAME, dir_fd=folder)
             finally:
-                files.close(folder)
+                fs.close(folder)
         except OSError as error:
             logger.warning("cannot keep the profile in %s: %s", self.path, error.strerror or error)
 

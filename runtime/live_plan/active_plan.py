@@ -13,7 +13,7 @@ from checkflow.core.device import format_seconds, format_stall
 from checkflow.core.errors import CheckflowError, MismatchError, PlanError
 from checkflow.core.plan import Plan
 from checkflow.core.run_report import PlanInForce, PlanningReport, PlanSource, promises_of
-from checkflow.runtime.job import compatibility as fit
+from checkflow.runtime.job import compatibility
 from checkflow.runtime.live_plan.planning import Arrival, Planning
 from checkflow.runtime.snapshot.executor import UNPLANNED, Execution
 from checkflow.runtime.snapshot.program import Program, compile_plan
@@ -140,7 +140,7 @@ class PlanInPlace:
         if arrival.plan is None:
             self.every = self._asked_every
             return
-        self.every = fit.round_every(self._asked_every, arrival.plan.interval)
+        self.every = compatibility.round_every(self._asked_every, arrival.plan.interval)
 
     def _tell_placed(self, arrival: Arrival) -> None:
         if arrival.plan is None:

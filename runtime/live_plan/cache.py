@@ -17,7 +17,7 @@ from checkflow.core import plan as plans
 from checkflow.core.errors import CheckflowError, StorageError
 from checkflow.core.plan import Fingerprint, Plan
 from checkflow.core.planner_api import Wishes, plan_name
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 
 logger = logging.getLogger("checkflow")
 
@@ -61,14 +61,14 @@ class PlanCache:
             StorageError: it cannot be made.
         """
         try:
-            root = files.open_folder(str(self._directory))
+            root = fs.open_folder(str(self._directory))
             try:
-                if not files.exists(FOLDER, dir_fd=root):
-                    files.mkdir(FOLDER, dir_fd=root)
-                    files.fsync(root)
-                files.close(files.open_folder(FOLDER, dir_fd=root))  # no link that leads elsewhere
+                if not fs.exists(FOLDER, dir_fd=root):
+                    fs.mkdir(FOLDER, dir_fd=root)
+                    fs.fsync(root)
+                fs.close(fs.open_folder(FOLDER, dir_fd=root))  # no link that leads elsewhere
             finally:
-                files.close(root)
+                fs.close(root)
         except OSError as error:
             raise StorageError(f"cannot make {self.folder}: {error.strerror or error}") from error
         return self.folder / plan_name(fingerprint, self._wishes)
@@ -80,15 +80,15 @@ class PlanCache:
         """
         self._damaged.discard(path.name)
         try:
-            folder = files.open_folder(str(self.folder))
+            folder = fs.open_folder(str(self.folder))
             try:
-                files.fsync(folder)
+                fs.fsync(folder)
                 kept = {path.name, *(other.name for other in self._files()[:KEPT])}
-                for name in files.names(folder):
+                for name in fs.names(folder):
                     if _OURS.fullmatch(name) and name not in kept:
-                        files.unlink(name, dir_fd=folder)
+                        fs.unlink(name, dir_fd=folder)
             finally:
-                files.close(folder)
+                fs.close(folder)
         except OSError as error:
             logger.warning("cannot keep the plan in %s: %s", self.folder, error.strerror or error)
 
@@ -97,9 +97,9 @@ class PlanCache:
         if not self.folder.exists():
             return
         try:
-            with files.folder(str(self.folder)) as folder:
-                for name in filter(_HALF.fullmatch, files.names(folder)):
-                    files.unlink(name, dir_fd=folder)
+            with fs.folder(str(self.folder)) as folder:
+                for name in filter(_HALF.fullmatch, fs.names(folder)):
+                    fs.unlink(name, dir_fd=folder)
         except OSError as error:
             logger.warning("cannot tidy up %s: %s", self.folder, error.strerror or error)
 

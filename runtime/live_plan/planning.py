@@ -38,7 +38,7 @@ from checkflow.core.plan import Plan
 from checkflow.core.planner_api import Answer, Making, Planner, Recorder, Wishes
 from checkflow.core.run_report import PlanSource
 from checkflow.core.state import TrainingState, implementation_options, training_device, unwrap
-from checkflow.runtime.job import compatibility as fit
+from checkflow.runtime.job import compatibility
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.job.traits import Seen, Traits, Watch, as_tensors, device_name
 from checkflow.runtime.live_plan.cache import PlanCache
@@ -408,12 +408,12 @@ class Planning:
         """What makes the job another one, as something to compare."""
         state = self._walk.current()
         tensors = [(item.name, item.tensor.shape, item.tensor.dtype) for item in state.tensors]
-        return tensors, state.ties, fit.implementations(self._models, self._optimizers)
+        return tensors, state.ties, compatibility.implementations(self._models, self._optimizers)
 
     def _state_differences(self, plan: Plan) -> list[str]:
         """What differs between the state and the optimizers that a plan was made for and the job's."""
         state = self._walk.current()
-        lines = fit.differences(plan, state, fit.implementations(self._models, self._optimizers))
+        lines = compatibility.differences(plan, state, compatibility.implementations(self._models, self._optimizers))
         return lines if state.ties == plan.fingerprint.ties else [*lines, "other tensors are tied"]
 
     def _hold_against(self, plan: Plan, seen: Seen) -> Arrival | None:

@@ -17,7 +17,7 @@ from checkflow.core.errors import CheckflowError
 from checkflow.core.graph import AnchorKey, AnchorKind
 from checkflow.core.plan import Plan
 from checkflow.runtime.interval.policy import Asked
-from checkflow.runtime.job import compatibility as fit
+from checkflow.runtime.job import compatibility
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.job.progress import Progress
 from checkflow.runtime.live_plan.active_plan import PlanInPlace
@@ -89,7 +89,7 @@ class Boundaries:
         return Execution(
             plan, program, self._job,
             self._saving.engine, self._saving.buffers, self._saving.submit, self,
-            implementations=fit.implementations(self._job.models, self._job.optimizers),
+            implementations=compatibility.implementations(self._job.models, self._job.optimizers),
             raising=self._raising, known_to_fit=self._makes_plans, resumed=self._resumed, sightings=self._sightings,
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from checkflow.core.state import TrainingState
-from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format import codec
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.job.progress import Progress
 from checkflow.runtime.live_plan.active_plan import PlanInPlace
@@ -139,7 +139,7 @@ class BoundaryWork:
         self._progress.end_iteration()
         if not ending:  # otherwise when this boundary is saved
             self.raise_if_asked()
-        self.execution.heed(self._saving.writer)
+        self._apply_audits()
         if not due:
             state = self._job.walk.current()
             self._passed = state, _versions(state)
@@ -214,8 +214,12 @@ class BoundaryWork:
             self.execution.finish()
             self.execution.follow()
             self.execution.hooks.reset()  # what ran since (an evaluation) is no part of the iteration to come
-            self.execution.heed(self._saving.writer)
+            self._apply_audits()
             self._clock.shift(self._capture(self._passed_epoch_end, extra=extra))
+
+    def _apply_audits(self) -> None:
+        writer = self._saving.writer
+        self.execution.apply_audits(writer.take_written(), writer.breached_plans)
 
     def _capture(self, epoch_end: bool, extra: Callable[[], bytes] | None = None) -> float:
         """Capture this boundary; returns the seconds waited for storage and buffers."""
@@ -246,10 +250,10 @@ class BoundaryWork:
         job = capture_extra(self._job.walk, self._job.optimizers, self._job.objects)
         known = {"iteration": self.iteration, **self._progress.capture(), "job": job}
         generators = known.pop("generators")  # copies: they wait for the writer
-        encoded = extra_state.encode(known)  # now, since the rest may share memory with what training goes on to write
+        encoded = codec.encode(known)  # now, since the rest may share memory with what training goes on to write
 
         def extra() -> bytes:
-            return extra_state.with_entry(encoded, "generators", compact_generators(generators))
+            return codec.with_entry(encoded, "generators", compact_generators(generators))
 
         return extra
 

@@ -28,7 +28,7 @@ from checkflow.runtime.interval.controller import Controller
 from checkflow.runtime.interval.measurements import LEAST, RECENT, Iteration, median
 from checkflow.runtime.interval.policy import Asked, Costs
 from checkflow.runtime.interval.profile import Identity, ProfileCache
-from checkflow.runtime.job import compatibility as fit
+from checkflow.runtime.job import compatibility
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.job.traits import describe, device_name
 from checkflow.runtime.live_plan.active_plan import PlanInPlace
@@ -256,7 +256,7 @@ class Pace:
         job = self._job
         state = job.walk.current().tensors  # a resume makes it in another order
         tensors = sorted((item.name, tuple(item.tensor.shape), dtype_name(item.tensor.dtype)) for item in state)
-        model = repr((tensors, sorted(fit.implementations(job.models, job.optimizers).items())))
+        model = repr((tensors, sorted(compatibility.implementations(job.models, job.optimizers).items())))
         kind, size_bytes = file_system(self._directory)
         return Identity(
             model=hashlib.sha256(model.encode()).hexdigest()[:32],

@@ -41,7 +41,7 @@ from typing import Any, NoReturn, Protocol
 from checkflow.core.device import format_seconds
 from checkflow.core.errors import Preempted
 from checkflow.runtime.data.worker_signals import WorkerShield
-from checkflow.runtime.loop import signal_wakeup as wakeup
+from checkflow.runtime.loop import signal_wakeup
 
 logger = logging.getLogger("checkflow")
 
@@ -144,7 +144,7 @@ class Preemption:
             self._shield.raise_for(self._before)
         if self._before:
             try:
-                wakeup.hear(self._heard)
+                signal_wakeup.hear(self._heard)
             except OSError as error:  # then signals are heard of by their handlers alone
                 logger.debug("signals are not heard of outside of Python: %s", error)
 
@@ -190,7 +190,7 @@ class Preemption:
         if self in _listening:
             _listening.remove(self)
         self._lower_shield()
-        wakeup.cease(self._heard)
+        signal_wakeup.cease(self._heard)
         self._restore()
         self._news.put(None)
         if self._watchdog is not None and self._watchdog is not threading.current_thread():

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from checkflow.core.errors import CorruptCheckpointError, LockedError, StorageError, first_fault
 from checkflow.core.small_files import read_regular
 from checkflow.runtime.format.manifest import MAX_MANIFEST_BYTES
-from checkflow.runtime.memory_tier import records as memory_files
+from checkflow.runtime.memory_tier import records
 from checkflow.runtime.memory_tier.records import (
     MARK,
     MARKS,
@@ -33,7 +33,7 @@ from checkflow.runtime.memory_tier.records import (
 )
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import parse_step
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 
 logger = logging.getLogger("checkflow")
 
@@ -47,7 +47,7 @@ def left_step(directory: str | os.PathLike[str]) -> int | None:
     """The newest step that the next run in a directory would look at; None: there is none, or it is not ours to see."""
     root = Path(directory)
     try:
-        with files.folder(str(find_left(root))) as folder:
+        with fs.folder(str(find_left(root))) as folder:
             steps = [record.step for record in read_records(folder).values()]
         newest = max((one for path in find(root) if (one := parse_step(path.name)) is not None), default=-1)
     except (OSError, StorageError):  # nothing is lost by looking: the next run tells what is wrong
@@ -59,8 +59,8 @@ def memory_of(directory: str | os.PathLike[str]) -> tuple[Path, int] | None:
     """The folder that the run before has left for a directory, and its bytes; None: there is none for the next run."""
     try:
         path = find_left(Path(directory))
-        with files.folder(str(path)) as folder:
-            sizes = [os.stat(name, dir_fd=folder, follow_symlinks=False).st_blocks for name in files.names(folder)]
+        with fs.folder(str(path)) as folder:
+            sizes = [os.stat(name, dir_fd=folder, follow_symlinks=False).st_blocks for name in fs.names(folder)]
     except (OSError, StorageError):
         return None
     return path, 512 * sum(sizes)
@@ -81,9 +81,9 @@ def find_left(directory: Path, wait_seconds: float = 0.0) -> Path:
     mark = understood(directory / MARK, MARKS, read_regular(directory / MARK, MOST_BYTES))
     if mark.boot != boot_id():
         raise FileNotFoundError("the memory of an earlier start of the machine is gone")
-    path = memory_files.ROOT / f"{PREFIX}{mark.token}"
+    path = records.ROOT / f"{PREFIX}{mark.token}"
     try:
-        with files.folder(str(path)) as folder:
+        with fs.folder(str(path)) as folder:
             if (reason := distrust_of(folder)) is not None:
                 raise StorageError(f"{path} {reason}")
             end = time.monotonic() + wait_seconds
@@ -111,7 +111,7 @@ def read_records(folder: int) -> dict[int, Record]:
         OSError: one cannot be read now.
     """
     found = {}
-    for name in files.names(folder):
+    for name in fs.names(folder):
         if (match := _RECORD.fullmatch(name)) is not None:
             try:
                 found[int(match[1])] = RECORDS.validate_json(read_kept(folder, name, MAX_MANIFEST_BYTES))
@@ -128,19 +128,19 @@ def read_kept(folder: int, name: str, most_bytes: int) -> bytes:
         OSError: it cannot be read now.
     """
     try:
-        fd = files.open_read(name, dir_fd=folder)
+        fd = fs.open_read(name, dir_fd=folder)
     except FileNotFoundError:
         raise CorruptCheckpointError(f"{name} is missing") from None
     except OSError as error:
         raise told(name, error) from error
     try:
-        size_bytes = files.regular_size(fd)
+        size_bytes = fs.regular_size(fd)
         if size_bytes is None or size_bytes > most_bytes:
             raise CorruptCheckpointError(f"{name} is no file of at most {most_bytes} bytes")
         data = bytearray(size_bytes)
-        return bytes(data[: files.read_all(fd, memoryview(data), 0)])
+        return bytes(data[: fs.read_all(fd, memoryview(data), 0)])
     finally:
-        files.close_quietly(fd)
+        fs.close_quietly(fd)
 
 
 def distrust_of(folder: int) -> str | None:
@@ -177,15 +177,15 @@ def understood(path: Path, adapter: TypeAdapter[_T], data: bytes) -> _T:
 def is_free(folder: int) -> bool:
     """Whether the job whose folder it is has ended. Looking locks nobody else out."""
     try:
-        fd = files.open_claimed(OWNER, dir_fd=folder)
+        fd = fs.open_claimed(OWNER, dir_fd=folder)
     except FileNotFoundError:  # it was killed before it said so
         return True
     try:
-        files.flock_shared(fd)
+        fs.flock_shared(fd)
     except BlockingIOError:
         return False
     finally:
-        files.close_quietly(fd)
+        fs.close_quietly(fd)
     return True
 
 

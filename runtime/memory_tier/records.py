@@ -19,16 +19,20 @@ import logging
 import mmap
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 from pydantic import Field, JsonValue, StringConstraints, TypeAdapter
 
 from checkflow.core.graph import STRICT, Many, Named
 from checkflow.runtime.format.layout import Layout
 from checkflow.runtime.format.manifest import MAX_STEP
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
+
+if TYPE_CHECKING:
+    from checkflow.runtime.format.digest import Digest, Digests
 
 logger = logging.getLogger("checkflow")
 
@@ -126,6 +130,27 @@ class Record:
     info: dict[str, JsonValue] = field(default_factory=dict)
 
 
+class StagedCheckpoint(Protocol):
+    """A complete checkpoint in a staging buffer, as far as its record tells of it."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def plan_digest(self) -> str: ...
+    @property
+    def by_plan(self) -> bool: ...
+    @property
+    def ties(self) -> tuple[tuple[str, str], ...]: ...
+    @property
+    def absent(self) -> tuple[str, ...]: ...
+    @property
+    def digests(self) -> Digests | None: ...
+    @property
+    def settled(self) -> Mapping[str, Digest]: ...
+
+
 MARKS: TypeAdapter[Mark] = TypeAdapter(Mark)
 OWNERS: TypeAdapter[Owner] = TypeAdapter(Owner)
 LIVES: TypeAdapter[Life] = TypeAdapter(Life)
@@ -165,13 +190,13 @@ def give_pages_back(memory: mmap.mmap) -> None:
 def remove(path: Path) -> None:
     """A job's folder. What cannot be removed stays, and is told of."""
     try:
-        with files.folder(str(path)) as folder:
-            for name in files.names(folder):
+        with fs.folder(str(path)) as folder:
+            for name in fs.names(folder):
                 with contextlib.suppress(FileNotFoundError):  # another process gives it back, too
                     if _BUFFER.fullmatch(name):
                         with contextlib.suppress(OSError):  # it goes with the last that hold it open, then
                             _empty(folder, name)
-                    files.unlink(name, dir_fd=folder)
+                    fs.unlink(name, dir_fd=folder)
         os.rmdir(path)
     except FileNotFoundError:  # the system takes shared memory away when a user logs out (RemoveIPC)
         pass
@@ -183,7 +208,7 @@ def _empty(folder: int, name: str) -> None:
     """A child that a dead job has forked may hold its buffers open: their pages would stay for as long as it lives."""
     fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
-        if size_bytes := files.regular_size(fd):
+        if size_bytes := fs.regular_size(fd):
             with mmap.mmap(fd, size_bytes) as memory:
                 give_pages_back(memory)
     finally:

@@ -25,7 +25,7 @@ from checkflow.core.small_files import read_regular
 from checkflow.runtime.format.digest import Digest, digest_memory
 from checkflow.runtime.format.layout import Layout, TensorRecord, make_layout
 from checkflow.runtime.format.manifest import MAX_EXTRA_BYTES, MAX_MANIFEST_BYTES, MAX_STEP
-from checkflow.runtime.memory_tier import records as memory_files
+from checkflow.runtime.memory_tier import records
 from checkflow.runtime.memory_tier.orphans import (
     distrust_of,
     find_left,
@@ -56,7 +56,7 @@ from checkflow.runtime.store import retention
 from checkflow.runtime.store.discovery import open_verified
 from checkflow.runtime.store.files import parse_step, run_of
 from checkflow.runtime.store.store import Store
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 from checkflow.runtime.system.aligned_memory import address_of
 
 logger = logging.getLogger("checkflow")
@@ -172,12 +172,12 @@ def _load_all(store: Store, path: Path, wanted: int | None) -> list[_Loaded]:
     storage = _storage(store)
     steps = {step for one in store.checkpoints() if (step := parse_step(one.name)) is not None}
     loaded: list[_Loaded] = []
-    with files.folder(str(path)) as folder:
+    with fs.folder(str(path)) as folder:
         life = understood(path / LIFE, LIVES, read_kept(folder, LIFE, MOST_BYTES))
-        records = {index: one for index, one in read_records(folder).items() if one.step not in steps}
-        stay = _worth_keeping(store, records.values()) if records else frozenset()
-        refuted = {one.plan_digest for index, one in records.items() if one.audited and _is_torn(folder, index, one)}
-        for index, record in sorted(records.items(), key=lambda item: -item[1].step):
+        left = {index: one for index, one in read_records(folder).items() if one.step not in steps}
+        stay = _worth_keeping(store, left.values()) if left else frozenset()
+        refuted = {one.plan_digest for index, one in left.items() if one.audited and _is_torn(folder, index, one)}
+        for index, record in sorted(left.items(), key=lambda item: -item[1].step):
             try:
                 _refuse_other_life(life, storage)
                 if record.step != wanted and (record.step < storage.step or (loaded and record.step not in stay)):
@@ -217,9 +217,9 @@ def _refuse_other_life(life: Life, storage: _Storage) -> None:
         raise CorruptCheckpointError("storage is not what its run left there")
 
 
-def _worth_keeping(store: Store, records: Iterable[Record]) -> frozenset[int]:
+def _worth_keeping(store: Store, left: Iterable[Record]) -> frozenset[int]:
     """What stays for another reason than that it is one of the newest."""
-    known = [*store.look(), *(retention.known(one.step, one.info) for one in records)]
+    known = [*store.look(), *(retention.known(one.step, one.info) for one in left)]
     later = [retention.Known(MAX_STEP - number) for number in range(store.rules.keep_latest)]
     return retention.kept(store.rules, [*known, *later], MAX_STEP)
 
@@ -252,18 +252,18 @@ def _load(folder: int, index: int, record: Record) -> tuple[Layout, bytes, mmap.
 
 def _map(folder: int, name: str, least_bytes: int) -> mmap.mmap:
     try:
-        fd = files.open_read(name, dir_fd=folder)
+        fd = fs.open_read(name, dir_fd=folder)
     except FileNotFoundError:
         raise CorruptCheckpointError("its buffer is missing") from None
     except OSError as error:
         raise told(name, error) from error
     try:
-        size_bytes = files.regular_size(fd)
+        size_bytes = fs.regular_size(fd)
         if size_bytes is None or size_bytes < max(1, least_bytes):
             raise CorruptCheckpointError("its buffer is too small")
         return mmap.mmap(fd, size_bytes, access=mmap.ACCESS_READ)
     finally:
-        files.close_quietly(fd)
+        fs.close_quietly(fd)
 
 
 def _let_old_ones_go(store: Store) -> None:
@@ -305,11 +305,11 @@ def _tidy(own: Path | None, directory: Path) -> None:
         directory: that this job holds: no other is just about to start there.
     """
     try:
-        names = files.folder_names(str(memory_files.ROOT))
+        names = fs.folder_names(str(records.ROOT))
     except OSError:  # there is no shared memory
         return
     for name in filter(_FOLDER.fullmatch, names):
-        path = memory_files.ROOT / name
+        path = records.ROOT / name
         try:
             if path != own and _is_orphan(path, directory):
                 remove(path)
@@ -318,11 +318,11 @@ def _tidy(own: Path | None, directory: Path) -> None:
 
 
 def _is_orphan(path: Path, held: Path) -> bool:
-    with files.folder(str(path)) as folder:
+    with fs.folder(str(path)) as folder:
         age_seconds = time.time() - os.fstat(folder).st_mtime
         if distrust_of(folder) is not None:
             return False
-        young, known = age_seconds < _YOUNG_SECONDS, files.exists(OWNER, dir_fd=folder)
+        young, known = age_seconds < _YOUNG_SECONDS, fs.exists(OWNER, dir_fd=folder)
         owner = OWNERS.validate_json(read_kept(folder, OWNER, MOST_BYTES)) if known else None
         if young and (owner is None or not owner.is_of(held)):
             return False  # nor is its lock looked at, which its job may be about to take

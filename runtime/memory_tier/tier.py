@@ -21,7 +21,7 @@ import secrets
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 from pydantic import ValidationError
@@ -31,7 +31,7 @@ from checkflow.core.errors import CheckflowError, StorageError
 from checkflow.core.small_files import read_regular
 from checkflow.runtime.format.layout import Layout
 from checkflow.runtime.format.manifest import to_info
-from checkflow.runtime.memory_tier import records as memory_files
+from checkflow.runtime.memory_tier import records
 from checkflow.runtime.memory_tier.records import (
     LIFE,
     LIVES,
@@ -49,17 +49,14 @@ from checkflow.runtime.memory_tier.records import (
     Mark,
     Owner,
     Record,
+    StagedCheckpoint,
     boot_id,
     dump_layout,
     give_pages_back,
     remove,
 )
-from checkflow.runtime.system import fs as files
-from checkflow.runtime.system import numa
+from checkflow.runtime.system import fs, numa
 from checkflow.runtime.system.aligned_memory import map_address
-
-if TYPE_CHECKING:
-    from checkflow.runtime.snapshot.capturer import Capture
 
 logger = logging.getLogger("checkflow")
 
@@ -118,7 +115,7 @@ class MemoryTier:
         except (OSError, ValueError, CheckflowError) as error:
             self.close()
             self.survives = False
-            self._tell(f"{memory_files.ROOT}: {error.strerror}" if isinstance(error, OSError) else error)
+            self._tell(f"{records.ROOT}: {error.strerror}" if isinstance(error, OSError) else error)
             return None
         except BaseException:
             self.close()
@@ -131,7 +128,7 @@ class MemoryTier:
         """Say beside the checkpoints where the memory is, unless that was said; returns whether it is."""
         if self._is_mine and self._unmarked:
             try:
-                with files.folder(str(self._directory)) as beside:
+                with fs.folder(str(self._directory)) as beside:
                     _publish(beside, MARK, MARKS.dump_json(Mark(self._token, boot_id())))
             except OSError as error:
                 self._tell(f"{self._directory / MARK} cannot be written: {error.strerror}")
@@ -158,7 +155,7 @@ class MemoryTier:
         with self._mutex:
             try:
                 with contextlib.suppress(FileNotFoundError):  # it has no record, or the system took the folder away
-                    files.unlink(f"buffer-{index}.json", dir_fd=self._open_folder)
+                    fs.unlink(f"buffer-{index}.json", dir_fd=self._open_folder)
             except OSError as error:
                 raise StorageError(f"cannot remove a record from {self._path}: {error.strerror}") from error
             self._kept.pop(index, None)
@@ -173,17 +170,17 @@ class MemoryTier:
         except OSError as error:  # what it says is true, if not all
             logger.debug("cannot note step %d in %s: %s", step, self._path, error)
 
-    def keep(self, capture: Capture, extra: bytes, info: dict[str, Any]) -> None:
+    def keep(self, index: int, capture: StagedCheckpoint, extra: bytes, info: dict[str, Any]) -> None:
         """A capture is complete. Without a record it ends with the process, and no more is lost: errors of the system,
         and what cannot be written down, are storage's to tell.
 
         Args:
+            index: of its buffer.
             extra: its extra state.
             info: for its manifest.
         """
         if not self._is_mine:
             return
-        index = capture.buffer.index
         audited = {} if capture.digests is None else capture.digests.take()
         try:
             record = Record(
@@ -247,10 +244,10 @@ class MemoryTier:
             self._kept.clear()
             self._layouts.clear()
             if self._lock is not None:
-                files.close_quietly(self._lock)
+                fs.close_quietly(self._lock)
                 self._lock = None
             if self._folder is not None:
-                files.close_quietly(self._folder)
+                fs.close_quietly(self._folder)
                 self._folder = None
 
     @property
@@ -272,17 +269,17 @@ class MemoryTier:
     def _open(self) -> None:
         """Make the folder."""
         self._token = secrets.token_hex(16)
-        path = memory_files.ROOT / f"{PREFIX}{self._token}"
+        path = records.ROOT / f"{PREFIX}{self._token}"
         os.mkdir(path, 0o700)
         self._path = path
-        self._folder = files.pass_by(files.open_folder(str(path)))
-        with files.folder(str(self._directory)) as beside:
+        self._folder = fs.pass_by(fs.open_folder(str(path)))
+        with fs.folder(str(self._directory)) as beside:
             status = os.fstat(beside)
         owner = Owner(str(self._directory), status.st_dev, status.st_ino, self._pid)
         self._publish(OWNER, OWNERS.dump_json(owner))
         self._publish(LIFE, LIVES.dump_json(self._life))
-        self._lock = files.open_claimed(OWNER, dir_fd=self._folder)
-        files.flock(self._lock)
+        self._lock = fs.open_claimed(OWNER, dir_fd=self._folder)
+        fs.flock(self._lock)
 
     def _map(self, index: int, size_bytes: int, node: int | None) -> mmap.mmap:
         fd = os.open(f"buffer-{index}", os.O_RDWR | _NEW, 0o600, dir_fd=self._open_folder)
@@ -317,14 +314,14 @@ def _refuse_too_much(size_bytes: int) -> None:
         StorageError: it would be more than half of what is free, or the system has no shared memory there.
         OSError: nor anything else.
     """
-    room = os.statvfs(memory_files.ROOT)
-    if (kind := files.file_system(memory_files.ROOT)[0]) not in (None, "tmpfs"):
-        raise StorageError(f"{memory_files.ROOT} is no shared memory, but {kind}")
+    room = os.statvfs(records.ROOT)
+    if (kind := fs.file_system(records.ROOT)[0]) not in (None, "tmpfs"):
+        raise StorageError(f"{records.ROOT} is no shared memory, but {kind}")
     free_bytes = room.f_bavail * room.f_frsize
     if size_bytes > SHARE * free_bytes:
         raise StorageError(
             f"{format_size(size_bytes)} are more than half of the {format_size(free_bytes)} that are free in "
-            f"{memory_files.ROOT} (--shm-size gives a container more)"
+            f"{records.ROOT} (--shm-size gives a container more)"
         )
 
 
@@ -333,16 +330,16 @@ def _publish(folder: int, name: str, data: bytes) -> None:
     temporary = f"{name}.tmp"
     try:
         _write(folder, temporary, data)
-        files.rename(temporary, name, dir_fd=folder)
+        fs.rename(temporary, name, dir_fd=folder)
     except OSError:
         with contextlib.suppress(OSError):  # the first error is the one to report
-            files.unlink(temporary, dir_fd=folder)
+            fs.unlink(temporary, dir_fd=folder)
         raise
 
 
 def _write(folder: int, name: str, data: bytes) -> None:
     fd = os.open(name, _AGAIN, 0o600, dir_fd=folder)
     try:
-        files.write_all(fd, memoryview(data), 0)
+        fs.write_all(fd, memoryview(data), 0)
     finally:
         os.close(fd)

@@ -164,7 +164,8 @@ class Saving:
                 capture.extra = capture.extra()
             except CheckflowError:  # the writer makes it again, and tells what is wrong with it
                 return
-        self.tier.keep(capture, capture.extra, {**capture.info, **self.metrics.known(capture.step)})
+        info = {**capture.info, **self.metrics.known(capture.step)}
+        self.tier.keep(capture.buffer.index, capture, capture.extra, info)
         if self._is_refuted(capture):  # meanwhile, by the writer
             self.tier.forget(capture.buffer.index)
 

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from checkflow.core.errors import CorruptCheckpointError, MismatchError, StorageError
 from checkflow.core.graph import Named
-from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import STORED_TYPES
 from checkflow.runtime.format.manifest import BLOCK_BYTES, EXTRA, Manifest, Piece, TensorEntry
 from checkflow.runtime.shards.arrays import Kind, from_bytes, numpy_type
@@ -116,7 +116,7 @@ def load_shard(
             info.name: _read_table(checkpoint, info, rank, world_size, arrays)
             for info in _tables(checkpoint.manifest, path).values()
         }
-        extra = extra_state.decode(checkpoint.extra_bytes)
+        extra = codec.decode(checkpoint.extra_bytes)
         if not isinstance(extra, dict) or "state" not in extra:
             raise CorruptCheckpointError(f"{path / EXTRA} holds no state of shards")
         return Shard(checkpoint.step, rank, world_size, dense, tables, extra["state"])

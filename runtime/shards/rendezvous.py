@@ -37,7 +37,7 @@ from checkflow.runtime.shards.ownership import Length, TableInfo
 from checkflow.runtime.store.cleanup import DRAFT, temporary_name
 from checkflow.runtime.store.file_writer import write_file
 from checkflow.runtime.store.store import reported, sync_folder
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 
 BOARD = ".shards.json"
 _KEPT = 16  # attempts on the board: a rank is at most one behind
@@ -129,7 +129,7 @@ def collect(folder: int, attempt: str, world_size: int, wait_seconds: float, own
     found = {0: own}
 
     def complete() -> bool | None:
-        present = set(files.names(folder))
+        present = set(fs.names(folder))
         for rank in range(1, world_size):
             for name in (_note(rank, "done"), _note(rank, "failed")):
                 if rank not in found and name in present and (record := _get(folder, _RECORD, name)) is not None:
@@ -154,9 +154,9 @@ def collect(folder: int, attempt: str, world_size: int, wait_seconds: float, own
 
 def clear_notes(folder: int) -> None:
     """Remove the records: what they say is in the manifest."""
-    for name in files.names(folder):
+    for name in fs.names(folder):
         if name.startswith("."):
-            files.unlink(name, dir_fd=folder)
+            fs.unlink(name, dir_fd=folder)
 
 
 # -------------------------------------------------------------------------------------------------- the other ranks
@@ -201,7 +201,7 @@ def follow(
             tried.add(current.number)
             _take_part(root, current, run_id, rank, world_size, write)
     finally:
-        files.close_quietly(root)
+        fs.close_quietly(root)
 
 
 def _news(
@@ -244,11 +244,11 @@ def _take_part(
     except BaseException as error:
         failure = Record(attempt.number, rank, world_size, {}, {}, (), failure=in_words(error))
         with contextlib.suppress(OSError):  # the first error is the one to report; rank 0 misses this rank instead
-            folder = files.open_folder(folder_name(attempt.step, run_id, attempt.number), dir_fd=root)
+            folder = fs.open_folder(folder_name(attempt.step, run_id, attempt.number), dir_fd=root)
             try:
                 leave(folder, failure)
             finally:
-                files.close_quietly(folder)
+                fs.close_quietly(folder)
         raise
 
 
@@ -261,7 +261,7 @@ def in_words(error: BaseException) -> str:
 def _wait_for_folder(directory: Path, wait_seconds: float) -> int:
     def there() -> int | None:
         try:
-            return files.open_folder(str(directory.resolve()))
+            return fs.open_folder(str(directory.resolve()))
         except FileNotFoundError:
             return None
 
@@ -281,17 +281,17 @@ def read_board(root: int) -> Board | None:
 def _get(folder: int, adapter: TypeAdapter[_T], name: str) -> _T | None:
     """What a small file says; None if it is not there, or not whole: it is then of no run that follows the rules."""
     try:
-        fd = files.open_read(name, dir_fd=folder)
+        fd = fs.open_read(name, dir_fd=folder)
     except FileNotFoundError:
         return None
     try:
-        size = files.regular_size(fd)
+        size = fs.regular_size(fd)
         if size is None or size > MAX_MANIFEST_BYTES:
             return None
         data = bytearray(size)
-        found = _SEALED.fullmatch(bytes(data[: files.read_all(fd, memoryview(data), 0)]))
+        found = _SEALED.fullmatch(bytes(data[: fs.read_all(fd, memoryview(data), 0)]))
     finally:
-        files.close_quietly(fd)
+        fs.close_quietly(fd)
     if not found or xxhash.xxh3_128_hexdigest(found[2]).encode() != found[1]:
         return None
     try:
@@ -303,11 +303,11 @@ def _get(folder: int, adapter: TypeAdapter[_T], name: str) -> _T | None:
 def _put(folder: int, adapter: TypeAdapter[Any], value: Any, draft: str, name: str) -> None:
     """Write a small file, durable, in the place of one of its name: there is always one or the other."""
     body = json.dumps(adapter.dump_python(value, mode="json"), separators=(",", ":")).encode()
-    if files.exists(draft, dir_fd=folder):  # of a process that died here
-        files.unlink(draft, dir_fd=folder)
+    if fs.exists(draft, dir_fd=folder):  # of a process that died here
+        fs.unlink(draft, dir_fd=folder)
     sealed = xxhash.xxh3_128_hexdigest(body).encode() + b"\n" + body
     write_file(folder, draft, iter([memoryview(sealed)]))
-    files.rename(draft, name, dir_fd=folder)
+    fs.rename(draft, name, dir_fd=folder)
     sync_folder(folder)
 
 

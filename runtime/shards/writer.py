@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from checkflow.core.errors import CheckflowError, MismatchError, MissingShardsError, StorageError, UnsupportedError
-from checkflow.runtime.format import codec as extra_state
-from checkflow.runtime.format import manifest
+from checkflow.runtime.format import codec, manifest
 from checkflow.runtime.format.layout import OWNER, STORED_TYPES, FileLayout, TensorRecord, make_layout
 from checkflow.runtime.shards.arrays import describe, to_bytes
 from checkflow.runtime.shards.ownership import Array, Slice, Table, TableInfo, check_rank, checked_ids, shard_of_name
@@ -33,7 +32,7 @@ from checkflow.runtime.shards.rendezvous import (
 from checkflow.runtime.store.file_writer import write_file
 from checkflow.runtime.store.files import step_name
 from checkflow.runtime.store.store import Store, reported, sync_folder
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 
 DENSE, TABLES, SLICES = "dense", "tables", "slices"  # owners: each a file of every rank that has some
 IDS, ROWS = ".ids", ".rows"
@@ -89,14 +88,14 @@ def save_shard(
     place = Path(directory).absolute()
 
     def write(root: int, attempt: Attempt) -> Record:
-        folder = files.open_folder(folder_name(attempt.step, run_id, attempt.number), dir_fd=root)
+        folder = fs.open_folder(folder_name(attempt.step, run_id, attempt.number), dir_fd=root)
         try:
             record = _write_part(folder, attempt, rank, world_size, *given)
             if rank:
                 leave(folder, record)
             return record
         finally:
-            files.close_quietly(folder)
+            fs.close_quietly(folder)
 
     if rank:
 
@@ -120,16 +119,16 @@ def _lead(
     ) as store:
 
         def complete(root: int, temporary: str) -> None:
-            files.mkdir(temporary, dir_fd=root)  # (2)
+            fs.mkdir(temporary, dir_fd=root)  # (2)
             post(root, run_id, world_size, attempt)
             own, extra = Record(attempt.number, 0, world_size, {}, {}, ()), b""
             failed: Exception | None = None
             try:
-                extra = extra_state.encode({"state": state})
+                extra = codec.encode({"state": state})
                 own = write(root, attempt)  # (3)
             except (CheckflowError, OSError) as error:
                 failed = error
-            folder = files.open_folder(temporary, dir_fd=root)
+            folder = fs.open_folder(temporary, dir_fd=root)
             try:
                 # An attempt that fails here is called off when the others have seen it, or they would await it.
                 try:
@@ -142,7 +141,7 @@ def _lead(
                 _write_manifest(folder, step, run_id, extra, records)  # (4)
                 sync_folder(folder)  # (5)
             finally:
-                files.close_quietly(folder)
+                fs.close_quietly(folder)
 
         try:
             path = store.commit_written(step, complete, info={})
@@ -159,11 +158,11 @@ def _tell(place: Path, run_id: str, world_size: int, ended: Attempt, *, quietly:
     """Say on the board how an attempt ended; ``quietly``: there is an error already, which is the one to report."""
     try:
         with reported(f"cannot tell the other ranks how step {ended.step} ended"):
-            root = files.open_folder(str(place.resolve()))
+            root = fs.open_folder(str(place.resolve()))
             try:
                 post(root, run_id, world_size, ended)
             finally:
-                files.close_quietly(root)
+                fs.close_quietly(root)
     except StorageError:
         if not quietly:
             raise
@@ -253,11 +252,11 @@ def _write_manifest(folder: int, step: int, run_id: str, extra: bytes, records: 
 
 def _refuse_size(folder: int, name: str, entry: manifest.FileEntry) -> None:
     """That the file of a record is here, as long as it says."""
-    fd = files.open_read(name, dir_fd=folder)
+    fd = fs.open_read(name, dir_fd=folder)
     try:
-        size = files.regular_size(fd)
+        size = fs.regular_size(fd)
     finally:
-        files.close_quietly(fd)
+        fs.close_quietly(fd)
     if size != entry.size_bytes:
         raise StorageError(
             f"{name} has {size} bytes, and {entry.size_bytes} by its record: do all ranks see one directory?"

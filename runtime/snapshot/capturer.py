@@ -30,7 +30,7 @@ from checkflow.core.plan import Plan
 from checkflow.core.state import TrainingState
 from checkflow.runtime.format.digest import Digest, Digests
 from checkflow.runtime.format.layout import Layout, make_layout
-from checkflow.runtime.job import compatibility as fit
+from checkflow.runtime.job import compatibility
 from checkflow.runtime.memory_tier.staging import StagingBuffer, StagingBuffers
 from checkflow.runtime.snapshot.chunk_map import Arrangement, arrange, planned_records
 from checkflow.runtime.snapshot.program import AnchorWork, Program
@@ -184,7 +184,7 @@ class Capturer:
         if self._arrangement is None or state is not self._arrangement.state:
             self.finish()  # what the one before holds is still read
             if not self._fits:
-                fit.refuse_other_job(self._plan, state, optimizers, resumed=self._resumed)
+                compatibility.refuse_other_job(self._plan, state, optimizers, resumed=self._resumed)
                 self._fits = True
             audit = True
             self._arrange(state)
@@ -424,7 +424,7 @@ class Capturer:
     def _arrange(self, state: TrainingState) -> None:
         """Lay the files out for the state as it is now, and make room for them."""
         self._arrangement = None  # if what follows fails, the next capture tries again
-        fit.refuse_other_memory(state, self._engine.source)  # optimizers make theirs late
+        compatibility.refuse_other_memory(state, self._engine.source)  # optimizers make theirs late
         arrangement = arrange(self._plan, state, self._engine.source, at_boundary=self._at_boundary)
         self._tensors = {item.name: item.tensor for item in state.tensors if item.name in arrangement.planned}
         self._buffers.grow(arrangement.layout.buffer_bytes)

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 from checkflow.core.device import format_size
@@ -19,10 +19,9 @@ from checkflow.core.errors import CheckflowError, ConsistencyError
 from checkflow.core.graph import BOUNDARY, AnchorKey, AnchorKind
 from checkflow.core.plan import Certificate, Fingerprint, Plan
 from checkflow.core.timeline import Step, Timeline
-from checkflow.runtime.job import compatibility as fit
+from checkflow.runtime.job import compatibility
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.memory_tier.staging import StagingBuffers
-from checkflow.runtime.persist.writer import Writer
 from checkflow.runtime.snapshot.anchors import AnchorHooks, Place, Sightings
 from checkflow.runtime.snapshot.capturer import Capture, Capturer
 from checkflow.runtime.snapshot.program import Program, compile_plan
@@ -242,10 +241,15 @@ class Execution:
         error, self._error_in_compiling = self._error_in_compiling, None
         return error
 
-    def heed(self, writer: Writer) -> None:
-        """What the writer's audits found out about the job."""
-        self.capturer.settled.drop(writer.take_written())
-        if self.plan.digest in writer.breached_plans and not self.distrusted:
+    def apply_audits(self, written: Collection[str], breached_plans: Collection[str]) -> None:
+        """Act on what audits found since the last call.
+
+        Args:
+            written: tensors that the plan calls unwritten, and that were written.
+            breached_plans: digests of the plans that an audit refuted.
+        """
+        self.capturer.settled.drop(written)
+        if self.plan.digest in breached_plans and not self.distrusted:
             self.aborted += self.capturer.abort()  # one in flight was begun in the same way
             self._distrust()
 
@@ -277,11 +281,11 @@ class Execution:
 
     def _planned_keys(self) -> list[AnchorKey]:
         """The anchors that have work, or guard buffers, in the job as it is now."""
-        guards = fit.make_guards(self.plan, self._models, self._optimizers)
+        guards = compatibility.make_guards(self.plan, self._models, self._optimizers)
         return [*(key for _, key in compile_plan(self.plan).position), *guards.at_forward]
 
-    def _make_guards(self) -> fit.Guards:
-        return fit.make_guards(self.plan, self._models, self._optimizers, self._unseen[0])
+    def _make_guards(self) -> compatibility.Guards:
+        return compatibility.make_guards(self.plan, self._models, self._optimizers, self._unseen[0])
 
     def _heed_anchors(self) -> None:
         """Execute the plan at the anchors that fire in this job, since others, in compiled code above all, do not."""
@@ -298,7 +302,7 @@ class Execution:
                 "an optimizer steps in code that is compiled in one piece, where nothing tells when: all state is "
                 "copied at each boundary, which holds training; call optimizer.step() outside of it"
             )
-        elif not unseen[1] and (size := fit.bytes_due_at(self.plan, newly)):
+        elif not unseen[1] and (size := compatibility.bytes_due_at(self.plan, newly)):
             logger.warning(
                 "%s is due where modules run forward unseen (%s is the first), inside of compiled code or not run yet: "
                 "it is copied earlier, which may hold training; where code is compiled, compile the model and pass "
@@ -331,7 +335,8 @@ class Execution:
         if guarded := self._guards.at_forward.get(key):
             capturer.require(guarded)
         if key.kind is AnchorKind.OPTIMIZER_PRE:
-            if fit.group_sizes(self._optimizers[key.name]) != self._guards.sizes[key.name]:  # gradual unfreezing
+            sizes = compatibility.group_sizes(self._optimizers[key.name])
+            if sizes != self._guards.sizes[key.name]:  # gradual unfreezing
                 self._guards = self._make_guards()
             late = self._guards.at_step[key.name]
             capturer.require([chunk for owner, chunk in late if owner is None or owner.grad is not None])

@@ -23,7 +23,7 @@ from torch import nn
 
 from checkflow.core.errors import CheckflowError, CorruptCheckpointError, MismatchError, StorageError
 from checkflow.core.state import collect_state, dtype_name, optimizer_parameters
-from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format import codec
 from checkflow.runtime.format.manifest import TensorEntry
 from checkflow.runtime.state import half_restored
 from checkflow.runtime.state.collect import (
@@ -215,7 +215,7 @@ def restore(
         state = collect_state(models, optimizers)
     live = {item.name: item.tensor for item in state.tensors}
     sources = {**{name: name for name in checkpoint.tensors}, **dict(checkpoint.ties)}
-    extra = extra_state.decode(checkpoint.extra_bytes)
+    extra = codec.decode(checkpoint.extra_bytes)
     if "imported" in extra:
         return _restore_weights(checkpoint, extra, state.ties, live, sources, models, optimizers, objects, place, begin)
     _refuse_mismatch(checkpoint, live, sources, state.ties, models, optimizers)

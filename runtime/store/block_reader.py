@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from checkflow.core.errors import StorageError
 from checkflow.runtime.format.manifest import BLOCK_BYTES
 from checkflow.runtime.store.files import OpenFile, memory_bytes, read_block
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 from checkflow.runtime.system.aligned_memory import scratch
 from checkflow.runtime.system.signals import raised_by_handler
 
@@ -229,14 +229,14 @@ def _around_the_cache(blocks: Sequence[Block]) -> Iterator[dict[int, int]]:
     found: dict[int, int] = {}
     try:
         for file in {file.fd: file for file, _ in blocks}.values():
-            if file.entry.size_bytes >= files.LEAST_DIRECT_BYTES:
+            if file.entry.size_bytes >= fs.LEAST_DIRECT_BYTES:
                 with contextlib.suppress(OSError):  # refused: through the cache, then, which tells what is wrong
-                    found[file.fd] = files.open_direct(file.fd)
+                    found[file.fd] = fs.open_direct(file.fd)
         yield found
     finally:
         for fd in found.values():
             with contextlib.suppress(OSError):  # nothing was written through it
-                files.close(fd)
+                fs.close(fd)
 
 
 def _share(

@@ -13,7 +13,7 @@ from checkflow.runtime.format.layout import OWNER
 from checkflow.runtime.format.manifest import MANIFEST
 from checkflow.runtime.store.files import REPLACED, parse_step
 from checkflow.runtime.store.lock import claimed
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 
 BROKEN, SUPERSEDED = ".broken-", ".superseded-"
 _TMP, _TRASH = ".tmp-", ".trash-"
@@ -45,15 +45,15 @@ def settle(root: int, void: set[str], sync: Callable[[int], None], tell: Tell) -
         OSError: what was exchanged cannot be brought back, or not be made durable.
     """
     for name in sorted(void):
-        if files.exists(name, dir_fd=root):
+        if fs.exists(name, dir_fd=root):
             to_trash(root, name)
         void.discard(name)
     leftovers = []
-    present = files.names(root)
+    present = fs.names(root)
     for name in present:
         final = name.removeprefix(REPLACED)
         if name.startswith(REPLACED) and parse_step(final) is not None and final not in present:
-            files.rename(name, final, dir_fd=root)
+            fs.rename(name, final, dir_fd=root)
         elif is_leftover(name):
             leftovers.append(name)
     if leftovers:
@@ -66,7 +66,7 @@ def settle(root: int, void: set[str], sync: Callable[[int], None], tell: Tell) -
 def remove_quietly(root: int, name: str, tell: Tell) -> None:
     """Remove what no restore needs. A failure costs disk space until the next commit, and is no reason to fail."""
     try:
-        if not files.exists(name, dir_fd=root):
+        if not fs.exists(name, dir_fd=root):
             return
         # First of all it loses its name. The next checkpoint may need that, and what stood in for another one must not
         # come back in its place, torn at that, when it can be deleted in part only.
@@ -104,24 +104,24 @@ def hide(root: int, name: str, prefix: str) -> str:
     """
     _forsake(root, name)
     hidden, count = prefix + name, 1
-    while files.exists(hidden, dir_fd=root):
+    while fs.exists(hidden, dir_fd=root):
         hidden, count = f"{prefix}{name}.{count}", count + 1
-    files.rename(name, hidden, dir_fd=root)
+    fs.rename(name, hidden, dir_fd=root)
     return hidden
 
 
 def _forsake(root: int, name: str) -> None:
     """Nothing comes back under this name once it is free: an older one that could not be removed yet would."""
-    if files.exists(REPLACED + name, dir_fd=root):
+    if fs.exists(REPLACED + name, dir_fd=root):
         to_trash(root, REPLACED + name)
 
 
 def to_trash(root: int, name: str) -> str:
     """One rename makes it invisible whole; deleting file by file would leave a torn one at a crash."""
     trash, count = _TRASH + name.lstrip("."), 1
-    while files.exists(trash, dir_fd=root):  # of a dead run, or still being read
+    while fs.exists(trash, dir_fd=root):  # of a dead run, or still being read
         trash, count = f"{_TRASH}{name.lstrip('.')}.{count}", count + 1
-    files.rename(name, trash, dir_fd=root)
+    fs.rename(name, trash, dir_fd=root)
     return trash
 
 
@@ -132,19 +132,19 @@ def remove(name: str, *, dir_fd: int) -> None:
     else is gone: it must not keep the files of a checkpoint on the disk.
     """
     try:
-        folder = files.open_folder(name, dir_fd=dir_fd)
+        folder = fs.open_folder(name, dir_fd=dir_fd)
     except NotADirectoryError:  # a symbolic link too
-        files.unlink(name, dir_fd=dir_fd)
+        fs.unlink(name, dir_fd=dir_fd)
         return
     first: OSError | None = None
     try:
-        for entry in files.names(folder):
+        for entry in fs.names(folder):
             try:
-                files.unlink(entry, dir_fd=folder)
+                fs.unlink(entry, dir_fd=folder)
             except OSError as error:
                 first = first or error
     finally:
-        files.close_quietly(folder)
+        fs.close_quietly(folder)
     if first is not None:
         raise first
-    files.rmdir(name, dir_fd=dir_fd)
+    fs.rmdir(name, dir_fd=dir_fd)

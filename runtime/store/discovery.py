@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from checkflow.core.errors import CorruptCheckpointError, StorageError
 from checkflow.runtime.store.files import parse_step
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 
 if TYPE_CHECKING:
     from checkflow.runtime.store.store import Store
@@ -30,7 +30,7 @@ def find(directory: str | os.PathLike[str]) -> tuple[Path, ...]:
     """
     root = Path(directory)
     try:
-        found = [(step, name) for name in files.folder_names(str(root)) if (step := parse_step(name)) is not None]
+        found = [(step, name) for name in fs.folder_names(str(root)) if (step := parse_step(name)) is not None]
     except OSError as error:
         raise StorageError(f"cannot read the checkpoint directory {root}: {error.strerror}") from error
     return tuple(root / name for _, name in sorted(found, reverse=True))

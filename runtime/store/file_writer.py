@@ -21,7 +21,7 @@ import xxhash
 
 from checkflow.runtime.format.layout import PAGE_BYTES
 from checkflow.runtime.format.manifest import BLOCK_BYTES, FileEntry
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 from checkflow.runtime.system.aligned_memory import address_of, copy_bytes, scratch
 
 RUN_BYTES = 4 * BLOCK_BYTES  # of one write: the disk idles from the end of each to the begin of the next
@@ -38,7 +38,7 @@ def write_file(folder: int, name: str, pieces: Iterator[memoryview]) -> FileEntr
     Args:
         pieces: the file's bytes in order. What one shows must not change before the next is asked for.
     """
-    fd = files.open_new(name, dir_fd=folder)
+    fd = fs.open_new(name, dir_fd=folder)
     try:
         checksums = Checksums()
         try:
@@ -46,15 +46,15 @@ def write_file(folder: int, name: str, pieces: Iterator[memoryview]) -> FileEntr
             for piece in pieces:
                 out.put(piece)
             out.end()
-            files.fsync(fd)
+            fs.fsync(fd)
             entry = FileEntry(out.size_bytes, checksums.finish())
         finally:
             checksums.close()
     except BaseException:
         with contextlib.suppress(OSError):  # the first error is the one to report
-            files.close(fd)
+            fs.close(fd)
         raise
-    files.close(fd)
+    fs.close(fd)
     return entry
 
 
@@ -74,10 +74,10 @@ class _Output:
 
     def put(self, piece: memoryview) -> None:
         rest = piece
-        while len(rest) >= files.LEAST_DIRECT_BYTES:
+        while len(rest) >= fs.LEAST_DIRECT_BYTES:
             self._try_direct()
             begin, end = self._straight(rest)
-            if end - begin < files.LEAST_DIRECT_BYTES:
+            if end - begin < fs.LEAST_DIRECT_BYTES:
                 break
             self._gather(rest[:begin])
             self._flush()
@@ -114,7 +114,7 @@ class _Output:
         """Write what was gathered; its memory is free again after that."""
         if self._gathered is None or not self._held:
             return
-        if self._held >= files.LEAST_DIRECT_BYTES:
+        if self._held >= fs.LEAST_DIRECT_BYTES:
             self._try_direct()
         data, self._held = self._gathered[: self._held], 0
         self._write(data)
@@ -123,7 +123,7 @@ class _Output:
     def _write(self, data: memoryview) -> None:
         self._checksums.add(data)
         done = self._write_directly(data) if self._direct else 0
-        files.write_all(self._fd, data[done:], self._written + done)
+        fs.write_all(self._fd, data[done:], self._written + done)
         self._written += len(data)
 
     def _try_direct(self) -> None:
@@ -133,9 +133,9 @@ class _Output:
     def _switch(self, direct: bool) -> bool:
         """Whether writes go around the page cache from here on."""
         try:
-            files.set_direct(self._fd, direct)
+            fs.set_direct(self._fd, direct)
         except OSError as error:
-            if not direct or error.errno not in files.NOT_DIRECT:
+            if not direct or error.errno not in fs.NOT_DIRECT:
                 raise
             return False
         return direct
@@ -149,9 +149,9 @@ class _Output:
         whole, done = len(data) // PAGE_BYTES * PAGE_BYTES, 0
         while done < whole and not done % PAGE_BYTES:
             try:
-                count = files.pwrite(self._fd, data[done:whole], self._written + done)
+                count = fs.pwrite(self._fd, data[done:whole], self._written + done)
             except OSError as error:
-                if error.errno not in files.NOT_DIRECT:
+                if error.errno not in fs.NOT_DIRECT:
                     raise
                 break
             if count <= 0:
@@ -182,7 +182,7 @@ class Checksums:
     def add(self, data: memoryview) -> None:
         """The next bytes of the file; they must not change before :meth:`wait` or :meth:`finish`."""
         self._given_bytes += len(data)
-        large = len(data) >= files.LEAST_DIRECT_BYTES and self._given_bytes >= THREAD_BYTES
+        large = len(data) >= fs.LEAST_DIRECT_BYTES and self._given_bytes >= THREAD_BYTES
         if self._thread is None and large and not self._alone:
             self._start()
         if self._thread is None:

@@ -35,7 +35,7 @@ from checkflow.runtime.format.manifest import (
     no_duplicates,
 )
 from checkflow.runtime.store.lock import share
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 from checkflow.runtime.system.aligned_memory import no_collection
 
 REPLACED = ".replaced-"  # before the name of a checkpoint that is just being exchanged for a new one
@@ -90,8 +90,8 @@ def read_block(file: OpenFile, block: int, memory: memoryview, direct: int | Non
     try:
         count = 0
         if direct is not None:
-            count = min(len(out), files.read_pages(direct, memory[: memory_bytes(file, block)], begin))
-        count += files.read_all(file.fd, out[count:], begin + count)
+            count = min(len(out), fs.read_pages(direct, memory[: memory_bytes(file, block)], begin))
+        count += fs.read_all(file.fd, out[count:], begin + count)
     except OSError as error:
         raise StorageError(f"cannot read {file.path}: {error.strerror}") from error
     if count != len(out):
@@ -209,7 +209,7 @@ def _open_there(
 ) -> tuple[_Looked, dict[str, OpenFile]]:
     opened: dict[str, OpenFile] = {}
     try:
-        folder = files.open_folder(str(path))
+        folder = fs.open_folder(str(path))
     except NotADirectoryError:
         raise CorruptCheckpointError(f"{path} is no directory of its own") from None
     except FileNotFoundError as error:
@@ -228,33 +228,33 @@ def _open_there(
         close_all(opened)
         raise
     finally:
-        files.close_quietly(folder)
+        fs.close_quietly(folder)
     return looked, opened
 
 
 def close_all(opened: Mapping[str, OpenFile]) -> None:
     for file in opened.values():
-        files.close_quietly(file.fd)
+        fs.close_quietly(file.fd)
 
 
 def _open_regular(folder: int, path: Path, *, passing: bool) -> tuple[int, int]:
     """A regular file in an open directory, and its size."""
     try:
-        fd = files.open_read(path.name, dir_fd=folder)
+        fd = fs.open_read(path.name, dir_fd=folder)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
             reason = {errno.ENOENT: "is missing", errno.ELOOP: "is a symbolic link"}.get(error.errno, "is no file")
             raise CorruptCheckpointError(f"{path} {reason}") from None
         raise StorageError(f"cannot open {path}: {error.strerror}") from error
     if passing:
-        files.pass_by(fd)
+        fs.pass_by(fd)
     try:
-        size = files.regular_size(fd)
+        size = fs.regular_size(fd)
     except OSError as error:
-        files.close_quietly(fd)
+        fs.close_quietly(fd)
         raise StorageError(f"cannot open {path}: {error.strerror}") from error
     if size is None:
-        files.close_quietly(fd)
+        fs.close_quietly(fd)
         raise CorruptCheckpointError(f"{path} is no regular file")
     return fd, size
 
@@ -278,16 +278,16 @@ def _open_manifest(folder: int, path: Path, *, passing: bool, shared: bool) -> t
             raise _GoneError(f"cannot open the checkpoint {path}: it was deleted meanwhile")
         return _read_small(fd, size, name), OpenFile(name, fd, FileEntry(size, ()))
     except OSError as error:
-        files.close_quietly(fd)
+        fs.close_quietly(fd)
         raise StorageError(f"cannot open {name}: {error.strerror}") from error
     except BaseException:
-        files.close_quietly(fd)
+        fs.close_quietly(fd)
         raise
 
 
 def _is_at(folder: int, path: Path) -> bool:
     try:
-        return files.is_at(folder, str(path))
+        return fs.is_at(folder, str(path))
     except OSError as error:
         raise StorageError(f"cannot open the checkpoint {path}: {error.strerror}") from error
 
@@ -306,7 +306,7 @@ def _read_small(fd: int, size: int, name: Path) -> bytes:
         if size > MAX_MANIFEST_BYTES:
             raise CorruptCheckpointError(f"{name} has {size} bytes, more than {MAX_MANIFEST_BYTES}")
         data = bytearray(size)
-        count = files.read_all(fd, memoryview(data), 0)
+        count = fs.read_all(fd, memoryview(data), 0)
     except OSError as error:
         raise StorageError(f"cannot read {name}: {error.strerror}") from error
     return bytes(data[:count])
@@ -315,12 +315,12 @@ def _read_small(fd: int, size: int, name: Path) -> bytes:
 def has_manifest(path: Path) -> bool:
     """Whether a checkpoint has a manifest of which no byte was changed; what that says is not looked at."""
     try:
-        with files.folder(str(path)) as folder:
+        with fs.folder(str(path)) as folder:
             fd, size = _open_regular(folder, path / MANIFEST, passing=True)
             try:
                 return is_whole(_read_small(fd, size, path / MANIFEST))
             finally:
-                files.close_quietly(fd)
+                fs.close_quietly(fd)
     except (StorageError, OSError):
         return False
 

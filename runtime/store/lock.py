@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from checkflow.core.errors import LockedError, StorageError
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 
 LOCK = ".lock"
 _MAX_HOLDER_BYTES = 4096
@@ -56,7 +56,7 @@ class DirectoryLock:
         fd, self._fd = self._fd, None
         _held.discard(self)
         if fd is not None:
-            files.close_quietly(fd)  # nothing that matters was written through it
+            fs.close_quietly(fd)  # nothing that matters was written through it
 
     def forget(self) -> None:
         """In a forked child: it is the parent's, and :mod:`.system.fs` has closed what this process had of it."""
@@ -70,22 +70,22 @@ class DirectoryLock:
             LockedError: another process has locked the directory since then.
             StorageError: as at the start.
         """
-        if self._fd is None or files.is_at(self._fd, str(self._path)):
+        if self._fd is None or fs.is_at(self._fd, str(self._path)):
             return
         old, self._fd = self._fd, _open_locked(self._path, 0.0)
-        files.close_quietly(old)
+        fs.close_quietly(old)
 
 
 def _open_locked(path: Path, wait_seconds: float) -> int:
     try:
-        fd = files.open_lock(str(path))
+        fd = fs.open_lock(str(path))
     except OSError as error:
         raise StorageError(f"cannot lock the checkpoint directory: {path}: {error.strerror}") from error
     try:
         _acquire(fd, path, wait_seconds)
         _sign(fd, path)
     except BaseException:
-        files.close_quietly(fd)  # the first error is the one to report
+        fs.close_quietly(fd)  # the first error is the one to report
         raise
     return fd
 
@@ -99,7 +99,7 @@ def share(fd: int) -> None:
         BlockingIOError: it is just being deleted.
     """
     try:
-        files.flock_shared(fd)
+        fs.flock_shared(fd)
     except BlockingIOError:
         raise
     except OSError as error:
@@ -116,11 +116,11 @@ def claimed(name: str, manifest: str, *, dir_fd: int) -> Iterator[bool]:
     """
     fd: int | None = None
     try:
-        folder = files.open_folder(name, dir_fd=dir_fd)
+        folder = fs.open_folder(name, dir_fd=dir_fd)
         try:
-            fd = files.open_claimed(manifest, dir_fd=folder)
+            fd = fs.open_claimed(manifest, dir_fd=folder)
         finally:
-            files.close_quietly(folder)
+            fs.close_quietly(folder)
     except OSError as error:
         if error.errno not in _NO_MANIFEST:
             raise
@@ -128,12 +128,12 @@ def claimed(name: str, manifest: str, *, dir_fd: int) -> Iterator[bool]:
         yield fd is None or _is_free(fd)  # what has none cannot be opened
     finally:
         if fd is not None:
-            files.close_quietly(fd)
+            fs.close_quietly(fd)
 
 
 def _is_free(fd: int) -> bool:
     try:
-        files.flock(fd)
+        fs.flock(fd)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -146,7 +146,7 @@ def _acquire(fd: int, path: Path, wait_seconds: float) -> None:
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
-            files.flock(fd)
+            fs.flock(fd)
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 raise LockedError(f"{path.parent} is being written by {_holder(fd)}; stop it first") from None
@@ -163,8 +163,8 @@ def _sign(fd: int, path: Path) -> None:
     """Say who holds the lock. A full disk is no reason to refuse: the lock holds, only its label is missing."""
     record = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
     try:
-        files.truncate(fd)
-        files.write_all(fd, memoryview(record), 0)
+        fs.truncate(fd)
+        fs.write_all(fd, memoryview(record), 0)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise StorageError(f"cannot write the checkpoint directory: {path}: {error.strerror}") from error
@@ -173,7 +173,7 @@ def _sign(fd: int, path: Path) -> None:
 def _holder(fd: int) -> str:
     try:
         data = bytearray(_MAX_HOLDER_BYTES)
-        record = json.loads(bytes(data[: files.read_all(fd, memoryview(data), 0)]))
+        record = json.loads(bytes(data[: fs.read_all(fd, memoryview(data), 0)]))
         return f"process {int(record['pid'])} on host {str(record['host'])[:255]!r}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process (it left no name)"

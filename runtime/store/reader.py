@@ -24,7 +24,7 @@ from checkflow.runtime.format.layout import MAX_HEADER_BYTES, STORED_TYPES, elem
 from checkflow.runtime.format.manifest import BLOCK_BYTES, EXTRA, MAX_EXTRA_BYTES, Manifest, Piece, TensorEntry
 from checkflow.runtime.store.block_reader import THREADS, Ahead, Block, read_blocks, read_one
 from checkflow.runtime.store.files import Narrow, OpenFile, StoredTensor, close_all, open_files, parse_header, whole
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 from checkflow.runtime.system.aligned_memory import copy_bytes, no_collection
 
 _CACHED_BLOCKS = 2  # neighbours of small tensors lie in one block, which is then read once
@@ -403,12 +403,12 @@ def _glimpse(file: OpenFile) -> bytes | None:
     """
     room, prefix = min(file.entry.size_bytes, BLOCK_BYTES) - 8, bytearray(8)
     try:
-        if room < 0 or files.read_all(file.fd, memoryview(prefix), 0) < 8:
+        if room < 0 or fs.read_all(file.fd, memoryview(prefix), 0) < 8:
             return None
         if (length := int.from_bytes(prefix, "little")) > room:
             return None
         text = bytearray(length)
-        count = files.read_all(file.fd, memoryview(text), 8)
+        count = fs.read_all(file.fd, memoryview(text), 8)
     except OSError:
         return None
     return bytes(prefix + text) if count == length else None

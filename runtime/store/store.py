@@ -42,15 +42,14 @@ from typing import Any
 from checkflow.core.errors import CheckflowError, StorageError, UnsupportedError
 from checkflow.runtime.format import manifest
 from checkflow.runtime.format.layout import OWNER, FileLayout, Layout, file_image
-from checkflow.runtime.store import cleanup as leftovers
-from checkflow.runtime.store import retention
+from checkflow.runtime.store import cleanup, retention
 from checkflow.runtime.store.cleanup import BROKEN, SUPERSEDED, temporary_name
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.file_writer import write_file
 from checkflow.runtime.store.files import REPLACED, glance, parse_step, step_name
 from checkflow.runtime.store.lock import DirectoryLock
 from checkflow.runtime.store.retention import Known, Mode, Rules
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 
 logger = logging.getLogger("checkflow")
 
@@ -102,17 +101,17 @@ class Store:
         self._told_no_sync = False
         self._told_left: set[str] = set()  # names of what could not be removed
         with reported(f"cannot use the checkpoint directory {self.directory}"):
-            files.make_durably(str(self.directory), self._sync_folder)
+            fs.make_durably(str(self.directory), self._sync_folder)
             self.directory = self.directory.resolve(strict=True)  # the root may be a link; nothing below it may
         # (1) one writer
         self._lock = DirectoryLock(self.directory, wait_seconds=lock_wait_seconds)
         try:
             with reported(f"cannot use the checkpoint directory {self.directory}"):
-                self._root = files.open_folder(str(self.directory))
+                self._root = fs.open_folder(str(self.directory))
                 self._settle()
                 # What an earlier run renamed and did not live to sync is as good as acknowledged from here on.
                 self._sync_folder(self._root)
-            if (kind := files.file_system(self.directory)[0]) in _VOLATILE:
+            if (kind := fs.file_system(self.directory)[0]) in _VOLATILE:
                 logger.warning(
                     "%s lies on %s: its checkpoints do not outlive this machine or container", self.directory, kind
                 )
@@ -139,7 +138,7 @@ class Store:
         with self._mutex if self._lock.held else contextlib.nullcontext():
             root, self._root = self._root, None
             if root is not None:
-                files.close_quietly(root)  # nothing is written through a directory
+                fs.close_quietly(root)  # nothing is written through a directory
             self._lock.release()
 
     def checkpoints(self) -> tuple[Path, ...]:
@@ -249,8 +248,8 @@ class Store:
     ) -> None:
         """A checkpoint under a temporary name, whole and durable; ``described`` but for its files."""
         # (2) a directory that no reader looks at
-        files.mkdir(temporary, dir_fd=root)
-        folder = files.open_folder(temporary, dir_fd=root)
+        fs.mkdir(temporary, dir_fd=root)
+        folder = fs.open_folder(temporary, dir_fd=root)
         try:
             # (3) every shard, and the extra state: written, checksummed, fsynced
             entries = {file.name: write_file(folder, file.name, image(file)) for file in layout.files}
@@ -264,7 +263,7 @@ class Store:
             # (5) the names of these files
             self._sync_folder(folder)
         finally:
-            files.close_quietly(folder)
+            fs.close_quietly(folder)
 
     def annotate(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics to a checkpoint: it is exchanged for one of the same files, under a manifest that has them too.
@@ -278,7 +277,7 @@ class Store:
         with self._writing(f"cannot add metrics to the checkpoint of step {step} in {self.directory}") as root:
             final, temporary = step_name(step), temporary_name(step, self.run_id)
             self._settle()
-            if not files.exists(final, dir_fd=root):
+            if not fs.exists(final, dir_fd=root):
                 return
             before = glance(self.directory / final, shared=False)
             told = {**retention.read_metrics(before.info), **metrics}
@@ -295,11 +294,11 @@ class Store:
 
     def _link_files(self, root: int, temporary: str, final: str, described: manifest.Manifest) -> None:
         """The files of a checkpoint under a temporary name, with another manifest, durable."""
-        files.mkdir(temporary, dir_fd=root)  # (2)
+        fs.mkdir(temporary, dir_fd=root)  # (2)
         with contextlib.ExitStack() as opened:
-            old, new = (opened.enter_context(files.folder(name, dir_fd=root)) for name in (final, temporary))
+            old, new = (opened.enter_context(fs.folder(name, dir_fd=root)) for name in (final, temporary))
             for name in described.files:  # (3) but for their bytes, which are on the disk
-                files.link(name, old_dir_fd=old, dir_fd=new)
+                fs.link(name, old_dir_fd=old, dir_fd=new)
             write_file(new, manifest.MANIFEST, iter([memoryview(manifest.dumps(described))]))  # (4)
             self._sync_folder(new)  # (5)
 
@@ -333,7 +332,7 @@ class Store:
         step = parse_step(path.name)
         if step is None or path.parent != self.directory:
             raise ValueError(f"{path} is no checkpoint of {self.directory}")
-        hidden = leftovers.hide(root, path.name, prefix)
+        hidden = cleanup.hide(root, path.name, prefix)
         self._sync_folder(root)
         self._known.pop(step, None)
         return self.directory / hidden
@@ -348,7 +347,7 @@ class Store:
         self._open_root()  # first: in a forked child the mutex may be held for ever, by a thread that is not there
         with self._mutex, reported(what):
             root = self._open_root()
-            if not files.is_at(root, str(self.directory)):
+            if not fs.is_at(root, str(self.directory)):
                 raise StorageError(f"{what}: the directory was moved or replaced since this job began")
             self._lock.renew()
             yield root
@@ -369,18 +368,18 @@ class Store:
         replaced = REPLACED + final
         exchanged = False
         try:
-            if files.exists(final, dir_fd=root):
-                files.rename(final, replaced, dir_fd=root)
+            if fs.exists(final, dir_fd=root):
+                fs.rename(final, replaced, dir_fd=root)
                 exchanged = True
             # Everything in the directory is on the disk, and the name is free. What gets it from here on is void until
             # (7) has succeeded. (9) No second try: an fsync that failed may have dropped the name, and will not say so
             # twice.
             self._void.add(final)
-            files.rename(temporary, final, dir_fd=root)  # (6)
+            fs.rename(temporary, final, dir_fd=root)  # (6)
             self._sync_folder(root)  # (7)
             # An xfs that an error of the disk shut down since the rename has dropped it, and then syncs folders without
             # a word. But it opens nothing any more.
-            files.close(files.open_folder(final, dir_fd=root))
+            fs.close(fs.open_folder(final, dir_fd=root))
             self._void.discard(final)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -390,10 +389,10 @@ class Store:
             self._remove_quietly(root, replaced)
 
     def _remove_quietly(self, root: int, name: str) -> None:
-        leftovers.remove_quietly(root, name, self._tell_left)
+        cleanup.remove_quietly(root, name, self._tell_left)
 
     def _settle(self) -> None:
-        leftovers.settle(self._open_root(), self._void, self._sync_folder, self._tell_left)
+        cleanup.settle(self._open_root(), self._void, self._sync_folder, self._tell_left)
 
     def _tell_left(self, name: str, error: OSError) -> None:
         if name not in self._told_left:
@@ -410,7 +409,7 @@ class Store:
             complete = self.look()
             stay = retention.kept(self.rules, complete, newest)
             for step in sorted((one.step for one in complete if one.step not in stay), reverse=True):
-                if leftovers.retire(root, step_name(step), self._tell_left):
+                if cleanup.retire(root, step_name(step), self._tell_left):
                     del self._known[step]
                 else:
                     logger.debug("step %d is being read, and stays until it is not", step)
@@ -453,7 +452,7 @@ class Store:
 def sync_folder(fd: int) -> bool:
     """Make the names in a directory durable; False: its file system cannot."""
     try:
-        files.fsync(fd)
+        fs.fsync(fd)
     except OSError as error:
         if error.errno not in _NO_FOLDER_SYNC:
             raise

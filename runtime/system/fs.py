@@ -1,6 +1,6 @@
 """Every call of the operating system that writes, moves or reads checkpoints, one plain function each.
 
-The store and the reader reach the file system through this module alone (``files.pwrite(…)``), so that tests can make
+The store and the reader reach the file system through this module alone (``fs.pwrite(…)``), so that tests can make
 any single call fail. Errors are OSError; the callers give them a meaning.
 """
 

@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 
 from checkflow.core.errors import CheckflowError, CorruptCheckpointError, MismatchError, StorageError, UnsupportedError
-from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format import codec
 from checkflow.runtime.store.filling import fill_all
 from checkflow.runtime.store.reader import Checkpoint
 
@@ -49,7 +49,7 @@ def state_dicts(checkpoint: Checkpoint) -> dict[str, Any]:
             the version of several shards, and not of a job.
         CorruptCheckpointError, StorageError: it is damaged, or cannot be read.
     """
-    extra = extra_state.decode(checkpoint.extra_bytes)
+    extra = codec.decode(checkpoint.extra_bytes)
     if not isinstance(extra, dict) or "job" not in extra:
         raise UnsupportedError(
             f"{checkpoint.path} was saved by shards, which checkflow.shards reads (docs/sharding.md)"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from checkflow.core.errors import MismatchError, StorageError
-from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import OWNER, STORED_TYPES, FileLayout, TensorRecord, make_layout
 from checkflow.runtime.store.files import parse_step, step_name
 from checkflow.runtime.store.store import Store
@@ -72,7 +72,7 @@ def import_weights(
         raise MismatchError(f"a model's name is 1 to 100 letters, digits, '_', '.' and '-', not {model!r}")
     layout = make_layout([_record(f"{model}/{name}", weights, name) for name in weights.tensors])
     imported = {"source": weights.where, "format": weights.form}
-    extra = extra_state.encode({
+    extra = codec.encode({
         "iteration": step, "epoch": 0, "position": 0, "loader": None, "generators": None,
         "job": {"modules": _modules(model, weights.extras), "optimizers": {}, "objects": {}},
         "imported": imported,

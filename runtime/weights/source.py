@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from checkflow.core.errors import CorruptCheckpointError, MismatchError, StorageError
-from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import MAX_HEADER_BYTES, STORED_TYPES
 from checkflow.runtime.format.manifest import MANIFEST
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import StoredTensor, parse_header, parse_step
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 
 Form = Literal["safetensors", "dcp", "torch", "checkflow"]
 INDEX = ".safetensors.index.json"
@@ -170,9 +170,9 @@ def open_weights(
         elif chosen == "checkflow":
             weights = _open_checkpoint(path, key, closing)
         else:
-            from checkflow.runtime.weights import torch_files as torch_weights
+            from checkflow.runtime.weights import torch_files
 
-            opener = torch_weights.open_dcp if chosen == "dcp" else torch_weights.open_torch
+            opener = torch_files.open_dcp if chosen == "dcp" else torch_files.open_torch
             weights = opener(path, key)
         if not weights.tensors:
             raise MismatchError(f"{path} holds no tensor")
@@ -232,7 +232,7 @@ def _open_safetensors(path: Path, closing: contextlib.ExitStack) -> Weights:
     tensors: dict[str, Described] = {}
     for shard, expected in shards.items():
         fd, size = open_regular(shard)
-        closing.callback(files.close, fd)
+        closing.callback(fs.close, fd)
         found, pairs = _read_header(shard, fd, size)
         if expected is not None:
             if missing := sorted(expected - found.keys()):
@@ -270,7 +270,7 @@ def read_bounded(path: Path, most_bytes: int) -> bytearray:
         data = bytearray(size)
         read_exactly(path, fd, 0, memoryview(data))
     finally:
-        files.close(fd)
+        fs.close(fd)
     return data
 
 
@@ -303,14 +303,14 @@ def open_regular(path: Path) -> tuple[int, int]:
             raise CorruptCheckpointError(f"{path} is no regular file")
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            size = files.regular_size(fd)  # what has that name by now
+            size = fs.regular_size(fd)  # what has that name by now
         except BaseException:
-            files.close_quietly(fd)
+            fs.close_quietly(fd)
             raise
     except (OSError, ValueError) as error:
         raise StorageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     if size is None:
-        files.close_quietly(fd)
+        fs.close_quietly(fd)
         raise CorruptCheckpointError(f"{path} is no regular file")
     return fd, size
 
@@ -318,7 +318,7 @@ def open_regular(path: Path) -> tuple[int, int]:
 def read_exactly(path: Path, fd: int, begin: int, out: memoryview) -> None:
     flat = out.cast("B")
     try:
-        count = files.read_all(fd, flat, begin)
+        count = fs.read_all(fd, flat, begin)
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror}") from error
     if count != len(flat):
@@ -369,7 +369,7 @@ def _open_checkpoint(path: Path, key: str | None, closing: contextlib.ExitStack)
     from checkflow.runtime.inspect import choose
 
     checkpoint = closing.enter_context(open_checkpoint(choose(path)))
-    job = extra_state.decode(checkpoint.extra_bytes)["job"]
+    job = codec.decode(checkpoint.extra_bytes)["job"]
     owners = dict.fromkeys(name.partition("/")[0] for name in checkpoint.tensors)
     models = sorted(owner for owner in owners if owner not in job["optimizers"])
     if key is None and len(models) != 1:

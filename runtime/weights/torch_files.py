@@ -25,7 +25,7 @@ import torch
 from checkflow.core.errors import CorruptCheckpointError, MismatchError, StorageError
 from checkflow.core.state import Region, dtype_name, region
 from checkflow.runtime.format.layout import STORED_TYPES, element
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 from checkflow.runtime.weights.source import (
     DCP_METADATA,
     EXTRA_STATE,
@@ -160,7 +160,7 @@ def open_torch(path: Path, key: str | None) -> Weights:
 
 def _load(path: Path) -> tuple[bool, Any]:
     fd, _ = open_regular(path)
-    files.close(fd)
+    fs.close(fd)
     try:
         zipped = zipfile.is_zipfile(path)
         with warnings.catch_warnings():
@@ -349,7 +349,7 @@ def _read_chunk(path: Path, chunk: _Chunk) -> bytearray:
         data = bytearray(chunk.size_bytes)
         read_exactly(file, fd, chunk.begin, memoryview(data))
     finally:
-        files.close(fd)
+        fs.close(fd)
     return data
 
 

@@ -14,7 +14,7 @@ import checkflow
 from benchmarks import cpu_overhead, frequency, ways
 from checkflow.models import digits
 from checkflow.runtime.state.collect import StateWalk
-from checkflow.runtime.transfer import host as host_engine
+from checkflow.runtime.transfer import host
 from checkflow.runtime.transfer.host import HostCopyEngine
 
 WAYS = list(ways.BASELINES)
@@ -68,7 +68,7 @@ def test_a_baseline_saves_the_state_at_its_boundaries(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ways, "HostCopyEngine", LateEngine)
-    monkeypatch.setattr(host_engine, "SMALL_BYTES", -1)  # which are copied at once otherwise
+    monkeypatch.setattr(host, "SMALL_BYTES", -1)  # which are copied at once otherwise
     step = small_step()
     with closing(ways.BASELINES[way](step, 2, tmp_path / "saved")) as job:
         for first in (0, 2):

@@ -14,7 +14,7 @@ from benchmarks import paper_document, paper_tables
 from checkflow.core.device import find_device
 from checkflow.planner.model_file.load import load_training_step
 from checkflow.planner.pipeline import default_memory_limit_bytes
-from checkflow.planner.schedule.make_plan import Request, fingerprint_of, make_plan
+from checkflow.planner.schedule.scheduler import Request, fingerprint_of, make_plan
 from checkflow.planner.timeline.roofline import durations_seconds
 from checkflow.planner.timeline.steps import make_timeline
 from checkflow.planner.trace.trace import trace

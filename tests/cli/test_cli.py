@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from checkflow.cli.main import FAILED, FOUND, INFEASIBLE, USAGE, main
 from checkflow.core import plan as plans
 from checkflow.core.device import CATALOGUE, Device
-from checkflow.planner.ilp import solve as solvers
+from checkflow.planner.ilp import solvers
 
 ROOT = Path(__file__).parents[2]
 KEYS = [

@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 # `checkflow plan`, whose ILP is one that takes hours; it says when the solver is asked.
 WHOLE = """
 from pathlib import Path
-from checkflow.cli import main as cli
-from checkflow.planner.ilp import solve as solvers
+from checkflow.cli import main
+from checkflow.planner.ilp import solvers
 from tests.planner.ilp.test_solvers import hard
 
 asked = solvers.solve
@@ -30,23 +30,23 @@ def solve(problem, solver, seconds):
     return asked(hard(), solver, seconds)
 
 solvers.solve = solve
-cli.entry()
+main.entry()
 """
 # The same without the model: it starts sooner.
 SHORT = """
 from pathlib import Path
-from checkflow.cli import main as cli, planning as cli_ask
-from checkflow.planner.ilp import solve as solvers
+from checkflow.cli import main, planning
+from checkflow.planner.ilp import solvers
 from tests.planner.ilp.test_solvers import hard
 
 def plan(subject, device, request, granularity):
     Path("asked").touch()
     return solvers.solve(hard(), request["solver"], request["time_limit_seconds"])
 
-cli_ask.subject_of = lambda *given: None
-cli_ask.request_of = lambda device, *given, **others: others
-cli_ask.plan_of = plan
-cli.entry()
+planning.subject_of = lambda *given: None
+planning.request_of = lambda device, *given, **others: others
+planning.plan_of = plan
+main.entry()
 """
 STUBBORN = f"""
 import highspy
@@ -56,25 +56,25 @@ highspy.Highs.cancelSolve = lambda self: None
 DEMO = """
 import sys
 from pathlib import Path
-from checkflow.cli import main as cli, planning as cli_ask
-from checkflow.demo import kills as demo
+from checkflow.cli import main, planning
+from checkflow.demo import kills
 
 def plan(subject, device, request, granularity):
-    training = demo.Run(Path("."), "run", 3, 0, None)
+    training = kills.Run(Path("."), "run", 3, 0, None)
     training._command = [sys.executable, "-c", "import time; time.sleep(600)"]
     Path("asked").touch()
     training.finish()
 
-cli_ask.subject_of = lambda *given: None
-cli_ask.request_of = lambda device, *given, **others: others
-cli_ask.plan_of = plan
-cli.entry()
+planning.subject_of = lambda *given: None
+planning.request_of = lambda device, *given, **others: others
+planning.plan_of = plan
+main.entry()
 """
 # What is interrupted makes another error of it, or lets none out.
 DEAF = """
 from pathlib import Path
 import time
-from checkflow.cli import main as cli, planning as cli_ask
+from checkflow.cli import main, planning
 from checkflow.cli.console import StoppedError
 
 class Deaf:
@@ -91,10 +91,10 @@ def plan(subject, device, request, granularity):
     except StoppedError:
         raise ImportError("numpy is half imported") from None
 
-cli_ask.subject_of = lambda *given: None
-cli_ask.request_of = lambda device, *given, **others: others
-cli_ask.plan_of = plan
-cli.entry()
+planning.subject_of = lambda *given: None
+planning.request_of = lambda device, *given, **others: others
+planning.plan_of = plan
+main.entry()
 """
 MODEL = """
 import torch

@@ -19,7 +19,7 @@ from checkflow.core.errors import PlanError, StorageError
 from checkflow.core.plan import Plan, dumps, load, loads, save
 from checkflow.core.planner_api import Wishes
 from checkflow.runtime.live_plan.cache import FOLDER, PlanCache
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 from tests.faults.plan_faults import good_plan
 from tests.support.faults import ERRORS, Killed
 
@@ -327,7 +327,7 @@ def test_what_killed_writers_left_is_removed_and_nothing_else(
     others = [".hidden", f".{path.name}.tmp", f"{path.name}.1.tmp", f".{path.name}.x.tmp", "notes"]
     for name in (half.name, *others):
         (cache.folder / name).write_text("x")
-    monkeypatch.setattr(files, "unlink", lambda name, *, dir_fd: os.stat("/nowhere"))
+    monkeypatch.setattr(fs, "unlink", lambda name, *, dir_fd: os.stat("/nowhere"))
     cache.tidy()
     assert half.exists()
     assert "cannot tidy up" in caplog.text

@@ -33,8 +33,7 @@ from checkflow.core import run_report
 from checkflow.core.errors import ReportError
 from checkflow.core.run_report import RunReport
 from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime import log_handler as last_resort
-from checkflow.runtime import reporter as reporting
+from checkflow.runtime import log_handler, reporter
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.store.discovery import find
 
@@ -294,7 +293,7 @@ def test_bytes_by_the_way_they_took(tmp_path: Path) -> None:
 
 
 def test_each_start_adds_a_run_and_the_last_ones_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporting, "KEPT_RUNS", 3)
+    monkeypatch.setattr(reporter, "KEPT_RUNS", 3)
     for number in range(1, 5):
         train(tmp_path, 2 * number)
         runs = runs_of(tmp_path)
@@ -504,8 +503,8 @@ def test_without_logging_set_up_the_lines_are_seen_all_the_same(monkeypatch: pyt
     logger.manager._clear_cache()  # type: ignore[attr-defined]
     monkeypatch.setattr("sys.stderr", seen)
     logger.info("before")
-    last_resort.show_lines()
-    last_resort.show_lines()
+    log_handler.show_lines()
+    log_handler.show_lines()
     logger.info("a %s", "line")
     logger.warning("a warning")
     logger.debug("detail")
@@ -525,7 +524,7 @@ def test_who_has_set_up_logging_keeps_it(monkeypatch: pytest.MonkeyPatch) -> Non
     logger = logging.getLogger("checkflow")
     monkeypatch.setattr(logger, "handlers", [logging.NullHandler()])
     monkeypatch.setattr(logger, "level", logging.NOTSET)
-    last_resort.show_lines()
+    log_handler.show_lines()
     assert (len(logger.handlers), logger.level) == (1, logging.NOTSET)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from checkflow.demo import kills as demo
+from checkflow.demo import kills
 
 ROOT = Path(__file__).parents[2]
 Lines = list[dict[str, Any]]
@@ -99,18 +99,18 @@ KILLED: Lines = [
 ]
 
 
-def compare(folder: Path, lines: Lines, *, weights: torch.Tensor | None = None) -> demo.Result:
+def compare(folder: Path, lines: Lines, *, weights: torch.Tensor | None = None) -> kills.Result:
     runs = []
     slower = [{**line, "seconds": 1.0} if line["event"] == "step" else line for line in REFERENCE]
     for name, journal, value in (("before", REFERENCE, None), ("killed", lines, weights), ("after", slower, None)):
-        run = demo.Run(folder, name, 2, 0, None)
+        run = kills.Run(folder, name, 2, 0, None)
         run.journal.write_text("".join(json.dumps(line) + "\n" for line in journal))
         save_file({"weights": torch.ones(3) if value is None else value}, run.result)
         runs.append(run)
-    return demo.compare(*runs, epochs=2)
+    return kills.compare(*runs, epochs=2)
 
 
-def held(result: demo.Result) -> list[bool]:
+def held(result: kills.Result) -> list[bool]:
     return [check.holds for check in result.checks]
 
 
@@ -141,8 +141,8 @@ def test_a_sign_of_zero_is_seen(tmp_path: Path) -> None:
     other = tmp_path / "other.safetensors"
     save_file({"w": torch.zeros(2)}, zeros)
     save_file({"w": -torch.zeros(2)}, other)
-    assert demo._check_weights([zeros], zeros).holds
-    assert not demo._check_weights([zeros, other], zeros).holds
+    assert kills._check_weights([zeros], zeros).holds
+    assert not kills._check_weights([zeros, other], zeros).holds
 
 
 def lose(lines: Lines) -> None:
@@ -186,7 +186,7 @@ def test_a_failed_checkpoint_is_seen(tmp_path: Path, report: dict[str, int]) -> 
 def test_a_line_cut_by_a_kill_is_no_line(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_text('{"event": "start", "iteration": 0}\n{"event": "st')
-    watch = demo.Watch(path)
+    watch = kills.Watch(path)
     watch.look()
     assert [line["event"] for line in watch.lines] == ["start"]
     with open(path, "a") as file:  # as the next process goes on
@@ -198,8 +198,8 @@ def test_a_line_cut_by_a_kill_is_no_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(("epochs", "steps"), [(3, 5), (3, 45), (5, 45)])
 def test_moments_come_in_order_and_leave_training_before_and_after(seed: int, epochs: int, steps: int) -> None:
-    early, validation, late = demo.choose_moments(seed, epochs, steps, 0.02)
+    early, validation, late = kills.choose_moments(seed, epochs, steps, 0.02)
     assert (early.event, validation.event, late.event) == ("step", "validation", "step")
     end_of_validated_epoch = (validation.number + 1) * steps
     assert 0 < early.number < end_of_validated_epoch < late.number < epochs * steps - 1
-    assert demo.choose_moments(seed, epochs, steps, 0.02) == [early, validation, late]
+    assert kills.choose_moments(seed, epochs, steps, 0.02) == [early, validation, late]

@@ -20,7 +20,7 @@ from checkflow.core.errors import PlanError, StorageError
 from checkflow.core.planner_api import Wishes
 from checkflow.runtime.live_plan.cache import FOLDER, KEPT, PlanCache
 from checkflow.runtime.store.discovery import recover
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 from tests.faults.plan_faults import good_plan
 from tests.runtime.store.test_store import CUTS, commit, new_store, newest, prepare, steps
 from tests.support.faults import Disk, Faults, Killed
@@ -126,7 +126,7 @@ def try_every_call(scenario: Scenario, directory: Path, error: int | None, *, af
 
 def try_every_short_write(scenario: Scenario, directory: Path) -> int:
     """Each write writes a part, then finds no room; then the rest would go in."""
-    real, at = files.pwrite, 0
+    real, at = fs.pwrite, 0
     while True:
         at += 1
         scenario.prepare(directory)
@@ -144,13 +144,13 @@ def try_every_short_write(scenario: Scenario, directory: Path) -> int:
             return real(fd, data[: len(data) // 2 or 1], offset)
 
         acknowledged = False
-        files.pwrite = pwrite
+        fs.pwrite = pwrite
         try:
             with contextlib.suppress(StorageError):
                 scenario.act(directory)
                 acknowledged = True
         finally:
-            files.pwrite = real
+            fs.pwrite = real
         _check(scenario, directory, acknowledged, f"write {at}")
         if count < at:
             assert at > 3

@@ -57,16 +57,16 @@ def hang(data: Any) -> str:
 def unverified(feeds: Feeds) -> None:
     """A checkpoint's blocks are handed out as they are on the disk."""
     from checkflow.runtime.format import manifest
-    from checkflow.runtime.store import block_reader as reading
-    from checkflow.runtime.store import files as opening
-    from checkflow.runtime.system import fs as files
+    from checkflow.runtime.store import block_reader
+    from checkflow.runtime.store import files as store_files
+    from checkflow.runtime.system import fs
 
-    def read_block(file: opening.OpenFile, block: int, memory: memoryview, direct: int | None = None) -> memoryview:
-        out = memory[: opening.block_bytes(file, block)]
-        files.read_all(file.fd, out, block * manifest.BLOCK_BYTES)
+    def read_block(file: store_files.OpenFile, block: int, memory: memoryview, direct: int | None = None) -> memoryview:
+        out = memory[: store_files.block_bytes(file, block)]
+        fs.read_all(file.fd, out, block * manifest.BLOCK_BYTES)
         return out
 
-    reading.read_block = read_block
+    block_reader.read_block = read_block
 
 
 def _manifest(feed: Feed) -> Callable[[Feeds], None]:

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 from checkflow.core import plan as plans
 from checkflow.core import run_report
 from checkflow.planner.schedule import replay
-from checkflow.runtime.format import codec as extra_state
-from checkflow.runtime.format import manifest
+from checkflow.runtime.format import codec, manifest
 from checkflow.runtime.interval.profile import Identity, ProfileCache
-from checkflow.runtime.store import files as opening
+from checkflow.runtime.store import files as store_files
 from checkflow.runtime.store.reader import open_checkpoint
 
 Feed = Callable[[Any], str]
@@ -63,7 +62,7 @@ def feed_manifest(data: bytes) -> str:
 def feed_header(item: tuple[bytes, int]) -> str:
     """The text of a safetensors file's header, and the size of the file."""
     text, size_bytes = item
-    found = opening.parse_header(Path("x.safetensors"), text, size_bytes)
+    found = store_files.parse_header(Path("x.safetensors"), text, size_bytes)
     data = _DATA_START + len(text)
     again = {
         key: {"dtype": one.code, "shape": one.shape, "data_offsets": [one.begin - data, one.end - data]}
@@ -71,8 +70,8 @@ def feed_header(item: tuple[bytes, int]) -> str:
     }
     spelled = json.dumps(again).encode().ljust(len(text))
     shift = len(spelled) - len(text)
-    read = opening.parse_header(Path("again"), spelled, size_bytes + shift)
-    moved = {key: opening.StoredTensor(one.code, one.shape, one.begin - shift, one.end - shift)
+    read = store_files.parse_header(Path("again"), spelled, size_bytes + shift)
+    moved = {key: store_files.StoredTensor(one.code, one.shape, one.begin - shift, one.end - shift)
              for key, one in read.items()}  # fmt: skip
     assert moved == found
     assert all(data <= one.begin <= one.end <= size_bytes for one in found.values())
@@ -81,10 +80,10 @@ def feed_header(item: tuple[bytes, int]) -> str:
 
 def feed_extra(data: bytes) -> str:
     """Decode; what comes out must be of the input's size, and encode to bytes that stay the same from then on."""
-    again = extra_state.encode(extra_state.decode(data))
+    again = codec.encode(codec.decode(data))
     # A float16's two bytes may come back as a float of nine; no more than that.
     assert len(again) <= 16 * len(data) + 1024, f"{len(data)} bytes made {len(again)}"
-    assert extra_state.encode(extra_state.decode(again)) == again
+    assert codec.encode(codec.decode(again)) == again
     return "valid"
 
 
@@ -129,7 +128,7 @@ class _Quiet:
 
 def feed_folder(directory: Path, item: Folder) -> str:
     """A whole checkpoint: verified, and read twice."""
-    path = directory / opening.step_name(item.step)
+    path = directory / store_files.step_name(item.step)
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
     for name, data in item.files.items():
@@ -139,7 +138,7 @@ def feed_folder(directory: Path, item: Folder) -> str:
         assert content == item.original, "damaged data was returned as good"
         return "valid"
     assert content_of(path) == content
-    extra_state.decode(content[""])
+    codec.decode(content[""])
     return "valid"
 
 

@@ -29,11 +29,10 @@ from checkflow.core import plan as plans
 from checkflow.core.plan import Plan
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.checkpointer import Checkpointer
-from checkflow.runtime.format import codec as extra_state
-from checkflow.runtime.format import layout, manifest
+from checkflow.runtime.format import codec, layout, manifest
 from checkflow.runtime.interval.policy import Costs
 from checkflow.runtime.interval.profile import ProfileCache
-from checkflow.runtime.store import files as opening
+from checkflow.runtime.store import files as store_files
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.store import Store
 
@@ -118,12 +117,10 @@ def make_corpus(directory: Path) -> Corpus:
     small = small_layout()
     halves = layout.make_layout([record("a/x", (3, 4)), record("a/y", (7,), "uint8"), record("b/z", (2, 2), "float16")])
     with Store(kinds, run_id="fuzz", keep_latest=3) as store:
-        values = extra_state.encode(every_kind_of_value())
+        values = codec.encode(every_kind_of_value())
         store.commit(1, small, fill(small, 1)[0], values, {"epoch": 1, "loss": [0.5]},
                      ties=[("model/tied", "model/mask")], absent=["optimizer/none"], plan_digest="0" * 64)  # fmt: skip
-        store.commit(
-            2, halves, fill(halves, 2)[0], extra_state.encode({"n": 1}), {"epoch_end": True, "deep": {"a": [[]]}}
-        )
+        store.commit(2, halves, fill(halves, 2)[0], codec.encode({"n": 1}), {"epoch_end": True, "deep": {"a": [[]]}})
     checkpoints = (*find(job), *find(kinds))
     headers: list[bytes] = []
     sizes: list[int] = []
@@ -285,7 +282,7 @@ def _profile_target(corpus: Corpus) -> Target:
 
 def _folder_target(corpus: Corpus) -> Target:
     good = [{entry.name: entry.read_bytes() for entry in path.iterdir()} for path in corpus.checkpoints]
-    steps = [opening.parse_step(path.name) or 0 for path in corpus.checkpoints]
+    steps = [store_files.parse_step(path.name) or 0 for path in corpus.checkpoints]
     contents = [content_of(path) for path in corpus.checkpoints]
 
     def make(rng: random.Random) -> Folder:

@@ -12,18 +12,17 @@ from typing import Any
 
 from killed_job import BATCH
 
-from checkflow.runtime.data import sample_rng as sample_randomness
+from checkflow.runtime.data import sample_rng
 from checkflow.runtime.format import manifest
 from checkflow.runtime.job.progress import Progress
 from checkflow.runtime.loop.pacing import Pace
 from checkflow.runtime.persist.writer import Writer
 from checkflow.runtime.snapshot.capturer import Capturer
 from checkflow.runtime.snapshot.program import AnchorWork
-from checkflow.runtime.store import cleanup as leftovers
-from checkflow.runtime.store import files as opening
-from checkflow.runtime.store import store
+from checkflow.runtime.store import cleanup, store
+from checkflow.runtime.store import files as store_files
 from checkflow.runtime.store.store import Store
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 from checkflow.runtime.transfer.host import HostCopyEngine
 
 
@@ -41,9 +40,9 @@ def manifest_late() -> None:
     def publish_first(self: Store, root: int, temporary: str, final: str) -> None:
         publish(self, root, temporary, final)
         time.sleep(0.05)
-        folder = files.open_folder(final, dir_fd=root)
+        folder = fs.open_folder(final, dir_fd=root)
         write(folder, manifest.MANIFEST, iter([memoryview(kept[0])]))
-        files.close(folder)
+        fs.close(folder)
 
     store.write_file, Store._publish = write_later, publish_first  # type: ignore[method-assign]
 
@@ -54,7 +53,7 @@ def acknowledged_early() -> None:
 
     def publish_later(self: Store, root: int, temporary: str, final: str) -> None:
         held = temporary.replace(".tmp-", ".held-")
-        files.rename(temporary, held, dir_fd=root)
+        fs.rename(temporary, held, dir_fd=root)
         waiting.append((held, final))
         if len(waiting) > 1:
             publish(self, root, *waiting.pop(0))
@@ -67,7 +66,7 @@ def retention_takes_the_newest() -> None:
 
     def retire(self: Store, root: int, newest: int | None = None) -> None:
         for path in self.checkpoints()[:-1]:
-            leftovers.remove(path.name, dir_fd=root)
+            cleanup.remove(path.name, dir_fd=root)
 
     Store._retire = retire  # type: ignore[method-assign]
 
@@ -128,20 +127,20 @@ def rarely_captured() -> None:
 
 def samples_draw_as_they_come() -> None:
     """Augmentation depends on which worker is asked, and when. L4."""
-    sample_randomness.seed_generators = lambda seed, reseed=None: None  # type: ignore[attr-defined]
+    sample_rng.seed_generators = lambda seed, reseed=None: None  # type: ignore[attr-defined]
 
 
 def checksums_ignored() -> None:
     """What is read is not held against its checksum. L3."""
 
     def read_block(file: Any, block: int, memory: memoryview, direct: int | None = None) -> memoryview:
-        out = memory[: opening.block_bytes(file, block)]
-        files.read_all(file.fd, out, block * manifest.BLOCK_BYTES)
+        out = memory[: store_files.block_bytes(file, block)]
+        fs.read_all(file.fd, out, block * manifest.BLOCK_BYTES)
         return out
 
-    from checkflow.runtime.store import block_reader as reading
+    from checkflow.runtime.store import block_reader
 
-    opening.read_block = reading.read_block = read_block
+    store_files.read_block = block_reader.read_block = read_block
 
 
 def lock_kept_by_workers() -> None:
@@ -158,13 +157,13 @@ def closing_hangs() -> None:
 
 def leftovers_stay() -> None:
     """What dead runs left half written is never removed. L5."""
-    remove = leftovers.remove
+    remove = cleanup.remove
 
     def keep(name: str, *, dir_fd: int) -> None:
         if not name.startswith((".tmp-", ".trash-tmp-")):
             remove(name, dir_fd=dir_fd)
 
-    leftovers.remove = keep
+    cleanup.remove = keep
 
 
 BREAKS: dict[str, Callable[[], None]] = {

@@ -24,7 +24,7 @@ from torch import nn
 
 from checkflow.runtime.store.files import parse_step
 from checkflow.runtime.store.store import Store
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 
 TRAINING = (
     "start-up", "resume", "batch and boundary", "forward", "backward", "optimizer step", "after the step", "validation",
@@ -99,7 +99,7 @@ def watch_storage(directory: Path, notes: Notes, where: Whereabouts) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     root = directory.stat().st_ino
     renamed: list[int] = []
-    real = {name: getattr(files, name) for name in ("open_new", "pwrite", "fsync", "rename", "unlink", "rmdir")}
+    real = {name: getattr(fs, name) for name in ("open_new", "pwrite", "fsync", "rename", "unlink", "rmdir")}
 
     def writing() -> bool:
         return threading.current_thread().name == "checkflow-writer"
@@ -110,7 +110,7 @@ def watch_storage(directory: Path, notes: Notes, where: Whereabouts) -> None:
                 where.at("storage", phase)
             return real[name](*arguments, **named)
 
-        setattr(files, name, call)
+        setattr(fs, name, call)
 
     def fsync(fd: int) -> None:
         whole = bool(renamed) and os.fstat(fd).st_ino == root
@@ -129,7 +129,7 @@ def watch_storage(directory: Path, notes: Notes, where: Whereabouts) -> None:
 
     for name, phase in (("open_new", "write"), ("pwrite", "write"), ("unlink", "retention"), ("rmdir", "retention")):
         watched(name, phase)
-    files.fsync, files.rename = fsync, rename
+    fs.fsync, fs.rename = fsync, rename
     commit = Store.commit
 
     @functools.wraps(commit)

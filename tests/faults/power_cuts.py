@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from checkflow.core.errors import CheckflowError
-from checkflow.runtime.store import file_writer as writing
+from checkflow.runtime.store import file_writer
 from checkflow.runtime.store.discovery import find, recover
 from checkflow.runtime.store.store import Store
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 from tests.faults.kill_writer import check, seed_of
 from tests.faults.mounting import Image, scratch
 from tests.support.store_tools import fill, small_layout
@@ -88,13 +88,13 @@ def wrap_calls(at: int, act: Callable[[], None]) -> None:
         return call
 
     for name in CHANGES:
-        if hasattr(files, name):
-            setattr(files, name, wrap(getattr(files, name)))
+        if hasattr(fs, name):
+            setattr(fs, name, wrap(getattr(fs, name)))
 
 
 def lie(what: str, root: Path) -> None:
     """One kind of fsync does nothing from now on: of a file, of a folder below the root, or of the root."""
-    real = files.fsync
+    real = fs.fsync
 
     def fsync(fd: int) -> None:
         status = os.fstat(fd)
@@ -102,7 +102,7 @@ def lie(what: str, root: Path) -> None:
         if what != (folder if stat.S_ISDIR(status.st_mode) else "file"):
             real(fd)
 
-    files.fsync = fsync
+    fs.fsync = fsync
 
 
 def live(directory: Path, life: int, fresh: bool, note: Callable[[str], None]) -> None:
@@ -173,7 +173,7 @@ class Machine:
 
         try:
             if self._direct:
-                files.LEAST_DIRECT_BYTES = writing.THREAD_BYTES = 1
+                fs.LEAST_DIRECT_BYTES = file_writer.THREAD_BYTES = 1
             if self._lies:
                 lie(self._lies, directory)
             wrap_calls(at, cut)

@@ -25,11 +25,10 @@ from checkflow.core.errors import CorruptCheckpointError, PlanError, ReportError
 from checkflow.core.plan import Plan
 from checkflow.core.planner_api import Handover
 from checkflow.core.run_report import ReportFile
-from checkflow.runtime.format import codec as extra_state
-from checkflow.runtime.format import manifest
+from checkflow.runtime.format import codec, manifest
 from checkflow.runtime.interval.profile import KeptProfile
 from checkflow.runtime.shards.rendezvous import Board, Record
-from checkflow.runtime.store import files as opening
+from checkflow.runtime.store import files as store_files
 from tests.core.test_plan import good_plan
 
 INPUTS = 400  # by each of the two seeds
@@ -75,7 +74,7 @@ def test_what_is_not_changed_is_valid(targets: tuple[Target, ...], tmp_path: Pat
     for data in corpus.manifests:
         assert manifest.dumps(manifest.loads(data, "m")) == data
     for data in corpus.extras:
-        extra_state.decode(data)
+        codec.decode(data)
         assert mutation.pack(mutation.unpack(data)) == data
     assert json.loads(mutation.dump(mutation.parse(corpus.report))) == json.loads(corpus.report)
 
@@ -163,12 +162,12 @@ def ext(code: int, content: object) -> bytes:
 
 def test_a_number_is_no_bytearray() -> None:
     with pytest.raises(CorruptCheckpointError, match="not bytes"):
-        extra_state.decode(ext(extra_state.BYTEARRAY, 2**33))
+        codec.decode(ext(codec.BYTEARRAY, 2**33))
 
 
 @pytest.mark.parametrize("dtype", ["<U0", "|S0"])
 def test_elements_of_no_size_take_no_memory(dtype: str) -> None:
-    array = extra_state.decode(ext(extra_state.ARRAY, [dtype, [2**40], b""]))
+    array = codec.decode(ext(codec.ARRAY, [dtype, [2**40], b""]))
     assert (array.shape, array.nbytes, array.dtype) == ((2**40,), 0, np.dtype(dtype))
 
 
@@ -215,9 +214,9 @@ GOOD_HEADER = b'{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}'
     ids=["float", "text", "boolean", "negative", "three ends", "ends as text", "UTF-16"],
 )
 def test_headers_that_other_readers_refuse(header: bytes) -> None:
-    opening.parse_header(Path("x"), GOOD_HEADER, 8 + len(GOOD_HEADER) + 2)
+    store_files.parse_header(Path("x"), GOOD_HEADER, 8 + len(GOOD_HEADER) + 2)
     with pytest.raises(CorruptCheckpointError):
-        opening.parse_header(Path("x"), header, 8 + len(header) + 2)
+        store_files.parse_header(Path("x"), header, 8 + len(header) + 2)
 
 
 def test_keys_with_line_breaks_make_messages_of_one_line(by_name: dict[str, Target], tmp_path: Path) -> None:

@@ -27,12 +27,12 @@ import checkflow
 from checkflow.core import plan as plans
 from checkflow.core.errors import LockedError, StorageError
 from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime import resources as holdings
+from checkflow.runtime import resources
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.loop.boundaries import Boundaries
 from checkflow.runtime.loop.preemption import Preemption
-from checkflow.runtime.memory_tier import records as memory_files
+from checkflow.runtime.memory_tier import records
 from checkflow.runtime.memory_tier.staging import StagingBuffers
 from checkflow.runtime.persist.writer import Writer
 from checkflow.runtime.snapshot.executor import Execution
@@ -100,7 +100,7 @@ def descriptors() -> list[str]:
 def large_mappings(least_bytes: int) -> int:
     """Memory that is mapped in pieces of at least this size and belongs to no file, or to one in shared memory."""
     maps = psutil.Process().memory_maps(grouped=False)
-    ours = ("[anon]", str(memory_files.ROOT))
+    ours = ("[anon]", str(records.ROOT))
     return sum(entry.rss for entry in maps if entry.path.startswith(ours) and entry.rss >= least_bytes)
 
 
@@ -336,7 +336,7 @@ def test_garbage_that_another_thread_finds_waits_for_its_own(tmp_path: Path) -> 
     thread.start()
     thread.join()
     assert held(job) != before
-    holdings._close_all()  # as at the end
+    resources._close_all()  # as at the end
     assert held(job) == before
 
 
@@ -364,7 +364,7 @@ def test_a_forked_child_gives_nothing_back(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         signal.alarm(300)
-        holdings._close_all()  # would wait for threads that it does not have
+        resources._close_all()  # would wait for threads that it does not have
         checkpointer.close()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

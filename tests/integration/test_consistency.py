@@ -141,19 +141,19 @@ def test_a_deadline_ignored_is_caught(directory: Path, monkeypatch: pytest.Monke
     """The planted fault: chunks are not waited for, and the copy thread is kept from being quick by luck."""
     import threading
 
-    from checkflow.runtime.transfer import host as host_engine
+    from checkflow.runtime.transfer import host
 
     gate = threading.Event()
-    copy = host_engine.HostCopyEngine._copy
+    copy = host.HostCopyEngine._copy
 
-    def slow_copy(self: host_engine.HostCopyEngine, chunks: Sequence[int]) -> None:
+    def slow_copy(self: host.HostCopyEngine, chunks: Sequence[int]) -> None:
         gate.wait()
         copy(self, chunks)
 
-    monkeypatch.setattr(host_engine, "SMALL_BYTES", 0)
-    monkeypatch.setattr(host_engine.HostCopyEngine, "_copy", slow_copy)
-    wait = host_engine.HostCopyEngine.wait
-    monkeypatch.setattr(host_engine.HostCopyEngine, "wait", lambda self, chunks: None)
+    monkeypatch.setattr(host, "SMALL_BYTES", 0)
+    monkeypatch.setattr(host.HostCopyEngine, "_copy", slow_copy)
+    wait = host.HostCopyEngine.wait
+    monkeypatch.setattr(host.HostCopyEngine, "wait", lambda self, chunks: None)
     plan = warmed_plan("adam for-loop", 2)
     plan = dataclasses.replace(
         plan, chunks=tuple(dataclasses.replace(c, offload_step=0, snapshot_step=None) for c in plan.chunks)
@@ -165,7 +165,7 @@ def test_a_deadline_ignored_is_caught(directory: Path, monkeypatch: pytest.Monke
     iterate(0)
     next(run)  # the boundary of step 1: its capture begins
     iterate(1)  # and is written over, because nobody waits
-    monkeypatch.setattr(host_engine.HostCopyEngine, "wait", wait)
+    monkeypatch.setattr(host.HostCopyEngine, "wait", wait)
     gate.set()
     with pytest.raises(ConsistencyError, match="torn"):
         checkpointer.close()

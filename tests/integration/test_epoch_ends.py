@@ -19,7 +19,7 @@ from checkflow.core import plan as plans
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
-from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format import codec
 from checkflow.runtime.format.manifest import EXTRA
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import glance
@@ -138,8 +138,8 @@ def test_one_goes_on_from_an_end_as_from_any_boundary(loop: str, tmp_path: Path)
     weights = [name for name in one.files if name.endswith(".safetensors")]
     assert weights
     assert [one.files[name] for name in weights] == [other.files[name] for name in weights]
-    extra, expected = (extra_state.decode((find(tmp_path / name)[0] / EXTRA).read_bytes()) for name in ("a", "b"))
-    assert extra_state.encode(sorted_by_key(extra)) == extra_state.encode(sorted_by_key(expected))
+    extra, expected = (codec.decode((find(tmp_path / name)[0] / EXTRA).read_bytes()) for name in ("a", "b"))
+    assert codec.encode(sorted_by_key(extra)) == codec.encode(sorted_by_key(expected))
 
 
 def sorted_by_key(value: Any) -> Any:

@@ -28,8 +28,8 @@ from checkflow.core import plan as plans
 from checkflow.core.graph import BOUNDARY, AnchorKind
 from checkflow.core.plan import Plan
 from checkflow.core.training_step import TrainingStep
-from checkflow.planner.schedule.make_plan import Request, make_plan
 from checkflow.planner.schedule.replay import check_plan
+from checkflow.planner.schedule.scheduler import Request, make_plan
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
@@ -37,7 +37,7 @@ from checkflow.runtime.persist.writer import Writer
 from checkflow.runtime.snapshot.capturer import Capturer, CaptureReport
 from checkflow.runtime.snapshot.program import compile_plan
 from checkflow.runtime.store.discovery import find
-from checkflow.runtime.transfer import host as host_engine
+from checkflow.runtime.transfer import host
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,7 @@ def test_every_checkpoint_is_the_truth_of_its_boundary(interval: int, seed: int,
     plan = spread_plan(*_traced(), interval, seed, waits=waits)
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpointers, "check_plan", check_plan)
-        patch.setattr(host_engine, "SMALL_BYTES", 0 if seed % 2 else host_engine.SMALL_BYTES)
+        patch.setattr(host, "SMALL_BYTES", 0 if seed % 2 else host.SMALL_BYTES)
         with open_job(step, Path(directory), plan, audit=int(audit)) as checkpointer:
             truths = oracle(checkpointer, step, last := 5 * interval + seed % interval)
         assert check(Path(directory), truths) == sorted({*(interval * n for n in range(1, 6)), last})
@@ -353,7 +353,7 @@ def test_the_last_checkpoint_is_whole_when_the_loop_is_left(
     way: str, interval: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights that are put back right after the loop are written at no anchor; nobody audits, and nothing is quick."""
-    monkeypatch.setattr(host_engine, "SMALL_BYTES", 0)
+    monkeypatch.setattr(host, "SMALL_BYTES", 0)
     step, truths = make_step(), {}
     head = step.models["model"].head
     loader = DataLoader(TensorDataset(torch.randn(40, 16), torch.randint(5, (40,))), 8) if "epochs" in way else None

@@ -15,7 +15,7 @@ import torch
 from oracle import assert_checkpoint_is, same_bits
 from own_plans import Beside, Job, check, kept, nothing_left, open_job, train
 
-from checkflow.planner.live import planner as live
+from checkflow.planner.live import planner
 from checkflow.planner.live.bandwidth import Bandwidths
 from checkflow.planner.schedule.replay import check_plan
 from checkflow.runtime import checkpointer as checkpointers
@@ -34,7 +34,7 @@ def _planner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpointers, "check_plan", check_plan)
     monkeypatch.setattr(checkpointers, "make_planner", Beside)
     monkeypatch.setattr(planning, "RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(live, "_bandwidths", lambda _: Bandwidths(1e10, 2e10))
+    monkeypatch.setattr(planner, "_bandwidths", lambda _: Bandwidths(1e10, 2e10))
 
 
 def tear(monkeypatch: pytest.MonkeyPatch, at: int, until: threading.Event | None = None) -> list[int]:

@@ -14,7 +14,7 @@ from checkflow.core.graph import AnchorKind, TrainingGraph
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.model_file.load import load_training_step
 from checkflow.planner.pipeline import Planned, Subject, default_memory_limit_bytes, plan_model
-from checkflow.planner.schedule.make_plan import Request
+from checkflow.planner.schedule.scheduler import Request
 from checkflow.planner.trace.trace import trace
 from tests.support.training_steps import flop_counter
 

@@ -21,8 +21,8 @@ from checkflow.core.device import find_device, parse_bandwidth
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.operators.attention import cuda_kernels
 from checkflow.planner.pipeline import Planned, Subject, default_memory_limit_bytes, plan_model
-from checkflow.planner.schedule.make_plan import Request
 from checkflow.planner.schedule.replay import check_plan
+from checkflow.planner.schedule.scheduler import Request
 from tests.support.memory_tracking import on_fake_memory
 from tests.support.training_steps import flop_counter
 

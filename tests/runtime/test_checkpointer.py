@@ -32,8 +32,8 @@ from checkflow.core.plan import Plan
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
-from checkflow.runtime.format import codec as extra_state
-from checkflow.runtime.persist import writer as persist
+from checkflow.runtime.format import codec
+from checkflow.runtime.persist import writer
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.store.store import Store
@@ -146,7 +146,7 @@ def test_each_reason_for_failing_is_told_once_then_now_and_then_and_that_it_is_o
         return commit(self, number, *rest, **more)
 
     monkeypatch.setattr(Store, "commit", failing)
-    monkeypatch.setattr(persist, "time", SimpleNamespace(monotonic=lambda: clock[0], perf_counter=time.perf_counter))
+    monkeypatch.setattr(writer, "time", SimpleNamespace(monotonic=lambda: clock[0], perf_counter=time.perf_counter))
     with (
         caplog.at_level(logging.INFO, "checkflow.runtime"), caplog.at_level(logging.INFO, "checkflow"),
         Checkpointer(model, optimizer, directory=tmp_path, plan=plan, every=1) as checkpointer,
@@ -749,7 +749,7 @@ def test_what_follows_the_loop_is_not_the_end_of_training(tmp_path: Path, way: s
         torch.rand(5)
     assert_checkpoint_is(tmp_path / "step-00000010", state)
     with open_checkpoint(tmp_path / "step-00000010") as checkpoint:
-        assert torch.equal(extra_state.decode(checkpoint.extra_bytes)["generators"]["torch"], generators)
+        assert torch.equal(codec.decode(checkpoint.extra_bytes)["generators"]["torch"], generators)
 
 
 def test_memory_that_was_changed_after_an_explicit_last_step_is_not_saved(

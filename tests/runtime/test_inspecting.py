@@ -13,9 +13,9 @@ import torch
 from checkflow.cli.main import main
 from checkflow.core import plan as plans
 from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime import inspect as inspecting
+from checkflow.runtime import inspect
 from checkflow.runtime.checkpointer import Checkpointer
-from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import make_layout
 from checkflow.runtime.store.store import Store
 from tests.runtime.test_checkpointer import make, make_plan
@@ -126,7 +126,7 @@ def test_one_flipped_bit_is_found(directory: Path, capsys: pytest.CaptureFixture
 def test_progress_counts_every_byte(directory: Path) -> None:
     seen: list[int] = []
     path = directory / "step-00000005"
-    outcome = inspecting.verify(path, seen.append)
+    outcome = inspect.verify(path, seen.append)
     assert outcome.fault is None
     assert sum(seen) == sum(file.stat().st_size for file in path.iterdir() if file.name != "manifest.json")
 
@@ -167,7 +167,7 @@ def test_other_types_shapes_and_names(tmp_path: Path, capsys: pytest.CaptureFixt
     def write(name: str, records: list[Any], extra: Any) -> Path:
         layout = make_layout(records)
         with Store(tmp_path / name, run_id="run") as store:
-            return store.commit(1, layout, fill(layout, 3)[0], extra_state.encode(extra), {})
+            return store.commit(1, layout, fill(layout, 3)[0], codec.encode(extra), {})
 
     first = write("a", [record("model/w", (2, 3)), record("model/only", (1,)), record("model/e", (0, 4))], {"a": 1})
     second = write("b", [record("model/w", (3, 2)), record("model/e", (0, 4))], {"b": [1, float("nan")], "a": 1})
@@ -190,8 +190,8 @@ def test_changes_of_every_kind_of_number(tmp_path: Path, dtype: str) -> None:
     for seed in (1, 2):
         staging = fill(layout, seed)[0]
         with Store(tmp_path / str(seed), run_id="run") as store:
-            paths.append(store.commit(1, layout, staging, extra_state.encode({}), {}))
-    (changed,) = inspecting.compare(*paths).tensors
+            paths.append(store.commit(1, layout, staging, codec.encode({}), {}))
+    (changed,) = inspect.compare(*paths).tensors
     assert changed.elements == 5
     assert changed.differing is not None
     assert 1 <= changed.differing <= 5

@@ -24,11 +24,10 @@ from checkflow.core.errors import PlanError
 from checkflow.core.plan import Plan
 from checkflow.core.timeline import Timeline
 from checkflow.planner.pipeline import default_memory_limit_bytes
-from checkflow.planner.schedule.make_plan import Request, make_plan
+from checkflow.planner.schedule.scheduler import Request, make_plan
 from checkflow.runtime.interval.policy import Costs, Intervals, algorithm_1, choose, least_waste
 from checkflow.runtime.interval.policy import Profile as AlgorithmProfile
-from checkflow.simulate import simulation as simulating
-from checkflow.simulate import strategies as simulated_ways
+from checkflow.simulate import simulation, strategies
 from checkflow.simulate.simulation import MOST_RUNS, Failures, Result, Way, simulate_failures
 from checkflow.simulate.strategies import Storage, Ways, restore_seconds
 from tests.support.timelines import make_fingerprint, make_timeline, timelines
@@ -90,8 +89,8 @@ def shares(result: Result) -> list[float]:
 def test_one_life_is_that_of_a_walk_through_each_iteration(way: Way, iteration: float, up: float) -> None:
     every = way.interval // way.capture_interval
     interval, stall = np.array([[way.capture_interval * iteration]]), np.array([[way.stall_seconds]])
-    trained = simulating._trained(np.array([up]), interval, stall)
-    kept = simulating._durable(np.array([up]), interval, np.array([[every]]), stall, np.array([[way.durable_seconds]]))
+    trained = simulation._trained(np.array([up]), interval, stall)
+    kept = simulation._durable(np.array([up]), interval, np.array([[every]]), stall, np.array([[way.durable_seconds]]))
     assert [float(trained[0, 0]), float(kept[0, 0])] == [*walk(way, iteration, up)]
 
 
@@ -237,7 +236,7 @@ def planned(
 
 
 def ways_of(plan: Plan, storage: Storage, **options: Any) -> Ways:
-    return simulated_ways.ways_of(plan, storage, **{"mtbf_seconds": HOUR, "overhead": 0.035, **options})
+    return strategies.ways_of(plan, storage, **{"mtbf_seconds": HOUR, "overhead": 0.035, **options})
 
 
 def test_the_ways_of_a_plan() -> None:
@@ -317,17 +316,17 @@ def test_a_way_that_costs_more_than_is_allowed_at_any_interval_is_left_out_aloud
 
 
 def test_when_a_plan_has_moved_everything() -> None:
-    assert simulated_ways._finish_seconds(planned(100.0)) == 3
-    assert simulated_ways._finish_seconds(planned(1000.0)) == 3  # the one step in which the link is free that long
+    assert strategies._finish_seconds(planned(100.0)) == 3
+    assert strategies._finish_seconds(planned(1000.0)) == 3  # the one step in which the link is free that long
     slow = planned(30.0)  # 300 bytes take ten seconds, in some of which training waits
     assert (slow.wait is not None, slow.interval) == (True, 2)
-    assert 10 <= simulated_ways._finish_seconds(slow) <= 8 + slow.stall_seconds
+    assert 10 <= strategies._finish_seconds(slow) <= 8 + slow.stall_seconds
 
 
 @given(timelines, st.integers(1, 5))
 def test_a_copy_takes_as_long_as_a_walk_through_the_steps(timeline: Timeline, bandwidth: int) -> None:
     available = timeline.available_bytes(bandwidth)
-    found = simulated_ways._copied_seconds(timeline, bandwidth)
+    found = strategies._copied_seconds(timeline, bandwidth)
     if found is None:
         assert timeline.state_bytes > available[-1] == 0
         return

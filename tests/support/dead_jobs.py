@@ -31,11 +31,10 @@ from checkflow.core.plan import Plan
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.interval.controller import Controller
-from checkflow.runtime.memory_tier import records as memory_files
-from checkflow.runtime.memory_tier import recovery as reclaiming
+from checkflow.runtime.memory_tier import records, recovery
 from checkflow.runtime.memory_tier.records import LIFE, MARK, OWNER
 from checkflow.runtime.memory_tier.tier import MemoryTier
-from checkflow.runtime.persist import saver as saving
+from checkflow.runtime.persist import saver
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import parse_step
 from checkflow.runtime.store.store import Store
@@ -56,7 +55,7 @@ class Death:
     job: jobs.Job
     breaks: str = ""
     stored: int | None = None  # what storage has by then
-    root: Path = memory_files.ROOT
+    root: Path = records.ROOT
     rare: int = RARE
 
 
@@ -69,7 +68,7 @@ def rarely(rare: int) -> None:
 def die(death: Death) -> None:
     """In a process of its own."""
     rarely(death.rare)
-    memory_files.ROOT = death.root
+    records.ROOT = death.root
     at = jobs.Killer.at
     checkpoints = death.job.directory / "checkpoints"
 
@@ -114,7 +113,7 @@ def tear(step: int = 7) -> None:
 
 def tear_the_audited() -> None:
     """The first capture is audited, and torn; those that follow are neither looked at."""
-    saving.FIRST_AUDITS = 1
+    saver.FIRST_AUDITS = 1
     tear(1)
 
 
@@ -122,11 +121,11 @@ BREAKS: dict[str, Callable[[], None]] = {"full": full_disk, "torn": tear, "audit
 
 
 def folders() -> set[Path]:
-    return {path for path in memory_files.ROOT.glob("checkflow-*") if reclaiming._FOLDER.fullmatch(path.name)}
+    return {path for path in records.ROOT.glob("checkflow-*") if recovery._FOLDER.fullmatch(path.name)}
 
 
 def folder_of(directory: Path) -> Path:
-    return memory_files.ROOT / f"checkflow-{json.loads((directory / MARK).read_text())['token']}"
+    return records.ROOT / f"checkflow-{json.loads((directory / MARK).read_text())['token']}"
 
 
 def newest_on_storage(directory: Path) -> int | None:
@@ -154,7 +153,7 @@ def killed(
 ) -> Path:
     """The directory of the checkpoints of a job that died: with seven iterations finished, and the eighth stepped."""
     one = jobs.Job(tmp_path, kill=kill, every=None, **job)
-    assert jobs.in_a_process(die, Death(one, breaks, stored, memory_files.ROOT, rare)) == -signal.SIGKILL
+    assert jobs.in_a_process(die, Death(one, breaks, stored, records.ROOT, rare)) == -signal.SIGKILL
     return tmp_path / "checkpoints"
 
 

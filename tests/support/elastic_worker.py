@@ -26,7 +26,7 @@ from checkflow.core.errors import UnsupportedError
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.data.order import TAILS
-from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format import codec
 
 BATCH_SIZE = 2
 STOPPED = 18  # samples that one step each of 4, 2 and 3 ranks take
@@ -99,7 +99,7 @@ def run(scenario: Scenario, before: Path, after: Path, steps: int) -> dict[str, 
     loader = scenario.loader()
     torch.manual_seed(100 + rank)  # ranks draw other numbers: for dropout
     if (saved := before / scenario.name).exists():
-        state = extra_state.decode(saved.read_bytes())
+        state = codec.decode(saved.read_bytes())
         loader.load_state_dict(state["loader"])
         if rank == 0:
             torch.set_rng_state(state["generator"])
@@ -118,8 +118,8 @@ def run(scenario: Scenario, before: Path, after: Path, steps: int) -> dict[str, 
         left.append((loader.dropped, loader.repeated))
     state = loader.state_dict()
     if rank == 0:
-        (after / scenario.name).write_bytes(extra_state.encode({"loader": state, "generator": torch.get_rng_state()}))
-    return {"epochs": rows, "left": left, "state": extra_state.encode(state).hex(), "batches": len(loader)}
+        (after / scenario.name).write_bytes(codec.encode({"loader": state, "generator": torch.get_rng_state()}))
+    return {"epochs": rows, "left": left, "state": codec.encode(state).hex(), "batches": len(loader)}
 
 
 def refused(directory: Path) -> str:

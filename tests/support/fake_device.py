@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from checkflow.core.errors import CheckflowError
-from checkflow.runtime.persist import saver as saving
+from checkflow.runtime.persist import saver
 from checkflow.runtime.transfer.cuda import CudaCopyEngine
 from checkflow.runtime.transfer.engine import Transfer
 
@@ -59,7 +59,7 @@ class Operation:
 def simulate_gpu(monkeypatch: pytest.MonkeyPatch, seed: int = 0, copies: str = "last") -> FakeDevice:
     """Checkpointers made from now on copy as they would from a GPU, out of host memory, as late as they may."""
     device = FakeDevice(seed, copies=copies, prompt=True)
-    monkeypatch.setattr(saving, "make_engine", lambda _: (CudaCopyEngine(device), None))
+    monkeypatch.setattr(saver, "make_engine", lambda _: (CudaCopyEngine(device), None))
     return device
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from checkflow.runtime.format.layout import PAGE_BYTES
-from checkflow.runtime.store import file_writer as writing
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.store import file_writer
+from checkflow.runtime.system import fs
 from checkflow.runtime.system.aligned_memory import address_of
 
 CALLS = (
@@ -68,7 +68,7 @@ class Faults:
     def __call__(self) -> Iterator[Faults]:
         with pytest.MonkeyPatch.context() as patch:
             for name in CALLS:
-                patch.setattr(files, name, self._wrap(name, getattr(files, name)))
+                patch.setattr(fs, name, self._wrap(name, getattr(fs, name)))
             yield self
 
     def _wrap(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,7 +83,7 @@ class Faults:
             if (self.after and self.count == self.at) or name == "close":  # a failed close closes all the same
                 result = real(*args, **named)
                 if self.after and name in OPENING:
-                    files._passing.discard(result)
+                    fs._passing.discard(result)
                     os.close(result)
             if self.error is None:
                 raise Killed
@@ -100,7 +100,7 @@ def all_direct() -> Iterator[list[int]]:
     """
     direct: set[int] = set()
     sizes: list[int] = []
-    real_close, real_write, real_read = files.close, files.pwrite, files.preadv
+    real_close, real_write, real_read = fs.close, fs.pwrite, fs.preadv
 
     def set_direct(fd: int, on: bool) -> None:
         (direct.add if on else direct.discard)(fd)
@@ -128,10 +128,10 @@ def all_direct() -> Iterator[list[int]]:
         return real_read(fd, buffers, offset)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "LEAST_DIRECT_BYTES", 1)
-        patch.setattr(writing, "THREAD_BYTES", 1)
+        patch.setattr(fs, "LEAST_DIRECT_BYTES", 1)
+        patch.setattr(file_writer, "THREAD_BYTES", 1)
         for function in (set_direct, open_direct, close, pwrite, preadv):
-            patch.setattr(files, function.__name__, function)
+            patch.setattr(fs, function.__name__, function)
         yield sizes
 
 
@@ -153,7 +153,7 @@ class Disk:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[Disk]:
-        real_sync, real_new, real_mkdir = files.fsync, files.open_new, files.mkdir
+        real_sync, real_new, real_mkdir = fs.fsync, fs.open_new, fs.mkdir
 
         def fsync(fd: int) -> None:
             real_sync(fd)
@@ -174,9 +174,9 @@ class Disk:
             self._pinned.append(os.open(name, os.O_RDONLY, dir_fd=dir_fd))
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(files, "fsync", fsync)
-            patch.setattr(files, "open_new", open_new)
-            patch.setattr(files, "mkdir", mkdir)
+            patch.setattr(fs, "fsync", fsync)
+            patch.setattr(fs, "open_new", open_new)
+            patch.setattr(fs, "mkdir", mkdir)
             yield self
         for fd in self._pinned:
             os.close(fd)

@@ -16,7 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from checkflow.runtime.data.adapters.resumable import resumable
 from checkflow.runtime.data.base import ResumableLoader
-from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format import codec
 from checkflow.runtime.job.progress import Progress
 
 SIZE, BATCH, EPOCHS = 14, 4, 3
@@ -389,10 +389,10 @@ class Loop:
             self._stepped = False
             if self.ahead is None:
                 self.progress.count()
-            self.captures.append((len(self.rows), extra_state.encode(self.progress.capture())))
+            self.captures.append((len(self.rows), codec.encode(self.progress.capture())))
 
     def go_on(self, capture: bytes) -> None:
-        self.progress.resume(extra_state.decode(capture))
+        self.progress.resume(codec.decode(capture))
 
     def run(self, epochs: int, *, over: int = 0, take: int | None = None, taken: int = 0) -> None:
         """Train for so many epochs.
@@ -417,7 +417,7 @@ class Loop:
                 self.progress.end_epoch()
                 if self.ahead is None and self._stepped:
                     self._stepped = False
-                    self.captures.append((len(self.rows), extra_state.encode(self.progress.capture())))
+                    self.captures.append((len(self.rows), codec.encode(self.progress.capture())))
         self.progress.restore_generators()
 
     def _batches(self) -> Iterator[Any]:

@@ -13,8 +13,8 @@ from checkflow.core.device import find_device
 from checkflow.core.plan import Certificate, Chunk, Fingerprint, Plan, Wait
 from checkflow.core.timeline import Timeline
 from checkflow.core.training_step import TrainingStep
-from checkflow.planner.schedule.make_plan import fingerprint_of
 from checkflow.planner.schedule.replay import check_plan, simulate
+from checkflow.planner.schedule.scheduler import fingerprint_of
 from checkflow.planner.timeline.roofline import durations_seconds
 from checkflow.planner.timeline.steps import make_timeline
 from checkflow.planner.trace.trace import trace

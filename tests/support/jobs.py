@@ -23,7 +23,7 @@ from checkflow.core import plan as plans
 from checkflow.core.plan import Plan
 from checkflow.planner.live.process import LOWEST_PRIORITY
 from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime import reporter as reporting
+from checkflow.runtime import reporter
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
 
@@ -98,7 +98,7 @@ def run(job: Job) -> None:
     torch.set_num_threads(1)
     checkpointers.check_plan = plans.validate  # a random plan obeys deadlines, and no link
     if job.reports:
-        reporting.MOST_SHARE = math.inf
+        reporter.MOST_SHARE = math.inf
     model, optimizer, scheduler = make()
     killer = Killer(job)
     # Forked workers end when their parent is killed; a fork server of their own would keep them waiting.

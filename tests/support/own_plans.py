@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from checkflow.core.planner_api import Answer, Handover
-from checkflow.planner.live import process as child
+from checkflow.planner.live import process
 from checkflow.planner.live.planner import LivePlanner
 from checkflow.planner.record.recorder import Recorded
 from checkflow.runtime.checkpointer import Checkpointer
@@ -30,7 +30,7 @@ class Done:
     """An answer that is there when somebody looks for it."""
 
     def __init__(self, handover: Handover) -> None:
-        self._answer: Answer | None = child.answer(handover)
+        self._answer: Answer | None = process.answer(handover)
 
     def poll(self) -> Answer | None:
         return self._answer

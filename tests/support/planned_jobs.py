@@ -12,8 +12,8 @@ from checkflow.core.device import find_device
 from checkflow.core.graph import TrainingGraph
 from checkflow.core.plan import Plan
 from checkflow.core.training_step import TrainingStep
-from checkflow.planner.schedule.make_plan import Request, fingerprint_of, make_plan
 from checkflow.planner.schedule.replay import check_plan
+from checkflow.planner.schedule.scheduler import Request, fingerprint_of, make_plan
 from checkflow.planner.timeline.roofline import durations_seconds
 from checkflow.planner.timeline.steps import make_timeline
 from checkflow.planner.trace.trace import trace

@@ -16,7 +16,7 @@ import pytest
 from checkflow.runtime.interval.controller import Controller
 from checkflow.runtime.interval.measurements import Iteration
 from checkflow.runtime.interval.policy import Asked
-from checkflow.runtime.loop import pacing as pace
+from checkflow.runtime.loop import pacing
 from checkflow.runtime.persist.writer import Persisted, Writer
 from checkflow.runtime.transfer.host import HostCopyEngine
 
@@ -140,16 +140,16 @@ def rule_pace(patch: pytest.MonkeyPatch, *, rests: bool) -> None:
     Args:
         rests: storage is at rest at each boundary; otherwise it may lag, and how far follows from the machine.
     """
-    seconds, persist, ended = itertools.count(), Writer._persist, pace.Pace.ended
+    seconds, persist, ended = itertools.count(), Writer._persist, pacing.Pace.ended
 
     def timed(self: Writer, capture: Any) -> Persisted:
         return dataclasses.replace(persist(self, capture), seconds=0.5)
 
-    def ruled(self: pace.Pace, number: int, *, epoch_end: bool, held_seconds: float) -> None:
+    def ruled(self: pacing.Pace, number: int, *, epoch_end: bool, held_seconds: float) -> None:
         if rests:
             rest(self._saving.engine, self._saving.writer)
         ended(self, number, epoch_end=epoch_end, held_seconds=0.0)
 
-    patch.setattr(pace, "clock", lambda: float(next(seconds)))
+    patch.setattr(pacing, "clock", lambda: float(next(seconds)))
     patch.setattr(Writer, "_persist", timed)
-    patch.setattr(pace.Pace, "ended", ruled)
+    patch.setattr(pacing.Pace, "ended", ruled)

@@ -13,7 +13,7 @@ from checkflow.core.errors import MismatchError, UnsupportedError
 from checkflow.runtime.data.adapters.base import END, ForeignLoader
 from checkflow.runtime.data.base import refuse_another
 from checkflow.runtime.data.rng import generator_states, generators_kept, seed_generators, set_generator_states
-from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format import codec
 
 logger = logging.getLogger("checkflow")
 
@@ -62,7 +62,7 @@ class SkippingLoader(ForeignLoader):
         else:
             self._tell_drawing()
             begin = self._begin_now()
-            begin["seed"] = xxhash.xxh3_64_intdigest(extra_state.encode(begin)) >> 1
+            begin["seed"] = xxhash.xxh3_64_intdigest(codec.encode(begin)) >> 1
             if self.listener is None:  # otherwise used() says what will not be asked for
                 self._begun = {number: other for number, other in self._begun.items() if number >= epoch - 1}
             self._begun[epoch] = begin

@@ -16,7 +16,7 @@ from checkflow.runtime.data.adapters.base import END, ForeignLoader, Place, draw
 from checkflow.runtime.data.adapters.freeze import freeze, thaw
 from checkflow.runtime.data.adapters.torchdata import Again, begin_anew
 from checkflow.runtime.data.base import refuse_another
-from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format import codec
 from checkflow.runtime.state.collect import capture_generators
 from checkflow.runtime.system.signals import raised_by_handler
 
@@ -247,7 +247,7 @@ class StateLoader(ForeignLoader):
             return freeze(state)
         except (pickle.PicklingError, TypeError, AttributeError, RecursionError):
             # What checkpoints hold can be copied after all; anything else is refused by its name.
-            return freeze(extra_state.decode(extra_state.encode(state, name="the loader's state")))
+            return freeze(codec.decode(codec.encode(state, name="the loader's state")))
 
     def state_at(self, epoch: int, position: int) -> dict[str, Any]:
         """The state that goes on from this place, which may lie behind batches fetched ahead.

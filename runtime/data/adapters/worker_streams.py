@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from checkflow.runtime.data.adapters.freeze import freeze, thaw
 from checkflow.runtime.data.rng import seed_generators
 from checkflow.runtime.data.sample_rng import derived_seed
-from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format import codec
 from checkflow.runtime.state.collect import capture_generators, restore_generators
 
 
@@ -79,7 +79,7 @@ class _Stream:
 
     def state_dict(self) -> dict[str, Any]:
         # As bytes: torchdata takes states apart, and compares them item by item.
-        generators = extra_state.encode(capture_generators())
+        generators = codec.encode(capture_generators())
         # Copies: torchdata holds each state against the last one, and would find no change in what changed in place.
         parts = thaw(freeze({name: part.state_dict() for name, part in self._parts.items()}))
         return {"generators": generators, "ended": self._ended, **parts}
@@ -91,7 +91,7 @@ class _Stream:
         self._iterator = iter(()) if self._ended else iter(self._dataset)
         if "iterator" in self._parts:
             self._iterator.load_state_dict(state["iterator"])  # type: ignore[attr-defined]
-        restore_generators(extra_state.decode(state["generators"]))
+        restore_generators(codec.decode(state["generators"]))
 
 
 class ShownDataset:

@@ -9,8 +9,7 @@ import pytest
 from checkflow.planner.exact import bounds, optimum
 from checkflow.planner.exact.optimum import Budget, Prices, Terms
 from checkflow.planner.exact.problem import Problem, make_problem
-from checkflow.planner.ilp import flow
-from checkflow.planner.ilp import solve as solvers
+from checkflow.planner.ilp import flow, solvers
 from tests.planner.ilp.test_flow import assert_is_schedule
 from tests.support.timelines import make_timeline, random_timeline
 

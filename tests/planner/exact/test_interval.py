@@ -19,12 +19,11 @@ from checkflow.core.timeline import Granularity, Timeline
 from checkflow.planner.exact.interval import Question, frontier, longest_interval, smallest_interval
 from checkflow.planner.exact.optimum import Budget
 from checkflow.planner.exact.problem import make_problem, unit_for
-from checkflow.planner.ilp import flow
-from checkflow.planner.ilp import solve as solvers
+from checkflow.planner.ilp import flow, solvers
 from checkflow.planner.model_file.load import load_training_step
 from checkflow.planner.schedule.compare import binding_interval
 from checkflow.planner.schedule.explain import least_bandwidth, tight_interval
-from checkflow.planner.schedule.make_plan import Request, make_plan
+from checkflow.planner.schedule.scheduler import Request, make_plan
 from checkflow.planner.timeline.roofline import durations_seconds
 from checkflow.planner.timeline.steps import make_timeline
 from checkflow.planner.trace.trace import trace

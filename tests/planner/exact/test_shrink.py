@@ -14,8 +14,7 @@ from checkflow.planner.exact import bounds, greedy, optimum
 from checkflow.planner.exact.optimum import Budget
 from checkflow.planner.exact.problem import make_problem
 from checkflow.planner.exact.shrink import expand, shrink
-from checkflow.planner.ilp import flow
-from checkflow.planner.ilp import solve as solvers
+from checkflow.planner.ilp import flow, solvers
 from tests.planner.ilp.test_flow import assert_is_schedule
 from tests.support.timelines import make_timeline, random_timeline
 

@@ -12,8 +12,7 @@ from checkflow.core.plan import Policy
 from checkflow.planner.exact import greedy
 from checkflow.planner.exact.optimum import Budget, Prices
 from checkflow.planner.exact.problem import Flow, Problem, make_problem
-from checkflow.planner.ilp import flow
-from checkflow.planner.ilp import solve as solvers
+from checkflow.planner.ilp import flow, solvers
 from tests.support.timelines import make_timeline, random_timeline, search
 
 PRICES = Prices(wait_seconds=1.0, snapshot_seconds=1.0)

@@ -8,8 +8,7 @@ import random
 import pulp
 import pytest
 
-from checkflow.planner.ilp import highs
-from checkflow.planner.ilp import solve as solvers
+from checkflow.planner.ilp import highs, solvers
 
 
 def random_problem(rng: random.Random) -> pulp.LpProblem:

@@ -16,10 +16,9 @@ from checkflow.core.plan import Certificate, Chunk, Plan, Policy
 from checkflow.core.timeline import Step, Timeline
 from checkflow.planner.exact import greedy
 from checkflow.planner.exact.problem import Problem, make_problem
-from checkflow.planner.ilp import flow, per_tensor
-from checkflow.planner.ilp import solve as solvers
+from checkflow.planner.ilp import flow, per_tensor, solvers
 from checkflow.planner.ilp.per_tensor import PerTensorSchedule, find_chunks
-from checkflow.planner.ilp.solve import NothingFoundError, SolverChoice
+from checkflow.planner.ilp.solvers import NothingFoundError, SolverChoice
 from checkflow.planner.schedule.replay import Replay, check_plan
 from tests.support.timelines import make_fingerprint, make_timeline, random_timeline
 

@@ -17,9 +17,8 @@ import pulp
 import pytest
 
 from checkflow.core.errors import SolverError
-from checkflow.planner.ilp import cbc, gurobi
-from checkflow.planner.ilp import solve as solvers
-from checkflow.planner.ilp.solve import NothingFoundError, Solve, SolverChoice, SolverName, solve
+from checkflow.planner.ilp import cbc, gurobi, solvers
+from checkflow.planner.ilp.solvers import NothingFoundError, Solve, SolverChoice, SolverName, solve
 from tests.support.waiting import PATIENCE_SECONDS, wait_for
 
 ROOT = Path(__file__).parents[3]

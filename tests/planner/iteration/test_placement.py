@@ -19,8 +19,8 @@ from checkflow.core.timeline import Timeline
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.iteration.placement import HostMemory
 from checkflow.planner.pipeline import Planned, Subject, plan_model
-from checkflow.planner.schedule.make_plan import Outcome, Request, make_plan
 from checkflow.planner.schedule.replay import check_plan, simulate
+from checkflow.planner.schedule.scheduler import Outcome, Request, make_plan
 from checkflow.planner.trace.trace import trace
 from tests.support import training_steps as steps
 

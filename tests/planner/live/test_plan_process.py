@@ -20,7 +20,7 @@ from waiting import wait_for
 from checkflow.core import plan as plans
 from checkflow.core.errors import PlanError
 from checkflow.core.planner_api import Answer, Handover, Wishes
-from checkflow.planner.live import planner as live
+from checkflow.planner.live import planner
 from checkflow.planner.live.bandwidth import measure_bandwidths
 from checkflow.planner.live.planner import LivePlanner, PlanProcess
 from checkflow.planner.schedule.replay import check_plan
@@ -87,7 +87,7 @@ def test_what_goes_wrong_is_said_in_one_line(tmp_path: Path, monkeypatch: Any, f
     if fault in ("/bin/false", "/bin/true", "nowhere"):
         monkeypatch.setattr(sys, "executable", fault)
     elif fault == "time":
-        monkeypatch.setattr(live, "CHILD_SECONDS", 0.0)
+        monkeypatch.setattr(planner, "CHILD_SECONDS", 0.0)
     elif fault == "folder":
         asked = handover(tmp_path / "missing" / "plan.json")
     elif fault == "input":

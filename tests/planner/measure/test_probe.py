@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkflow.cli.main import FAILED, FOUND, USAGE, main
-from checkflow.core import device as hardware
+from checkflow.core import device as devices
 from checkflow.core.device import find_device, read_device, write_device
 from checkflow.core.errors import CheckflowError, StorageError
 from checkflow.planner.live import bandwidth
-from checkflow.planner.measure import disk as probe_disk
+from checkflow.planner.measure import disk
 from checkflow.planner.measure import probe as probes
 from checkflow.planner.measure.disk import BLOCK_BYTES, LEAST_FILE_BYTES, disk_figures
 from checkflow.planner.measure.machine import Machine, free_memory_bytes, this_machine
@@ -368,12 +368,12 @@ def test_what_was_just_written_has_not_gone(tmp_path: Path) -> None:
     with open(tmp_path / "file", "w+b") as file:
         file.write(bytes(2**20))
         file.flush()
-        assert not probe_disk._gone(file.fileno(), 2**20)
+        assert not disk._gone(file.fileno(), 2**20)
 
 
 def test_a_read_from_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_disk, "_gone", lambda fd, size: False)
-    monkeypatch.setattr(probe_disk, "_around_memory", lambda fd: False)
+    monkeypatch.setattr(disk, "_gone", lambda fd, size: False)
+    monkeypatch.setattr(disk, "_around_memory", lambda fd: False)
     (_, read), notes = disk_figures(tmp_path, TINY, FakeClock(1.0))
     assert "cold" not in read.how
     assert notes == [f"what was read may have come from memory, not from a disk under {tmp_path}"]
@@ -419,7 +419,7 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(hardware.os, "replace", full)
+    monkeypatch.setattr(devices.os, "replace", full)
     with pytest.raises(CheckflowError, match="No space left on device"):
         write_device(find_device("cpu"), tmp_path / "device.json")
     assert list(tmp_path.iterdir()) == []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from checkflow.planner.record import cuda_events as operator_events
+from checkflow.planner.record import cuda_events
 from checkflow.planner.record.cuda_events import LEAST_SECONDS, Floor, OperatorEvents, measure_floor
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         return func(*args, **keywords)
 
     monkeypatch.setattr(torch, "Event", Event)
-    monkeypatch.setattr(operator_events, "call", call)
+    monkeypatch.setattr(cuda_events, "call", call)
     return gpu
 
 
@@ -119,7 +119,7 @@ def test_nothing_falls_below_a_least_and_nothing_grows() -> None:
 def test_a_job_s_own_modes_see_nothing_of_it(gpu: Gpu) -> None:
     seen: list[str] = []
 
-    class Mode(operator_events.TorchDispatchMode):
+    class Mode(cuda_events.TorchDispatchMode):
         def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
             seen.append(str(func))
             return func(*args, **(kwargs or {}))

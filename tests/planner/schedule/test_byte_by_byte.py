@@ -10,7 +10,7 @@ import pytest
 from checkflow.core.graph import BOUNDARY
 from checkflow.core.plan import Policy
 from checkflow.core.timeline import StateGroup, Step, Timeline
-from checkflow.planner.schedule.make_plan import Outcome, Request, make_plan
+from checkflow.planner.schedule.scheduler import Outcome, Request, make_plan
 from tests.support.byte_by_byte import Asked, best, shortest_stall
 from tests.support.timelines import make_fingerprint
 

@@ -12,8 +12,7 @@ from checkflow.core.graph import AnchorKey, AnchorKind
 from checkflow.core.plan import Policy
 from checkflow.core.timeline import StateGroup, Step, Timeline
 from checkflow.planner.exact.interval import Question
-from checkflow.planner.ilp import flow
-from checkflow.planner.ilp import solve as solvers
+from checkflow.planner.ilp import flow, solvers
 from checkflow.planner.schedule.explain import Span, explain, least_bandwidth, tight_interval
 from tests.support.timelines import make_timeline, random_timeline, search, timelines
 

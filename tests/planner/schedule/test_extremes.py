@@ -17,7 +17,7 @@ from checkflow.planner.exact import bounds, greedy
 from checkflow.planner.exact.interval import Question
 from checkflow.planner.exact.problem import Problem
 from checkflow.planner.schedule.explain import explain, tight_interval
-from checkflow.planner.schedule.make_plan import Outcome, Request, make_plan
+from checkflow.planner.schedule.scheduler import Outcome, Request, make_plan
 from tests.support.timelines import make_fingerprint, make_timeline
 
 GB = 10**9

@@ -16,7 +16,7 @@ from checkflow.core.device import CATALOGUE, Device, format_size, parse_size, re
 from checkflow.core.errors import CheckflowError, PlanError, first_fault
 from checkflow.core.timeline import StateGroup, Timeline
 from checkflow.planner.schedule.certify import Formulation
-from checkflow.planner.schedule.make_plan import Outcome, Request, make_plan
+from checkflow.planner.schedule.scheduler import Outcome, Request, make_plan
 from tests.support.timelines import make_fingerprint, make_timeline, timelines
 
 ODD = [math.nan, math.inf, -math.inf, -1, 1e18, -1e18]

@@ -13,8 +13,8 @@ from hypothesis import given, settings, strategies
 
 from checkflow.core.errors import PlanError
 from checkflow.core.plan import Certificate, Chunk, Plan, dumps, loads
-from checkflow.planner.schedule.make_plan import Request, make_plan
 from checkflow.planner.schedule.replay import check_plan, simulate, snapshot_stall_seconds
+from checkflow.planner.schedule.scheduler import Request, make_plan
 from tests.support.timelines import make_fingerprint, make_timeline, timelines
 
 

@@ -20,12 +20,10 @@ from checkflow.core.graph import Operator, StateEntry, Storage, TrainingGraph
 from checkflow.core.plan import Fingerprint, Plan, StateSpec, Wait, dumps
 from checkflow.core.timeline import StateGroup, Step, Timeline
 from checkflow.planner.exact.problem import Flow
-from checkflow.planner.ilp import cbc
-from checkflow.planner.ilp import solve as solvers
-from checkflow.planner.schedule import certify
-from checkflow.planner.schedule import make_plan as schedules
-from checkflow.planner.schedule.make_plan import FrontierRow, Outcome, Request, fingerprint_of, make_plan
+from checkflow.planner.ilp import cbc, solvers
+from checkflow.planner.schedule import certify, scheduler
 from checkflow.planner.schedule.replay import check_plan
+from checkflow.planner.schedule.scheduler import FrontierRow, Outcome, Request, fingerprint_of, make_plan
 from tests.support.timelines import Best, make_fingerprint, make_timeline, random_timeline, search, timelines
 
 
@@ -281,7 +279,7 @@ def test_a_schedule_that_breaks_a_rule_never_leaves(
         schedule = right(*arguments)
         return replace(schedule, flow=fault(schedule.flow))
 
-    monkeypatch.setattr(schedules, "find_schedule", wrong)
+    monkeypatch.setattr(scheduler, "find_schedule", wrong)
     with pytest.raises(PlanError, match=message):
         plan_of(crowded(), formulation="greedy")
 

@@ -18,7 +18,7 @@ from checkflow.core.errors import PlanError
 from checkflow.core.graph import BOUNDARY, Anchor, AnchorKey, AnchorKind, Operator, StateEntry, Storage, TrainingGraph
 from checkflow.core.timeline import Granularity, Timeline
 from checkflow.core.training_step import TrainingStep
-from checkflow.planner.schedule.make_plan import Request, fingerprint_of, make_plan
+from checkflow.planner.schedule.scheduler import Request, fingerprint_of, make_plan
 from checkflow.planner.timeline.steps import make_timeline
 from checkflow.planner.trace.trace import trace
 from checkflow.runtime.job.compatibility import make_guards

@@ -18,7 +18,7 @@ import pytest
 import torchdata.stateful_dataloader
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from checkflow.runtime.data import fork_guard as forked_workers
+from checkflow.runtime.data import fork_guard
 from checkflow.runtime.data.adapters.replay import SkippingLoader
 from checkflow.runtime.data.adapters.resumable import resumable
 from checkflow.runtime.data.fork_guard import start_safely
@@ -39,8 +39,8 @@ os.register_at_fork(after_in_child=_forked)
 
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch) -> Iterable[None]:
-    monkeypatch.setattr(forked_workers, "MAY_HANG", True)  # in later versions, too
-    monkeypatch.setattr(forked_workers, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(fork_guard, "MAY_HANG", True)  # in later versions, too
+    monkeypatch.setattr(fork_guard, "PATIENCE_SECONDS", 0.5)
     yield
     in_fork.clear()
 
@@ -107,7 +107,7 @@ def test_a_machine_that_is_slow_gets_more_time(caplog: pytest.LogCaptureFixture)
 
 def too_late(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What happens in a fork happens just after its time is over; how many processes stand still at the look."""
-    wait, standing = forked_workers._wait, []
+    wait, standing = fork_guard._wait, []
 
     def waited(readable: int, seconds: float) -> bool:
         found = wait(readable, 60 if seconds else 0)
@@ -116,7 +116,7 @@ def too_late(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         standing.append(sum(child.status() == psutil.STATUS_STOPPED for child in psutil.Process().children()))
         return found
 
-    monkeypatch.setattr(forked_workers, "_wait", waited)
+    monkeypatch.setattr(fork_guard, "_wait", waited)
     return standing
 
 
@@ -148,7 +148,7 @@ def test_one_that_dies_in_its_fork_is_nobodys_to_wait_for(monkeypatch: pytest.Mo
     standing = too_late(monkeypatch)
     handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        worker = forked_workers._LookedAfter().Process(target=lambda: None)
+        worker = fork_guard._LookedAfter().Process(target=lambda: None)
         worker.start()
     finally:
         signal.signal(signal.SIGCHLD, handler)
@@ -183,7 +183,7 @@ def test_a_job_that_reaps_its_children_itself_gets_its_worker(reap: Any, tmp_pat
     gc.collect()
     before, handler = open_files(), signal.signal(signal.SIGCHLD, reap)
     try:
-        worker = forked_workers._LookedAfter().Process(target=lambda: None)
+        worker = fork_guard._LookedAfter().Process(target=lambda: None)
         worker.start()
         while not has_ended(worker.pid):
             time.sleep(0.01)
@@ -200,7 +200,7 @@ def test_ctrl_c_in_the_wait_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) ->
 
     before = processes()
     in_fork.append(hang)
-    monkeypatch.setattr(forked_workers, "_wait", interrupted)
+    monkeypatch.setattr(fork_guard, "_wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(DataLoader(DATA, num_workers=1, multiprocessing_context="fork"))
     assert processes() == before
@@ -209,9 +209,9 @@ def test_ctrl_c_in_the_wait_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_is_waited_with_hears_of_an_end() -> None:
     """A child that dies without a word closes the pipe."""
     reading, writing = os.pipe()
-    assert not forked_workers._wait(reading, 0)
+    assert not fork_guard._wait(reading, 0)
     os.close(writing)
-    assert forked_workers._wait(reading, 0)
+    assert fork_guard._wait(reading, 0)
     os.close(reading)
 
 
@@ -233,12 +233,12 @@ def test_only_forks_of_pythons_own_are_looked_after(options: dict[str, Any], gua
     loader = TorchDataLoader(DATA, **options)
     before = loader.multiprocessing_context
     start_safely(loader)
-    assert isinstance(loader.multiprocessing_context, forked_workers._LookedAfter) == guarded
+    assert isinstance(loader.multiprocessing_context, fork_guard._LookedAfter) == guarded
     assert guarded or loader.multiprocessing_context is before
 
 
 def test_pythons_without_the_fault_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forked_workers, "MAY_HANG", False)
+    monkeypatch.setattr(fork_guard, "MAY_HANG", False)
     loader = TorchDataLoader(DATA, **FORKED)
     context = loader.multiprocessing_context
     start_safely(loader)
@@ -261,5 +261,5 @@ def test_the_pipe_is_closed_on_both_sides(hanging: int, tmp_path: Path) -> None:
 
     expected = started_by(multiprocessing.get_context("fork"))
     in_fork.append(times(tmp_path, hanging, hang))
-    assert started_by(forked_workers._LookedAfter()) == expected
+    assert started_by(fork_guard._LookedAfter()) == expected
     assert not list(tmp_path.iterdir())

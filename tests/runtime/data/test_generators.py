@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from checkflow.runtime.data import rng as generators
-from checkflow.runtime.data import sample_rng as sample_randomness
+from checkflow.runtime.data import rng, sample_rng
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.data.rng import generator_states, generators_kept, seed_generators, set_generator_states
 from checkflow.runtime.data.sample_rng import derived_seed, draws_nothing
@@ -64,10 +63,10 @@ def drawn() -> list[object]:
 def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twisters copied as bytes, and states asked for, where their place is not known."""
     if request.param == "asked for":
-        monkeypatch.setattr(generators, "_twister_of_python_is_known", bool)
-        monkeypatch.setattr(generators, "_twister_of_numpy_is_known", bool)
-    monkeypatch.setattr(generators, "_python", generators._PythonGenerator())
-    monkeypatch.setattr(generators, "_numpy", generators._NumPyGenerator())
+        monkeypatch.setattr(rng, "_twister_of_python_is_known", bool)
+        monkeypatch.setattr(rng, "_twister_of_numpy_is_known", bool)
+    monkeypatch.setattr(rng, "_python", rng._PythonGenerator())
+    monkeypatch.setattr(rng, "_numpy", rng._NumPyGenerator())
 
 
 @contextlib.contextmanager
@@ -220,7 +219,7 @@ def test_only_what_surely_draws_nothing_is_not_seeded(name: str, monkeypatch: py
     def seeded(seed: int, reseed: object = None) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(sample_randomness, "seed_generators", seeded)
+    monkeypatch.setattr(sample_rng, "seed_generators", seeded)
     dataset = {**PLAIN, **MAY_DRAW}[name]
     assert draws_nothing(dataset) is (name in PLAIN)
     before = everything()

@@ -30,7 +30,7 @@ from checkflow.runtime.data.adapters.resumable import resumable
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.data.sample_rng import derived_seed
 from checkflow.runtime.data.worker_signals import WorkerShield, has_ended
-from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format import codec
 
 
 class Augmented:
@@ -191,7 +191,7 @@ def test_drawn_seeds_go_on_from_any_batch(size: int, batch_size: int, shuffle: b
     at = data.draw(st.integers(0, len(rows) - 1))
     state, generator = states[at]
     other = DataLoader(list(range(size)), batch_size, shuffle)
-    other.load_state_dict(extra_state.decode(extra_state.encode(state)))
+    other.load_state_dict(codec.decode(codec.encode(state)))
     torch.set_rng_state(generator)
     assert list(drawing(other, [99] * (3 - state["epoch"]))) == rows[at + 1 :]
 

@@ -28,7 +28,7 @@ from checkflow.core.errors import MismatchError, UnsupportedError
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.data.order import Share
 from checkflow.runtime.data.samplers import BLOCK
-from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format import codec
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker:UserWarning")
 
@@ -210,12 +210,12 @@ def uninterrupted(loader: DataLoader, case: Case) -> tuple[list[tuple[int, Any, 
 
 def rest(loader: DataLoader, case: Case, place: Place) -> list[Any]:
     """What the loop sees after this place, in a process whose generators are anywhere."""
-    saved = extra_state.encode(place.state)
+    saved = codec.encode(place.state)
     assert len(saved) <= MOST_STATE_BYTES
     # As JSON, too, whose keys are strings and which knows no tuples: it must mean the same place.
     loader.load_state_dict(json.loads(json.dumps(place.state)))
     of_json = loader.state_dict()
-    loader.load_state_dict(extra_state.decode(saved))
+    loader.load_state_dict(codec.decode(saved))
     assert loader.state_dict() == of_json == place.state
     random.seed(99)
     torch.manual_seed(99)
@@ -316,12 +316,12 @@ def test_a_generator_of_the_loader_s_own(workers: int) -> None:
     for _ in range(2):
         for batch in whole:
             rows.append(raw(batch))
-            places.append(extra_state.encode(whole.state_dict()))
+            places.append(codec.encode(whole.state_dict()))
     assert len({str(row) for row in rows}) == len(rows) == 10
     for number, saved in list(enumerate(places, 1))[:: 1 if workers == 0 else 4]:
         assert len(saved) < 5300
         loader = make()
-        loader.load_state_dict(extra_state.decode(saved))
+        loader.load_state_dict(codec.decode(saved))
         found = [raw(batch) for _ in range(loader.epoch, 2) for batch in loader]
         assert found == rows[number:]
     with pytest.raises(MismatchError, match="no generator="):

@@ -32,7 +32,7 @@ from checkflow.runtime.data.adapters.replay import SkippingLoader
 from checkflow.runtime.data.adapters.stateful import WAITING, StateLoader
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.data.worker_signals import WorkerShield
-from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format import codec
 
 
 def check_every_capture(kind: Callable[[], Any], *, take: int | None = None, **loop: Any) -> None:
@@ -425,7 +425,7 @@ def test_states_are_bounded_where_no_step_is_told(caplog: pytest.LogCaptureFixtu
         loop.progress.capture()
     loop.progress.count(198)
     other = foreign.Loop(checkflow.resumable(StatefulDataLoader(range(200), 1)), ahead=0, counted=False)  # type: ignore[arg-type]
-    other.go_on(extra_state.encode(loop.progress.capture()))
+    other.go_on(codec.encode(loop.progress.capture()))
     assert [batch.tolist() for batch in other.loader] == [[199]]
 
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler, swa_utils
 
 from checkflow.core.errors import CorruptCheckpointError, UnsupportedError
-from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format import codec
 from checkflow.runtime.format.codec import MAX_DEPTH, decode, encode
 from checkflow.runtime.format.layout import STORED_TYPES
 
@@ -334,12 +334,12 @@ def test_plain_values_need_no_checkflow_to_be_read() -> None:
 @pytest.mark.parametrize("size", [0, 1, 14])
 def test_an_entry_is_added_to_what_is_encoded(size: int) -> None:
     value: dict[str, Any] = {f"key {i}": (i, [None]) for i in range(size)}
-    data = extra_state.with_entry(extra_state.encode(value), "late", (1, {2: "three"}))
-    assert extra_state.decode(data) == {**value, "late": (1, {2: "three"})}
-    assert data == extra_state.encode({**value, "late": (1, {2: "three"})})
+    data = codec.with_entry(codec.encode(value), "late", (1, {2: "three"}))
+    assert codec.decode(data) == {**value, "late": (1, {2: "three"})}
+    assert data == codec.encode({**value, "late": (1, {2: "three"})})
 
 
 @pytest.mark.parametrize("value", [{str(i): i for i in range(15)}, [1], {1: 2}, "text"])
 def test_an_entry_is_added_to_small_dictionaries_alone(value: Any) -> None:
     with pytest.raises(ValueError, match="less than 15"):
-        extra_state.with_entry(extra_state.encode(value), "late", 1)
+        codec.with_entry(codec.encode(value), "late", 1)

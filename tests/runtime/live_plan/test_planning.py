@@ -23,8 +23,7 @@ from waiting import wait_until_saved
 from checkflow.core import plan as plans
 from checkflow.core.errors import PlanError, TraceError
 from checkflow.core.planner_api import Handover
-from checkflow.planner.live import planner as live
-from checkflow.planner.live import process as child
+from checkflow.planner.live import planner, process
 from checkflow.planner.live.bandwidth import Bandwidths
 from checkflow.planner.live.planner import LivePlanner
 from checkflow.planner.record.recorder import Recorded, Recorder
@@ -32,12 +31,12 @@ from checkflow.planner.schedule.replay import check_plan
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
-from checkflow.runtime.job import compatibility as fit
+from checkflow.runtime.job import compatibility
 from checkflow.runtime.live_plan import planning
 from checkflow.runtime.live_plan.cache import PlanCache
 from checkflow.runtime.live_plan.planning import Planning
 from checkflow.runtime.loop import boundaries as boundary_module
-from checkflow.runtime.loop import pacing as pace
+from checkflow.runtime.loop import pacing
 from checkflow.runtime.loop.phase_clock import PhaseClock
 from checkflow.runtime.state.collect import StateWalk
 from checkflow.runtime.store.discovery import find
@@ -53,7 +52,7 @@ def _planner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpointers, "check_plan", check_plan)
     monkeypatch.setattr(checkpointers, "make_planner", Beside)
     monkeypatch.setattr(planning, "RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(live, "_bandwidths", lambda _: Bandwidths(1e10, 2e10))
+    monkeypatch.setattr(planner, "_bandwidths", lambda _: Bandwidths(1e10, 2e10))
 
 
 # From nothing to a plan
@@ -361,7 +360,7 @@ def test_a_capture_in_flight_is_finished_before_the_job_is_recorded_again(tmp_pa
 
 
 def test_no_plan_satisfies_what_was_asked(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr(live, "_memory_bytes", lambda _: 1000)
+    monkeypatch.setattr(planner, "_memory_bytes", lambda _: 1000)
     job = Job()
     with open_job(job, tmp_path, every=2, on_error="warn") as checkpointer:
         truths = train(job, checkpointer, 12)
@@ -601,7 +600,7 @@ def test_holding_a_job_against_its_plan_is_cheap(tmp_path: Path, monkeypatch: An
 
     with open_job(job, tmp_path, every=100) as checkpointer:
         train(job, checkpointer, 8)
-        for owner, name in ((StateWalk, "current"), (fit, "implementations"), (fit, "differences")):
+        for owner, name in ((StateWalk, "current"), (compatibility, "implementations"), (compatibility, "differences")):
             real = getattr(owner, name)
             monkeypatch.setattr(owner, name, lambda *given, name=name, real=real: looked.append(name) or real(*given))
         train(job, checkpointer, 16, before)
@@ -614,16 +613,16 @@ def test_what_planning_takes_of_every_iteration_is_part_of_the_cost(tmp_path: Pa
     hand = Hand()
     held: list[float] = []
     monkeypatch.setattr(boundary_module, "PhaseClock", lambda: PhaseClock(hand))
-    ended, look, begin, find_kept = pace.Pace.ended, Planning._hold_against, Recorder.begin, PlanCache.find
+    ended, look, begin, find_kept = pacing.Pace.ended, Planning._hold_against, Recorder.begin, PlanCache.find
 
-    def told(self: pace.Pace, number: int, *, epoch_end: bool, held_seconds: float) -> None:
+    def told(self: pacing.Pace, number: int, *, epoch_end: bool, held_seconds: float) -> None:
         held.append(held_seconds)
         ended(self, number, epoch_end=epoch_end, held_seconds=held_seconds)
 
     def slow(real: Any, seconds: float) -> Any:
         return lambda *given: (hand.wait(seconds), real(*given))[1]
 
-    monkeypatch.setattr(pace.Pace, "ended", told)
+    monkeypatch.setattr(pacing.Pace, "ended", told)
     monkeypatch.setattr(Planning, "_hold_against", slow(look, 7))
     monkeypatch.setattr(Recorder, "begin", slow(begin, 1000))
     monkeypatch.setattr(PlanCache, "find", slow(find_kept, 100_000))
@@ -709,8 +708,8 @@ def test_arguments(tmp_path: Path) -> None:
 
 def test_wishes_reach_the_plan(tmp_path: Path, monkeypatch: Any) -> None:
     asked: list[Any] = []
-    answer = child.answer
-    monkeypatch.setattr(child, "answer", lambda handover: asked.append(handover.wishes) or answer(handover))
+    answer = process.answer
+    monkeypatch.setattr(process, "answer", lambda handover: asked.append(handover.wishes) or answer(handover))
     job = Job()
     with open_job(job, tmp_path, overhead=0.01, extra_memory="2MB") as checkpointer:
         train(job, checkpointer, 6)

@@ -28,7 +28,7 @@ from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.interval.controller import GAP, Controller
 from checkflow.runtime.interval.policy import Costs
 from checkflow.runtime.interval.profile import NAME, Identity, ProfileCache
-from checkflow.runtime.loop import pacing as pace
+from checkflow.runtime.loop import pacing
 from checkflow.runtime.persist.writer import Persisted, Writer
 from checkflow.runtime.store.discovery import find
 from tests.runtime.test_checkpointer import make, make_plan
@@ -57,9 +57,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def rule(world: World, patch: pytest.MonkeyPatch) -> None:
-    persist, ended = Writer._persist, pace.Pace.ended
+    persist, ended = Writer._persist, pacing.Pace.ended
 
-    def held(self: pace.Pace, number: int, *, epoch_end: bool, held_seconds: float) -> None:
+    def held(self: pacing.Pace, number: int, *, epoch_end: bool, held_seconds: float) -> None:
         world.really_held_seconds = held_seconds
         ended(self, number, epoch_end=epoch_end, held_seconds=self._saving.captures * world.held_seconds)
 
@@ -67,8 +67,8 @@ def rule(world: World, patch: pytest.MonkeyPatch) -> None:
         return dataclasses.replace(persist(self, capture), seconds=world.persist_seconds)
 
     patch.setattr(checkpointers, "check_plan", plans.validate)
-    patch.setattr(pace, "clock", world)
-    patch.setattr(pace.Pace, "ended", held)
+    patch.setattr(pacing, "clock", world)
+    patch.setattr(pacing.Pace, "ended", held)
     patch.setattr(Writer, "_persist", timed)
 
 
@@ -224,7 +224,7 @@ def test_a_profile_of_another_job_does_not_count(
     elif change == "plan":
         plan = plan_for(interval=2)
     elif change == "file system":
-        monkeypatch.setattr(pace, "file_system", lambda path: ("nfs", 1))
+        monkeypatch.setattr(pacing, "file_system", lambda path: ("nfs", 1))
     elif change == "damage":
         file.write_bytes(kept[:-5])
     elif change == "nonsense":

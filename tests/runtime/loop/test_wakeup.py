@@ -15,8 +15,7 @@ from waiting import wait_for, wait_until_saved
 import checkflow
 from checkflow.core import plan as plans
 from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime.loop import preemption
-from checkflow.runtime.loop import signal_wakeup as wakeup
+from checkflow.runtime.loop import preemption, signal_wakeup
 from checkflow.runtime.loop.preemption import Preemption
 from tests.runtime.loop.test_signals import WAITED_FOR, Loop, in_a_child
 from tests.runtime.test_checkpointer import steps
@@ -206,7 +205,7 @@ def test_whoever_sets_another_one_has_it(tmp_path: Path, handled: list[int]) -> 
 def test_forked_children_write_nothing_to_their_parent(tmp_path: Path, handled: list[int]) -> None:
     heard: list[int] = []
     with Loop(tmp_path).checkpointer as checkpointer:
-        wakeup.hear(heard.append)
+        signal_wakeup.hear(heard.append)
         # As Python forks; and as C does, where nobody sees to the child: it writes where its parent listens.
         for fork, found in ((os.fork, -1), (ctypes.PyDLL(None).fork, current())):
             child = fork()
@@ -221,7 +220,7 @@ def test_forked_children_write_nothing_to_their_parent(tmp_path: Path, handled: 
             assert status == (-TERM if fork is os.fork else 0)
         signal.raise_signal(USR2)  # heard of after what a child wrote
         wait_for(lambda: USR2 in heard)
-        wakeup.cease(heard.append)
+        signal_wakeup.cease(heard.append)
         assert [number for number in heard if number != signal.SIGCHLD] == [USR2]  # torch's loader may handle that
         assert not checkpointer._preemption._begun
 

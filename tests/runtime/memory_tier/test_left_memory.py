@@ -31,9 +31,7 @@ from dead_jobs import (
 
 from checkflow.cli.main import main
 from checkflow.core.errors import LockedError
-from checkflow.runtime.memory_tier import orphans as left_memory
-from checkflow.runtime.memory_tier import records as memory_files
-from checkflow.runtime.memory_tier import recovery as reclaiming
+from checkflow.runtime.memory_tier import orphans, records, recovery
 from checkflow.runtime.memory_tier.records import LIFE, MARK, MOST_BYTES, OWNER
 from checkflow.torture.campaign import Request, Torture
 
@@ -49,8 +47,8 @@ def nothing_is_left(tmp_path: Path) -> Iterator[None]:
 @pytest.fixture
 def own_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Shared memory without others' folders in it, for what gives those back."""
-    folder = Path(tempfile.mkdtemp(prefix="checkflow-test-", dir=memory_files.ROOT))
-    monkeypatch.setattr(memory_files, "ROOT", folder)
+    folder = Path(tempfile.mkdtemp(prefix="checkflow-test-", dir=records.ROOT))
+    monkeypatch.setattr(records, "ROOT", folder)
     yield folder
     shutil.rmtree(folder)
 
@@ -128,7 +126,7 @@ def test_after_a_restart_of_the_machine_storage_is_what_there_is(
 ) -> None:
     directory = killed(tmp_path)
     before = newest_on_storage(directory)
-    monkeypatch.setattr(left_memory, "boot_id", lambda: "another")
+    monkeypatch.setattr(orphans, "boot_id", lambda: "another")
     with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
         assert checkpointer.resumed_from == before
     assert not caplog.text
@@ -173,13 +171,13 @@ def test_the_memory_of_a_dead_job_that_nobody_goes_on_from_is_given_back(
     (missing / OWNER).write_text(json.dumps({**owner, "device": owner["device"] + 1}))  # not mounted now
     with resume(tmp_path / "four"):
         assert unmarked.is_dir()  # it is young: its job may be just about to say whose it is
-    monkeypatch.setattr(reclaiming, "_YOUNG_SECONDS", 0.0)
+    monkeypatch.setattr(recovery, "_YOUNG_SECONDS", 0.0)
     with resume(tmp_path / "four"):
         assert not unmarked.exists()
         assert not marked.exists()
         assert moved.is_dir()
         assert other.is_dir()
-    monkeypatch.setattr(reclaiming, "_MOVED_SECONDS", 0.0)
+    monkeypatch.setattr(recovery, "_MOVED_SECONDS", 0.0)
     with resume(tmp_path / "four") as living:
         for _ in living.epochs(1):
             train(living)
@@ -189,7 +187,7 @@ def test_the_memory_of_a_dead_job_that_nobody_goes_on_from_is_given_back(
         # One that lives keeps its own, whatever becomes of its directory.
         mine = folder_of(tmp_path / "four")
         (tmp_path / "four" / MARK).unlink()
-        monkeypatch.setattr(reclaiming, "_OLD_SECONDS", 0.0)
+        monkeypatch.setattr(recovery, "_OLD_SECONDS", 0.0)
         with resume(tmp_path / "five"):
             assert mine.is_dir()
         assert not missing.exists()
@@ -200,7 +198,7 @@ def test_the_memory_of_a_dead_job_that_nobody_goes_on_from_is_given_back(
 def test_the_memory_of_other_users_is_theirs_to_give_back(
     tmp_path: Path, own_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reclaiming, "_YOUNG_SECONDS", 0.0)
+    monkeypatch.setattr(recovery, "_YOUNG_SECONDS", 0.0)
     theirs, ours = (killed(tmp_path / name) for name in ("theirs", "ours"))
     for directory in (theirs, ours):
         own = folder_of(directory)
@@ -218,7 +216,7 @@ def test_a_folder_that_cannot_be_looked_into_is_anothers(
 ) -> None:
     """As for every user but root."""
     directory = killed(tmp_path)
-    before, opened, folder = newest_on_storage(directory), left_memory.files.folder, folder_of(directory)
+    before, opened, folder = newest_on_storage(directory), orphans.files.folder, folder_of(directory)
 
     def refuse(path: str) -> Any:
         if path == str(folder):
@@ -226,7 +224,7 @@ def test_a_folder_that_cannot_be_looked_into_is_anothers(
         return opened(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(left_memory.files, "folder", refuse)
+        patch.setattr(orphans.files, "folder", refuse)
         with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
             assert checkpointer.resumed_from == before
     assert f"is passed over: {folder} is another user's" in caplog.text
@@ -247,14 +245,14 @@ def test_a_directory_that_was_moved_takes_its_own_however_old(
     tmp_path: Path, own_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for limit in ("_YOUNG_SECONDS", "_MOVED_SECONDS", "_OLD_SECONDS"):
-        monkeypatch.setattr(reclaiming, limit, 0.0)
+        monkeypatch.setattr(recovery, limit, 0.0)
     killed(tmp_path).rename(tmp_path / "moved")
     with resume(tmp_path / "moved") as checkpointer:
         assert checkpointer.resumed_from == 7
 
 
 def test_what_another_process_uses_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reclaiming, "_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(recovery, "_WAIT_SECONDS", 0.1)
     directory = killed(tmp_path)
     with open(folder_of(directory) / OWNER, "rb") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
@@ -298,7 +296,7 @@ def test_ls_tells_what_the_next_run_will_save(tmp_path: Path, capsys: pytest.Cap
 def test_ls_does_not_tell_what_storage_has_too(tmp_path: Path) -> None:
     directory = killed(tmp_path, kill=("after step", 1, 2), stored=8)
     assert max(kept_in(directory)) == newest_on_storage(directory) == 8
-    assert left_memory.left_step(directory) is None
+    assert orphans.left_step(directory) is None
 
 
 def test_torture_tells_what_its_last_life_left_in_memory(tmp_path: Path) -> None:
@@ -308,11 +306,11 @@ def test_torture_tells_what_its_last_life_left_in_memory(tmp_path: Path) -> None
     (remark,) = torture.remarks
     assert f"host memory stays for the job's next start in {directory}" in remark
     assert f"delete {folder_of(directory)}" in remark
-    path, size_bytes = left_memory.memory_of(directory) or (None, 0)
+    path, size_bytes = orphans.memory_of(directory) or (None, 0)
     assert path == folder_of(directory)
     assert size_bytes >= sum(path.stat().st_size for path in path.glob("buffer-?"))
     with resume(directory):
-        assert left_memory.memory_of(directory) is None  # in use
+        assert orphans.memory_of(directory) is None  # in use
     torture.remarks.clear()
     torture._look_at_memory()
     assert not torture.remarks

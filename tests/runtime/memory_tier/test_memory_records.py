@@ -19,14 +19,13 @@ from store_tools import record
 from checkflow.core.errors import StorageError
 from checkflow.runtime.format.digest import Digest
 from checkflow.runtime.format.layout import Layout, make_layout
-from checkflow.runtime.memory_tier import orphans as left_memory
-from checkflow.runtime.memory_tier import records as memory_files
-from checkflow.runtime.memory_tier import tier as memory_tier
+from checkflow.runtime.memory_tier import orphans, records
+from checkflow.runtime.memory_tier import tier as tier_module
 from checkflow.runtime.memory_tier.records import LIFE, MARK, MARKS, NOTHING, RECORDS, Life, Owner
 from checkflow.runtime.memory_tier.staging import StagingBuffer, StagingBuffers
 from checkflow.runtime.memory_tier.tier import MemoryTier
 from checkflow.runtime.snapshot.capturer import Capture
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 
 pytestmark = needs_memory
 
@@ -60,12 +59,12 @@ class Tier:
         )  # fmt: skip
 
     def keep(self, index: int, step: int, **more: Any) -> None:
-        self.tier.keep(self.capture(index, step, **more), b"extra", {"epoch": 1})
+        self.tier.keep(index, self.capture(index, step, **more), b"extra", {"epoch": 1})
 
     def steps(self) -> dict[int, int]:
         """By buffer, as another process finds them."""
-        with files.folder(str(self.folder)) as folder:
-            return {index: one.step for index, one in left_memory.read_records(folder).items()}
+        with fs.folder(str(self.folder)) as folder:
+            return {index: one.step for index, one in orphans.read_records(folder).items()}
 
 
 @pytest.fixture
@@ -130,10 +129,10 @@ def test_a_record_that_cannot_be_written_is_not_there(three: Tier, monkeypatch: 
 
     with monkeypatch.context() as patch:
         if call == "open":
-            write = memory_tier._write
-            patch.setattr(memory_tier, "_write", lambda f, n, d: full() if n.endswith(".json.tmp") else write(f, n, d))
+            write = tier_module._write
+            patch.setattr(tier_module, "_write", lambda f, n, d: full() if n.endswith(".json.tmp") else write(f, n, d))
         else:
-            patch.setattr(files, "rename", full)
+            patch.setattr(fs, "rename", full)
         three.keep(0, 7)
     assert three.steps() == {}
     assert three.tier.step_of(0) == NOTHING
@@ -151,7 +150,7 @@ def test_a_record_that_cannot_be_removed_keeps_its_buffer_from_being_filled(
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "unlink", fail)
+        patch.setattr(fs, "unlink", fail)
         with pytest.raises(StorageError, match=r"cannot remove a record .* Input/output error"):
             three.tier.forget(0)
     assert three.steps() == {0: 6}
@@ -165,9 +164,8 @@ def test_the_newest_capture_is_written_over_last(tmp_path: Path) -> None:
     layout = make_layout([record("model/w", (4, 4))])
     taken = [buffers.take() for _ in range(3)]
     for buffer, step in zip(taken, (7, 5, 6), strict=True):
-        tier.keep(
-            Capture(step, buffer, layout, b"", {}, (), (), None, {}, "plan", by_plan=True), b"", {}
-        )  # fmt: skip
+        capture = Capture(step, buffer, layout, b"", {}, (), (), None, {}, "plan", by_plan=True)
+        tier.keep(buffer.index, capture, b"", {})
         buffers.give_back(buffer)
     assert sorted(kept_in(tmp_path)) == [5, 6, 7]
     for left in ([6, 7], [7], []):
@@ -217,7 +215,7 @@ def test_a_directory_that_was_exchanged_keeps_its_mark_and_nothing_stays(
     tmp_path: Path, three: Tier, leave: bool
 ) -> None:
     three.keep(0, 6)
-    other = memory_files.MARKS.dump_json(memory_files.Mark("0" * 32, "boot"))
+    other = records.MARKS.dump_json(records.Mark("0" * 32, "boot"))
     (tmp_path / MARK).write_bytes(other)
     three.tier.close(leave=leave)
     assert (tmp_path / MARK).read_bytes() == other
@@ -255,9 +253,9 @@ def test_what_storage_has_is_noted(three: Tier) -> None:
 def test_memory_on_a_disk_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if files.file_system(tmp_path)[0] in (None, "tmpfs"):
+    if fs.file_system(tmp_path)[0] in (None, "tmpfs"):
         pytest.skip("the temporary directory is in memory")
-    monkeypatch.setattr(memory_files, "ROOT", tmp_path)
+    monkeypatch.setattr(records, "ROOT", tmp_path)
     tier = MemoryTier(tmp_path, Life("run"))
     with caplog.at_level(logging.WARNING, "checkflow"):
         assert tier.allocate(1, 4096, None) is None
@@ -285,7 +283,7 @@ def test_memory_that_runs_short_is_told_once_and_all_given_back(
             assert tier.allocate(2, 4096, None) is None
     assert [one.getMessage() for one in caplog.records] == [
         "captures in host memory end with the process, and storage is what is left then: "
-        f"{memory_files.ROOT}: No space left on device"
+        f"{records.ROOT}: No space left on device"
     ]
     assert not folders_below(tmp_path)
     assert not (tmp_path / MARK).exists()
@@ -296,14 +294,14 @@ def test_where_the_mark_cannot_be_written_it_is_tried_again_with_each_capture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The disk of the checkpoints is full at the start; shared memory is not."""
-    tier, publish, full = MemoryTier(tmp_path, Life("run")), memory_tier._publish, [True]
+    tier, publish, full = MemoryTier(tmp_path, Life("run")), tier_module._publish, [True]
 
     def publish_unless_full(folder: int, name: str, data: bytes) -> None:
         if full and name == MARK:
             raise OSError(errno.ENOSPC, "No space left on device")
         publish(folder, name, data)
 
-    monkeypatch.setattr(memory_tier, "_publish", publish_unless_full)
+    monkeypatch.setattr(tier_module, "_publish", publish_unless_full)
     with caplog.at_level(logging.INFO, "checkflow"):
         assert tier.allocate(2, 4096, None) is not None
         assert not tier.mark()
@@ -333,10 +331,10 @@ def test_where_the_mark_cannot_be_written_it_is_tried_again_with_each_capture(
 
 def test_a_file_that_comes_half_is_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(memory_tier.files, "write_all", failing_always(full))
+    monkeypatch.setattr(tier_module.files, "write_all", failing_always(full))
     fd = os.open(tmp_path, os.O_RDONLY)
     with pytest.raises(OSError, match="No space left"):
-        memory_tier._publish(fd, MARK, b"{}")
+        tier_module._publish(fd, MARK, b"{}")
     os.close(fd)
     assert not list(tmp_path.iterdir())
 
@@ -400,5 +398,5 @@ def test_what_a_dead_job_had_goes_back_though_its_child_lives(three: Tier) -> No
         assert os.fstat(held.fileno()).st_blocks
         (three.folder / "buffer-1").unlink()
         (three.folder / "buffer-1").symlink_to("/dev/zero")  # nothing of ours
-        memory_files.remove(three.folder)
+        records.remove(three.folder)
         assert not os.fstat(held.fileno()).st_blocks

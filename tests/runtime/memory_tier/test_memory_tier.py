@@ -34,7 +34,7 @@ from mounting import in_namespace
 
 from checkflow.core.errors import ConsistencyError
 from checkflow.runtime.checkpointer import Checkpointer
-from checkflow.runtime.memory_tier import tier as memory_tier
+from checkflow.runtime.memory_tier import tier as tier_module
 from checkflow.runtime.memory_tier.records import MARK
 from checkflow.runtime.memory_tier.tier import MemoryTier
 from checkflow.runtime.persist.saver import Saving
@@ -120,7 +120,7 @@ def test_storage_that_is_away_at_the_end_gives_nothing_up(
 ) -> None:
     """As a disk that fails, or that is no longer mounted: neither checkpoints nor the mark can be reached."""
     monkeypatch.setattr(Store, "commit", Store.commit)
-    read = memory_tier.read_regular
+    read = tier_module.read_regular
 
     def away(path: Path, most_bytes: int) -> bytes:
         raise OSError(errno.EIO, "Input/output error")
@@ -129,10 +129,10 @@ def test_storage_that_is_away_at_the_end_gives_nothing_up(
     with caplog.at_level(logging.WARNING, "checkflow"), resume(tmp_path, every=1) as checkpointer:
         for _ in checkpointer.epochs(2):
             train(checkpointer)
-        monkeypatch.setattr(memory_tier, "read_regular", away)
+        monkeypatch.setattr(tier_module, "read_regular", away)
     assert "stays in this machine's memory" in caplog.text
     monkeypatch.undo()
-    assert memory_tier.read_regular is read
+    assert tier_module.read_regular is read
     with resume(tmp_path) as checkpointer:
         assert checkpointer.resumed_from == 2 * PER_EPOCH
 
@@ -156,7 +156,7 @@ def test_a_record_that_is_just_being_made_is_removed_when_its_plan_is_refuted(
 ) -> None:
     """One thread keeps a capture while another one refutes its plan, and a third takes the buffer: in any order no
     record is left of a buffer that is written to."""
-    publish, inside, go_on = memory_tier._publish, threading.Event(), threading.Event()
+    publish, inside, go_on = tier_module._publish, threading.Event(), threading.Event()
 
     def slowly(folder: int, name: str, data: bytes) -> None:
         if name == "buffer-0.json":
@@ -176,7 +176,7 @@ def test_a_record_that_is_just_being_made_is_removed_when_its_plan_is_refuted(
             train(checkpointer)
         writer.wait_until_at_most(0)
         capture = next(one for one in kept if one[0].buffer.index == 0)
-        monkeypatch.setattr(memory_tier, "_publish", slowly)
+        monkeypatch.setattr(tier_module, "_publish", slowly)
         keeper = threading.Thread(target=keep, args=(tier, *capture))
         keeper.start()
         assert inside.wait(10)
@@ -243,7 +243,7 @@ def test_memory_that_the_system_took_away_harms_nothing(tmp_path: Path) -> None:
     assert newest_on_storage(tmp_path) == 3 * PER_EPOCH
 
 
-@pytest.mark.parametrize("share", [memory_tier.SHARE, 1000.0])
+@pytest.mark.parametrize("share", [tier_module.SHARE, 1000.0])
 def test_too_little_shared_memory_is_said_and_does_without(tmp_path: Path, share: float) -> None:
     """A container's own, smaller than the buffers: no SIGBUS, and no room taken from what loaders need."""
     mount = "mount -t tmpfs -o size=32k tmpfs /dev/shm"
@@ -253,8 +253,8 @@ def test_too_little_shared_memory_is_said_and_does_without(tmp_path: Path, share
 import sys
 sys.path[:0] = {[str(Path(__file__).parents[2] / "support")]!r}
 import logging, pathlib, dead_jobs as t
-from checkflow.runtime.memory_tier import tier as memory_tier
-memory_tier.SHARE = {share}
+from checkflow.runtime.memory_tier import tier as tier_module
+tier_module.SHARE = {share}
 logging.basicConfig()
 with t.resume(pathlib.Path({str(tmp_path / "checkpoints")!r})) as checkpointer:
     for _ in checkpointer.epochs(2):
@@ -276,7 +276,7 @@ print("step", report["lag"]["captured_step"])
 
 
 def test_shared_memory_that_fills_up_later_costs_records_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, calls = memory_tier._write, []
+    write, calls = tier_module._write, []
 
     def full(folder: int, name: str, data: bytes) -> None:
         if name.endswith(".extra") and len(calls) > 3:
@@ -284,7 +284,7 @@ def test_shared_memory_that_fills_up_later_costs_records_alone(tmp_path: Path, m
         calls.append(name)
         write(folder, name, data)
 
-    monkeypatch.setattr(memory_tier, "_write", full)
+    monkeypatch.setattr(tier_module, "_write", full)
     with resume(tmp_path, every=1) as checkpointer:
         for _ in checkpointer.epochs(2):
             train(checkpointer)
@@ -308,7 +308,7 @@ def test_large_extra_state_leaves_others_their_part(tmp_path: Path, monkeypatch:
         for number in checkpointer.steps(12):
             if number == 6:
                 assert list(folder_of(tmp_path).glob("buffer-*.extra"))
-                monkeypatch.setattr(memory_tier, "SHARE", 1e-9)
+                monkeypatch.setattr(tier_module, "SHARE", 1e-9)
             model(torch.randn(4, 8)).sum().backward()
             optimizer.step()
         checkpointer._saving.writer.wait_until_at_most(0)

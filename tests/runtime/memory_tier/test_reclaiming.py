@@ -40,7 +40,7 @@ from store_tools import fill, small_layout
 
 from checkflow.core.errors import CorruptCheckpointError, MismatchError, StorageError
 from checkflow.runtime.checkpointer import Checkpointer
-from checkflow.runtime.memory_tier import recovery as reclaiming
+from checkflow.runtime.memory_tier import recovery
 from checkflow.runtime.memory_tier.records import LIFE, MARK, NOTHING, Life, Record
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import glance, parse_step
@@ -379,7 +379,7 @@ def test_storage_that_was_set_back_counts(tmp_path: Path, caplog: pytest.LogCapt
 def test_whose_storage_it_is(base: int, durable: int, step: int, run: str, taken: bool) -> None:
     with contextlib.nullcontext() if taken else pytest.raises(CorruptCheckpointError):
         life = Life("its", base, "" if base == NOTHING else "another", durable)
-        reclaiming._refuse_other_life(life, reclaiming._Storage(step, run))
+        recovery._refuse_other_life(life, recovery._Storage(step, run))
 
 
 def test_what_cannot_be_read_now_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +390,7 @@ def test_what_cannot_be_read_now_stays(tmp_path: Path, monkeypatch: pytest.Monke
         def fail(*_: Any, **__: Any) -> None:
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-        patched.setattr(reclaiming, "_map", fail)
+        patched.setattr(recovery, "_map", fail)
         with pytest.raises(StorageError, match=f"cannot be read now: Cannot allocate memory; .*delete {folder}"):
             resume(directory)
     with resume(directory) as checkpointer:
@@ -406,9 +406,9 @@ def test_what_storage_has_of_the_best_counts_among_them(tmp_path: Path) -> None:
 
     records = [told(2, 0.5), told(3, 0.25), told(4, 0.75)]
     with Store(tmp_path, run_id="run", keep_best=1, monitor="loss") as store:
-        assert reclaiming._worth_keeping(store, records) & {2, 3, 4} == {3}
+        assert recovery._worth_keeping(store, records) & {2, 3, 4} == {3}
         store.commit(1, layout, fill(layout, 1)[0], b"", told(1, 0.125).info)
-        assert not reclaiming._worth_keeping(store, records) & {2, 3, 4}
+        assert not recovery._worth_keeping(store, records) & {2, 3, 4}
 
 
 def test_a_restore_that_fails_leaves_what_memory_has(tmp_path: Path) -> None:
@@ -451,7 +451,7 @@ def test_what_storage_has_already_is_not_saved_again(tmp_path: Path, monkeypatch
     assert max(kept_in(directory)) == newest_on_storage(directory) == 8
     monkeypatch.setattr(Store, "commit", None)
     with Store(directory, run_id="next") as store:
-        found = reclaiming.reclaim(store, "auto")
+        found = recovery.reclaim(store, "auto")
         assert not found.steps
         found.give_back(directory)
     assert not (directory / MARK).exists()

@@ -17,7 +17,7 @@ import pytest
 
 from checkflow import shards
 from checkflow.core.errors import CheckflowError, MismatchError, MissingShardsError
-from checkflow.runtime.shards import rendezvous as shard_meeting
+from checkflow.runtime.shards import rendezvous
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import glance
 from checkflow.runtime.store.store import Store
@@ -42,7 +42,7 @@ def time_is_over(patch: pytest.MonkeyPatch, over: Callable[[str], bool]) -> None
     def monotonic() -> float:
         return time.monotonic() + (1e6 * next(jumps) if over(threading.current_thread().name) else 0)
 
-    patch.setattr(shard_meeting, "_monotonic", monotonic)
+    patch.setattr(rendezvous, "_monotonic", monotonic)
 
 
 def test_a_rank_that_does_not_come_is_named(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_what_a_dead_run_left_never_completes_a_version(
 
     def die(*arguments: Any) -> Any:
         folder = arguments[0]
-        wait_for(lambda: any(name.startswith(".done") for name in shard_meeting.files.names(folder)))
+        wait_for(lambda: any(name.startswith(".done") for name in rendezvous.files.names(folder)))
         died.set()
         raise Died
 
@@ -113,7 +113,7 @@ def test_what_a_dead_run_left_never_completes_a_version(
             )[0],
             Died,
         )
-    assert [name for name in shard_meeting.files.folder_names(str(directory)) if name.startswith(".tmp-00000002")]
+    assert [name for name in rendezvous.files.folder_names(str(directory)) if name.startswith(".tmp-00000002")]
     # Rank 1 of the new run comes first, and may take what lies there for the attempt; it writes again.
     late = threading.Event()
 
@@ -122,18 +122,18 @@ def test_what_a_dead_run_left_never_completes_a_version(
             late.wait()
         return shards.save_shard(directory, 2, rank, 2, run_id="run", **alive.part(rank, 2))
 
-    real = shard_meeting._sleep
+    real = rendezvous._sleep
 
     def sleep(seconds: float) -> None:
         late.set()  # rank 1 found nothing to do but to wait
         real(seconds)
 
-    monkeypatch.setattr(shard_meeting, "_sleep", sleep)
+    monkeypatch.setattr(rendezvous, "_sleep", sleep)
     assert together(2, save) == [directory / "step-00000002"] * 2
     alive.check(directory, 3, 2)
     dead.check(directory, 2, 1)
     assert glance(directory / "step-00000002").run_id == "run"
-    assert not [name for name in shard_meeting.files.folder_names(str(directory)) if name.startswith(".tmp-")]
+    assert not [name for name in rendezvous.files.folder_names(str(directory)) if name.startswith(".tmp-")]
 
 
 def test_versions_are_retained_as_checkpoints_are(directory: Path) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from checkflow.core.errors import CheckflowError, CorruptCheckpointError, MismatchError, StorageError
 from checkflow.core.state import collect_state, dtype_name
-from checkflow.runtime.format import codec as extra_state
+from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import TensorRecord, make_layout, write_headers
 from checkflow.runtime.format.manifest import BLOCK_BYTES
 from checkflow.runtime.state import half_restored
@@ -26,7 +26,7 @@ from checkflow.runtime.state.collect import StateWalk, capture_extra
 from checkflow.runtime.state.restore import resume_from
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.store import Store
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 from checkflow.runtime.system.aligned_memory import scratch
 
 WIDTH = 1700  # 11.6 MB each of two layers: more than two blocks of the model's file, and as many of the optimizer's
@@ -74,7 +74,7 @@ class Job:
             staging[begin : begin + one.tensor.nbytes] = ctypes.string_at(one.tensor.data_ptr(), one.tensor.nbytes)
         extra = {"job": capture_extra(walk, optimizers, objects), "iteration": step}
         extra |= {"imported": True} if imported else {}
-        store.commit(step, layout, staging, extra_state.encode(extra), {})
+        store.commit(step, layout, staging, codec.encode(extra), {})
 
     def state(self) -> dict[str, Any]:
         models, optimizers, _ = self.parts
@@ -133,14 +133,14 @@ def test_each_block_is_read_once(
     store: Store, saved: tuple[Path, dict[int, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: collections.Counter[tuple[int, int]] = collections.Counter()
-    real = files.preadv
+    real = fs.preadv
 
     def preadv(fd: int, buffers: Any, offset: int) -> int:
         if offset or len(buffers[0]) > 8:  # the length of a header is read before
             reads[os.fstat(fd).st_ino, offset] += 1
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr(files, "preadv", preadv)
+    monkeypatch.setattr(fs, "preadv", preadv)
     job = Job(0)
     assert job.restore(store) == 2
     assert_same(job, saved[1][2])
@@ -280,14 +280,14 @@ def test_an_older_one_of_another_job_makes_nothing_good(store: Store) -> None:
 
 def failing(error: BaseException, inode: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads of this file's later blocks raise."""
-    real = files.preadv
+    real = fs.preadv
 
     def preadv(fd: int, buffers: Any, offset: int) -> int:
         if os.fstat(fd).st_ino == inode and offset >= BLOCK_BYTES:
             raise error
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr(files, "preadv", preadv)
+    monkeypatch.setattr(fs, "preadv", preadv)
 
 
 def test_one_that_cannot_be_read_to_its_end_stays(

@@ -21,7 +21,7 @@ from checkflow.runtime.state.collect import StateWalk, capture_extra, restore_ex
 from checkflow.runtime.state.restore import resume_from
 from checkflow.runtime.store.lock import DirectoryLock
 from checkflow.runtime.store.store import Store
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 from checkflow.runtime.weights.importer import import_weights
 from checkflow.runtime.weights.source import open_weights
 
@@ -225,7 +225,7 @@ def test_an_interrupted_attempt_to_make_a_job_good_leaves_its_mark(
 def test_a_child_that_is_forked_while_a_lock_is_awaited_does_not_hold_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waiting, real, found = threading.Event(), files.flock, []
+    waiting, real, found = threading.Event(), fs.flock, []
 
     def flock(fd: int) -> None:
         try:
@@ -235,7 +235,7 @@ def test_a_child_that_is_forked_while_a_lock_is_awaited_does_not_hold_it(
             raise
 
     first = DirectoryLock(tmp_path)
-    monkeypatch.setattr(files, "flock", flock)
+    monkeypatch.setattr(fs, "flock", flock)
     thread = threading.Thread(target=lambda: found.append(DirectoryLock(tmp_path, wait_seconds=300.0)))
     thread.start()
     assert waiting.wait(120)

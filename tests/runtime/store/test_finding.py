@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from checkflow.core.errors import StorageError
-from checkflow.runtime.store import discovery as finding
+from checkflow.runtime.store import discovery
 from checkflow.runtime.store.discovery import find, find_valid, recover
 from checkflow.runtime.store.reader import Checkpoint
 from checkflow.runtime.store.store import Store
@@ -71,7 +71,7 @@ def test_what_a_running_job_made_while_one_was_deleted_under_the_reader_is_found
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not the one before it, which another reader may hold."""
-    real = finding.open_checkpoint
+    real = discovery.open_checkpoint
 
     def opened(path: Path, *rest: Any) -> Checkpoint:
         if path.name == "step-00000002" and len(list(path.iterdir())) > 1:
@@ -80,7 +80,7 @@ def test_what_a_running_job_made_while_one_was_deleted_under_the_reader_is_found
             shutil.rmtree(path)
         return real(path, *rest)
 
-    monkeypatch.setattr(finding, "open_checkpoint", opened)
+    monkeypatch.setattr(discovery, "open_checkpoint", opened)
     found = find_valid(directory)
     assert found is not None
     with found:

@@ -25,7 +25,7 @@ from checkflow.runtime.store.discovery import recover
 from checkflow.runtime.store.files import step_name
 from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.store.store import Image
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 from tests.runtime.store.test_store import CONTENT, LAYOUT, commit, new_store, newest, steps
 from tests.support.faults import CUTS, Disk, Faults, Killed
 from tests.support.store_tools import tree
@@ -303,7 +303,7 @@ def test_a_child_forked_at_any_moment_of_a_commit_has_nothing_open(directory: Pa
             commit(store, step, step)
         with pytest.MonkeyPatch.context() as patch:
             for name in ("pwrite", "fsync", "rename", "preadv", "unlink"):
-                patch.setattr(files, name, forking(getattr(files, name)))
+                patch.setattr(fs, name, forking(getattr(fs, name)))
             store.annotate(2, {"loss": 0.5})
             commit(store, 3, 3)
     assert {"/.lock", "/step-00000002/manifest.json", "/.tmp-00000003-run/state.msgpack"} <= had
@@ -393,7 +393,7 @@ def test_a_late_metric_of_a_checkpoint_that_failed_is_none(directory: Path) -> N
 
 @pytest.mark.parametrize("what", ["commit", "annotate"])
 def test_the_first_error_is_the_one_that_is_told(directory: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_close = files.close
+    real_close = fs.close
 
     def close(fd: int) -> None:
         real_close(fd)
@@ -402,7 +402,7 @@ def test_the_first_error_is_the_one_that_is_told(directory: Path, what: str, mon
     with new_store(directory) as store:
         commit(store, 1, 1)
         with Faults(1, errno.ENOSPC, sticky=True, only=("pwrite",))(), monkeypatch.context() as patch:
-            patch.setattr(files, "close", close)
+            patch.setattr(fs, "close", close)
             with pytest.raises(StorageError, match="No space left"):
                 commit(store, 2, 2) if what == "commit" else store.annotate(1, {"loss": 0.5})
     assert newest(directory) == (1, 1)

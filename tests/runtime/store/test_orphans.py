@@ -25,7 +25,7 @@ from pathlib import Path
 import jobs, torch, torch.nn.functional as F
 from checkflow.core import plan as plans
 from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 from checkflow.runtime.store import store
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
@@ -34,7 +34,7 @@ checkpointers.check_plan = plans.validate
 directory = Path(sys.argv[1])
 model, optimizer, scheduler = jobs.make()
 loader = DataLoader(jobs.data(1), jobs.BATCH, shuffle=True, seed=3, num_workers=2, multiprocessing_context="fork")
-writing, forked, real = threading.Event(), threading.Event(), files.fsync
+writing, forked, real = threading.Event(), threading.Event(), fs.fsync
 
 def fsync(fd):
     if os.readlink(f"/proc/self/fd/{fd}").endswith(".safetensors") and f"/.tmp-{jobs.BATCHES - 1:08d}-" in os.readlink(
@@ -44,7 +44,7 @@ def fsync(fd):
         forked.wait()
     real(fd)
 
-files.fsync = fsync
+fs.fsync = fsync
 with Checkpointer(
     model, optimizer, loader, directory=directory, plan=jobs.make_plan(), state={"scheduler": scheduler}, every=1
 ) as checkpointer:

@@ -24,12 +24,12 @@ from pydantic import TypeAdapter
 from checkflow.core.errors import CorruptCheckpointError, MismatchError, StorageError
 from checkflow.runtime.format import manifest
 from checkflow.runtime.format.layout import Layout, file_image, make_layout
-from checkflow.runtime.store import block_reader as reading
-from checkflow.runtime.store import files as opening
+from checkflow.runtime.store import block_reader
+from checkflow.runtime.store import files as store_files
 from checkflow.runtime.store.discovery import find, recover
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.store.store import Store
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 from tests.support.faults import Faults
 from tests.support.store_tools import fill, read_all, record, small_layout, tree
 
@@ -563,13 +563,13 @@ def test_the_cache_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         path = store.commit(1, layout, staging, b"", {})
     with open_checkpoint(path) as checkpoint:
         reads: list[int] = []
-        real = files.preadv
+        real = fs.preadv
 
         def preadv(fd: int, buffers: Any, offset: int) -> int:
             reads.append(offset)
             return real(fd, buffers, offset)
 
-        monkeypatch.setattr(files, "preadv", preadv)
+        monkeypatch.setattr(fs, "preadv", preadv)
         assert read_all(checkpoint) == expected
     assert sorted(set(reads)) == sorted(reads)
 
@@ -625,9 +625,9 @@ def test_what_is_read_ahead_begins_before_the_manifest_is_looked_at_whole(
     layout = make_layout([record("model/w", (5 * manifest.BLOCK_BYTES,), "uint8")])
     with Store(tmp_path / "checkpoints", run_id="run") as store:
         path = store.commit(1, layout, memoryview(bytearray(layout.buffer_bytes)), b"", {})
-    begun, read, parse = threading.Event(), opening.read_block, opening.loads
+    begun, read, parse = threading.Event(), store_files.read_block, store_files.loads
 
-    def read_block(file: opening.OpenFile, block: int, *others: Any) -> memoryview:
+    def read_block(file: store_files.OpenFile, block: int, *others: Any) -> memoryview:
         if block == 3:
             begun.set()
         return read(file, block, *others)
@@ -636,7 +636,7 @@ def test_what_is_read_ahead_begins_before_the_manifest_is_looked_at_whole(
         assert begun.wait(600)
         return parse(data, name)
 
-    monkeypatch.setattr(reading, "read_block", read_block)
-    monkeypatch.setattr(opening, "loads", loads)
+    monkeypatch.setattr(block_reader, "read_block", read_block)
+    monkeypatch.setattr(store_files, "loads", loads)
     with open_checkpoint(path, ahead=True) as checkpoint:
         assert list(checkpoint.tensors) == ["model/w"]

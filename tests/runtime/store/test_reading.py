@@ -35,7 +35,7 @@ from checkflow.runtime.store.block_reader import THREADS, Ahead, Reader, read_bl
 from checkflow.runtime.store.files import OpenFile
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.store.store import Store
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 from checkflow.runtime.system.aligned_memory import no_collection
 from tests.support.faults import all_direct
 from tests.support.store_tools import read_all
@@ -80,16 +80,16 @@ def refuse(*_: object) -> int:
 
 def test_large_files_are_read_around_the_page_cache(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    real = files.preadv
+    real = fs.preadv
 
     def preadv(fd: int, buffers: Any, offset: int) -> int:
         seen.append(bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT))
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr(files, "preadv", preadv)
+    monkeypatch.setattr(fs, "preadv", preadv)
     with opened(written) as file:
         try:
-            os.close(files.open_direct(file.fd))
+            os.close(fs.open_direct(file.fd))
         except OSError:
             pytest.skip("this file system has no O_DIRECT")
         assert read(file) == CONTENT
@@ -100,7 +100,7 @@ def test_large_files_are_read_around_the_page_cache(written: Path, monkeypatch: 
 
 def test_small_files_are_read_through_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x").write_bytes(CONTENT[:5000])
-    monkeypatch.setattr(files, "open_direct", None)
+    monkeypatch.setattr(fs, "open_direct", None)
     with opened(tmp_path / "x", CONTENT[:5000]) as file:
         assert read(file) == CONTENT[:5000]
 
@@ -118,7 +118,7 @@ def test_files_of_every_length_around_the_page_cache(tmp_path: Path, size_bytes:
 def test_short_reads_go_on(written: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """The first read of each block gives so many bytes."""
     seen: set[int] = set()
-    real = files.preadv
+    real = fs.preadv
 
     def preadv(fd: int, buffers: Any, offset: int) -> int:
         if offset % BLOCK_BYTES or offset in seen:
@@ -128,7 +128,7 @@ def test_short_reads_go_on(written: Path, monkeypatch: pytest.MonkeyPatch, count
 
     with opened(written) as file:
         through_cache = file.fd
-        monkeypatch.setattr(files, "preadv", preadv)
+        monkeypatch.setattr(fs, "preadv", preadv)
         assert read(file) == CONTENT
 
 
@@ -136,7 +136,7 @@ def test_short_reads_go_on(written: Path, monkeypatch: pytest.MonkeyPatch, count
 def test_a_file_system_that_refuses_is_read_through_the_cache(
     written: Path, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
-    real, refused = files.preadv, []
+    real, refused = fs.preadv, []
 
     def preadv(fd: int, buffers: Any, offset: int) -> int:
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
@@ -144,9 +144,9 @@ def test_a_file_system_that_refuses_is_read_through_the_cache(
             refuse()
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr(files, "preadv", preadv)
+    monkeypatch.setattr(fs, "preadv", preadv)
     if not late:
-        monkeypatch.setattr(files, "open_direct", refuse)
+        monkeypatch.setattr(fs, "open_direct", refuse)
     with opened(written) as file:
         assert read(file) == CONTENT
     assert late or not refused
@@ -226,14 +226,14 @@ def test_a_file_that_shrinks_while_it_is_open(tmp_path: Path, left: int) -> None
 
 @pytest.mark.parametrize("block", [0, 3, BLOCKS - 1])
 def test_a_read_error_is_no_damage(written: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    real = files.preadv
+    real = fs.preadv
 
     def preadv(fd: int, buffers: Any, offset: int) -> int:
         if offset == block * BLOCK_BYTES:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr(files, "preadv", preadv)
+    monkeypatch.setattr(fs, "preadv", preadv)
     with opened(written) as file, pytest.raises(StorageError, match="Input/output error") as caught:
         read(file)
     assert not isinstance(caught.value, CorruptCheckpointError)
@@ -353,7 +353,7 @@ def test_a_handlers_error_in_a_threads_start_is_raised_and_the_thread_ends(
 def test_a_forked_child_does_not_keep_what_is_read_around_the_page_cache(written: Path) -> None:
     with opened(written) as file:
         try:
-            direct = files.open_direct(file.fd)
+            direct = fs.open_direct(file.fd)
         except OSError:
             pytest.skip("this file system has no O_DIRECT")
         if (child := os.fork()) == 0:
@@ -363,7 +363,7 @@ def test_a_forked_child_does_not_keep_what_is_read_around_the_page_cache(written
                 os._exit(0)
             os._exit(1)
         assert os.waitpid(child, 0)[1] == 0
-        files.close(direct)
+        fs.close(direct)
 
 
 def test_an_interrupt_is_told_before_damage(written: Path) -> None:
@@ -392,13 +392,13 @@ def test_many_tensors_are_read_at_once_and_each_block_once(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begins: list[int] = []
-    real: Callable[..., int] = files.preadv
+    real: Callable[..., int] = fs.preadv
 
     def preadv(fd: int, buffers: Any, offset: int) -> int:
         begins.append(offset)
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr(files, "preadv", preadv)
+    monkeypatch.setattr(fs, "preadv", preadv)
     found = targets(checkpoint)
     checkpoint.read_many_into(found.items())
     assert {name: bytes(data) for name, data in found.items()} == EXPECTED

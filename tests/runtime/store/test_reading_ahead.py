@@ -29,14 +29,13 @@ from reading_tools import (
 from checkflow.core.errors import CorruptCheckpointError, StorageError
 from checkflow.runtime.format.layout import make_layout
 from checkflow.runtime.format.manifest import BLOCK_BYTES
-from checkflow.runtime.store import block_reader as reading
-from checkflow.runtime.store import files as opening
-from checkflow.runtime.store import reader
+from checkflow.runtime.store import block_reader, reader
+from checkflow.runtime.store import files as store_files
 from checkflow.runtime.store.block_reader import THREADS, Ahead, Reader, read_blocks
 from checkflow.runtime.store.files import OpenFile
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.store.store import Store
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 from checkflow.runtime.system.aligned_memory import no_collection
 from tests.support.store_tools import fill, record
 from tests.support.waiting import wait_for
@@ -69,7 +68,7 @@ def test_an_interrupt_as_reading_ahead_begins_leaves_nothing_behind(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No thread that waits for ever to be told what blocks are for."""
-    real, waits, read_block = threading.Thread.start, threading.Event(), reading.read_block
+    real, waits, read_block = threading.Thread.start, threading.Event(), block_reader.read_block
 
     def start(self: threading.Thread) -> None:
         real(self)
@@ -83,7 +82,7 @@ def test_an_interrupt_as_reading_ahead_begins_leaves_nothing_behind(
         return block
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    monkeypatch.setattr(reading, "read_block", read)
+    monkeypatch.setattr(block_reader, "read_block", read)
     with pytest.raises(KeyboardInterrupt):
         open_checkpoint(checkpoint.path, ahead=True)
     assert not [one.name for one in threading.enumerate() if one.name == "checkflow-reader"]
@@ -116,7 +115,7 @@ def test_blocks_are_read_before_their_use_is_known(written: Path, monkeypatch: p
     """One for each thread, and no more."""
     read_so_far: set[int] = set()
     all_wait = threading.Event()
-    real = files.preadv
+    real = fs.preadv
 
     def preadv(fd: int, buffers: Any, offset: int) -> int:
         count = real(fd, buffers, offset)
@@ -125,7 +124,7 @@ def test_blocks_are_read_before_their_use_is_known(written: Path, monkeypatch: p
             all_wait.set()
         return count
 
-    monkeypatch.setattr(files, "preadv", preadv)
+    monkeypatch.setattr(fs, "preadv", preadv)
     out = bytearray(SIZE_BYTES)
     with opened(written) as file:
         ahead = Ahead([(file, block) for block in range(BLOCKS)])
@@ -158,7 +157,7 @@ def test_reading_ahead_has_begun_when_all_threads_that_there_are_have_started_an
     written: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     """And no thread reads before that: it would hold up the start of the others."""
-    real_start, real_read = reading._start, reading.read_block
+    real_start, real_read = block_reader._start, block_reader.read_block
     started: list[threading.Thread] = []
     reads: queue.SimpleQueue[int] = queue.SimpleQueue()
     may_start, may_read, used = threading.Event(), threading.Event(), list[int]()
@@ -176,8 +175,8 @@ def test_reading_ahead_has_begun_when_all_threads_that_there_are_have_started_an
         assert may_read.wait(120)
         return real_read(file, block, *rest)
 
-    monkeypatch.setattr(reading, "_start", start)
-    monkeypatch.setattr(reading, "read_block", read_block)
+    monkeypatch.setattr(block_reader, "_start", start)
+    monkeypatch.setattr(block_reader, "read_block", read_block)
     with opened(written) as file:
         ahead = Ahead([(file, block) for block in range(BLOCKS)])
         beginning = threading.Thread(target=ahead.begin)
@@ -226,7 +225,7 @@ def test_what_cannot_be_looked_at_is_told_each_time(written: Path, monkeypatch: 
     def fail(*_: Any, **__: Any) -> None:
         raise StorageError("no memory")
 
-    monkeypatch.setattr(reading, "scratch", fail)
+    monkeypatch.setattr(block_reader, "scratch", fail)
     with opened(written) as file:
         ahead = Ahead([(file, 0)], looks=1)
         ahead.begin()
@@ -244,7 +243,7 @@ def test_reading_ahead_that_fails_at_once_has_begun_too(
     def fail(*_: Any, **__: Any) -> None:
         raise StorageError("the disk is gone")
 
-    monkeypatch.setattr(reading, where, fail)
+    monkeypatch.setattr(block_reader, where, fail)
     with opened(written) as file:
         ahead = Ahead([(file, block) for block in range(BLOCKS)])
         ahead.begin()
@@ -256,7 +255,7 @@ def test_reading_ahead_that_fails_at_once_has_begun_too(
 def test_reading_ahead_without_memory_for_a_further_thread(
     written: Path, monkeypatch: pytest.MonkeyPatch, others: int
 ) -> None:
-    real, started = reading._start, []
+    real, started = block_reader._start, []
 
     def start(thread: threading.Thread) -> bool:
         started.append(thread)
@@ -264,7 +263,7 @@ def test_reading_ahead_without_memory_for_a_further_thread(
             raise MemoryError("no stack for another thread")
         return real(thread)
 
-    monkeypatch.setattr(reading, "_start", start)
+    monkeypatch.setattr(block_reader, "_start", start)
     with opened(written) as file:
         ahead = Ahead([(file, block) for block in range(BLOCKS)])
         ahead.begin()
@@ -297,7 +296,7 @@ def unseen(blocks: list[Any], use: Any) -> None:
 def test_what_failed_keeps_no_memory(written: Path, monkeypatch: pytest.MonkeyPatch, attempt: Any) -> None:
     """Without the help of the collector, which may be off."""
     scratches: list[weakref.ref[Any]] = []
-    real = reading.scratch
+    real = block_reader.scratch
 
     def scratch(size_bytes: int, **options: Any) -> memoryview:
         view = real(size_bytes, **options)
@@ -307,7 +306,7 @@ def test_what_failed_keeps_no_memory(written: Path, monkeypatch: pytest.MonkeyPa
     def use(number: int, data: memoryview) -> None:
         raise StorageError("no use")
 
-    monkeypatch.setattr(reading, "scratch", scratch)
+    monkeypatch.setattr(block_reader, "scratch", scratch)
     with opened(written) as file, no_collection():
         blocks = [(file, block) for block in range(BLOCKS)]
         with contextlib.suppress(StorageError):
@@ -353,7 +352,7 @@ def test_a_checkpoint_is_read_ahead(checkpoint: Checkpoint, monkeypatch: pytest.
 
 def few_threads(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     """As where the system has so many to give."""
-    real, started = reading._start, []
+    real, started = block_reader._start, []
 
     def start(thread: Reader) -> bool:
         if len(started) == threads:
@@ -361,7 +360,7 @@ def few_threads(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
         started.append(thread)
         return real(thread)
 
-    monkeypatch.setattr(reading, "_start", start)
+    monkeypatch.setattr(block_reader, "_start", start)
 
 
 def test_of_the_first_blocks_it_is_known_early_what_they_begin_with(written: Path) -> None:
@@ -412,7 +411,7 @@ def test_an_interrupt_while_others_read_leaves_nothing_behind(
         assert [one.name for one in threading.enumerate() if one.name == "checkflow-reader"]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(opening if where == "loads" else reader, where, interrupted)
+    monkeypatch.setattr(store_files if where == "loads" else reader, where, interrupted)
     with pytest.raises(KeyboardInterrupt):
         open_checkpoint(checkpoint.path, ahead=True)
 
@@ -546,7 +545,7 @@ def test_a_header_that_was_read_wrongly_is_no_damage_and_nothing_is_used(
 
 
 def test_what_could_not_be_read_ahead_is_read_when_it_is_wanted(same: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, failed = reading.scratch, []
+    real, failed = block_reader.scratch, []
 
     def scratch(size_bytes: int, **options: Any) -> memoryview:
         if not failed:
@@ -554,7 +553,7 @@ def test_what_could_not_be_read_ahead_is_read_when_it_is_wanted(same: Path, monk
             raise MemoryError("no room")
         return real(size_bytes, **options)
 
-    monkeypatch.setattr(reading, "scratch", scratch)
+    monkeypatch.setattr(block_reader, "scratch", scratch)
     found = {name: memoryview(bytearray(len(content))) for name, content in SAME_EXPECTED.items()}
     with open_checkpoint(same, ahead=True) as one:
         with pytest.raises(MemoryError, match="no room"):
@@ -570,7 +569,7 @@ def test_a_second_interrupt_leaves_nothing_behind_either(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(opening if where == "loads" else reader, where, interrupted)
+    monkeypatch.setattr(store_files if where == "loads" else reader, where, interrupted)
     calls = interrupt_before("wait", 1, monkeypatch, Reader)
     with pytest.raises(KeyboardInterrupt):
         open_checkpoint(same, ahead=True)

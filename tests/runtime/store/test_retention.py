@@ -28,7 +28,7 @@ from checkflow.runtime.store.files import step_name
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.store.retention import Known, Rules, best, gives_way, kept, known, read_metrics, rules_of
 from checkflow.runtime.store.store import Store
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 from tests.support.faults import CALLS, CUTS, Disk, Faults, Killed
 from tests.support.store_tools import fill, read_all, small_layout
 
@@ -454,7 +454,7 @@ class Between:
     def __call__(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             for name in CALLS:
-                patch.setattr(files, name, self._wrap(getattr(files, name)))
+                patch.setattr(fs, name, self._wrap(getattr(fs, name)))
             yield
 
     def _wrap(self, real: Callable[..., Any]) -> Callable[..., Any]:

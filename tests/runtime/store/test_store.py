@@ -22,7 +22,7 @@ from checkflow.runtime.store.discovery import find, find_valid, recover
 from checkflow.runtime.store.files import parse_step, step_name
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.store.store import Store
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import fs
 from tests.faults.mounting import need_mount
 from tests.support.faults import CALLS, CUTS, ERRORS, Disk, Faults, Killed, all_direct
 from tests.support.store_tools import fill, read_all, record, small_layout, tree
@@ -182,9 +182,9 @@ def test_what_a_dead_run_did_not_delete_goes_before_the_next_commit(
         checkpoint.close()
         store.went_on_from(checkpoint.step)
         assert steps(directory) == [3, 2, 1]  # nor has the job begun
-        real = files.pwrite
+        real = fs.pwrite
         monkeypatch.setattr(
-            files, "pwrite", lambda *given: (present.append(steps(directory)), real(*given))[1]
+            fs, "pwrite", lambda *given: (present.append(steps(directory)), real(*given))[1]
         )  # fmt: skip
         commit(store, 4, 4)
     assert all(one == [3, 2] for one in present)
@@ -496,7 +496,7 @@ def test_what_was_written_of_a_failed_checkpoint_goes_at_once(directory: Path) -
 def test_nothing_planted_is_written_to(
     directory: Path, tmp_path: Path, name: str, planted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, precious = files.mkdir, tmp_path / "precious"
+    real, precious = fs.mkdir, tmp_path / "precious"
     precious.write_bytes(b"x")
 
     def mkdir(folder: str, *, dir_fd: int) -> None:
@@ -509,7 +509,7 @@ def test_nothing_planted_is_written_to(
 
     with new_store(directory) as store:
         commit(store, 1, 1)
-        monkeypatch.setattr(files, "mkdir", mkdir)
+        monkeypatch.setattr(fs, "mkdir", mkdir)
         with pytest.raises(StorageError, match="File exists"):
             commit(store, 2, 2)
         monkeypatch.undo()
@@ -520,8 +520,8 @@ def test_nothing_planted_is_written_to(
 
 
 def test_short_writes_go_on(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = files.pwrite
-    monkeypatch.setattr(files, "pwrite", lambda fd, data, offset: real(fd, data[: max(1, len(data) // 3)], offset))
+    real = fs.pwrite
+    monkeypatch.setattr(fs, "pwrite", lambda fd, data, offset: real(fd, data[: max(1, len(data) // 3)], offset))
     with new_store(directory) as store:
         commit(store, 1, 1)
     monkeypatch.undo()
@@ -532,7 +532,7 @@ def test_short_writes_go_on(directory: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_write_without_progress_is_an_error(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with new_store(directory) as store:
         commit(store, 1, 1)
-        monkeypatch.setattr(files, "pwrite", lambda fd, data, offset: 0)
+        monkeypatch.setattr(fs, "pwrite", lambda fd, data, offset: 0)
         with pytest.raises(StorageError, match="no progress"):
             commit(store, 2, 2)
         monkeypatch.undo()
@@ -543,14 +543,14 @@ def test_a_write_without_progress_is_an_error(directory: Path, monkeypatch: pyte
 def test_directories_that_cannot_be_synced_are_told_once(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = files.fsync
+    real = fs.fsync
 
     def fsync(fd: int) -> None:
         if os.path.isdir(f"/proc/self/fd/{fd}"):
             raise OSError(errno.EINVAL, "no")
         real(fd)
 
-    monkeypatch.setattr(files, "fsync", fsync)
+    monkeypatch.setattr(fs, "fsync", fsync)
     with new_store(directory) as store:
         for step in range(4):
             commit(store, step, step)
@@ -646,13 +646,13 @@ def test_a_power_cut_while_a_killed_exchange_is_settled(directory: Path) -> None
 
 def test_a_new_directory_is_made_durable_with_its_parents(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
-    real = files.fsync
+    real = fs.fsync
 
     def fsync(fd: int) -> None:
         synced.append(os.readlink(f"/proc/self/fd/{fd}"))
         real(fd)
 
-    monkeypatch.setattr(files, "fsync", fsync)
+    monkeypatch.setattr(fs, "fsync", fsync)
     new_store(directory / "a" / "b").close()
     assert {str(directory.parent), str(directory), str(directory / "a"), str(directory / "a" / "b")} <= set(synced)
 
@@ -809,4 +809,4 @@ def test_the_store_needs_no_torch() -> None:
 
 
 def test_every_wrapped_call_exists() -> None:
-    assert all(callable(getattr(files, name)) for name in CALLS)
+    assert all(callable(getattr(fs, name)) for name in CALLS)

@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 
 from checkflow.runtime.format.layout import PAGE_BYTES
 from checkflow.runtime.format.manifest import BLOCK_BYTES, FileEntry
-from checkflow.runtime.store import file_writer as writing
+from checkflow.runtime.store import file_writer
 from checkflow.runtime.store.file_writer import write_file
-from checkflow.runtime.system import aligned_memory as memory
-from checkflow.runtime.system import fs as files
+from checkflow.runtime.system import aligned_memory, fs
 from checkflow.runtime.system.aligned_memory import scratch
 from tests.support.faults import all_direct
 
@@ -46,10 +45,10 @@ def folder(tmp_path: Path) -> Iterator[int]:
 @pytest.fixture
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks and runs of a few pages."""
-    monkeypatch.setattr(writing, "BLOCK_BYTES", 4 * PAGE_BYTES)
-    monkeypatch.setattr(writing, "RUN_BYTES", 8 * PAGE_BYTES)
-    monkeypatch.setattr(writing, "_GATHER_BYTES", 4 * PAGE_BYTES)
-    monkeypatch.setattr(writing, "THREAD_BYTES", 1)
+    monkeypatch.setattr(file_writer, "BLOCK_BYTES", 4 * PAGE_BYTES)
+    monkeypatch.setattr(file_writer, "RUN_BYTES", 8 * PAGE_BYTES)
+    monkeypatch.setattr(file_writer, "_GATHER_BYTES", 4 * PAGE_BYTES)
+    monkeypatch.setattr(file_writer, "THREAD_BYTES", 1)
 
 
 def aligned(data: bytes, shift: int = 0) -> memoryview:
@@ -66,8 +65,8 @@ def assert_written(tmp_path: Path, entry: FileEntry, data: bytes, block_bytes: i
 
 
 def write_anew(folder: int, pieces: list[memoryview]) -> FileEntry:
-    if files.exists("x", dir_fd=folder):
-        files.unlink("x", dir_fd=folder)
+    if fs.exists("x", dir_fd=folder):
+        fs.unlink("x", dir_fd=folder)
     return write_file(folder, "x", iter(pieces))
 
 
@@ -94,9 +93,9 @@ def test_pieces_of_any_length_anywhere_in_memory(
         views.append(aligned(RANDOM[done : done + length], done % PAGE_BYTES if continued else shift))
         done += length
     with all_direct() if disk == "strict" else contextlib.nullcontext(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "LEAST_DIRECT_BYTES", least)
+        patch.setattr(fs, "LEAST_DIRECT_BYTES", least)
         if disk == "none":
-            patch.setattr(files, "set_direct", refuse)
+            patch.setattr(fs, "set_direct", refuse)
         entry = write_anew(folder, views)
     assert_written(tmp_path, entry, RANDOM[:done], 4 * PAGE_BYTES)
 
@@ -118,11 +117,11 @@ def test_pieces_may_be_made_in_one_place(tmp_path: Path, folder: int, monkeypatc
 
     Each checksum is made as late as it can be: it is waited for, or else made of the next piece.
     """
-    view = scratch(writing.THREAD_BYTES)
+    view = scratch(file_writer.THREAD_BYTES)
     asked = threading.Semaphore(0)
-    real = writing.Checksums._update
+    real = file_writer.Checksums._update
 
-    def update(self: writing.Checksums, data: memoryview) -> None:
+    def update(self: file_writer.Checksums, data: memoryview) -> None:
         asked.acquire(timeout=0.05)
         real(self, data)
 
@@ -134,7 +133,7 @@ def test_pieces_may_be_made_in_one_place(tmp_path: Path, folder: int, monkeypatc
             yield view
         yield memoryview(b"end")
 
-    monkeypatch.setattr(writing.Checksums, "_update", update)
+    monkeypatch.setattr(file_writer.Checksums, "_update", update)
     entry = write_file(folder, "x", pieces())
     assert_written(tmp_path, entry, b"".join(bytes([n]) * len(view) for n in range(4)) + b"end")
 
@@ -142,21 +141,21 @@ def test_pieces_may_be_made_in_one_place(tmp_path: Path, folder: int, monkeypatc
 @pytest.mark.parametrize(
     ("sizes", "threads"),
     [
-        ([writing.THREAD_BYTES], 1),
-        ([writing.THREAD_BYTES - 1], 0),
-        ([writing.THREAD_BYTES - 1, 1], 0),  # what is left is small
-        ([files.LEAST_DIRECT_BYTES] * (writing.THREAD_BYTES // files.LEAST_DIRECT_BYTES), 1),
-        ([files.LEAST_DIRECT_BYTES] * (writing.THREAD_BYTES // files.LEAST_DIRECT_BYTES - 1), 0),
-        ([files.LEAST_DIRECT_BYTES - 1] * 20, 0),
+        ([file_writer.THREAD_BYTES], 1),
+        ([file_writer.THREAD_BYTES - 1], 0),
+        ([file_writer.THREAD_BYTES - 1, 1], 0),  # what is left is small
+        ([fs.LEAST_DIRECT_BYTES] * (file_writer.THREAD_BYTES // fs.LEAST_DIRECT_BYTES), 1),
+        ([fs.LEAST_DIRECT_BYTES] * (file_writer.THREAD_BYTES // fs.LEAST_DIRECT_BYTES - 1), 0),
+        ([fs.LEAST_DIRECT_BYTES - 1] * 20, 0),
     ],
 )
 def test_a_file_is_large_before_it_gets_a_thread(
     monkeypatch: pytest.MonkeyPatch, sizes: list[int], threads: int
 ) -> None:
     begun = []
-    start = writing.Checksums._start
-    monkeypatch.setattr(writing.Checksums, "_start", lambda self: (begun.append(1), start(self)))
-    checksums, done = writing.Checksums(), 0
+    start = file_writer.Checksums._start
+    monkeypatch.setattr(file_writer.Checksums, "_start", lambda self: (begun.append(1), start(self)))
+    checksums, done = file_writer.Checksums(), 0
     for size in sizes:
         checksums.add(memoryview(RANDOM)[done : done + size])
         done += size
@@ -176,20 +175,20 @@ def test_a_file_is_large_before_it_gets_a_thread(
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     """Of each write whether it went around the page cache, and its size."""
     found: list[tuple[bool, int]] = []
-    real = files.pwrite
+    real = fs.pwrite
 
     def pwrite(fd: int, data: memoryview, offset: int) -> int:
         found.append((bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT), len(data)))
         return real(fd, data, offset)
 
-    monkeypatch.setattr(files, "pwrite", pwrite)
+    monkeypatch.setattr(fs, "pwrite", pwrite)
     return found
 
 
 def can_direct(folder: int) -> bool:
     fd = os.open("probe", os.O_WRONLY | os.O_CREAT, dir_fd=folder)
     try:
-        files.set_direct(fd, True)
+        fs.set_direct(fd, True)
         os.pwrite(fd, scratch(PAGE_BYTES), 0)
     except OSError:
         return False
@@ -226,7 +225,7 @@ def test_a_file_system_that_refuses_late_is_written_through_the_cache(
 ) -> None:
     """At the open, at the first write, and at a later one."""
     with all_direct() as sizes, pytest.MonkeyPatch.context() as patch:
-        real = files.pwrite
+        real = fs.pwrite
 
         def pwrite(fd: int, data: memoryview, offset: int) -> int:
             before = len(sizes)
@@ -235,9 +234,9 @@ def test_a_file_system_that_refuses_late_is_written_through_the_cache(
                 refuse()
             return count
 
-        patch.setattr(files, "pwrite", pwrite)
+        patch.setattr(fs, "pwrite", pwrite)
         if not at:
-            patch.setattr(files, "set_direct", refuse)
+            patch.setattr(fs, "set_direct", refuse)
         data = RANDOM[: 20 * PAGE_BYTES + 3]
         entry = write_file(folder, "x", iter([aligned(data)]))
     assert len(sizes) == at
@@ -265,8 +264,8 @@ def test_short_writes_go_on(tmp_path: Path, folder: int, cut: Callable[[int], in
     data = RANDOM[: 4 * PAGE_BYTES + 5]
     with all_direct(), pytest.MonkeyPatch.context() as patch:
         if not direct:
-            patch.setattr(files, "set_direct", refuse)
-        real = files.pwrite
+            patch.setattr(fs, "set_direct", refuse)
+        real = fs.pwrite
 
         def pwrite(fd: int, view: memoryview, offset: int) -> int:
             count = max(1, min(len(view), cut(len(view))))
@@ -274,14 +273,14 @@ def test_short_writes_go_on(tmp_path: Path, folder: int, cut: Callable[[int], in
                 return os.pwrite(fd, view[:count], offset)
             return real(fd, view[:count], offset)
 
-        patch.setattr(files, "pwrite", pwrite)
+        patch.setattr(fs, "pwrite", pwrite)
         entry = write_file(folder, "x", iter([aligned(data)]))
     assert_written(tmp_path, entry, data)
 
 
 def test_a_direct_write_without_progress_is_an_error(folder: int) -> None:
     with all_direct(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "pwrite", lambda fd, data, offset: 0)
+        patch.setattr(fs, "pwrite", lambda fd, data, offset: 0)
         with pytest.raises(OSError, match="no progress"):
             write_file(folder, "x", iter([aligned(RANDOM)]))
 
@@ -318,11 +317,11 @@ def test_an_error_of_either_thread_is_raised(
     """And no thread, no descriptor stays. Each is met: a file of three runs and a tail has that many calls."""
     met = min(at, {"fsync": 1, "set_direct": 2 if can_direct(folder) else 1}.get(where, 3))
     before = descriptors()
-    monkeypatch.setattr(writing, "RUN_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(file_writer, "RUN_BYTES", BLOCK_BYTES)
     if where == "hash":
-        monkeypatch.setattr(writing.Checksums, "_update", raising(error, met, writing.Checksums._update))
+        monkeypatch.setattr(file_writer.Checksums, "_update", raising(error, met, file_writer.Checksums._update))
     elif where != "pieces":
-        monkeypatch.setattr(files, where, raising(error, met, getattr(files, where)))
+        monkeypatch.setattr(fs, where, raising(error, met, getattr(fs, where)))
 
     def pieces() -> Iterator[memoryview]:
         yield aligned(RANDOM)
@@ -351,7 +350,7 @@ def test_a_child_forked_while_a_file_is_written_can_write(
     tmp_path: Path, folder: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has no thread for checksums, and starts one of its own."""
-    real = files.pwrite
+    real = fs.pwrite
     children: list[int] = []
 
     def pwrite(fd: int, data: memoryview, offset: int) -> int:
@@ -367,7 +366,7 @@ def test_a_child_forked_while_a_file_is_written_can_write(
             children.append(child)
         return real(fd, data, offset)
 
-    monkeypatch.setattr(files, "pwrite", pwrite)
+    monkeypatch.setattr(fs, "pwrite", pwrite)
     entry = write_file(folder, "x", iter([aligned(RANDOM)]))
     assert os.waitpid(children[1], 0)[1] == 0
     assert_written(tmp_path, entry, RANDOM)
@@ -377,5 +376,5 @@ def test_a_child_forked_while_a_file_is_written_can_write(
 def test_memory_of_our_own_begins_at_a_page() -> None:
     for size in (1, 5, PAGE_BYTES, 3 * PAGE_BYTES + 1):
         view = scratch(size)
-        assert (len(view), memory.address_of(view) % PAGE_BYTES) == (size, 0)
+        assert (len(view), aligned_memory.address_of(view) % PAGE_BYTES) == (size, 0)
     assert len(scratch(0)) == 0

@@ -18,8 +18,7 @@ from locked_memory import LockedMemory, device_of
 from waiting import PATIENCE_SECONDS
 
 from checkflow.runtime.persist.saver import make_engine
-from checkflow.runtime.transfer import cuda as cuda_engine
-from checkflow.runtime.transfer import host as host_engine
+from checkflow.runtime.transfer import cuda, host
 from checkflow.runtime.transfer.cuda import CudaCopyEngine
 from checkflow.runtime.transfer.engine import CopyEngine, Transfer
 
@@ -215,7 +214,7 @@ def interrupted_at(number: int) -> Iterator[list[str]]:
     Yields where it was raised, nowhere yet.
     """
     raised: list[str] = []
-    files = {module.__file__ for module in (threading, host_engine, cuda_engine)}
+    files = {module.__file__ for module in (threading, host, cuda)}
     left = number
 
     def trace(frame: FrameType, event: str, _: object) -> object:

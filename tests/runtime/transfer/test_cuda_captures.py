@@ -25,7 +25,7 @@ from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.format import digest
 from checkflow.runtime.memory_tier.staging import StagingBuffers
-from checkflow.runtime.snapshot import capturer as capture
+from checkflow.runtime.snapshot import capturer as capturer_module
 from checkflow.runtime.snapshot.capturer import Capturer
 from checkflow.runtime.snapshot.executor import Execution
 from checkflow.runtime.state.collect import capture_generators, restore_generators
@@ -104,7 +104,7 @@ def test_a_boundary_comes_behind_the_streams_that_training_used(
 ) -> None:
     """Also where nothing is gathered any more when they are used, and before digests are reckoned."""
     device, job, told = simulate_gpu(monkeypatch, copies="first"), Job(), []
-    record, wait, digests = device.record, device.wait, capture.Digests
+    record, wait, digests = device.record, device.wait, capturer_module.Digests
     streams: dict[Any, str] = {}
 
     class Scale:
@@ -137,7 +137,7 @@ def test_a_boundary_comes_behind_the_streams_that_training_used(
 
     monkeypatch.setattr(device, "record", recorded)
     monkeypatch.setattr(device, "wait", waited)
-    monkeypatch.setattr(capture, "Digests", lambda tensors: (told.append("digests"), digests(tensors))[1])
+    monkeypatch.setattr(capturer_module, "Digests", lambda tensors: (told.append("digests"), digests(tensors))[1])
     job.iterate = iterate_elsewhere  # type: ignore[method-assign]
     options: dict[str, Any] = {"state": {"scale": Scale()}}
     _, truths = job.train(tmp_path, plan_of(3), 4, **options)

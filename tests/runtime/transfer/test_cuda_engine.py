@@ -20,8 +20,7 @@ import torch
 from fake_device import FakeDevice, FakeStream
 
 from checkflow.core.errors import CheckflowError
-from checkflow.runtime.transfer import cuda as cuda_engine
-from checkflow.runtime.transfer import cuda_capture as device_capture
+from checkflow.runtime.transfer import cuda, cuda_capture
 from checkflow.runtime.transfer.cuda import CudaCopyEngine
 from checkflow.runtime.transfer.engine import Concluded, Transfer
 
@@ -30,7 +29,7 @@ STREAMS = ("main", "backward", "user")
 
 @pytest.fixture(autouse=True)
 def _events_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_engine, "EVENT_BYTES", 64)
+    monkeypatch.setattr(cuda, "EVENT_BYTES", 64)
 
 
 @dataclass
@@ -347,7 +346,7 @@ def test_lists_of_copies_are_made_once_and_neighbours_are_one(
 ) -> None:
     made: list[int] = []
     prepare = buffers.device.prepare
-    monkeypatch.setattr(cuda_engine, "EVENT_BYTES", 96)
+    monkeypatch.setattr(cuda, "EVENT_BYTES", 96)
     monkeypatch.setattr(buffers.device, "prepare", lambda pieces: (made.append(len(pieces)), prepare(pieces))[1])
     for _ in range(3):
         buffers.begin()
@@ -364,7 +363,7 @@ def test_lists_of_copies_are_made_once_and_neighbours_are_one(
 
 def test_no_copy_reaches_from_one_of_cudas_allocations_into_the_next() -> None:
     """Be it the source that goes on in the next one, or the target; what is not at its begin is joined."""
-    segment = device_capture.SEGMENT_BYTES
+    segment = cuda_capture.SEGMENT_BYTES
     near, far = 7 * segment, 100 * segment + 512
     cases = {
         (near - 512, far): [512, 512],  # an offload, or a snapshot's source
@@ -375,7 +374,7 @@ def test_no_copy_reaches_from_one_of_cudas_allocations_into_the_next() -> None:
     }
     for (source, target), sizes in cases.items():
         pieces = [Transfer(source + at, target + at, 512) for at in (0, 512)]
-        assert [piece.length_bytes for piece in device_capture.merged(pieces)] == sizes, (source, target)
+        assert [piece.length_bytes for piece in cuda_capture.merged(pieces)] == sizes, (source, target)
 
 
 def test_nothing_ends_that_was_not_released(buffers: Buffers) -> None:
@@ -392,14 +391,14 @@ def test_nothing_ends_that_was_not_released(buffers: Buffers) -> None:
 
 
 def test_other_lists_of_transfers_than_before(buffers: Buffers) -> None:
-    for number in range(2 * cuda_engine.MOST_PREPARED):
+    for number in range(2 * cuda.MOST_PREPARED):
         buffers.transfers = buffers.transfers[::-1]
         buffers.target.raw = bytes(len(buffers.content))
         buffers.begin()
         buffers.engine.offload([0, 1, 2, 3], str(number))
         buffers.engine.finish()
         assert buffers.target.raw == buffers.content
-    assert len(buffers.engine._prepared) <= cuda_engine.MOST_PREPARED
+    assert len(buffers.engine._prepared) <= cuda.MOST_PREPARED
 
 
 def test_a_snapshot_is_given_back_where_it_is_freed_be_the_capture_complete(buffers: Buffers) -> None:

@@ -23,7 +23,7 @@ from checkflow.core.plan import Fingerprint, Plan, Policy, StateSpec, Wait
 from checkflow.core.timeline import Timeline, check_timeline
 from checkflow.planner.exact.interval import FrontierRow, Question, frontier, longest_interval, smallest_interval
 from checkflow.planner.exact.problem import check_bandwidth, unit_for
-from checkflow.planner.ilp.solve import SolverChoice, SolveStatus
+from checkflow.planner.ilp.solvers import SolverChoice, SolveStatus
 from checkflow.planner.schedule.certify import (
     Formulation,
     Schedule,
