@@ -1,29 +1,41 @@
-"""What Checkpointer is called with besides the job and its plan: read, and refused where it is out of its range.
+"""What Checkpointer is called with: read, and refused where it is of another kind or out of its range.
 
 What is wrong in an argument is said before anything of the job is looked at, opened or made.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 import operator
 import os
 import reprlib
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeGuard
+from pathlib import Path
+from typing import Any, TypeGuard
 
+import torch
 import torch.distributed
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from checkflow.core.device import parse_seconds, parse_size
 from checkflow.core.errors import CheckflowError, UnsupportedError
+from checkflow.core.plan import Plan
 from checkflow.core.planner_api import Wishes
-from checkflow.runtime import job_arguments
+from checkflow.core.state import as_models, as_optimizers, optimizer_parameters, unwrap
 from checkflow.runtime.data.base import ResumableLoader
+from checkflow.runtime.format import codec
+from checkflow.runtime.format.layout import OWNER
 from checkflow.runtime.interval.policy import Asked
 from checkflow.runtime.loop.preemption import HEEDED
 from checkflow.runtime.store.retention import Rules
+
+logger = logging.getLogger("checkflow")
 
 MOST_HOST_BUFFERS = 1000  # each of the size of the state: more is a slip, and would take hours to make
 
@@ -61,15 +73,15 @@ def check_arguments(
         UnsupportedError: the loader is not one of checkflow's.
         TypeError, ValueError: any other argument is of another type; is out of its range.
     """
-    job_arguments.refuse_no_job(model, optimizer)
+    _refuse_no_job(model, optimizer)
     if loader is not None and not isinstance(loader, ResumableLoader):
         raise UnsupportedError(
             f"loader is a {type(loader).__name__}: pass checkflow.resumable(loader), or a checkflow.DataLoader, "
             "or none and iterate checkpointer.steps()"
         )
-    job_arguments.refuse_no_directory(directory)
-    job_arguments.refuse_no_plan(plan)
-    job_arguments.refuse_no_objects(state)
+    _refuse_no_directory(directory)
+    _refuse_no_plan(plan)
+    _refuse_no_objects(state)
     if not _is_count(host_buffers, 1) or host_buffers > MOST_HOST_BUFFERS:
         raise ValueError(f"host_buffers must be a whole number from 1 to {MOST_HOST_BUFFERS}, not {host_buffers!r}")
     if resume not in ("auto", "never", "must") and not _is_count(resume, 0):
@@ -203,3 +215,138 @@ def read_grace(grace_seconds: object) -> float:
 
 def _is_count(value: object, least: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _refuse_no_job(model: Any, optimizer: Any) -> None:
+    """Refuse what is no model, and no optimizer.
+
+    Raises:
+        TypeError: one of them is of another kind.
+        ValueError: there is no model, one is given twice, or one has a name that no file can have.
+    """
+    models, optimizers = as_models(model), as_optimizers(optimizer)
+    if not models:
+        raise ValueError("there is no model: pass one, or a dict of several by name")
+    for name, one in models.items():
+        if not isinstance(one, nn.Module):
+            hint = "the arguments are (model, optimizer, loader)" if isinstance(one, torch.optim.Optimizer) else (
+                "pass the model itself, or a dict of several by name"
+            )  # fmt: skip
+            raise TypeError(f"model {name!r} is a {type(one).__name__}, not an nn.Module: {hint}")
+    for name, optimizer in optimizers.items():
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            hint = "pass the optimizer itself, or a dict of several by name"
+            if isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
+                hint = 'pass its optimizer, and the scheduler as state={"scheduler": scheduler}'
+            raise TypeError(f"optimizer {name!r} is a {type(optimizer).__name__}, not a torch.optim.Optimizer: {hint}")
+    for what, names in (("model", models), ("optimizer", optimizers)):
+        for name in names:
+            if not isinstance(name, str) or not OWNER.fullmatch(name):
+                raise ValueError(
+                    f"{what} {name!r}: a name is 1 to 100 letters of a to z and A to Z, digits, '_', '.' and '-', with "
+                    "no '.' or '-' first, since files are named after it"
+                )
+    _refuse_twice("model", {name: unwrap(one) for name, one in models.items()})
+    _refuse_twice("optimizer", optimizers)
+    _warn_of_other_parameters(models, optimizers)
+
+
+def _refuse_twice(what: str, objects: Mapping[str, object]) -> None:
+    for (first, one), (second, other) in itertools.combinations(objects.items(), 2):
+        if one is other:
+            raise ValueError(f"{what}s {first!r} and {second!r} are one and the same: pass it once")
+
+
+def _warn_of_other_parameters(models: Mapping[str, nn.Module], optimizers: Mapping[str, Any]) -> None:
+    """It may be meant: parameters that no module has are saved as well. More often the model was made anew since."""
+    known = {id(parameter) for model in models.values() for parameter in model.parameters()}
+    for name, optimizer in optimizers.items():
+        own = [parameter for _, parameter in optimizer_parameters(models, optimizer)]
+        if own and known.isdisjoint(map(id, own)):
+            logger.warning(
+                "optimizer %s updates no parameter of the models given: it was made for another model, or before "
+                "this one's parameters were replaced; checkpoints hold them all the same", name,
+            )  # fmt: skip
+
+
+def _refuse_no_directory(directory: object) -> None:
+    """Refuse what names no directory.
+
+    Raises:
+        TypeError, ValueError: it is of another type; it names nothing.
+    """
+    text = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
+    if not isinstance(text, str):
+        raise TypeError(f"directory must be a path of a directory for checkpoints, not {reprlib.repr(directory)}")
+    if not text or "\0" in text:
+        raise ValueError(f"directory must name a directory for checkpoints, and {text!r} names none")
+
+
+def _refuse_no_plan(plan: object) -> None:
+    """Refuse what is no plan, and no file.
+
+    Raises:
+        TypeError, ValueError: it is of another type; it is the text "auto", misspelt.
+    """
+    says = 'plan must be "auto", a plan file\'s path, a Plan, or None'
+    if plan is not None and not isinstance(plan, Plan | str | os.PathLike):
+        raise TypeError(f"{says}, not {reprlib.repr(plan)}")
+    if isinstance(plan, str):
+        misspelt = plan != "auto" and plan.strip().lower() == "auto" and not Path(plan).exists()
+        if not plan or "\0" in plan or misspelt:
+            raise ValueError(f"{says}, not {plan!r}" + (': write plan="auto"' if misspelt else ""))
+
+
+def _refuse_no_objects(state: object) -> None:
+    """Refuse what is no dictionary of further objects by name.
+
+    Raises:
+        TypeError: it is of another type, or a name is no text.
+    """
+    if state is not None and not isinstance(state, Mapping):
+        raise TypeError(
+            f"state is a {type(state).__name__}: pass a dict of objects by name, such as "
+            'state={"scheduler": scheduler}'
+        )
+    for name in state or ():
+        if not isinstance(name, str):
+            raise TypeError(f"state has the name {reprlib.repr(name)}: pass a dict of objects by name, names of text")
+
+
+def refuse_objects(objects: Mapping[str, object]) -> None:
+    """Refuse what cannot be saved and put back as ``state=``: by its methods, and by what it would save now.
+
+    Raises:
+        UnsupportedError: there is such; it is named.
+    """
+    for name, value in objects.items():
+        if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise UnsupportedError(
+                f"state[{name!r}] is a {type(value).__name__}, without state_dict and load_state_dict: pass an object "
+                "that has both, such as a scheduler"
+            )
+        _refuse_unsaved(name, value)
+
+
+def _refuse_unsaved(name: str, value: Any) -> None:
+    """Refuse an object whose state cannot be saved as it is now: the first checkpoint would find it out after hours.
+
+    Raises:
+        UnsupportedError: something in the state is of no known type; it is named as in ``state['loop']['best'][3]``.
+    """
+    try:
+        state = value.state_dict()
+    except Exception as error:  # noqa: BLE001 - whatever users' code raises: it may be ready in training only
+        logger.debug("state[%r] has no state yet: %s: %s", name, type(error).__name__, error)
+        return
+    try:
+        codec.encode(state, name=f"state[{name!r}]")
+    except UnsupportedError:
+        if _has_no_shape_yet(value):
+            return
+        raise
+
+
+def _has_no_shape_yet(value: object) -> bool:
+    """Whether it is a module that its first forward completes."""
+    return isinstance(value, nn.Module) and any(map(is_lazy, itertools.chain(value.parameters(), value.buffers())))

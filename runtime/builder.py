@@ -19,8 +19,8 @@ from checkflow.core import plan as plans
 from checkflow.core.plan import Plan
 from checkflow.core.planner_api import Planner
 from checkflow.core.state import collect_state, refuse_closures, refuse_hidden_state
-from checkflow.runtime import job_arguments, resources
-from checkflow.runtime.arguments import Arguments
+from checkflow.runtime import resources
+from checkflow.runtime.arguments import Arguments, refuse_objects
 from checkflow.runtime.job import compatibility
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.job.progress import Progress
@@ -82,7 +82,7 @@ def check_job(job: Job, given: Plan | None) -> torch.device:
     device = compatibility.copied_device(job.models, job.optimizers)
     refuse_closures(job.optimizers)
     refuse_hidden_state(job.optimizers)
-    job_arguments.refuse_objects(job.objects)
+    refuse_objects(job.objects)
     if given is not None:
         implementations = compatibility.implementations(job.models, job.optimizers)
         compatibility.refuse_other_job(given, collect_state(job.models, {}), implementations)

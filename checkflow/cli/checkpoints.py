@@ -28,9 +28,8 @@ def ls(directory: Where = ".", as_json: options.Json = False) -> None:
     By names, sizes and manifests, without reading the data: ``verify`` does that.
     """
     from checkflow.cli.tables import checkpoints as checkpoints_table
-    from checkflow.runtime.inspect import home_of, list_directory
+    from checkflow.runtime.inspect import home_of, list_directory, running_job
     from checkflow.runtime.memory_tier.orphans import left_step
-    from checkflow.runtime.running import running_job
 
     listed, running = list_directory(directory), running_job(home_of(directory))
     left = left_step(home_of(directory)) if running is None else None

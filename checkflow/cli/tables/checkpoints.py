@@ -12,8 +12,7 @@ from rich.table import Table
 from checkflow.core.device import format_size
 
 if TYPE_CHECKING:
-    from checkflow.runtime.inspect import Changed, Differences, Listed, Verified
-    from checkflow.runtime.running import Running
+    from checkflow.runtime.inspect import Changed, Differences, Listed, Running, Verified
     from checkflow.runtime.weights.importer import Imported
 
 MOST_ROWS = 30  # of what differs, in a table

@@ -21,7 +21,7 @@ from checkflow.core.errors import MismatchError, StorageError
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.weights.exporter import export, format_of, state_dicts
-from tests.runtime.test_inspecting import damage, run
+from tests.runtime.test_inspect import damage, run
 
 
 class Tied(nn.Module):

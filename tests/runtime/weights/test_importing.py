@@ -36,7 +36,7 @@ from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.weights.importer import import_weights
 from checkflow.runtime.weights.source import open_weights
-from tests.runtime.test_inspecting import as_json, damage, run
+from tests.runtime.test_inspect import as_json, damage, run
 from tests.runtime.weights.test_exporting import Tied, optimizer_of
 
 KINDS = [name for name, stored in STORED_TYPES.items() if not stored.pair]
