@@ -80,29 +80,27 @@ def parts() -> list[Part]:
     rows += [_program("F7", "read-only", "full_disks.py", "read-only", "--count", 30, mounts=True)]
     rows += [_program("F7", "strangers", "full_disks.py", "strangers", mounts=True)]
     rows += [_tests("F7", "directories, shared memory", "tests/runtime/store/test_store.py",
-                    "tests/runtime/transfer/test_copy_engine.py", "-k",
+                    "tests/runtime/transfer/test_engine.py", "-k",
                     "read_only or cannot_be_used or volatile or memory")]  # fmt: skip
-    rows += [_tests("F7", "host memory that outlives its job", "tests/runtime/memory_tier/test_memory_records.py",
-                    "tests/runtime/memory_tier/test_memory_tier.py", "tests/runtime/memory_tier/test_left_memory.py",
-                    "tests/runtime/memory_tier/test_reclaiming.py")]  # fmt: skip
+    rows += [_tests("F7", "host memory that outlives its job", "tests/runtime/memory_tier/test_records.py",
+                    "tests/runtime/memory_tier/test_tier.py", "tests/runtime/memory_tier/test_orphans.py",
+                    "tests/runtime/memory_tier/test_recovery.py")]  # fmt: skip
     rows += [_program("F8", f"rivals {n}", "rivals.py", "{folder}/checkpoints", 100, n * 1000) for n in range(10)]
     rows += [_tests("F8", "locks", "tests/runtime/store/test_store.py", "-k", "writer or forked or reader")]
     rows += [_tests("F9", "names", "tests/runtime/store/test_store.py", "tests/runtime/store/test_reader.py",
-                    "tests/runtime/store/test_finding.py", "-k",
+                    "tests/runtime/store/test_discovery.py", "-k",
                     "planted or linked or one_name or files_that_are_none or attacker or only_own or "
                     "impossible")]  # fmt: skip
     rows += [_tests("F10", "code", "tests/test_no_code.py")]
     rows += [
-        _tests(
-            "F10", "extra state", "tests/runtime/format/test_extra_state.py", "-k", "refuse or mutated or random_bytes"
-        )
+        _tests("F10", "extra state", "tests/runtime/format/test_codec.py", "-k", "refuse or mutated or random_bytes")
     ]
     rows += [_tests("F11", "headers", "tests/runtime/store/test_reader.py", "-k", "header or sparse_files")]
     rows += [_program("F12", "every bit", "fault_parts.py", "plan bits", "-", 0, "{folder}")]
     rows += [_tests("F12", "plans", "tests/core/test_plan_faults.py", "tests/core/test_plan.py",
                     "tests/planner/schedule/test_replay.py", "-k",
                     "not writer")]  # fmt: skip
-    rows += [_tests("F13", "solvers", "tests/planner/ilp/test_solvers.py", "tests/planner/schedule/test_schedule.py",
+    rows += [_tests("F13", "solvers", "tests/planner/ilp/test_solvers.py", "tests/planner/schedule/test_scheduler.py",
                     "tests/planner/ilp/test_highs.py", "-k",
                     "solver or licence or time_out or infeasible or missing or cbc or numbers or sense or unbounded "
                     "or lies or least or left_behind or fails")]  # fmt: skip

@@ -33,15 +33,15 @@ LEFTOVERS = "checkflow.runtime.store.cleanup"
 # The part of the suite that has to notice: seconds each.
 SUITE = {
     STORE: (
-        "tests/runtime/store/test_store.py tests/runtime/store/test_retention.py tests/runtime/store/test_leftovers.py",
+        "tests/runtime/store/test_store.py tests/runtime/store/test_retention.py tests/runtime/store/test_cleanup.py",
         "power_cut or durable or links or kill_at or rewind or planted or comes_back",
     ),
     LEFTOVERS: (
-        "tests/runtime/store/test_store.py tests/runtime/store/test_leftovers.py",
+        "tests/runtime/store/test_store.py tests/runtime/store/test_cleanup.py",
         "settled or links or comes_back",
     ),
     FILES: (
-        "tests/runtime/store/test_store.py tests/runtime/store/test_reader.py tests/runtime/store/test_leftovers.py",
+        "tests/runtime/store/test_store.py tests/runtime/store/test_reader.py tests/runtime/store/test_cleanup.py",
         "planted or link or files_that_are_none or cannot_be_used or durable",
     ),
     WRITING: ("tests/runtime/store/test_store.py", "power_cut_at_any or comes_back"),

@@ -28,8 +28,8 @@ from checkflow.runtime.data.adapters.replay import SkippingLoader
 from checkflow.runtime.data.adapters.resumable import resumable
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.loop.preemption import Preemption
-from tests.runtime.loop.test_signals import newest, uninterrupted
-from tests.runtime.state.test_resume import assert_same_end
+from tests.runtime.loop.test_preemption import newest, uninterrupted
+from tests.runtime.state.test_restore import assert_same_end
 from tests.runtime.test_checkpointer import make, make_plan, steps
 
 TERM = signal.SIGTERM

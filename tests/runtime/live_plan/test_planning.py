@@ -41,7 +41,7 @@ from checkflow.runtime.loop.phase_clock import PhaseClock
 from checkflow.runtime.state.collect import StateWalk
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.store import Store
-from tests.runtime.loop.test_phases import Hand
+from tests.runtime.loop.test_phase_clock import Hand
 
 RECORDED_BY = 4  # iterations: one makes the state, one is recorded, two are timed; the next one waits for the plan
 

@@ -37,7 +37,7 @@ from checkflow.runtime.store.store import Store
 from checkflow.runtime.weights.importer import import_weights
 from checkflow.runtime.weights.source import open_weights
 from tests.runtime.test_inspect import as_json, damage, run
-from tests.runtime.weights.test_exporting import Tied, optimizer_of
+from tests.runtime.weights.test_exporter import Tied, optimizer_of
 
 KINDS = [name for name, stored in STORED_TYPES.items() if not stored.pair]
 quiet = pytest.mark.filterwarnings("ignore::UserWarning")  # DCP's, that it runs in one process

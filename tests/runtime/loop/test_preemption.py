@@ -31,7 +31,7 @@ from checkflow.runtime.loop.preemption import Preemption
 from checkflow.runtime.persist.writer import Writer
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.store import Store
-from tests.runtime.state.test_resume import assert_same_end
+from tests.runtime.state.test_restore import assert_same_end
 from tests.runtime.test_checkpointer import make, make_plan, steps
 
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1

@@ -17,7 +17,7 @@ from checkflow.core import plan as plans
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.loop import preemption, signal_wakeup
 from checkflow.runtime.loop.preemption import Preemption
-from tests.runtime.loop.test_signals import WAITED_FOR, Loop, in_a_child
+from tests.runtime.loop.test_preemption import WAITED_FOR, Loop, in_a_child
 from tests.runtime.test_checkpointer import steps
 
 TERM, USR2 = signal.SIGTERM, signal.SIGUSR2

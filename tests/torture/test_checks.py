@@ -12,7 +12,7 @@ from checkflow.core.errors import LockedError
 from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.torture.checks import Found, check_found, check_leftovers, examine, look, refuse_locked, vanished
 from tests.support.store_tools import tree
-from tests.torture.test_torture import commit, make_store
+from tests.torture.test_campaign import commit, make_store
 
 
 @pytest.fixture

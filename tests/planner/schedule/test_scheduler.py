@@ -151,7 +151,7 @@ def test_the_same_input_gives_the_same_bytes_whoever_certifies() -> None:
         plans[solver] = outcome.plan
     assert len({plan.chunks for plan in plans.values()}) == 1
     code = (
-        "import sys; from tests.planner.schedule.test_schedule import crowded, plan_of; from checkflow.core.plan "
+        "import sys; from tests.planner.schedule.test_scheduler import crowded, plan_of; from checkflow.core.plan "
         "import dumps;"
         "sys.stdout.buffer.write(dumps(plan_of(crowded(), formulation='flow', solver='highs').plan))"
     )

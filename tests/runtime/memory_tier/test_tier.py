@@ -1,6 +1,6 @@
 """Host memory that outlives the process, while its job lives and as it ends: records, room, forks, what is given back.
 
-What the next run makes of it: test_reclaiming.py.
+What the next run makes of it: test_recovery.py.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from checkflow.torture.campaign import Kill, Request, Torture
 from checkflow.torture.checks import Found, check_audits, check_replayed, check_resumed
 from checkflow.torture.life import Aim
 from checkflow.torture.processes import below, members, nothing_left
-from tests.cli.test_cli import Said
+from tests.cli.test_main import Said
 from tests.support.store_tools import fill, small_layout
 
 ROOT = Path(__file__).parents[2]

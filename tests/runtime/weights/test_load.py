@@ -13,8 +13,8 @@ from torch import nn
 import checkflow
 from checkflow.core.errors import CorruptCheckpointError, MismatchError
 from checkflow.runtime.weights.load import OtherKind
-from tests.runtime.weights.test_exporting import Tied
-from tests.runtime.weights.test_importing import raw, same_bytes, write_safetensors
+from tests.runtime.weights.test_exporter import Tied
+from tests.runtime.weights.test_importer import raw, same_bytes, write_safetensors
 
 
 def net(classes: int = 3) -> nn.Module:
