@@ -9,11 +9,12 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-# A clone made without symbolic links has planner/, runtime/ and models/ beside this folder, not in it (links may also
-# have been written out as small text files).
 _here = os.path.dirname(os.path.abspath(__file__))
 if not os.path.isdir(os.path.join(_here, "planner")):
-    __path__.append(os.path.dirname(_here))
+    raise ImportError(
+        f"{_here}/planner, runtime and models must be symbolic links, which this checkout lacks: "
+        "git config core.symlinks true, then git checkout -- checkflow"
+    )
 
 if TYPE_CHECKING:
     from checkflow.core.errors import (

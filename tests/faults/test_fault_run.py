@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -105,3 +108,14 @@ def test_every_row_has_parts_of_its_own() -> None:
         files = [word for word in part.command if word.startswith("tests/")]
         assert files, part
         assert all((ROOT / name).is_file() for name in files), part
+
+
+@pytest.mark.parametrize(
+    "script", sorted(set(re.findall(r"python (tests/[\w/]+\.py)", (ROOT / "Makefile").read_text())))
+)
+def test_what_make_runs_begins_without_the_tests_around_it(script: str) -> None:
+    """The long runs are started by hand, and seldom."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, script, "--help"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
 """Training on a GPU: every checkpoint is one boundary's state, nothing of ours blocks the host, memory is as planned.
 
-Runs on an NVIDIA GPU alone. What can be known without one is in ``transfer/test_cuda.py`` and ``transfer/test_cuda_capture.py``.
+Runs on an NVIDIA GPU alone. What can be known without one is in ``runtime/transfer/test_cuda.py`` and
+``test_cuda_capture.py`` beside it.
 """
 
 from __future__ import annotations
