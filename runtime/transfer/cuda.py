@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from checkflow.core.errors import CheckflowError
-from checkflow.runtime.transfer.cuda_capture import DeviceCapture, Part, Snapshot, merged, nothing, silent
+from checkflow.runtime.transfer.cuda_capture import DeviceCapture, Part, Snapshot, nothing, silent
 from checkflow.runtime.transfer.device import Event, Stream, StreamDevice
 from checkflow.runtime.transfer.engine import (
     CopyRecord,
@@ -87,6 +87,7 @@ class CudaCopyEngine:
         device, here = self._device, self._device.current()
         noted, self._noted = self._noted, set()  # first: one that is there no more is not to be asked for ever
         for stream in noted - {here}:
+            self._refuse_captured(stream)
             event = device.record(stream)
             device.wait(here, event)
             device.recycle([event])
@@ -106,12 +107,13 @@ class CudaCopyEngine:
         stream = device.current()
         self._now = DeviceCapture(on_complete, on_failure, transfers, [-1] * len(transfers), len(transfers))
         if at_once:
-            device.copy(device.prepare(merged(at_once)), stream)
+            device.copy(device.prepare(at_once), stream)
         boundary = self._event(stream)
         self._fence(stream, boundary)
         device.wait(device.side, boundary)
         joined, self._joined = self._joined, set()
         for other in joined - {stream}:  # what no anchor tells of, they may write next
+            self._refuse_captured(other)
             device.wait(other, boundary)
             self._now.behind[other] = len(self._now.fences)
         if not transfers:
@@ -134,7 +136,7 @@ class CudaCopyEngine:
         if not made:
             return
         before = self._event(stream, timed=True)
-        self._device.copy(self._device.prepare(merged(pieces)), stream)
+        self._device.copy(self._device.prepare(pieces, inside=True), stream)
         after = self._event(stream, timed=True)
         self._fence(stream, after)
         # Only now: an interrupt before this has it done again.
@@ -206,6 +208,7 @@ class CudaCopyEngine:
             latest[snapshot.stream] = max(part, latest.get(snapshot.stream, -1))
         for stream, part in latest.items():
             if not self._arrived(part):
+                self._refuse_captured(stream)
                 self._hold(stream, part)
         with self._ordering:
             for chunk in gone:
@@ -224,6 +227,7 @@ class CudaCopyEngine:
             if now.ends and not self._arrived(len(now.ends) - 1):
                 for stream in now.behind:
                     if stream != here:
+                        self._refuse_captured(stream)
                         self._device.wait(stream, now.ends[-1])
                 self._hold(here, len(now.ends) - 1)
             # Every stream that one was allocated on is among these.
@@ -246,8 +250,12 @@ class CudaCopyEngine:
             with self._mutex:
                 now.given_up = now.given_up or not (now.decided or now.concluded)
             try:
-                for stream in (self._device.side, *now.behind):
-                    self._device.synchronize(self._event(stream))
+                # What a stream that is captured by now was given before lies before its fences.
+                events = [event for _, event in now.fences]
+                streams = (self._device.side, *now.behind)
+                events += [self._event(stream) for stream in streams if not self._device.capturing(stream)]
+                for event in events:
+                    self._device.synchronize(event)
             except CheckflowError as error:  # a device that has failed does nothing any more
                 logger.warning("%s", error)
             with self._mutex:
@@ -305,6 +313,11 @@ class CudaCopyEngine:
         event = self._device.record(stream, timed=timed)
         self._now.events.append(event)
         return event
+
+    def _refuse_captured(self, stream: Stream) -> None:
+        """An event or a wait there would become part of the user's graph, or spoil it."""
+        if self._device.capturing(stream):
+            raise CheckflowError("a stream of training is being captured into a CUDA graph, and another one goes on")
 
     def _fence(self, stream: Stream | None, event: Event) -> None:
         """Every other stream of training has to come behind this event; the one that it was recorded on does."""
@@ -373,9 +386,9 @@ class CudaCopyEngine:
         for chunk in chunks:
             transfer, snapshot = self._now.transfers[chunk], self._now.snapshots.get(chunk)
             source = transfer.source if snapshot is None else snapshot.address
-            pieces.append(Transfer(source, transfer.target, transfer.length_bytes))
-        fewest = merged(pieces)
-        return Part(chunks, self._device.prepare(fewest) if fewest else None)
+            if transfer.length_bytes:
+                pieces.append(Transfer(source, transfer.target, transfer.length_bytes))
+        return Part(chunks, self._device.prepare(pieces) if pieces else None)
 
     # The end of a capture
 

@@ -6,7 +6,9 @@ Streams and events are torch's own, and memory is its caching allocator's; copie
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -14,9 +16,22 @@ import torch
 from checkflow.core.device import format_size
 from checkflow.core.errors import CheckflowError
 from checkflow.runtime.system import numa
-from checkflow.runtime.transfer.cudart import Copies, load_runtime
+from checkflow.runtime.transfer.cuda_capture import merged
+from checkflow.runtime.transfer.cudart import HOST_POINTERS, Copies, InvalidCopyError, load_runtime
 from checkflow.runtime.transfer.device import Stream
 from checkflow.runtime.transfer.engine import Transfer
+
+logger = logging.getLogger("checkflow")
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """What :meth:`CudaDevice.prepare` gives."""
+
+    transfers: Sequence[Transfer]
+    inside: bool
+    copies: Copies
+    merged: bool  # neighbours are one copy
 
 
 class CudaDevice:
@@ -34,14 +49,18 @@ class CudaDevice:
         self._runtime = load_runtime()
         self.side: Stream = _side_stream(device)
         self._free_events: tuple[list[_Event], list[_Event]] = ([], [])  # plain, timed
+        self._locked: dict[int, int] = {}  # host memory, by address: its bytes
+        # Where it may not use the host's address of registered memory, a batch of copies there is taken, and faults
+        # later: every call of CUDA fails from then on, training's too (sgl-project/sglang#40232).
+        self._batched = self._runtime.attribute(HOST_POINTERS, self._index) == 1
+        self._merges = True
 
     def current(self) -> Stream:
         try:
-            capturing = torch.cuda.is_current_stream_capturing()
             stream: Stream = torch.cuda.current_stream(self._index)
         except RuntimeError as error:
             raise _told(error) from error
-        if capturing:
+        if self.capturing(stream):
             raise CheckflowError(
                 "training is being captured into a CUDA graph, which passes no anchor when it is replayed: "
                 "nothing can be copied meanwhile"
@@ -61,10 +80,41 @@ class CudaDevice:
             raise _told(error) from error
         return memory.data_ptr(), memory
 
-    def prepare(self, transfers: Sequence[Transfer]) -> Copies:
-        return Copies(transfers)
+    def capturing(self, stream: Stream) -> bool:
+        return self._runtime.is_capturing(cast(torch.cuda.Stream, stream).cuda_stream)
 
-    def copy(self, copies: Copies, stream: Stream) -> None:
+    @property
+    def batches(self) -> bool:
+        """Whether copies to locked memory are made many at once."""
+        return self._batched and self._runtime.batches
+
+    def prepare(self, transfers: Sequence[Transfer], *, inside: bool = False) -> _Prepared:
+        return _Prepared(transfers, inside, self._copies(transfers, inside, self._merges), self._merges)
+
+    def _copies(self, transfers: Sequence[Transfer], inside: bool, merge: bool) -> Copies:
+        fewest = merged(transfers) if merge else [transfer for transfer in transfers if transfer.length_bytes]
+        at_once = inside or all(map(self._is_locked, fewest))
+        return Copies(fewest, at_once=at_once, batched=self._batched)
+
+    def _is_locked(self, transfer: Transfer) -> bool:
+        begin, end = transfer.target, transfer.target + transfer.length_bytes
+        return any(address <= begin and end <= address + size for address, size in self._locked.items())
+
+    def copy(self, prepared: _Prepared, stream: Stream) -> None:
+        if prepared.merged and not self._merges:
+            prepared.copies, prepared.merged = self._copies(prepared.transfers, prepared.inside, merge=False), False
+        batches = self._runtime.batches
+        try:
+            self._copy(prepared.copies, stream)
+        except InvalidCopyError as error:
+            if not prepared.merged:
+                raise
+            # Memory of another allocator than torch's caching one: what lies side by side may be two allocations.
+            logger.info("neighbours in GPU memory are copied one by one from now on: %s", error)
+            self._merges, self._runtime.batches = False, batches
+            self.copy(prepared, stream)
+
+    def _copy(self, copies: Copies, stream: Stream) -> None:
         handle = cast(torch.cuda.Stream, stream).cuda_stream
         if handle or torch.cuda.current_device() == self._index:
             self._runtime.copy(copies, handle, beside=stream is self.side)
@@ -131,10 +181,24 @@ class CudaDevice:
         """See :meth:`.cudart.Runtime.register`."""
         with torch.cuda.device(self._index):
             self._runtime.register(address, size_bytes)
+        self._locked[address] = size_bytes
 
     def unregister(self, address: int) -> None:
         """See :meth:`.cudart.Runtime.unregister`."""
+        self._locked.pop(address, None)
         self._runtime.unregister(address)
+
+    def allocate_host(self, size_bytes: int) -> int:
+        """See :meth:`.cudart.Runtime.allocate_host`."""
+        with torch.cuda.device(self._index):
+            address = self._runtime.allocate_host(size_bytes)
+        self._locked[address] = size_bytes
+        return address
+
+    def free_host(self, address: int) -> None:
+        """See :meth:`.cudart.Runtime.free_host`."""
+        self._locked.pop(address, None)
+        self._runtime.free_host(address)
 
 
 @functools.cache

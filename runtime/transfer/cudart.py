@@ -32,8 +32,17 @@ _LEGACY = (0, 1)  # handles of the legacy stream
 _STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 _OVERLAP = 1  # cudaMemcpyFlagPreferOverlapWithCompute: by copy engines, not by kernels
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
+_NOT_CAPTURING = 0  # cudaStreamCaptureStatusNone; 2: a capture that was invalidated, and must still be ended
+_INVALID_VALUE = 1  # cudaErrorInvalidValue
+_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: asked of the legacy stream while another one is captured
 _BATCHES_SINCE = 12_080  # versions count as 1000 * major + 10 * minor
 _NO_FAIL_INDEX_SINCE = 13_000
+# Of cudaDeviceAttr: whether the device reads and writes pageable memory; takes the host's address of registered memory;
+# lets memory be registered at all.
+PAGEABLE_ACCESS, HOST_POINTERS, REGISTRATION = 88, 91, 99
+# Drivers have crashed at 51,828 copies a call, and hung on repeated batches of thousands (vllm-project/vllm#49276).
+MOST_TOGETHER = 512
+SWITCH = "CHECKFLOW_BATCH_COPIES"  # in the environment: "0" has copies made one by one
 
 
 class _Attributes(ctypes.Structure):
@@ -47,37 +56,64 @@ class _Attributes(ctypes.Structure):
     ]
 
 
-class Copies:
-    """Copies that are made together, as arrays that the runtime reads: made once, used at every capture."""
+class InvalidCopyError(CheckflowError):
+    """The runtime takes a copy for invalid: most often, an end of it spans two allocations."""
+
+
+class _Batch:
+    """Arrays that the runtime reads, of at most ``MOST_TOGETHER`` copies."""
 
     def __init__(self, transfers: Sequence[Transfer]) -> None:
         self.count = len(transfers)
         self.targets = (ctypes.c_void_p * self.count)(*(transfer.target for transfer in transfers))
         self.sources = (ctypes.c_void_p * self.count)(*(transfer.source for transfer in transfers))
         self.sizes = (ctypes.c_size_t * self.count)(*(transfer.length_bytes for transfer in transfers))
+
+
+class Copies:
+    """Copies that are made together: prepared once, used at every capture.
+
+    Args:
+        at_once: whether each call returns before its bytes have moved: host memory at either end is locked.
+        batched: whether one call may take many of them; only where ``at_once``.
+    """
+
+    def __init__(self, transfers: Sequence[Transfer], *, at_once: bool, batched: bool) -> None:
+        self.at_once = at_once
         self.singly = tuple((transfer.target, transfer.source, transfer.length_bytes) for transfer in transfers)
+        self.batches: tuple[_Batch, ...] = ()
+        if at_once and batched and len(transfers) > 1:
+            begins = range(0, len(transfers), MOST_TOGETHER)
+            self.batches = tuple(_Batch(transfers[begin : begin + MOST_TOGETHER]) for begin in begins)
 
 
 class Runtime:
     """The calls, each of which returns at once, with errors raised.
 
     Args:
-        library: as ctypes loads it.
+        library: as ctypes loads it; it lets other threads run Python during a call.
+        holding: the same, as ctypes.PyDLL loads it: it does not. After each call that lets go, a busy thread may keep
+            the interpreter for 5 ms; hundreds of copies would wait that long each.
     """
 
-    def __init__(self, library: Any) -> None:
-        self._library = library
+    def __init__(self, library: Any, holding: Any = None) -> None:
+        self._library, self._holding = library, library if holding is None else holding
         library.cudaGetErrorString.restype = ctypes.c_char_p
-        library.cudaMemcpyAsync.argtypes = [
-            ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p,
-        ]  # fmt: skip
+        for one in (self._library, self._holding):
+            one.cudaMemcpyAsync.argtypes = [
+                ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p,
+            ]  # fmt: skip
         library.cudaHostRegister.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
         library.cudaHostUnregister.argtypes = [ctypes.c_void_p]
+        library.cudaHostAlloc.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
+        library.cudaFreeHost.argtypes = [ctypes.c_void_p]
+        self._holding.cudaStreamIsCapturing.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         version = ctypes.c_int()
         self._check(library.cudaRuntimeGetVersion(ctypes.byref(version)))
         self.version = version.value
         # Whether copies are made many at once; not any more once the runtime has refused that.
-        self.batches = self.version >= _BATCHES_SINCE and hasattr(library, "cudaMemcpyBatchAsync")
+        has_batches = self.version >= _BATCHES_SINCE and hasattr(library, "cudaMemcpyBatchAsync")
+        self.batches = has_batches and os.environ.get(SWITCH) != "0"
         self._attributes = tuple(_Attributes(source_order=_STREAM_ORDER, flags=flags) for flags in (0, _OVERLAP))
         self._first = ctypes.c_size_t(0)
         self._failed = ctypes.c_size_t(0)
@@ -90,23 +126,29 @@ class Runtime:
             beside: whether they are to leave the multiprocessors to others, as far as the runtime can be told.
 
         Raises:
+            InvalidCopyError: a copy is invalid; others may have been enqueued.
             CheckflowError: the runtime refuses, or an earlier fault of the device has come to light.
         """
-        if self.batches and stream not in _LEGACY and copies.count > 1 and self._copy_batch(copies, stream, beside):
+        if (
+            self.batches
+            and copies.batches
+            and stream not in _LEGACY
+            and all(self._copy_batch(batch, stream, beside) for batch in copies.batches)
+        ):
             return
-        copy = self._library.cudaMemcpyAsync
+        copy = (self._holding if copies.at_once else self._library).cudaMemcpyAsync
         for target, source, length_bytes in copies.singly:
             if code := copy(target, source, length_bytes, _DEFAULT_KIND, stream):
-                self._check(code)
+                raise (InvalidCopyError if code == _INVALID_VALUE else CheckflowError)(self._explained(code))
 
-    def _copy_batch(self, copies: Copies, stream: int, beside: bool) -> bool:
+    def _copy_batch(self, batch: _Batch, stream: int, beside: bool) -> bool:
         """Whether it was enqueued; a driver older than the runtime does not have the call, and it is not made again.
 
         Nor is it after any other error: copies one by one either do, or say what is wrong.
         """
         failed = () if self.version >= _NO_FAIL_INDEX_SINCE else (ctypes.byref(self._failed),)
-        code = self._library.cudaMemcpyBatchAsync(
-            copies.targets, copies.sources, copies.sizes, ctypes.c_size_t(copies.count),
+        code = self._holding.cudaMemcpyBatchAsync(
+            batch.targets, batch.sources, batch.sizes, ctypes.c_size_t(batch.count),
             ctypes.byref(self._attributes[beside]), ctypes.byref(self._first), ctypes.c_size_t(1),
             *failed, ctypes.c_void_p(stream),
         )  # fmt: skip
@@ -130,6 +172,48 @@ class Runtime:
             CheckflowError: it was not registered, or the runtime is gone already.
         """
         self._check(self._library.cudaHostUnregister(address))
+
+    def allocate_host(self, size_bytes: int) -> int:
+        """Host memory that is locked from the begin; its address.
+
+        Raises:
+            CheckflowError: the system refuses.
+        """
+        place = ctypes.c_void_p()
+        self._check(self._library.cudaHostAlloc(ctypes.byref(place), size_bytes, _PORTABLE))
+        return place.value or 0
+
+    def free_host(self, address: int) -> None:
+        """Undo :meth:`allocate_host`.
+
+        Raises:
+            CheckflowError: it is no such memory, or the runtime is gone already.
+        """
+        self._check(self._library.cudaFreeHost(address))
+
+    def attribute(self, number: int, index: int) -> int:
+        """What a device is or can (``cudaDeviceAttr``).
+
+        Raises:
+            CheckflowError: there is no such device or attribute.
+        """
+        value = ctypes.c_int()
+        self._check(self._library.cudaDeviceGetAttribute(ctypes.byref(value), number, index))
+        return value.value
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether what a stream is given goes into a CUDA graph.
+
+        Raises:
+            CheckflowError: the device has failed.
+        """
+        status = ctypes.c_int()
+        code = self._holding.cudaStreamIsCapturing(stream, ctypes.byref(status))
+        if code == _IMPLICIT:
+            self._library.cudaGetLastError()
+            return True
+        self._check(code)
+        return status.value != _NOT_CAPTURING
 
     def make_stream(self) -> int:
         """The handle of a new stream of the current device, which nobody else is given: torch's streams come from a
@@ -190,7 +274,7 @@ def load_runtime() -> Runtime:
     tried = []
     for name in _candidates(major):
         try:
-            return Runtime(ctypes.CDLL(name))
+            return Runtime(ctypes.CDLL(name), ctypes.PyDLL(name))
         except (OSError, AttributeError) as error:  # not there, or not the runtime
             tried.append(f"{name}: {error}")
     raise CheckflowError(

@@ -28,7 +28,7 @@ class StreamDevice(Protocol):
     memory: torch.device  # whose memory it is
 
     def current(self) -> Stream:
-        """The stream on which the calling thread enqueues what it does."""
+        """The stream on which the calling thread enqueues what it does; it is not captured."""
 
     def allocate(self, size_bytes: int) -> tuple[int, object]:
         """Memory for the current stream: its address, and what holds it.
@@ -36,8 +36,15 @@ class StreamDevice(Protocol):
         Once that is dropped, it may be handed out again at once, to whatever is enqueued on this stream later.
         """
 
-    def prepare(self, transfers: Sequence[Transfer]) -> Copies:
-        """Copies that are to be made together, in no order among themselves, once or again and again."""
+    def capturing(self, stream: Stream) -> bool:
+        """Whether what the stream is given goes into a graph, to be done later and again."""
+
+    def prepare(self, transfers: Sequence[Transfer], *, inside: bool = False) -> Copies:
+        """Copies that are to be made together, in no order among themselves, once or again and again.
+
+        Args:
+            inside: both ends lie in the memory of the device; otherwise the targets lie in host memory.
+        """
 
     def copy(self, copies: Copies, stream: Stream) -> None:
         """Make these copies, in order behind what the stream has been given."""

@@ -24,6 +24,7 @@ import torch
 from checkflow.core.errors import CheckflowError
 from checkflow.runtime.persist import saver
 from checkflow.runtime.transfer.cuda import CudaCopyEngine
+from checkflow.runtime.transfer.cuda_capture import merged
 from checkflow.runtime.transfer.engine import Transfer
 
 GARBAGE = 0xEE
@@ -101,6 +102,7 @@ class FakeDevice:
         self._lock = threading.RLock()
         self._current = threading.local()
         self.allocated_bytes = 0
+        self.captured: set[str] = set()  # streams whose work goes into a graph: an event there may not be waited for
         self.failure = ""  # what every call reports from now on
         self.fails_at = -1  # after so many more copies
         self.hasty = 0.0  # how likely the device does something at each call
@@ -113,15 +115,20 @@ class FakeDevice:
     # What the engine asks (checkflow.runtime.transfer.device.StreamDevice)
 
     def current(self) -> FakeStream:
-        return FakeStream(getattr(self._current, "stream", "main"))  # another object each time
+        stream = FakeStream(getattr(self._current, "stream", "main"))  # another object each time
+        if stream in self.captured:
+            raise CheckflowError("training is being captured into a CUDA graph")
+        return stream
 
     def allocate(self, size_bytes: int) -> tuple[int, object]:
         memory = Memory(self, self.current(), size_bytes)
         return memory.address, memory
 
-    def prepare(self, transfers: Sequence[Transfer]) -> tuple[Transfer, ...]:
-        assert all(transfer.length_bytes for transfer in transfers)
-        return tuple(transfers)
+    def capturing(self, stream: str) -> bool:
+        return stream in self.captured
+
+    def prepare(self, transfers: Sequence[Transfer], *, inside: bool = False) -> tuple[Transfer, ...]:
+        return tuple(merged(transfers))
 
     def copy(self, copies: tuple[Transfer, ...], stream: str) -> None:
         self._fail_if_asked()
@@ -143,12 +150,14 @@ class FakeDevice:
         )
 
     def record(self, stream: str, *, timed: bool = False) -> Event:
+        assert stream not in self.captured, "an event that nobody may wait for"
         event = self._recycled.pop() if self._recycled else Event()
         event.happened = threading.Event()
         self.enqueue(stream, event.happened.set)
         return event
 
     def wait(self, stream: str, event: Event) -> None:
+        assert stream not in self.captured, "a graph that waits for what lies outside of it is void"
         self.enqueue(stream, lambda: None, after=event.happened)
 
     def done(self, event: Event) -> bool:

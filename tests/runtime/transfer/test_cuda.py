@@ -12,7 +12,7 @@ import logging
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -347,7 +347,13 @@ def test_lists_of_copies_are_made_once_and_neighbours_are_one(
     made: list[int] = []
     prepare = buffers.device.prepare
     monkeypatch.setattr(cuda, "EVENT_BYTES", 96)
-    monkeypatch.setattr(buffers.device, "prepare", lambda pieces: (made.append(len(pieces)), prepare(pieces))[1])
+
+    def count(pieces: Sequence[Transfer]) -> tuple[Transfer, ...]:
+        prepared = prepare(pieces)
+        made.append(len(prepared))
+        return prepared
+
+    monkeypatch.setattr(buffers.device, "prepare", count)
     for _ in range(3):
         buffers.begin()
         buffers.engine.offload([0, 1, 2], "a")
@@ -624,6 +630,41 @@ def test_an_interrupt_while_a_capture_is_given_up(buffers: Buffers, monkeypatch:
     buffers.engine.offload(range(4), "a")
     buffers.engine.finish()
     assert buffers.arrived.is_set()
+
+
+def test_a_graph_that_is_captured_meanwhile_is_left_alone(buffers: Buffers) -> None:
+    """The simulated device refuses an event or a wait on a captured stream, which would void the graph."""
+    engine, device = buffers.engine, buffers.device
+    device._copies = "first"  # and what training's streams were given as late as it may be done
+    for offloaded in (False, True):
+        device.on_stream("user")
+        buffers.begin()
+        engine.snapshot([0], "a")
+        device.on_stream("main")
+        if offloaded:
+            engine.offload(range(4), "a")
+            device.captured = {"user"}
+            with pytest.raises(CheckflowError, match="being captured into a CUDA graph"):
+                engine.conclude()
+        device.captured = {"user"}
+        engine.abort()
+        assert not device.uses(ctypes.addressof(buffers.source), len(buffers.content))
+        device.captured = set()
+    device.captured = {"main"}
+    with pytest.raises(CheckflowError, match="being captured"):
+        buffers.begin()
+    device.captured = set()
+    device.on_stream("user")
+    engine.note()
+    device.on_stream("main")
+    device.captured = {"user"}
+    with pytest.raises(CheckflowError, match="being captured into a CUDA graph"):
+        engine.join()
+    device.captured = set()
+    buffers.begin()
+    engine.offload(range(4), "a")
+    engine.finish()
+    assert buffers.target.raw == buffers.content
 
 
 def test_closing_ends_a_capture_that_is_under_way() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -11,6 +13,9 @@ import torch
 
 from checkflow.core.errors import CheckflowError
 from checkflow.runtime.transfer.cuda_device import CudaDevice
+from checkflow.runtime.transfer.cudart import HOST_POINTERS, Runtime
+from checkflow.runtime.transfer.engine import Transfer
+from tests.runtime.transfer.test_cudart import Library
 
 FAULT = "CUDA error: an illegal memory access was encountered\nCompile with TORCH_USE_CUDA_DSA"
 
@@ -44,12 +49,8 @@ def test_a_device_that_has_failed_is_told_of_in_a_line(device: CudaDevice, monke
         lambda: device.allocate(1),
     ]
     monkeypatch.setattr(torch, "UntypedStorage", fail)
-    for name in ("is_current_stream_capturing", "current_stream"):
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-            patch.setattr(torch.cuda, name, fail)
-            with pytest.raises(CheckflowError, match=r"^CUDA: CUDA error: an illegal memory access was encountered$"):
-                device.current()
+    monkeypatch.setattr(torch.cuda, "current_stream", fail)
+    calls.append(device.current)
     for call in calls:
         with pytest.raises(CheckflowError, match=r"^CUDA: CUDA error: an illegal memory access was encountered$"):
             call()
@@ -61,10 +62,85 @@ def test_the_time_between_events_is_in_seconds_and_none_before_the_later_one(dev
     assert device.seconds_between(before, event(query=lambda: False)) == 0.0
 
 
-def test_nothing_is_copied_while_a_graph_is_captured(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: f"stream of {index}")
+class Host:
+    """Twelve bytes at each end, and a device over a stand-in for the runtime."""
+
+    def __init__(self, device: CudaDevice, library: Library) -> None:
+        device._runtime, device._locked, device._merges = Runtime(library), {}, True
+        device.side = STREAM
+        device._batched = device._runtime.attribute(HOST_POINTERS, 0) == 1
+        self.source = ctypes.create_string_buffer(b"abcdefghijkl", 12)
+        self.target = ctypes.create_string_buffer(12)
+        self.address = ctypes.addressof(self.target)
+        there = ctypes.addressof(self.source)
+        self.transfers = [
+            Transfer(there + at, self.address + at, size) for at, size in ((0, 4), (4, 4), (8, 0), (8, 4))
+        ]
+        self.apart = [self.transfers[0], self.transfers[3]]
+
+
+STREAM: Any = SimpleNamespace(cuda_stream=77)
+
+
+def test_a_stream_that_is_captured_takes_no_copies(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's own, be another one current."""
+    library = Library(13_000)
+    Host(device, library)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fail)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: STREAM if index == 0 else None)
+    library.captured = {77: 1}
     with pytest.raises(CheckflowError, match="captured into a CUDA graph"):
         device.current()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert device.current() == "stream of 0"
+    library.captured = {78: 1}
+    assert device.current() is STREAM
+
+
+@pytest.mark.parametrize(
+    ("locked_bytes", "inside", "host_pointers", "batched"),
+    [(12, False, 1, True), (11, False, 1, False), (0, False, 1, False), (0, True, 1, True), (12, False, 0, False)],
+)
+def test_batches_go_to_locked_memory_whose_address_the_device_takes(
+    device: CudaDevice, locked_bytes: int, inside: bool, host_pointers: int, batched: bool
+) -> None:
+    library = Library(13_000)
+    library.attributes[91] = host_pointers
+    host = Host(device, library)
+    if locked_bytes:
+        device._locked[host.address] = locked_bytes
+    device.copy(device.prepare(host.apart, inside=inside), STREAM)
+    assert [call[0] for call in library.calls] == (["batch"] if batched else ["copy"] * 2)
+    assert host.target.raw == b"abcd\0\0\0\0ijkl"
+    assert device.batches == (host_pointers == 1)
+
+
+def test_what_is_unlocked_or_given_back_takes_no_batch(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    host = Host(device, Library(13_000))
+    device.register(host.address, 12)
+    assert device.prepare(host.apart).copies.batches
+    device.unregister(host.address)
+    assert not device.prepare(host.apart).copies.batches
+    address = device.allocate_host(12)
+    assert device.prepare([Transfer(1, address, 4), Transfer(9, address + 8, 4)]).copies.batches
+    device.free_host(address)
+    assert not device.prepare([Transfer(1, address, 4), Transfer(9, address + 8, 4)]).copies.batches
+
+
+def test_neighbours_in_two_allocations_are_copied_one_by_one(device: CudaDevice) -> None:
+    """As with a pluggable allocator, cudaMallocAsync, or caching off: the runtime refuses a copy that spans two."""
+    library = Library(13_000)
+    library.spanning_bytes = 8
+    host = Host(device, library)
+    device._locked[host.address] = 12
+    pieces = [host.transfers[3], *host.transfers[:3]]
+    earlier = device.prepare(pieces)
+    device.copy(device.prepare(pieces), STREAM)
+    assert host.target.raw == host.source.raw
+    assert library.calls[-1] == ("batch", [4, 4, 4], 77)
+    assert device.batches
+    library.calls.clear()
+    device.copy(earlier, STREAM)
+    assert library.calls == [("batch", [4, 4, 4], 77)], "what was prepared before is not tried as it was"
+    library.spanning_bytes = 4
+    with pytest.raises(CheckflowError, match="error 1"):
+        device.copy(device.prepare(host.transfers[:1]), STREAM)

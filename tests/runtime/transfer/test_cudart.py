@@ -16,6 +16,7 @@ import torch
 from checkflow.core.errors import CheckflowError
 from checkflow.runtime.memory_tier.staging import StagingBuffers
 from checkflow.runtime.system import numa
+from checkflow.runtime.transfer import cudart
 from checkflow.runtime.transfer.cudart import Copies, Runtime, load_runtime, loaded_runtimes
 from checkflow.runtime.transfer.engine import Transfer
 
@@ -46,6 +47,15 @@ class Library:
             lambda address, size, flags: self._note("register", address, size, flags), c_void_p, c_size_t, c_uint
         )
         self.cudaHostUnregister = self._function(lambda address: self._note("unregister", address), c_void_p)
+        self.cudaHostAlloc = self._function(self._allocate, POINTERS, c_size_t, c_uint)
+        self.cudaFreeHost = self._function(lambda address: self._note("free", address), c_void_p)
+        self.cudaDeviceGetAttribute = self._function(
+            lambda place, number, index: self._put(place, self.attributes[number]), POINTER(c_int), c_int, c_int
+        )
+        self.cudaStreamIsCapturing = self._function(self._is_capturing, c_void_p, POINTER(c_int))
+        self.spanning_bytes = 0  # copies of this size span two allocations
+        self.attributes = {88: 0, 91: 1, 99: 1}
+        self.captured: dict[int, int] = {}  # by stream: the status, or the error that asking gives
         self.cudaThreadExchangeStreamCaptureMode = self._function(self._exchange, POINTER(c_int))
         self.mode = 0
 
@@ -61,12 +71,22 @@ class Library:
         place[0] = value
         return 0
 
+    def _allocate(self, place: Any, size: int, flags: int) -> int:
+        place[0] = 4096
+        return self._note("allocate", size, flags)
+
+    def _is_capturing(self, stream: int | None, place: Any) -> int:
+        place[0] = status = self.captured.get(stream or 0, 0)
+        return status if status > 2 else 0
+
     def _exchange(self, place: Any) -> int:
         place[0], self.mode = self.mode, place[0]
         return 0
 
     def _copy(self, target: int, source: int, size: int, kind: int, stream: int | None) -> int:
         assert kind == 4
+        if size == self.spanning_bytes:
+            return 1
         ctypes.memmove(target, source, size)
         return self._note("copy", size, stream)
 
@@ -75,6 +95,8 @@ class Library:
         words = (c_int * 6).from_address(attributes)
         assert (list(words)[:5], first[0], attribute_count) == ([1, 0, 0, 0, 0], 0, 1)
         self.flags = words[5]
+        if self.spanning_bytes in [sizes[at] for at in range(count)]:
+            return 1
         if not self.batch_code:
             for at in range(count):
                 ctypes.memmove(targets[at], sources[at], sizes[at])
@@ -89,7 +111,8 @@ class Three:
         self.source = ctypes.create_string_buffer(b"abcdefghijkl", 12)
         self.target = ctypes.create_string_buffer(12)
         one, other = ctypes.addressof(self.source), ctypes.addressof(self.target)
-        self.copies = Copies([Transfer(one + at, other + at, 4) for at in (8, 0, 4)])
+        self.transfers = [Transfer(one + at, other + at, 4) for at in (8, 0, 4)]
+        self.copies = Copies(self.transfers, at_once=True, batched=True)
 
     @property
     def made(self) -> bool:
@@ -114,6 +137,50 @@ def test_one_by_one_where_it_has_it_not_and_on_the_legacy_stream() -> None:
         Runtime(library).copy(three.copies, stream)
         assert three.made
         assert library.calls == [("copy", 4, stream or None)] * 3
+
+
+def test_a_call_takes_no_more_than_drivers_bear(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudart, "MOST_TOGETHER", 2)
+    for count, sizes in ((2, [[4, 4]]), (3, [[4, 4], [4]])):
+        library, three = Library(13_000), Three()
+        Runtime(library).copy(Copies(three.transfers[:count], at_once=True, batched=True), 77)
+        assert library.calls == [("batch", part, 77) for part in sizes]
+    library, three = Library(13_000), Three()
+    Runtime(library).copy(Copies(three.transfers[:1], at_once=True, batched=True), 77)
+    assert library.calls == [("copy", 4, 77)], "one by itself is no batch"
+
+
+def test_no_batch_where_it_may_fault_or_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    three, library = Three(), Library(13_000)
+    for at_once, batched in ((False, True), (True, False)):
+        Runtime(library).copy(Copies(three.transfers, at_once=at_once, batched=batched), 77)
+    monkeypatch.setenv("CHECKFLOW_BATCH_COPIES", "0")
+    Runtime(library).copy(three.copies, 77)
+    assert library.calls == [("copy", 4, 77)] * 9
+    monkeypatch.setenv("CHECKFLOW_BATCH_COPIES", "1")
+    assert Runtime(library).batches
+
+
+def test_other_threads_run_only_during_copies_that_may_last() -> None:
+    letting_go, holding, three = Library(12_060), Library(12_060), Three()
+    runtime = Runtime(letting_go, holding)
+    runtime.copy(three.copies, 77)
+    assert (len(letting_go.calls), len(holding.calls)) == (0, 3)
+    runtime.copy(Copies(three.transfers, at_once=False, batched=True), 77)
+    assert (len(letting_go.calls), len(holding.calls)) == (3, 3)
+
+
+def test_what_a_device_can_and_whether_a_stream_is_captured() -> None:
+    library = Library(13_000)
+    runtime = Runtime(library)
+    library.attributes[91] = 0
+    assert [runtime.attribute(number, 0) for number in (88, 91, 99)] == [0, 0, 1]
+    library.captured = {5: 1, 6: 2, 0: 906}
+    assert [runtime.is_capturing(stream) for stream in (5, 6, 7, 0)] == [True, True, False, True]
+    assert library.calls == [("taken back",)]
+    library.captured = {5: 700}
+    with pytest.raises(CheckflowError, match="error 700"):
+        runtime.is_capturing(5)
 
 
 def test_a_driver_that_has_it_not_is_asked_once() -> None:
@@ -158,6 +225,13 @@ def test_memory_is_registered_for_every_context_and_a_thread_s_mode_restored() -
     library.code = 2
     with pytest.raises(CheckflowError, match="error 2"):
         runtime.register(4096, 8192)
+    library.calls.clear()
+    assert runtime.allocate_host(8192) == 4096
+    runtime.free_host(4096)
+    assert library.calls == [("allocate", 8192, 1), ("free", 4096)]
+    library.code = 2
+    with pytest.raises(CheckflowError, match="error 2"):
+        runtime.allocate_host(8192)
     mode = runtime.exempt_thread()
     assert (mode, library.mode) == (0, 2)
     runtime.restore_thread(mode)
