@@ -130,9 +130,16 @@ class Record:
     info: dict[str, JsonValue] = field(default_factory=dict)
 
 
+class _Buffer(Protocol):
+    @property
+    def index(self) -> int: ...
+
+
 class StagedCheckpoint(Protocol):
     """A complete checkpoint in a staging buffer, as far as its record tells of it."""
 
+    @property
+    def buffer(self) -> _Buffer: ...
     @property
     def step(self) -> int: ...
     @property

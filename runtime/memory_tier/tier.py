@@ -124,6 +124,12 @@ class MemoryTier:
         self.mark()
         return list(self._memories)
 
+    def give_up(self, reason: str) -> None:
+        """Buffers lie elsewhere from now on, and end with the process."""
+        self.close()
+        self.survives = False
+        self._tell(reason)
+
     def mark(self) -> bool:
         """Say beside the checkpoints where the memory is, unless that was said; returns whether it is."""
         if self._is_mine and self._unmarked:
@@ -170,17 +176,17 @@ class MemoryTier:
         except OSError as error:  # what it says is true, if not all
             logger.debug("cannot note step %d in %s: %s", step, self._path, error)
 
-    def keep(self, index: int, capture: StagedCheckpoint, extra: bytes, info: dict[str, Any]) -> None:
+    def keep(self, capture: StagedCheckpoint, extra: bytes, info: dict[str, Any]) -> None:
         """A capture is complete. Without a record it ends with the process, and no more is lost: errors of the system,
         and what cannot be written down, are storage's to tell.
 
         Args:
-            index: of its buffer.
             extra: its extra state.
             info: for its manifest.
         """
         if not self._is_mine:
             return
+        index = capture.buffer.index
         audited = {} if capture.digests is None else capture.digests.take()
         try:
             record = Record(

@@ -165,7 +165,7 @@ class Saving:
             except CheckflowError:  # the writer makes it again, and tells what is wrong with it
                 return
         info = {**capture.info, **self.metrics.known(capture.step)}
-        self.tier.keep(capture.buffer.index, capture, capture.extra, info)
+        self.tier.keep(capture, capture.extra, info)
         if self._is_refuted(capture):  # meanwhile, by the writer
             self.tier.forget(capture.buffer.index)
 

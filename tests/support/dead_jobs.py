@@ -101,12 +101,12 @@ def tear(step: int = 7) -> None:
     """What was staged is changed before the record of it is made: what a write too early would do."""
     keep = MemoryTier.keep
 
-    def torn(self: MemoryTier, index: int, capture: Any, *rest: Any) -> None:
+    def torn(self: MemoryTier, capture: Any, *rest: Any) -> None:
         if capture.step == step:
             placed = max(capture.layout.tensors.values(), key=lambda one: one.record.size_bytes)
             view = capture.buffer.view
             view[placed.staging_offset] ^= 1
-        keep(self, index, capture, *rest)
+        keep(self, capture, *rest)
 
     MemoryTier.keep = torn  # type: ignore[method-assign]
 

@@ -216,7 +216,7 @@ def test_a_folder_that_cannot_be_looked_into_is_anothers(
 ) -> None:
     """As for every user but root."""
     directory = killed(tmp_path)
-    before, opened, folder = newest_on_storage(directory), orphans.files.folder, folder_of(directory)
+    before, opened, folder = newest_on_storage(directory), orphans.fs.folder, folder_of(directory)
 
     def refuse(path: str) -> Any:
         if path == str(folder):
@@ -224,7 +224,7 @@ def test_a_folder_that_cannot_be_looked_into_is_anothers(
         return opened(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(orphans.files, "folder", refuse)
+        patch.setattr(orphans.fs, "folder", refuse)
         with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
             assert checkpointer.resumed_from == before
     assert f"is passed over: {folder} is another user's" in caplog.text

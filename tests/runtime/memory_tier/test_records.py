@@ -59,7 +59,7 @@ class Tier:
         )  # fmt: skip
 
     def keep(self, index: int, step: int, **more: Any) -> None:
-        self.tier.keep(index, self.capture(index, step, **more), b"extra", {"epoch": 1})
+        self.tier.keep(self.capture(index, step, **more), b"extra", {"epoch": 1})
 
     def steps(self) -> dict[int, int]:
         """By buffer, as another process finds them."""
@@ -165,7 +165,7 @@ def test_the_newest_capture_is_written_over_last(tmp_path: Path) -> None:
     taken = [buffers.take() for _ in range(3)]
     for buffer, step in zip(taken, (7, 5, 6), strict=True):
         capture = Capture(step, buffer, layout, b"", {}, (), (), None, {}, "plan", by_plan=True)
-        tier.keep(buffer.index, capture, b"", {})
+        tier.keep(capture, b"", {})
         buffers.give_back(buffer)
     assert sorted(kept_in(tmp_path)) == [5, 6, 7]
     for left in ([6, 7], [7], []):
@@ -331,7 +331,7 @@ def test_where_the_mark_cannot_be_written_it_is_tried_again_with_each_capture(
 
 def test_a_file_that_comes_half_is_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(tier_module.files, "write_all", failing_always(full))
+    monkeypatch.setattr(tier_module.fs, "write_all", failing_always(full))
     fd = os.open(tmp_path, os.O_RDONLY)
     with pytest.raises(OSError, match="No space left"):
         tier_module._publish(fd, MARK, b"{}")

@@ -97,7 +97,7 @@ def test_what_a_dead_run_left_never_completes_a_version(
 
     def die(*arguments: Any) -> Any:
         folder = arguments[0]
-        wait_for(lambda: any(name.startswith(".done") for name in rendezvous.files.names(folder)))
+        wait_for(lambda: any(name.startswith(".done") for name in rendezvous.fs.names(folder)))
         died.set()
         raise Died
 
@@ -113,7 +113,7 @@ def test_what_a_dead_run_left_never_completes_a_version(
             )[0],
             Died,
         )
-    assert [name for name in rendezvous.files.folder_names(str(directory)) if name.startswith(".tmp-00000002")]
+    assert [name for name in rendezvous.fs.folder_names(str(directory)) if name.startswith(".tmp-00000002")]
     # Rank 1 of the new run comes first, and may take what lies there for the attempt; it writes again.
     late = threading.Event()
 
@@ -133,7 +133,7 @@ def test_what_a_dead_run_left_never_completes_a_version(
     alive.check(directory, 3, 2)
     dead.check(directory, 2, 1)
     assert glance(directory / "step-00000002").run_id == "run"
-    assert not [name for name in rendezvous.files.folder_names(str(directory)) if name.startswith(".tmp-")]
+    assert not [name for name in rendezvous.fs.folder_names(str(directory)) if name.startswith(".tmp-")]
 
 
 def test_versions_are_retained_as_checkpoints_are(directory: Path) -> None:
