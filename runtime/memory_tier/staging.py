@@ -5,7 +5,7 @@ and the copy engine, then handed to the writer, which gives it back. They lie in
 them, so that the next run finds what this one had captured when it was killed (:mod:`.tier`).
 
 Where the state lies on a GPU, buffers are locked in place, so that the GPU writes to them by itself, and lie on the
-NUMA node that it hangs on.
+NUMA node that it hangs on. Where shared memory cannot be locked, CUDA allocates them, and they end with the process.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from checkflow.core.device import format_size
 from checkflow.core.errors import CheckflowError, StorageError
@@ -35,6 +36,8 @@ logger = logging.getLogger("checkflow")
 _MADV_POPULATE_WRITE = 23  # of Linux 5.14, and the flags of its mmap: Python has no names for them
 _MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_MOST_THREADS = 8  # that touch or lock memory: more than its bandwidth needs
+_Item = TypeVar("_Item")
 
 
 class Locking(Protocol):
@@ -50,18 +53,24 @@ class Locking(Protocol):
     def unregister(self, address: int) -> None:
         """Undo that; raises CheckflowError where it cannot be undone."""
 
+    def allocate_host(self, size_bytes: int) -> int:
+        """The address of other memory, locked from the begin; raises CheckflowError where the system refuses."""
+
+    def free_host(self, address: int) -> None:
+        """Undo that; raises CheckflowError where it cannot be undone."""
+
 
 @dataclass(frozen=True, eq=False)
 class StagingBuffer:
     """One buffer: page-aligned memory at ``address``, and the same as ``view``."""
 
     index: int
-    memory: mmap.mmap
+    memory: mmap.mmap | ctypes.Array[ctypes.c_char]
     address: int
 
     @property
     def view(self) -> memoryview:
-        return memoryview(self.memory)
+        return memoryview(self.memory).cast("B")
 
 
 class StagingBuffers:
@@ -82,7 +91,8 @@ class StagingBuffers:
     ) -> None:
         self.size_bytes = 0
         self._count, self._locking, self._urge, self._tier = count, locking, urge, tier
-        self._locked: list[int] = []  # addresses
+        self._locked: list[int] = []  # addresses, in place
+        self._allocated = False  # locked from the begin
         self._told = False  # that they cannot be locked
         self._all: list[StagingBuffer] = []
         self._free: list[StagingBuffer] = []
@@ -106,15 +116,30 @@ class StagingBuffers:
                 f"{self._count} staging buffers of {format_size(size_bytes)} do not fit into the "
                 f"{format_size(available)} of host memory that are free: pass host_buffers=2 or 1, or free some"
             )
-        node = None if self._locking is None else self._locking.numa_node
-        shared = None if self._tier is None else self._tier.allocate(self._count, wanted_bytes, node)
-        memories = shared or [_private(wanted_bytes, node) for _ in range(self._count)]
-        self._all = [StagingBuffer(index, memory, _touched(memory)) for index, memory in enumerate(memories)]
-        if shared is not None:
-            _apart.update(self._all)
-        self._lock()
+        self._map(wanted_bytes)
+        if (error := self._lock()) is not None and not self._allocate_locked(wanted_bytes, error):
+            self._map(wanted_bytes)
+            self._warn_unlocked(wanted_bytes, error)
         self.size_bytes = wanted_bytes
         self._free.extend(self._all)
+
+    def _map(self, size_bytes: int) -> None:
+        """Make all buffers, in shared memory if they are to outlive the process and there is room."""
+        node = None if self._locking is None else self._locking.numa_node
+        shared = None if self._tier is None else self._tier.allocate(self._count, size_bytes, node)
+        memories = shared or [_private(size_bytes, node) for _ in range(self._count)]
+        self._all = [StagingBuffer(index, memory, map_address(memory)) for index, memory in enumerate(memories)]
+        if shared is not None:
+            _apart.update(self._all)
+        _in_threads(_touch, self._pieces())
+
+    def _pieces(self) -> list[tuple[int, int]]:
+        """Of all buffers: addresses, and bytes there."""
+        return [
+            (one.address + begin, min(PIECE_BYTES, len(one.memory) - begin))
+            for one in self._all
+            for begin in range(0, len(one.memory), PIECE_BYTES)
+        ]
 
     def take(self) -> StagingBuffer:
         """A free buffer; waits until one is given back. What is in it is void from now on.
@@ -156,26 +181,56 @@ class StagingBuffers:
     @property
     def locked(self) -> bool:
         """Whether every buffer is locked in place: copies from a GPU go on behind training then."""
-        return len(self._locked) == len(self._all)
+        return self._allocated or len(self._locked) == len(self._all)
 
-    def _lock(self) -> None:
-        """Lock them all, or none: copies into one that is not hold training, and say so once."""
-        if self._locking is None:
-            return
+    def _lock(self) -> CheckflowError | None:
+        """Lock them all; or give them all back, and say why."""
+        if (locking := self._locking) is None:
+            return None
+
+        def lock(buffer: StagingBuffer) -> None:
+            locking.register(buffer.address, len(buffer.memory))
+            self._locked.append(buffer.address)
+
         try:
-            for buffer in self._all:
-                self._locking.register(buffer.address, len(buffer.memory))
-                self._locked.append(buffer.address)
+            _in_threads(lock, self._all)
         except CheckflowError as error:
-            self._unlock()
-            if not self._told:
-                self._told = True
-                logger.warning(
-                    "staging memory (%d times %s) cannot be locked in place, so that copies from the GPU hold "
-                    "training: %s; raise the limit on locked memory (ulimit -l unlimited, or --ulimit memlock=-1 of a "
-                    "container), or pass host_buffers=2",
-                    self._count, format_size(len(buffer.memory)), error,
-                )  # fmt: skip
+            self.close()
+            return error
+        return None
+
+    def _allocate_locked(self, size_bytes: int, error: CheckflowError) -> bool:
+        """Make all buffers in memory that is locked from the begin, which ends with the process; whether there is any.
+
+        Virtual machines may refuse to lock shared memory.
+
+        Args:
+            error: why they cannot be locked in place.
+        """
+        assert self._locking is not None
+        made: list[StagingBuffer] = []
+        try:
+            for index in range(self._count):
+                made.append(_allocated(self._locking, index, size_bytes))
+        except CheckflowError as refused:
+            logger.debug("no locked memory for staging buffers: %s", refused)
+            return False
+        self._all, self._allocated = made, True
+        _apart.update(made)
+        _in_threads(_clear, self._pieces())
+        if self._tier is not None:
+            self._tier.give_up(f"shared memory cannot be locked in place: {error}")
+        return True
+
+    def _warn_unlocked(self, size_bytes: int, error: CheckflowError) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "staging memory (%d times %s) cannot be locked in place, so that copies from the GPU hold "
+                "training: %s; raise the limit on locked memory (ulimit -l unlimited, or --ulimit memlock=-1 of a "
+                "container), or pass host_buffers=2",
+                self._count, format_size(size_bytes), error,
+            )  # fmt: skip
 
     def _unlock(self) -> None:
         while self._locked and self._locking is not None:
@@ -195,6 +250,7 @@ class StagingBuffers:
         self.size_bytes = 0
         self._free.clear()
         self._all.clear()
+        self._allocated = False
         if self._tier is not None:
             self._tier.close(leave=leave)
 
@@ -218,16 +274,41 @@ def _private(size_bytes: int, node: int | None) -> mmap.mmap:
     return memory
 
 
-def _touched(memory: mmap.mmap) -> int:
-    """The address of memory that is all zeros, once every page of it can be written to without a page fault: one in the
-    middle of training costs more than the copy that meets it."""
-    address = map_address(memory)
+def _allocated(locking: Locking, index: int, size_bytes: int) -> StagingBuffer:
+    """Memory of this process alone that the device's runtime allocates, and gets back with the last view of it.
+
+    Raises:
+        CheckflowError: it refuses.
+    """
+    address = locking.allocate_host(size_bytes)
+    memory = (ctypes.c_char * size_bytes).from_address(address)
+    weakref.finalize(memory, _free, locking, address).atexit = False  # the runtime ends first, and takes it along
+    return StagingBuffer(index, memory, address)
+
+
+def _free(locking: Locking, address: int) -> None:
     try:
-        for begin in range(0, len(memory), PIECE_BYTES):  # nothing else runs in Python meanwhile
-            memory.madvise(_MADV_POPULATE_WRITE, begin, min(PIECE_BYTES, len(memory) - begin))
-    except (OSError, ValueError):  # an older kernel, or another system
-        ctypes.memset(address, 0, len(memory))
-    return address
+        locking.free_host(address)
+    except CheckflowError as error:
+        logger.debug("staging memory is not given back: %s", error)
+
+
+def _in_threads(work: Callable[[_Item], None], items: Sequence[_Item]) -> None:
+    """Call it for each; the kernel clears and locks pages on as many cores as ask for it."""
+    with ThreadPoolExecutor(min(len(items), _MOST_THREADS, os.cpu_count() or 1)) as pool:
+        for _ in pool.map(work, items):
+            pass
+
+
+def _touch(piece: tuple[int, int]) -> None:
+    """Have every page writable without a page fault: one in the middle of training costs more than the copy there."""
+    if _advise is None or _advise(*piece, _MADV_POPULATE_WRITE):  # an older kernel, or another system
+        _clear(piece)
+
+
+def _clear(piece: tuple[int, int]) -> None:
+    address, size_bytes = piece
+    ctypes.memset(address, 0, size_bytes)
 
 
 _apart: weakref.WeakSet[StagingBuffer] = weakref.WeakSet()  # shared buffers of this process
@@ -246,7 +327,10 @@ def _part() -> None:
             _map(buffer.address, size_bytes, _PROT_NONE, flags, -1, 0)
 
 
+_advise: Any = None
 if sys.platform == "linux":  # elsewhere there is no shared memory of this kind
+    _advise = ctypes.CDLL(None).madvise  # unlike that of mmap objects, it lets other threads go on
+    _advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     _map = ctypes.CDLL(None, use_errno=True).mmap
     _map.restype = ctypes.c_void_p
     _map.argtypes = (

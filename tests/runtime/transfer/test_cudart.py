@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from checkflow.core.errors import CheckflowError
+from checkflow.runtime.memory_tier.records import Life
 from checkflow.runtime.memory_tier.staging import StagingBuffers
+from checkflow.runtime.memory_tier.tier import MemoryTier
 from checkflow.runtime.system import numa
 from checkflow.runtime.transfer import cudart
 from checkflow.runtime.transfer.cudart import Copies, Runtime, load_runtime, loaded_runtimes
@@ -298,12 +300,23 @@ def test_a_system_without_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Locks:
-    """What a device does to host memory: up to so many buffers."""
+    """What a device does to host memory: up to so many buffers are locked, and so many allocated."""
 
-    def __init__(self, most: int, node: int | None = None) -> None:
-        self.most, self.numa_node = most, node
+    def __init__(self, most: int, node: int | None = None, allocated: int = 0) -> None:
+        self.most, self.numa_node, self.most_allocated = most, node, allocated
         self.held: dict[int, int] = {}
+        self.allocated: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self.gone = False
+
+    def allocate_host(self, size_bytes: int) -> int:
+        if len(self.allocated) >= self.most_allocated:
+            raise CheckflowError("CUDA: out of memory (error 2)")
+        memory = ctypes.create_string_buffer(b"\xaa" * size_bytes, size_bytes)
+        self.allocated[ctypes.addressof(memory)] = memory
+        return ctypes.addressof(memory)
+
+    def free_host(self, address: int) -> None:
+        del self.allocated[address]
 
     def register(self, address: int, size_bytes: int) -> None:
         if len(self.held) >= self.most:
@@ -346,6 +359,46 @@ def test_where_memory_cannot_be_locked_it_is_said_once_and_none_is(caplog: pytes
     (record,) = caplog.records
     assert "copies from the GPU hold training: CUDA: out of memory (error 2)" in record.getMessage()
     buffers.give_back(buffers.take())
+    buffers.close()
+
+
+@pytest.mark.parametrize("locked", [0, 2])
+def test_where_shared_memory_cannot_be_locked_cuda_allocates(
+    locked: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of all buffers or of none; views of one outlast the buffers."""
+    locks, tier = Locks(locked, allocated=3), MemoryTier(tmp_path, Life("run"))
+    buffers = StagingBuffers(3, locks, tier=tier)
+    with caplog.at_level(logging.WARNING, "checkflow"):
+        buffers.grow(5000)
+    (record,) = caplog.records
+    assert "captures in host memory end with the process" in record.getMessage()
+    assert "cannot be locked in place: CUDA: out of memory (error 2)" in record.getMessage()
+    assert (buffers.locked, tier.survives, locks.held) == (True, False, {})
+    taken = [buffers.take() for _ in range(3)]
+    assert set(locks.allocated) == {buffer.address for buffer in taken}
+    assert all(bytes(buffer.view) == bytes(5000) for buffer in taken)
+    taken[0].view[7] = 1
+    for buffer in taken:
+        buffers.give_back(buffer)
+    view = taken[0].view
+    del taken, buffer
+    buffers.close()
+    assert (len(locks.allocated), view[7]) == (1, 1)
+    del view
+    assert not locks.allocated
+
+
+def test_where_nothing_can_be_locked_captures_outlive_the_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    locks, tier = Locks(0, allocated=2), MemoryTier(tmp_path, Life("run"))
+    buffers = StagingBuffers(3, locks, tier=tier)
+    with caplog.at_level(logging.WARNING, "checkflow"):
+        buffers.grow(5000)
+    assert (buffers.locked, tier.survives, locks.allocated) == (False, True, {})
+    (record,) = caplog.records
+    assert "copies from the GPU hold training" in record.getMessage()
     buffers.close()
 
 
