@@ -24,28 +24,28 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
-STORE, WRITING, FILES, OPENING, MANIFEST, PLAN = (
+STORE, FILE_WRITER, FS, FILES, MANIFEST, PLAN = (
     "checkflow.runtime.store.store", "checkflow.runtime.store.file_writer", "checkflow.runtime.system.fs",
     "checkflow.runtime.store.files",
     "checkflow.runtime.format.manifest", "checkflow.core.plan",
 )  # fmt: skip
-LEFTOVERS = "checkflow.runtime.store.cleanup"
+CLEANUP = "checkflow.runtime.store.cleanup"
 # The part of the suite that has to notice: seconds each.
 SUITE = {
     STORE: (
         "tests/runtime/store/test_store.py tests/runtime/store/test_retention.py tests/runtime/store/test_cleanup.py",
         "power_cut or durable or links or kill_at or rewind or planted or comes_back",
     ),
-    LEFTOVERS: (
+    CLEANUP: (
         "tests/runtime/store/test_store.py tests/runtime/store/test_cleanup.py",
         "settled or links or comes_back",
     ),
-    FILES: (
+    FS: (
         "tests/runtime/store/test_store.py tests/runtime/store/test_reader.py tests/runtime/store/test_cleanup.py",
         "planted or link or files_that_are_none or cannot_be_used or durable",
     ),
-    WRITING: ("tests/runtime/store/test_store.py", "power_cut_at_any or comes_back"),
-    OPENING: (
+    FILE_WRITER: ("tests/runtime/store/test_store.py", "power_cut_at_any or comes_back"),
+    FILES: (
         "tests/runtime/store/test_reader.py",
         "flipped or length or none or attacker or later_block or another_step or linked",
     ),
@@ -109,12 +109,12 @@ def _without_flags(*flags: str) -> Callable[[ast.stmt], ast.stmt]:
 NO_FOLLOW = ("O_NOFOLLOW", "O_EXCL")  # of new files: either of them refuses a link
 KINDS: dict[str, tuple[str, Callable[[ast.stmt], bool], Callable[[ast.stmt], ast.stmt]]] = {
     "fsync": (STORE, _deletes_call("fsync", "_sync_folder"), _never),
-    "fsync of an exchange": (LEFTOVERS, _deletes_call("sync"), _never),
-    "fsync of a file": (WRITING, _deletes_call("fsync"), _never),
-    "fsync of a new directory": (FILES, _deletes_call("sync"), _never),
-    "write": (WRITING, _deletes_call("write_all", "pwrite"), _never),
-    "no-follow": (FILES, _drop_flags(*NO_FOLLOW), _without_flags(*NO_FOLLOW)),
-    "checksum": (OPENING, _deletes_refusal("CorruptCheckpointError"), _never),
+    "fsync of an exchange": (CLEANUP, _deletes_call("sync"), _never),
+    "fsync of a file": (FILE_WRITER, _deletes_call("fsync"), _never),
+    "fsync of a new directory": (FS, _deletes_call("sync"), _never),
+    "write": (FILE_WRITER, _deletes_call("write_all", "pwrite"), _never),
+    "no-follow": (FS, _drop_flags(*NO_FOLLOW), _without_flags(*NO_FOLLOW)),
+    "checksum": (FILES, _deletes_refusal("CorruptCheckpointError"), _never),
     "digest": (MANIFEST, _deletes_refusal("CorruptCheckpointError"), _never),
     "plan: flush, fsync": (PLAN, _deletes_call("flush", "fsync", "write", "fsync_folder"), _never),
 }
