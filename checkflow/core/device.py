@@ -136,7 +136,8 @@ class Device:
     """A device to plan for.
 
     Raises:
-        CheckflowError: a number is not positive, an efficiency is above 1, or the float32 peak is missing.
+        CheckflowError: a number is not positive (``copy_seconds``: negative), an efficiency is above 1, or the float32
+            peak is missing.
 
     A device file (``checkflow probe -o``, :func:`read_device`) is a JSON object with these fields.
     """
@@ -163,6 +164,7 @@ class Device:
     pageable_to_device_bytes_per_second: float | None = None
     disk_write_bytes_per_second: float | None = None  # one file, its fsync included
     disk_read_bytes_per_second: float | None = None  # of what is not in memory
+    copy_seconds: float = 0.0  # what each piece of state costs the link besides its bytes; 0: not measured
 
     def __post_init__(self) -> None:
         numbers: dict[str, float] = {
@@ -176,7 +178,9 @@ class Device:
                 " its own is judged: add the float32 peak of the general units"
             )
         for name, number in numbers.items():
-            if not 0 < number < math.inf:
+            if name == "copy_seconds" and not 0 <= number < math.inf:
+                raise CheckflowError(f"device {self.name}: {name} must be a number, at least zero, not {number}")
+            if name != "copy_seconds" and not 0 < number < math.inf:
                 raise CheckflowError(f"device {self.name}: {name} must be a number above zero")
             if number >= _MOST:
                 raise CheckflowError(f"device {self.name}: {name} is {number:g}, more than any device has")

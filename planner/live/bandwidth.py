@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 import torch
 
-from checkflow.planner.measure.probe import Effort, array_size_bytes, host_link_figure, repeat
+from checkflow.planner.measure.probe import (
+    LEAD_BYTES,
+    Effort,
+    array_size_bytes,
+    host_link_figures,
+    link_piece_figure,
+    repeat,
+    staging_memory,
+)
 from checkflow.planner.measure.timing import clock_of
 
 _BYTES = 32 * 2**20  # larger than most caches of a CPU, and long enough for a link
@@ -27,25 +35,35 @@ class Bandwidths:
 
     link_bytes_per_second: float  # from device memory to staging memory
     memory_bytes_per_second: float  # of device memory: a copy within it reads each byte once and writes it once
+    copy_seconds: float = 0.0  # what each piece costs the link besides its bytes
 
 
 def measure_bandwidths(device: torch.device) -> Bandwidths:
     """Measure the copies that checkpoints will make; takes some 0.1 s.
 
-    On the CPU both are one thread's memmove. On a GPU the first is a copy into pinned host memory, the second one
-    inside its own memory, of which 512 MiB are taken for that moment, or less where little is free.
+    On the CPU all are one thread's memmove. On a GPU the link's are copies into memory as staging buffers are, and the
+    memory's is one inside it, of which 512 MiB are taken for that moment, or less where little is free. All is given
+    back before this returns; but torch's peaks (``max_memory_allocated``, ``max_memory_reserved``) count it.
 
     Raises:
         CheckflowError: so little memory is free that nothing can be measured.
     """
-    clock = clock_of(device)
     if device.type != "cuda":
-        rate = host_link_figure(clock, MOMENT, array_size_bytes(MOMENT, device)).spread.median
-        return Bandwidths(rate, 2 * rate)
-    size_bytes = array_size_bytes(GPU_MOMENT, device)
-    link_bytes = min(size_bytes, _BYTES)  # torch keeps what it pins
+        link, piece = host_link_figures(clock_of(device), MOMENT, array_size_bytes(MOMENT, device))
+        return Bandwidths(link.spread.median, 2 * link.spread.median, piece.spread.median)
+    with torch.cuda.device(device):  # a pool belongs to the current device
+        pool = torch.cuda.MemPool()  # and gives its memory back to CUDA when it goes, after the arrays in it
+        with torch.cuda.use_mem_pool(pool):
+            return _measure_gpu(device)
+
+
+def _measure_gpu(device: torch.device) -> Bandwidths:
+    clock, size_bytes = clock_of(device), array_size_bytes(GPU_MOMENT, device)
     source, other = (torch.ones(size_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    here, part = torch.ones(link_bytes, dtype=torch.uint8, device="cpu", pin_memory=True), source[:link_bytes]
-    link = repeat(lambda: here.copy_(part, non_blocking=True), clock, MOMENT).median
     memory = repeat(lambda: other.copy_(source), clock, GPU_MOMENT).median
-    return Bandwidths(link_bytes / link, 2 * size_bytes / memory)
+    link_bytes = min(size_bytes, LEAD_BYTES)
+    with staging_memory(link_bytes, device) as here:
+        part = source[:link_bytes]
+        link = repeat(lambda: here.copy_(part, non_blocking=True), clock, MOMENT).median
+        piece = link_piece_figure(here, part, clock, MOMENT)
+    return Bandwidths(link_bytes / link, 2 * size_bytes / memory, piece.spread.median)

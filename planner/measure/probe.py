@@ -10,6 +10,7 @@ until one of them takes long enough to be timed. The figures become a :class:`~c
   depends on sizes; without it iterations are short, which is the safe side);
 - the link is what large copies to pinned host memory give. On a machine without a GPU, it is one thread's memmove from
   memory to memory, which is what the runtime does there;
+- what a piece costs besides its bytes is the time of many small copies, less that of as many bytes in one;
 - launches are tiny operators back to back.
 
 All of it is measured on a machine that does nothing else: training leaves less of what it uses itself.
@@ -17,9 +18,11 @@ All of it is measured on a machine that does nothing else: training leaves less 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
-from collections.abc import Callable, Sequence
+import mmap
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -39,6 +42,8 @@ Progress = Callable[[str], None]
 _MIB = 2**20
 LEAST_ARRAY_BYTES = 8 * _MIB  # smaller ones lie in caches
 LAUNCHES = 1000  # in one lap
+PIECES, PIECE_BYTES = 128, 4096  # of small copies in one lap
+LEAD_BYTES = 32 * _MIB  # of the copy before them: while it crosses a link of 50 GB/s, the host issues so many
 _FIRST_PRODUCT, _LARGEST_PRODUCT = 512, 16384  # rows and columns
 _DTYPES = {
     "float32": torch.float32,
@@ -68,6 +73,8 @@ FULL = Effort(repetitions=25, seconds=3.0, array_bytes=1024 * _MIB, product_seco
 QUICK = Effort(repetitions=7, seconds=0.25, array_bytes=128 * _MIB, product_seconds=0.005, disk_bytes=64 * _MIB)
 LEAST_REPETITIONS = 3
 PRODUCT = "product, "  # then the dtype
+PIECE = "each piece"
+_PORTABLE = 1  # cudaHostRegisterPortable, of driver_types.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +142,7 @@ def device_figures(
     if machine.kind == "cuda":
         figures += link_figures(device, clock, effort, array_bytes)
     else:
-        figures.append(host_link_figure(clock, effort, array_bytes))
+        figures += host_link_figures(clock, effort, array_bytes)
         notes.append("without a GPU the link is one thread's copy from memory to memory, as the runtime makes it")
     for dtype in (*_DTYPES, "tf32"):
         progress(f"products in {dtype}")
@@ -203,17 +210,96 @@ def memory_figures(device: torch.device, clock: Clock, effort: Effort, array_byt
     ]
 
 
-def host_link_figure(clock: Clock, effort: Effort, array_bytes: int) -> Figure:
-    """One thread's copy from memory to memory; a byte that is copied counts once."""
+def host_link_figures(clock: Clock, effort: Effort, array_bytes: int) -> list[Figure]:
+    """One thread's copy from memory to memory, a byte that is copied counting once; and what each piece costs besides.
+
+    A piece costs what the runtime's copy engine pays there: a turn of its loop, and a call of memmove.
+    """
     source, target = (torch.ones(array_bytes, dtype=torch.uint8, device="cpu") for _ in range(2))
-    addresses = target.data_ptr(), source.data_ptr()
-    seconds = repeat(lambda: ctypes.memmove(*addresses, array_bytes), clock, effort)
+
+    def copies(places: range, length_bytes: int) -> Work:
+        pieces = [(target.data_ptr() + at, source.data_ptr() + at, length_bytes) for at in places]
+
+        def work() -> None:
+            for piece in pieces:
+                ctypes.memmove(*piece)
+
+        return work
+
+    seconds = repeat(copies(range(1), array_bytes), clock, effort)
     how = f"{format_size(array_bytes)}, memory to memory, one thread"
-    return rate("device to host", "bytes_per_second", array_bytes, seconds, how)
+    return [
+        rate("device to host", "bytes_per_second", array_bytes, seconds, how),
+        piece_figure(copies, clock, effort, array_bytes),
+    ]
+
+
+def piece_figure(copies: Callable[[range, int], Work], clock: Clock, effort: Effort, array_bytes: int) -> Figure:
+    """What each piece costs besides its bytes: small copies to as many places, less one copy of as many bytes.
+
+    Args:
+        copies: makes the work of copies at these places of an array, of so many bytes each.
+    """
+    alone = repeat(copies(range(1), PIECES * PIECE_BYTES), clock, effort).median
+    laps = repeat(copies(range(0, array_bytes, array_bytes // PIECES), PIECE_BYTES), clock, effort)
+    how = f"{PIECES} copies of {format_size(PIECE_BYTES)}, less one of as many bytes"
+    return Figure(PIECE, "seconds", laps.above(alone).scaled(1 / (PIECES - 1)), how)
+
+
+def link_piece_figure(here: torch.Tensor, there: torch.Tensor, clock: Clock, effort: Effort) -> Figure:
+    """What each piece costs the link from a CUDA device (``there``) to staging memory (``here``), besides its bytes.
+
+    A large copy goes before the pieces. While it crosses, the host issues them, so that this is the link's time, not
+    Python's. torch issues each copy by itself; the runtime (:mod:`checkflow.runtime.transfer.cudart`) hands CUDA many
+    at once where it can. So this is an upper bound of what a piece costs there; more than ever on a link so fast that
+    the large copy is over before the host has issued the pieces.
+    """
+
+    def copies(places: range, length_bytes: int) -> Work:
+        pieces = [(here[at : at + length_bytes], there[at : at + length_bytes]) for at in places]
+
+        def work() -> None:
+            here.copy_(there, non_blocking=True)
+            for target, source in pieces:
+                target.copy_(source, non_blocking=True)
+
+        return work
+
+    return piece_figure(copies, clock, effort, here.nbytes)
+
+
+@contextlib.contextmanager
+def staging_memory(size_bytes: int, device: torch.device) -> Iterator[torch.Tensor]:
+    """Host memory as the runtime stages checkpoints in, for a CUDA device: shared, and locked in place; uint8.
+
+    The system gets it back at the end; what torch pins would stay in torch's cache. Where the system refuses to lock
+    it, the runtime's own memory is not locked either, and this is lent as it is.
+    """
+    here = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8).fill_(1)
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    locked = _succeeded(cudart.cudaHostRegister(here.data_ptr(), size_bytes, _PORTABLE), device)
+    try:
+        yield here
+    finally:
+        if locked:
+            torch.cuda.synchronize(device)
+            _succeeded(cudart.cudaHostUnregister(here.data_ptr()), device)
+
+
+def _succeeded(code: int, device: torch.device) -> bool:
+    """Whether a call of CUDA's runtime did.
+
+    torch leaves an error there for its next kernel to find, which would blame training: here is that kernel.
+    """
+    if int(code) == 0:
+        return True
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)
+    return False
 
 
 def link_figures(device: torch.device, clock: Clock, effort: Effort, array_bytes: int) -> list[Figure]:
-    """Copies between a CUDA device and the host, both ways, with pinned and with pageable host memory."""
+    """Copies between a CUDA device and the host, both ways, with pinned and with pageable host memory; and pieces."""
     there = torch.ones(array_bytes, dtype=torch.uint8, device=device)
     figures = []
     for pinned in (True, False):
@@ -223,6 +309,9 @@ def link_figures(device: torch.device, clock: Clock, effort: Effort, array_bytes
             seconds = repeat(_copy(target, source), clock, effort)
             how = f"{format_size(array_bytes)}, {kind} host memory"
             figures.append(rate(f"{name}, {kind}", "bytes_per_second", array_bytes, seconds, how))
+    lead_bytes = min(array_bytes, LEAD_BYTES)
+    with staging_memory(lead_bytes, device) as here:
+        figures.append(link_piece_figure(here, there[:lead_bytes], clock, effort))
     return figures
 
 
@@ -327,6 +416,7 @@ def make_device(machine: Machine, figures: Sequence[Figure], *, now: datetime.da
         pageable_to_device_bytes_per_second=medians.get("host to device, pageable"),
         disk_write_bytes_per_second=medians.get("disk write"),
         disk_read_bytes_per_second=medians.get("disk read"),
+        copy_seconds=medians[PIECE],
     )
 
 

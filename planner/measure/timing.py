@@ -85,6 +85,13 @@ class Spread:
         ends = (self.least * factor, self.lower * factor, self.median * factor, self.upper * factor, self.most * factor)
         return Spread(*ends, self.count)
 
+    def above(self, amount: float) -> Spread:
+        """What the same measurements are more than an amount; 0 where they are less."""
+        least, lower, median, upper, most = (
+            max(0.0, end - amount) for end in (self.least, self.lower, self.median, self.upper, self.most)
+        )
+        return Spread(least, lower, median, upper, most, self.count)
+
 
 def spread_of(samples: Sequence[float]) -> Spread:
     """The spread of at least one measurement; quartiles are interpolated.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import errno
 import json
 import os
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +32,13 @@ from checkflow.planner.measure.probe import (
     Figure,
     Probed,
     array_size_bytes,
+    host_link_figures,
+    link_piece_figure,
     make_device,
     product_figure,
     rate,
     repeat,
+    staging_memory,
 )
 from checkflow.planner.measure.timing import EventClock, HostClock, Spread, Work, spread_of
 
@@ -62,24 +67,153 @@ class FakeClock:
 
 
 @pytest.mark.parametrize(("free_bytes", "size_bytes"), [(2**40, 256 * 2**20), (2**30, 64 * 2**20), (2**28, 2**24)])
-def test_a_gpus_memory_is_measured_beyond_its_caches(
+def test_a_gpus_memory_is_measured_beyond_its_caches_and_given_back(
     free_bytes: int, size_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[tuple[str, int]] = []
+    events: list[tuple[str, Any]] = []
 
-    def ones(count: int, *, dtype: torch.dtype, device: Any = None, pin_memory: bool = False) -> torch.Tensor:
-        made.append(("host" if pin_memory else device.type, count))
-        return torch.empty(0, dtype=dtype)
+    class Pool:
+        def __init__(self) -> None:
+            events.append(("pool is made", None))
+            weakref.finalize(self, events.append, ("pool is gone", None))
+
+    @contextlib.contextmanager
+    def inside(what: str, value: Any) -> Iterator[torch.Tensor]:
+        events.append((what, value))
+        yield torch.empty(0)
+        events.append((f"end of {what}", value))
+
+    def ones(count: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        events.append((device.type, count))
+        array = torch.empty(0, dtype=dtype)
+        weakref.finalize(array, events.append, ("array is gone", None))
+        return array
+
+    def piece(here: torch.Tensor, there: torch.Tensor, clock: Any, effort: Effort) -> Figure:
+        return Figure("", "seconds", spread_of([2e-6]), "")
 
     monkeypatch.setattr(torch, "ones", ones)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: inside("device", device.index))
+    monkeypatch.setattr(torch.cuda, "MemPool", Pool)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool: inside("pool", None))
+    monkeypatch.setattr(bandwidth, "staging_memory", lambda size, device: inside("staging", size))
+    monkeypatch.setattr(bandwidth, "link_piece_figure", piece)
     monkeypatch.setattr(bandwidth, "clock_of", lambda device: FakeClock(1e-3))
     for name in ("free_memory_bytes", "free_host_memory_bytes"):
         monkeypatch.setattr(probes, name, lambda *_: free_bytes)
-    found = bandwidth.measure_bandwidths(torch.device("cuda", 0))
+    found = bandwidth.measure_bandwidths(torch.device("cuda", 1))
     link_bytes = min(size_bytes, 32 * 2**20)
-    assert made == [("cuda", size_bytes), ("cuda", size_bytes), ("host", link_bytes)]
+    # A pool is the current device's. Arrays that outlived it would stay in the allocator's cache.
+    assert events == [
+        ("device", 1), ("pool is made", None), ("pool", None), ("cuda", size_bytes), ("cuda", size_bytes),
+        ("staging", link_bytes), ("end of staging", link_bytes), ("array is gone", None), ("array is gone", None),
+        ("end of pool", None), ("end of device", 1), ("pool is gone", None),
+    ]  # fmt: skip
     assert found.link_bytes_per_second == pytest.approx(link_bytes * 1e3)
     assert found.memory_bytes_per_second == pytest.approx(2 * size_bytes * 1e3)
+    assert found.copy_seconds == 2e-6
+
+
+class FakeRuntime:
+    """CUDA's, as torch offers it: what is registered, and an error that stays behind for the next kernel."""
+
+    def __init__(self, *refused: str) -> None:
+        self._refused = refused
+        self.registered: list[tuple[int, int, int]] = []
+        self.left_behind = False
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:  # noqa: N802
+        self.left_behind = "register" in self._refused
+        if not self.left_behind:
+            self.registered.append((address, size_bytes, flags))
+        return 712 * self.left_behind
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.left_behind = "unregister" in self._refused
+        self.registered = [one for one in self.registered if one[0] != address]
+        return 713 * self.left_behind
+
+    def kernel(self, *_: Any, **__: Any) -> None:
+        left_behind, self.left_behind = self.left_behind, False
+        if left_behind:
+            raise RuntimeError("CUDA error: part or all of the requested memory range is already mapped")
+
+
+@pytest.mark.parametrize("refused", ["", "register", "unregister"])
+def test_staging_memory_is_locked_for_a_while_and_a_refusal_leaves_no_error_behind(
+    refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = FakeRuntime(refused)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch, "zeros", runtime.kernel)
+    with staging_memory(8192, torch.device("cuda", 0)) as here:
+        assert runtime.registered == ([] if refused == "register" else [(here.data_ptr(), 8192, 1)])
+        assert not runtime.left_behind
+        assert (here.nbytes, here.dtype) == (8192, torch.uint8)
+        here.fill_(7)
+    assert runtime.registered == []
+    assert not runtime.left_behind
+
+
+class CopyClock:
+    """A clock on which nothing takes time but copies: so much each, and so much a byte."""
+
+    def __init__(self, copy_seconds: float, byte_seconds: float) -> None:
+        self._price = copy_seconds, byte_seconds
+        self._now = 0.0
+        self.places: set[int] = set()
+
+    def copy(self, target: int, source: int, size_bytes: int) -> None:
+        self._now += self._price[0] + self._price[1] * size_bytes
+        self.places.add(target)
+
+    def laps(self, work: Work, count: int) -> list[float]:
+        said = []
+        for _ in range(count):
+            begun = self._now
+            work()
+            said.append(self._now - begun)
+        return said
+
+
+class FakeArray:
+    """An array that only tells a clock what is copied into it."""
+
+    def __init__(self, clock: CopyClock, begin: int, end: int) -> None:
+        self._clock, self._begin, self.nbytes = clock, begin, end - begin
+
+    def __getitem__(self, part: slice) -> FakeArray:
+        return FakeArray(self._clock, self._begin + part.start, self._begin + part.stop)
+
+    def copy_(self, source: FakeArray, *, non_blocking: bool) -> None:
+        assert non_blocking
+        assert source.nbytes == self.nbytes
+        self._clock.copy(self._begin, source._begin, self.nbytes)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("copy_seconds", [0.0, 3e-6])
+def test_a_piece_costs_what_a_copy_costs_besides_its_bytes(
+    kind: str, copy_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, size = CopyClock(copy_seconds, 1e-9), 8 * 2**20
+    if kind == "cuda":
+        array: Any = FakeArray(clock, 0, size)
+        figure = link_piece_figure(array, array, clock, TINY)
+    else:
+        monkeypatch.setattr(probes.ctypes, "memmove", clock.copy)
+        link, figure = host_link_figures(clock, TINY, size)
+        assert link.spread.median == pytest.approx(size / (copy_seconds + 1e-9 * size))
+    assert (figure.unit, figure.spread.count) == ("seconds", 3)
+    assert figure.spread.median == pytest.approx(copy_seconds, abs=1e-12)
+    assert len(clock.places) == probes.PIECES  # each to another one
+
+
+def test_pieces_that_are_faster_than_one_copy_cost_nothing() -> None:
+    clock = FakeClock(*[1e-3] * 5, *[1e-4] * 5)
+    figure = probes.piece_figure(lambda places, size: lambda: None, clock, TINY, 2**20)
+    assert figure.spread == Spread(0.0, 0.0, 0.0, 0.0, 0.0, 3)
 
 
 # --- statistics
@@ -237,11 +371,11 @@ def figures_of(**medians: float) -> list[Figure]:
         "copy": "device copy", "streaming": "element-wise", "out": "device to host, pinned",
         "back": "host to device, pinned", "slow_out": "device to host, pageable", "launch": "launch",
         "float32": "product, float32", "float16": "product, float16", "tf32": "product, tf32",
-        "write": "disk write", "read": "disk read",
+        "write": "disk write", "read": "disk read", "piece": "each piece",
     }  # fmt: skip
     return [
         Figure(
-            names[key], "seconds" if key == "launch" else "bytes_per_second",
+            names[key], "seconds" if key in ("launch", "piece") else "bytes_per_second",
             Spread(0.99 * value, 0.995 * value, value, 1.005 * value, 1.01 * value, 5), "",
             matrix_units=key in ("float16", "tf32"),
         )
@@ -249,7 +383,15 @@ def figures_of(**medians: float) -> list[Figure]:
     ]  # fmt: skip
 
 
-GPU = {"copy": 4e12, "streaming": 3e12, "out": 5.5e10, "float32": 5e13, "float16": 7e14, "launch": 4e-6}
+GPU = {
+    "copy": 4e12,
+    "streaming": 3e12,
+    "out": 5.5e10,
+    "float32": 5e13,
+    "float16": 7e14,
+    "launch": 4e-6,
+    "piece": 1.23456e-6,
+}
 
 
 def test_a_device_is_made_of_medians_and_says_when_and_on_what() -> None:
@@ -263,6 +405,7 @@ def test_a_device_is_made_of_medians_and_says_when_and_on_what() -> None:
     assert device.link_to_device_bytes_per_second == 5.123e10  # no more digits than a measurement has
     assert (device.pageable_to_host_bytes_per_second, device.pageable_to_device_bytes_per_second) == (1e10, None)
     assert (device.disk_write_bytes_per_second, device.disk_read_bytes_per_second) == (2e9, 3e9)
+    assert device.copy_seconds == 1.235e-6
     assert device.plain_flops_per_second == {"float32": 5e13}
     assert device.matrix_flops_per_second == {"float16": 7e14, "tf32": 4e14}
     assert (device.compute_efficiency, device.matrix_efficiency, device.launch_seconds) == (1.0, None, 4e-6)
@@ -392,7 +535,8 @@ def test_this_machine_is_measured(probed: Probed) -> None:
     assert len(set(names)) == len(names)
     assert {"device copy", "element-wise", "product, float32", "launch", "disk write", "disk read"} < set(names)
     for figure in probed.figures:
-        assert 0 < figure.spread.least <= figure.spread.median <= figure.spread.most, figure.name
+        assert 0 <= figure.spread.least <= figure.spread.median <= figure.spread.most, figure.name
+        assert figure.spread.least > 0 or figure.name == "each piece"  # a difference, and of very little
         assert figure.spread.count >= 3, figure.name
     device = probed.device
     assert device.kind == ("cuda" if torch.cuda.is_available() else "cpu")
@@ -431,12 +575,23 @@ def test_device_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
     new = ["link_to_device_bytes_per_second", "pageable_to_host_bytes_per_second"]
     new += ["pageable_to_device_bytes_per_second", "disk_write_bytes_per_second", "disk_read_bytes_per_second"]
     path = tmp_path / "old.json"
-    path.write_text(json.dumps({key: value for key, value in data.items() if key not in new}))
+    path.write_text(json.dumps({key: value for key, value in data.items() if key not in (*new, "copy_seconds")}))
     assert read_device(path) == find_device("V100")
     for key in new:
         path.write_text(json.dumps(data | {key: 0.0}))
         with pytest.raises(CheckflowError, match=rf"^[^\n]*{key} must be a number above zero$"):
             read_device(path)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 2.5e-6])
+def test_what_a_piece_costs_survives_the_file(seconds: float, tmp_path: Path) -> None:
+    device = dataclasses.replace(find_device("V100"), copy_seconds=seconds)
+    write_device(device, tmp_path / "d.json")
+    assert read_device(tmp_path / "d.json") == device
+
+
+def test_the_catalogue_knows_no_price_of_a_piece() -> None:
+    assert {device.copy_seconds for device in devices.CATALOGUE.values()} == {0.0}
 
 
 def test_a_device_without_a_float32_peak_says_what_is_missing(tmp_path: Path) -> None:
