@@ -107,6 +107,7 @@ def _request(device: Device) -> Request:
     return Request(
         bandwidth_bytes_per_second=device.link_bandwidth_bytes_per_second,
         memory_bandwidth_bytes_per_second=device.memory_bandwidth_bytes_per_second,
+        copy_seconds=device.copy_seconds,
         memory_limit_bytes=usable_bytes(device.memory_bytes),
         overhead=OVERHEAD,
         time_limit_seconds=10.0,

@@ -91,6 +91,7 @@ def plan_for(model: str, batch_size: int, optimizer: str, device: Device) -> che
     request = Request(
         bandwidth_bytes_per_second=device.link_bandwidth_bytes_per_second,
         memory_bandwidth_bytes_per_second=device.memory_bandwidth_bytes_per_second,
+        copy_seconds=device.copy_seconds,
     )
     outcome = plan_model(Subject(model, batch_size, {}, optimizer), device, request, "segment").outcome
     return outcome.plan if outcome.plan is not None else f"no plan: {outcome.explanation}"

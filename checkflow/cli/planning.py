@@ -55,6 +55,7 @@ def request_of(
         link_share=link_share,
         memory_bandwidth_bytes_per_second=device.memory_bandwidth_bytes_per_second,
         memory_limit_bytes=default_memory_limit_bytes(device) if memory_limit is None else memory_limit,
+        copy_seconds=device.copy_seconds,
         **others,
     )
 

@@ -45,6 +45,7 @@ class Handover:
     memory_limit_bytes: int
     wishes: Wishes
     path: str  # where the plan is to be written
+    copy_seconds: float = 0.0  # what each piece of state costs the link besides its bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,7 @@ class LivePlanner:
             graph_peak_bytes=max(max(part, default=0) for part in graph.live_bytes(eager=False)),
             bandwidth_bytes_per_second=bandwidths.link_bytes_per_second,
             memory_bandwidth_bytes_per_second=bandwidths.memory_bytes_per_second,
+            copy_seconds=bandwidths.copy_seconds,
             memory_limit_bytes=usable_bytes(_memory_bytes(self._device)),
             wishes=wishes,
             path=str(file(fingerprint)),

@@ -40,6 +40,7 @@ def answer(handover: Handover) -> Answer:
             Request(
                 bandwidth_bytes_per_second=handover.bandwidth_bytes_per_second,
                 memory_bandwidth_bytes_per_second=handover.memory_bandwidth_bytes_per_second,
+                copy_seconds=handover.copy_seconds,
                 memory_limit_bytes=handover.memory_limit_bytes,
                 extra_memory_bytes=wishes.extra_memory_bytes,
                 overhead=wishes.overhead,

@@ -34,7 +34,7 @@ class Comparison:
     granularity: str
     policy: str
     status: str
-    bandwidth_bytes_per_second: float  # what the job may use of the link
+    bandwidth_bytes_per_second: float  # what the job may use of the link, with what its pieces cost taken off
     link_share: float | None  # which part of the link that is; None: not known (a plan file does not say it)
     iteration_seconds: float
     state_bytes: int

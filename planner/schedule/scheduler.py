@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from checkflow.core.device import MOST_BYTES, Device, DeviceKind, format_size
+from checkflow.core.device import MOST_BYTES, Device, DeviceKind, format_rate, format_size
 from checkflow.core.errors import PlanError
 from checkflow.core.graph import TrainingGraph
 from checkflow.core.plan import Fingerprint, Plan, Policy, StateSpec, Wait
@@ -61,7 +61,9 @@ class Request:
     overhead: float | None = None
     max_interval: int | None = None  # iterations from one checkpoint to the next; None: some 1,000
     unit_bytes: int | None = None  # None: chosen by the size of the state
-    link_share: float = 1.0  # the part of the whole link that ``bandwidth_bytes_per_second`` is; reported, not applied
+    # The part of the whole link that ``bandwidth_bytes_per_second`` is, which is not multiplied by it again.
+    link_share: float = 1.0
+    copy_seconds: float = 0.0  # what each piece of state costs the whole link besides its bytes
 
     def __post_init__(self) -> None:
         for name in ("bandwidth_bytes_per_second", "memory_bandwidth_bytes_per_second"):
@@ -80,7 +82,7 @@ class Request:
                 raise PlanError(f"{name} must be a whole number, at least 1, not {value}")
         if not 0 < self.link_share <= 1:
             raise PlanError(f"link_share must be above 0 and at most 1, not {self.link_share}")
-        for name in ("memory_limit_bytes", "extra_memory_bytes", "overhead"):
+        for name in ("memory_limit_bytes", "extra_memory_bytes", "overhead", "copy_seconds"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise PlanError(f"{name} must not be negative, and is {value}")
@@ -96,6 +98,8 @@ class Outcome:
     policy: Policy
     solver: SolverReport
     least_bandwidth_bytes_per_second: int | None  # that keeps the limits at every iteration; None: no bandwidth does
+    pieces: int  # that the state crosses the link in
+    piece_bandwidth_bytes_per_second: float  # what the link gives to the state in these (:func:`bandwidth_in_pieces`)
     explanation: str  # also why not every iteration, and to what a limit was relaxed; "": nothing to say
     frontier: tuple[FrontierRow, ...]  # shortest interval first, then least extra memory
     training_peak_bytes: int
@@ -151,13 +155,45 @@ def fingerprint_for(graph: TrainingGraph, device_name: str, device_kind: DeviceK
     )
 
 
+def pieces_of(timeline: Timeline, chunk_bytes: int) -> int:
+    """The copies that a timeline's state takes, at least: each tensor in chunks of ``chunk_bytes``."""
+    return sum(-(-size // chunk_bytes) for group in timeline.groups for _, size in group.members)
+
+
+def bandwidth_in_pieces(timeline: Timeline, request: Request) -> float:
+    """Bytes per second that the link gives to this state, where each piece costs it ``copy_seconds``, too.
+
+    S bytes in n pieces (:func:`pieces_of`) take S / B + n · c seconds, so that the link gives S / (S / B + n · c) in
+    place of B bytes per second. Who has a share of the link has that share of its time: c counts as c / share.
+
+    All bytes are slowed down alike, wherever the small tensors lie: which step a piece leaves in is the plan's answer,
+    which counts bytes. The whole is right, since the same bytes leave in every plan. Not counted are tensors that the
+    end of a step cuts once more, and neighbours that are copied as one. What training itself moves over the link is
+    slowed down with the rest, which errs to the safe side.
+    """
+    seconds = pieces_of(timeline, request.chunk_bytes) * request.copy_seconds / request.link_share
+    if not seconds:
+        return request.bandwidth_bytes_per_second
+    return timeline.state_bytes / (timeline.state_bytes / request.bandwidth_bytes_per_second + seconds)
+
+
+def _of_whole_link(least: int | None, timeline: Timeline, request: Request) -> int | None:
+    """The link that gives so much to the state in pieces; None: however fast, it spends the time on pieces."""
+    seconds = pieces_of(timeline, request.chunk_bytes) * request.copy_seconds / request.link_share
+    if not least or not seconds:
+        return least
+    left_seconds = timeline.state_bytes / least - seconds
+    whole = timeline.state_bytes / left_seconds if left_seconds > 0 else math.inf
+    return math.ceil(whole) if whole < MOST_BYTES else None
+
+
 def make_plan(timeline: Timeline, fingerprint: Fingerprint, request: Request, *, graph_peak_bytes: int) -> Outcome:
     """The best plan that satisfies a request, or why there is none.
 
     First the smallest interval of which any schedule keeps the limits on memory and stall; then the least peak; then
     under the direct policy the shortest stall at that peak, and snapshots that leave as early as these allow (under the
     snapshot policy, where every byte is copied once, the earliest end alone). The same input gives the same schedule,
-    whichever solver certified it.
+    whichever solver certified it. The plan's link is what the state gets of it in pieces (:func:`bandwidth_in_pieces`).
 
     "Optimal" is said of the peak, among schedules that move whole units, and only with a bound that meets it; no
     schedule of single bytes is better by three units (of state, rounded twice, and of link, once) or more, and a budget
@@ -173,7 +209,9 @@ def make_plan(timeline: Timeline, fingerprint: Fingerprint, request: Request, *,
     """
     started = time.perf_counter()
     check_timeline(timeline)
-    check_bandwidth(request.bandwidth_bytes_per_second)
+    asked, bandwidth = request, bandwidth_in_pieces(timeline, request)
+    check_bandwidth(bandwidth)
+    request = replace(request, bandwidth_bytes_per_second=bandwidth, copy_seconds=0.0)
     per_tensor = request.formulation == "per-tensor"
     if per_tensor:
         request = replace(request, policy="snapshot")
@@ -200,14 +238,19 @@ def make_plan(timeline: Timeline, fingerprint: Fingerprint, request: Request, *,
             explanations.append(
                 f"a checkpoint every {interval} iterations; for one every iteration: {explain(question)}"
             )
-    seconds = timeline.iteration_seconds
+    pieces, seconds = pieces_of(timeline, request.chunk_bytes), timeline.iteration_seconds
+    if explanations and bandwidth != asked.bandwidth_bytes_per_second:
+        whole = format_rate(asked.bandwidth_bytes_per_second)
+        explanations.append(f"in {pieces} pieces the link's {whole} are {format_rate(bandwidth)}")
     return Outcome(
         status="infeasible" if plan is None else plan.certificate.status,
         plan=plan,
         formulation="greedy" if schedule is None else schedule.formulation,
         policy=request.policy,
         solver=no_schedule() if schedule is None else schedule.report,
-        least_bandwidth_bytes_per_second=least_bandwidth(question),
+        least_bandwidth_bytes_per_second=_of_whole_link(least_bandwidth(question), timeline, asked),
+        pieces=pieces,
+        piece_bandwidth_bytes_per_second=bandwidth,
         explanation="; ".join(explanations),
         frontier=frontier(question, longest),
         training_peak_bytes=timeline.training_peak_bytes,

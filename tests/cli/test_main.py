@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from checkflow.cli.main import FAILED, FOUND, INFEASIBLE, USAGE, main
 from checkflow.core import plan as plans
-from checkflow.core.device import CATALOGUE, Device
+from checkflow.core.device import CATALOGUE, Device, format_rate
 from checkflow.planner.ilp import solvers
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +40,8 @@ KEYS = [
     "measured",
     "bandwidth_bytes_per_second",
     "link_share",
+    "pieces",
+    "piece_bandwidth_bytes_per_second",
     "least_bandwidth_bytes_per_second",
     "graph_peak_bytes",
     "training_peak_bytes",
@@ -579,6 +581,26 @@ def test_a_share_of_the_link_is_planned_with_and_shown(call: Any, plan_file: Pat
     assert (read["link_share"], read["bandwidth_bytes_per_second"]) == (None, 6.4e9)  # a plan brings its own link
     shown = call("compare", "model.py", "--device", "slow.json", "--link-share", "0.25").out
     assert "1.60 GB/s (25 % of 6.40 GB/s)" in shown
+
+
+def test_what_pieces_cost_is_planned_with_and_shown(call: Any, tmp_path: Path) -> None:
+    (tmp_path / "dear.json").write_bytes(TypeAdapter(Device).dump_json(dataclasses.replace(SLOW, copy_seconds=1e-6)))
+    arguments = ["plan", "model.py", "--device", "dear.json", "-o", "dear-plan.json"]
+    data, table = call(*arguments, "--json").json, call(*arguments).out
+    free = call("plan", "model.py", "--device", "slow.json", "--json").json
+    state = data["state_bytes"]
+    assert data["bandwidth_bytes_per_second"] == free["piece_bandwidth_bytes_per_second"] == 6.4e9
+    assert data["pieces"] == free["pieces"] == data["state_tensors"] == 9
+    rate = data["piece_bandwidth_bytes_per_second"]
+    assert rate == pytest.approx(state / (state / 6.4e9 + 9e-6))
+    assert f"│ {format_rate(rate)} in 9 pieces; least bandwidth" in table
+    assert " pieces;" not in call("plan", "model.py", "--device", "slow.json").out
+    assert data["synchronous_stall_seconds"] == pytest.approx(free["synchronous_stall_seconds"] + 9e-6)
+    # The plan's link is that of the pieces, and every way is compared on it.
+    assert plans.load(tmp_path / "dear-plan.json").bandwidth_bytes_per_second == rate
+    ours, read = call("compare", "model.py", "dear-plan.json", "--device", "dear.json", "--json").json["rows"]
+    assert ours["bandwidth_bytes_per_second"] == read["bandwidth_bytes_per_second"] == rate
+    assert ours["synchronous_stall_seconds"] == data["synchronous_stall_seconds"]
 
 
 def test_a_share_of_the_link_may_be_too_small(call: Any) -> None:

@@ -41,6 +41,8 @@ def plan_json(planned: Planned) -> dict[str, Any]:
         "measured": None if planned.measured is None else measured_json(planned.measured.times),
         "bandwidth_bytes_per_second": planned.request.bandwidth_bytes_per_second,
         "link_share": planned.request.link_share,
+        "pieces": outcome.pieces,
+        "piece_bandwidth_bytes_per_second": outcome.piece_bandwidth_bytes_per_second,
         "least_bandwidth_bytes_per_second": outcome.least_bandwidth_bytes_per_second,
         "graph_peak_bytes": planned.graph_peak_bytes,
         "training_peak_bytes": planned.timeline.training_peak_bytes,
@@ -102,6 +104,8 @@ def plan_table(planned: Planned) -> Table:
     )
     request = planned.request
     of_link = _of_link(request.bandwidth_bytes_per_second, request.link_share)
+    if request.copy_seconds:
+        of_link += f"{format_rate(outcome.piece_bandwidth_bytes_per_second)} in {outcome.pieces} pieces; "
     table.add_row("link", format_rate(request.bandwidth_bytes_per_second), f"{of_link}{_least_bandwidth_text(planned)}")
     table.add_section()
     table.add_row("training peak", format_size(training), "eager PyTorch, without checkpoints")

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from own_plans import Job, all_planned, check, kept, open_job, train
+from own_plans import Beside, Job, all_planned, check, kept, open_job, train
 from timelines import make_fingerprint, make_timeline
 from waiting import wait_for
 
@@ -21,9 +21,10 @@ from checkflow.core import plan as plans
 from checkflow.core.errors import PlanError
 from checkflow.core.planner_api import Answer, Handover, Wishes
 from checkflow.planner.live import planner
-from checkflow.planner.live.bandwidth import measure_bandwidths
+from checkflow.planner.live.bandwidth import Bandwidths, measure_bandwidths
 from checkflow.planner.live.planner import LivePlanner, PlanProcess
 from checkflow.planner.schedule.replay import check_plan
+from checkflow.planner.schedule.scheduler import Request, bandwidth_in_pieces
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.live_plan import planning
@@ -219,3 +220,18 @@ def test_the_link_is_measured() -> None:
     found = measure_bandwidths(torch.device("cpu"))
     assert 1e8 < found.link_bytes_per_second < 1e13
     assert found.memory_bytes_per_second == 2 * found.link_bytes_per_second
+    assert 0 <= found.copy_seconds < 1.0
+
+
+def test_what_pieces_cost_is_planned_with(tmp_path: Path, monkeypatch: Any) -> None:
+    """From the measurement, through what the process that plans is told, into the plan."""
+    monkeypatch.setattr(checkpointers, "make_planner", Beside)
+    monkeypatch.setattr(planner, "_bandwidths", lambda _: Bandwidths(1e10, 2e10, 1e-6))
+    job = Job()
+    with open_job(job, tmp_path, every=1) as checkpointer:
+        train(job, checkpointer, 6)
+    (file,) = kept(tmp_path)
+    plan = plans.load(file)
+    expected = bandwidth_in_pieces(plan.timeline, Request(1e10, 2e10, copy_seconds=1e-6))
+    assert plan.bandwidth_bytes_per_second == expected < 0.9e10
+    assert plan.memory_bandwidth_bytes_per_second == 2e10

@@ -64,7 +64,7 @@ def test_requests(field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, -1])
-@pytest.mark.parametrize("field", ["memory_limit_bytes", "extra_memory_bytes", "overhead"])
+@pytest.mark.parametrize("field", ["memory_limit_bytes", "extra_memory_bytes", "overhead", "copy_seconds"])
 def test_limits(field: str, value: Any) -> None:
     with pytest.raises(PlanError, match=f"^{field} must (not be negative|be a whole number of bytes)[^\n]*$"):
         plan(plain(), **{field: value})
@@ -86,6 +86,14 @@ def test_device_files(field: str, value: float, tmp_path: Path) -> None:
     written = value if field != "memory_bytes" or not math.isfinite(value) else int(value)
     (tmp_path / "d.json").write_text(json.dumps({**data, field: written}))
     with pytest.raises(CheckflowError, match=rf"d\.json: (not a )?device[^\n]*{field}[^\n]*$"):
+        read_device(tmp_path / "d.json")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1e-9, 1e18])
+def test_a_piece_that_costs_no_number(value: float, tmp_path: Path) -> None:
+    data = TypeAdapter(Device).dump_python(CATALOGUE["RTX 3090"], mode="json")
+    (tmp_path / "d.json").write_text(json.dumps({**data, "copy_seconds": value}))
+    with pytest.raises(CheckflowError, match=r"d\.json: (not a )?device[^\n]*copy_seconds[^\n]*$"):
         read_device(tmp_path / "d.json")
 
 

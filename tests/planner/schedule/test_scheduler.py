@@ -23,7 +23,15 @@ from checkflow.planner.exact.problem import Flow
 from checkflow.planner.ilp import cbc, solvers
 from checkflow.planner.schedule import certify, scheduler
 from checkflow.planner.schedule.replay import check_plan
-from checkflow.planner.schedule.scheduler import FrontierRow, Outcome, Request, fingerprint_of, make_plan
+from checkflow.planner.schedule.scheduler import (
+    FrontierRow,
+    Outcome,
+    Request,
+    bandwidth_in_pieces,
+    fingerprint_of,
+    make_plan,
+    pieces_of,
+)
 from tests.support.timelines import Best, make_fingerprint, make_timeline, random_timeline, search, timelines
 
 
@@ -327,6 +335,73 @@ def test_rates() -> None:
     assert outcome.durable_bytes_per_second == pytest.approx(23 / 28)
     assert outcome.least_bandwidth_bytes_per_second == 1
     assert outcome.plan_seconds > 0
+
+
+# Pieces
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pieces", "rate"),
+    [
+        ([], 0, 2.0),
+        ([0, 0], 0, 2.0),  # tensors of no bytes are not copied
+        ([1], 1, 1 / (1 / 2 + 3)),
+        ([8], 1, 8 / (8 / 2 + 3)),  # exactly a chunk
+        ([9], 2, 9 / (9 / 2 + 6)),
+        ([1, 7, 0, 16], 4, 24 / (24 / 2 + 12)),
+    ],
+)
+def test_pieces_cost_the_link_their_seconds(sizes: list[int], pieces: int, rate: float) -> None:
+    timeline = make_timeline([(0, 1), (9, 1)], [(1, sizes[:1]), (None, sizes[1:])])
+    request = Request(2.0, 1.0, chunk_bytes=8, copy_seconds=3.0)
+    assert pieces_of(timeline, 8) == pieces
+    assert bandwidth_in_pieces(timeline, request) == pytest.approx(rate)
+    assert bandwidth_in_pieces(timeline, replace(request, copy_seconds=0.0)) == 2.0
+    # A quarter of the link is a quarter of its time, pieces or bytes.
+    part = replace(request, bandwidth_bytes_per_second=0.5, link_share=0.25)
+    assert bandwidth_in_pieces(timeline, part) == pytest.approx(rate / 4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(timeline=small_timelines, asked=asked_of_plans, seconds=strategies.sampled_from([0.0, 0.01, 0.2, 3.0]))
+def test_a_plan_with_pieces_is_that_of_a_slower_link(timeline: Timeline, asked: dict[str, Any], seconds: float) -> None:
+    """Not a byte of the file is different, and so it is replayed and certified as any other."""
+    asked = {**asked, "chunk_bytes": 2}
+    rate = bandwidth_in_pieces(timeline, Request(1.0, 2.0, chunk_bytes=2, copy_seconds=seconds))
+    ours = plan_of(timeline, **asked, copy_seconds=seconds)
+    slower = plan_of(timeline, **asked, bandwidth_bytes_per_second=rate)
+    assert (ours.status, ours.frontier, ours.piece_bandwidth_bytes_per_second) == (slower.status, slower.frontier, rate)
+    if ours.plan is None:
+        assert slower.plan is None
+    else:
+        assert slower.plan is not None
+        check_plan(ours.plan)
+        assert dumps(ours.plan) == dumps(slower.plan)
+    if not seconds:
+        assert rate == 1.0
+
+
+def test_many_small_tensors_are_checkpointed_less_often_than_one_of_as_many_bytes() -> None:
+    def outcome_of(sizes: list[int], **asked: Any) -> Outcome:
+        timeline = make_timeline([(0, 10**6), (10, 10**6)], [(None, sizes)])
+        asked = {"bandwidth_bytes_per_second": 1e6, "copy_seconds": 0.01, "max_interval": 9, **asked}
+        return plan_of(timeline, **asked, unit_bytes=None, extra_memory_bytes=0)
+
+    one, many = outcome_of([8 * 10**6]), outcome_of([8000] * 1000)
+    assert (one.interval, many.interval) == (1, 2)  # 8.01 seconds, and 18
+    assert one.plan is not None
+    assert many.plan is not None
+    assert one.plan.bandwidth_bytes_per_second == pytest.approx(8e6 / 8.01)
+    assert many.plan.bandwidth_bytes_per_second == pytest.approx(8e6 / 18)
+    assert (many.pieces, many.piece_bandwidth_bytes_per_second) == (1000, many.plan.bandwidth_bytes_per_second)
+    assert many.explanation.endswith("; in 1000 pieces the link's 1.00 MB/s are 444 kB/s")
+    # The least bandwidth is the whole link's: what the pieces leave is taken as well. Here ten seconds are all theirs.
+    assert many.least_bandwidth_bytes_per_second is None
+    cheaper = outcome_of([8000] * 1000, copy_seconds=0.002)
+    least = cheaper.least_bandwidth_bytes_per_second
+    assert least == pytest.approx(8e6 / (10 - 2), abs=2)
+    assert outcome_of([8000] * 1000, copy_seconds=0.002, bandwidth_bytes_per_second=least).interval == 1
+    assert outcome_of([8000] * 1000, copy_seconds=0.002, bandwidth_bytes_per_second=least - 3).interval == 2
 
 
 @pytest.mark.parametrize(
