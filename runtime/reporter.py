@@ -148,6 +148,7 @@ class Reporter:
                 persist_seconds=writer.persist_seconds,
                 persist_bytes_per_second=_rate(writer.persisted_bytes, writer.persist_seconds),
                 last_persist_seconds=writer.last.seconds if writer.last else None,
+                large_offload_bytes_per_second=_rate(moved.large_bytes, moved.large_seconds),
             ),
             lag=self._lag(),
             measured=self._measured(reading),

@@ -156,6 +156,7 @@ class Bandwidths:
     persist_seconds: float
     persist_bytes_per_second: float | None
     last_persist_seconds: float | None
+    large_offload_bytes_per_second: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

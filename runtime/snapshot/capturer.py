@@ -373,6 +373,8 @@ class Capturer:
                 statistics.snapshot_bytes,
                 one.boundary_bytes,
                 statistics.offload_seconds,
+                statistics.large_bytes,
+                statistics.large_seconds,
             )
             self.moved += moved
             self.last_report = CaptureReport(one.capture.step, outcome, one.boundary_bytes, moved)

@@ -97,6 +97,8 @@ class CopyStatistics:
     snapshot_peak_bytes: int  # of these, at any one time
     helped_bytes: int  # copied by the training thread itself while it waited
     offload_seconds: float | None = None  # in which bytes crossed the link; None: not measured
+    large_bytes: int = 0  # of these, what crossed in copies so large that a copy's own price is nothing
+    large_seconds: float = 0.0  # in which those did
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,8 @@ class Moved:
     snapshot_bytes: int = 0  # through a copy in device memory
     boundary_bytes: int = 0  # at the boundary itself
     offload_seconds: float | None = 0.0  # in which the first two crossed the link; None: not measured
+    large_bytes: int = 0  # of the first two, in large copies; 0 where that is not measured
+    large_seconds: float = 0.0
 
     @property
     def total_bytes(self) -> int:
@@ -137,6 +141,8 @@ class Moved:
             self.snapshot_bytes + other.snapshot_bytes,
             self.boundary_bytes + other.boundary_bytes,
             None if seconds[0] is None or seconds[1] is None else seconds[0] + seconds[1],
+            self.large_bytes + other.large_bytes,
+            self.large_seconds + other.large_seconds,
         )
 
 

@@ -65,8 +65,9 @@ class HostCopyEngine:
         self._snapshots: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self._freeable: set[int] = set()
         self._orders: list[Order] = []
-        self._waited_seconds = self._snapshot_seconds = self._offload_seconds = 0.0
+        self._waited_seconds = self._snapshot_seconds = self._offload_seconds = self._large_seconds = 0.0
         self._held_bytes = self._snapshot_bytes = self._peak_bytes = self._helped_bytes = self._remaining = 0
+        self._large_bytes = 0
         self._on_complete: Callable[[], None] = _nothing
         # What is to be called for a complete capture; the thread calls it: no signal's handler comes in between there.
         self._delivery: Callable[[], None] | None = None
@@ -97,8 +98,8 @@ class HostCopyEngine:
             self._status = bytearray(len(transfers))
             self._remaining = len(transfers) + 1  # what leaves at once is one more
             self._orders = []
-            self._waited_seconds = self._snapshot_seconds = self._offload_seconds = 0.0
-            self._snapshot_bytes = self._peak_bytes = self._helped_bytes = 0
+            self._waited_seconds = self._snapshot_seconds = self._offload_seconds = self._large_seconds = 0.0
+            self._snapshot_bytes = self._peak_bytes = self._helped_bytes = self._large_bytes = 0
         for transfer in at_once:
             ctypes.memmove(transfer.target, transfer.source, transfer.length_bytes)
         with self._mutex:
@@ -239,7 +240,7 @@ class HostCopyEngine:
     def statistics(self) -> CopyStatistics:
         return CopyStatistics(
             self._waited_seconds, self._snapshot_seconds, self._snapshot_bytes, self._peak_bytes, self._helped_bytes,
-            self._offload_seconds,
+            self._offload_seconds, self._large_bytes, self._large_seconds,
         )  # fmt: skip
 
     def _run(self) -> None:
@@ -279,8 +280,12 @@ class HostCopyEngine:
             move = _move_holding if transfer.length_bytes <= SMALL_BYTES else ctypes.memmove
             move(transfer.target, source, transfer.length_bytes)
         seconds = time.perf_counter() - begun
+        large_bytes = self._transfers[chunks[0]].length_bytes if len(chunks) == 1 else 0  # they are copied alone
         with self._mutex:
             self._offload_seconds += seconds
+            if large_bytes >= TAKEN_BYTES:
+                self._large_bytes += large_bytes
+                self._large_seconds += seconds
             for chunk in chunks:
                 self._status[chunk] = _DONE
                 if chunk in self._freeable:

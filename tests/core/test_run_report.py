@@ -36,6 +36,7 @@ from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import log_handler, reporter
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.store.discovery import find
+from checkflow.runtime.transfer import host
 
 PAGE = Path(__file__).parents[2] / "docs" / "run-report.md"
 
@@ -290,6 +291,16 @@ def test_bytes_by_the_way_they_took(tmp_path: Path) -> None:
     rates = report["bandwidths"]
     assert rates["offload_bytes_per_second"] * rates["offload_seconds"] == pytest.approx(5 * crossed)
     assert rates["persist_bytes_per_second"] * rates["persist_seconds"] == pytest.approx(5 * sum(sizes))
+
+
+def test_the_rate_of_large_copies_stands_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = train(tmp_path / "small", 2).report()["bandwidths"]
+    assert small["offload_bytes_per_second"] > 0
+    assert small["large_offload_bytes_per_second"] is None
+    monkeypatch.setattr(host, "SMALL_BYTES", 0)
+    monkeypatch.setattr(host, "TAKEN_BYTES", 1)  # every copy is a large one
+    large = train(tmp_path / "large", 2).report()["bandwidths"]
+    assert large["large_offload_bytes_per_second"] == pytest.approx(large["offload_bytes_per_second"])
 
 
 def test_each_start_adds_a_run_and_the_last_ones_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,8 @@ def _rows(run: RunReport, plan: PlanInForce | None) -> Iterable[Row]:
     note = f"allocated on the device{reserved}" if measured.peak_bytes is not None else f"not measured on {run.device}"
     yield Row("peak", "bytes", planned("peak_bytes"), measured.peak_bytes, note)
     note = "while it copied" if bandwidths.offload_bytes_per_second is not None else "not measured"
+    if bandwidths.large_offload_bytes_per_second is not None:
+        note += f"; {format_rate(bandwidths.large_offload_bytes_per_second)} in large copies"
     yield Row(
         "link", "bytes_per_second", planned("bandwidth_bytes_per_second"), bandwidths.offload_bytes_per_second, note
     )

@@ -117,6 +117,26 @@ def test_snapshots_are_given_back_when_they_left_and_are_freed(engine: CopyEngin
     assert engine.statistics().snapshot_peak_bytes == largest
 
 
+@pytest.mark.parametrize("helped", [False, True])
+def test_large_copies_are_timed_apart(helped: bool) -> None:
+    """Whether the thread makes them, or the training thread that waits for them."""
+    sizes = [10, 2**20 - 1, 2**20, 5, 3 * 2**20]
+    source, target = (torch.ones(sum(sizes), dtype=torch.uint8) for _ in range(2))
+    starts = [sum(sizes[:n]) for n in range(len(sizes))]
+    at = source.data_ptr(), target.data_ptr()
+    engine = host.HostCopyEngine()
+    engine.begin([Transfer(at[0] + n, at[1] + n, size) for n, size in zip(starts, sizes, strict=True)], lambda: None)
+    engine.offload(range(len(sizes)), "a")
+    if helped:
+        engine.wait(range(len(sizes)))
+    engine.finish()
+    found = engine.statistics()
+    engine.close()
+    assert found.large_bytes == 4 * 2**20
+    assert found.offload_seconds is not None
+    assert 0 < found.large_seconds < found.offload_seconds
+
+
 def test_nothing_moves_before_it_is_released(engine: CopyEngine) -> None:
     memory = Memory(engine, 10_000)
     engine.begin(memory.transfers, lambda: None)
