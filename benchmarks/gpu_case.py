@@ -41,7 +41,7 @@ from benchmarks.gpu_loop import (
 )
 from benchmarks.gpu_worker import scratch
 from benchmarks.memory import Before, empty_gpu
-from checkflow.core.device import Device, usable_bytes
+from checkflow.core.device import ComputeCapability, Device, DeviceKind, usable_bytes
 from checkflow.core.errors import PlanError
 from checkflow.core.graph import TrainingGraph
 from checkflow.planner.measure.timing import clock_of
@@ -114,11 +114,12 @@ def _request(device: Device) -> Request:
     )
 
 
-def traced_graph(case: Case, target: str) -> TrainingGraph:
+def traced_graph(case: Case, target: str, compute_capability: ComputeCapability | None) -> TrainingGraph:
     """What ``checkflow plan`` knows of a case without running it."""
     settings = {key: str(value) for key, value in case.settings.items()}
     name, step = load_training_step(case.model, batch_size=case.batch_size, settings=settings, optimizer=case.optimizer)
-    return trace(step, name=name, target="cuda" if target == "cuda" else "cpu")
+    kind: DeviceKind = "cuda" if target == "cuda" else "cpu"
+    return trace(step, name=name, target=kind, compute_capability=compute_capability)
 
 
 def make_case_plan(job: TrainingJob, device: Device, effort: Effort, row: Row) -> checkflow.Plan:
@@ -135,7 +136,7 @@ def make_case_plan(job: TrainingJob, device: Device, effort: Effort, row: Row) -
     except Exception as error:  # noqa: BLE001 - likewise
         row |= {"made_by": TRACING, "not_run": f"{type(error).__name__}: {' '.join(str(error).split())}"}
         row["not_run_traceback"] = traceback.format_exc()[-MOST_ERROR:]
-        graph = traced_graph(job.case, job.device.type)
+        graph = traced_graph(job.case, job.device.type, device.compute_capability)
         durations = tuple(durations_seconds(graph, device))
     timeline = make_timeline(graph, durations, "segment")
     graph_peak = max(max(part, default=0) for part in graph.live_bytes(eager=False))

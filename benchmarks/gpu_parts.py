@@ -210,15 +210,17 @@ def sanitized(options: Options, send: Send) -> None:
 def traces(options: Options, send: Send) -> None:
     """What each case takes by its trace, which needs no GPU: several processes at once."""
     from benchmarks.gpu_loop import Case
+    from checkflow.planner.measure.machine import this_machine
 
     cases = [Case(**given) for given in options["cases"]]
+    capability = this_machine().compute_capability if options["device"] == "cuda" else None
     count = max(1, min(len(cases), (os.cpu_count() or 1) - 2, 8))
     if count == 1 and options["quick"]:  # not worth a process
         for case in cases:
-            send(_trace(case, options["device"]))
+            send(_trace(case, options["device"], capability))
         return
     with concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
-        waiting = {pool.submit(_trace, case, options["device"]): case for case in cases}
+        waiting = {pool.submit(_trace, case, options["device"], capability): case for case in cases}
         for done in concurrent.futures.as_completed(waiting):
             try:
                 send(done.result())
@@ -226,7 +228,7 @@ def traces(options: Options, send: Send) -> None:
                 send({"case": waiting[done].name, "error": f"{type(error).__name__}: {error}"})
 
 
-def _trace(case: Any, target: str) -> Row:
+def _trace(case: Any, target: str, capability: Any) -> Row:
     import torch
 
     from benchmarks.gpu_case import traced_graph
@@ -234,7 +236,7 @@ def _trace(case: Any, target: str) -> Row:
 
     torch.set_num_threads(1)
     with torch_settings_kept():
-        graph = traced_graph(case, target)
+        graph = traced_graph(case, target, capability)
     during, _ = graph.live_bytes(eager=True)
     index = max(range(len(during)), key=during.__getitem__)
     operator = graph.operators[index]

@@ -30,6 +30,7 @@ import torch
 import checkflow
 from checkflow.core.device import Device, find_device, format_size, read_device
 from checkflow.core.errors import CheckflowError, UnsupportedError
+from checkflow.planner.measure.machine import this_machine
 from checkflow.planner.model_file.load import OPTIMIZERS, load_training_step
 from checkflow.planner.pipeline import Subject, plan_model
 from checkflow.planner.schedule.scheduler import Request
@@ -79,7 +80,7 @@ class Row:
 def predict(model: str, batch_size: int, optimizer: str) -> tuple[int, str]:
     """The eager peak of a training step on a GPU, in bytes, and the operator during which it occurs."""
     _, step = load_training_step(model, batch_size=batch_size, settings={}, optimizer=optimizer)
-    graph = trace(step, name=model, target="cuda")
+    graph = trace(step, name=model, target="cuda", compute_capability=this_machine().compute_capability)
     during, _ = graph.live_bytes(eager=True)
     index = max(range(len(during)), key=during.__getitem__)
     operator = graph.operators[index]

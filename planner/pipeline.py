@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from checkflow.core.device import Device, usable_bytes
-from checkflow.core.errors import MismatchError, TraceError
+from checkflow.core.device import ComputeCapability, Device, find_device, usable_bytes
+from checkflow.core.errors import CheckflowError, MismatchError, TraceError
 from checkflow.core.graph import TrainingGraph
 from checkflow.core.plan import Fingerprint, Plan, describe_mismatch
 from checkflow.core.timeline import Granularity, Step, Timeline
@@ -84,7 +84,7 @@ def plan_model(subject: Subject, device: Device, request: Request, granularity: 
     """
     begun = time.perf_counter()
     with torch_settings_kept():
-        graph = _trace(subject, device.kind)
+        graph = _trace(subject, device.kind, device.compute_capability)
         durations = durations_seconds(graph, device)  # while the precision is what the model's file set
     timeline = make_timeline(graph, durations, granularity)
     return _planned(subject, device, request, graph, timeline, None, time.perf_counter() - begun)
@@ -128,7 +128,7 @@ def measure_model(subject: Subject, device: Device, *, progress: Progress = lamb
     here = this_machine().device
     gc.collect()  # what an earlier step holds in cycles
     progress("looking whether it fits")
-    needed_bytes = _needed_bytes(subject, device.kind)
+    needed_bytes = _needed_bytes(subject, device)
     check_room(subject.target, needed_bytes, here)
     with contextlib.redirect_stdout(sys.stderr):
         progress("building")
@@ -139,10 +139,10 @@ def measure_model(subject: Subject, device: Device, *, progress: Progress = lamb
         return with_predictions(measured, rooflines(device))
 
 
-def _needed_bytes(subject: Subject, target: Target) -> int:
+def _needed_bytes(subject: Subject, device: Device) -> int:
     """The device memory that training takes, by a trace; 0 for what cannot be traced, but may well be run."""
     try:
-        graph = _trace(subject, target)
+        graph = _trace(subject, device.kind, device.compute_capability)
     except TraceError:
         return 0
     return max(max(part, default=0) for part in graph.live_bytes(eager=True))
@@ -177,10 +177,10 @@ def _planned(
     )
 
 
-def _trace(subject: Subject, target: Target) -> TrainingGraph:
+def _trace(subject: Subject, target: Target, compute_capability: ComputeCapability | None) -> TrainingGraph:
     with contextlib.redirect_stdout(sys.stderr):  # what the model's own code prints is no answer of ours
         name, step = _load(subject)
-        return trace(step, name=name, target=target)
+        return trace(step, name=name, target=target, compute_capability=compute_capability)
 
 
 def _load(subject: Subject, device: torch.device | None = None) -> tuple[str, TrainingStep]:
@@ -221,7 +221,8 @@ def check_model(plan: Plan, subject: Subject) -> None:
         ModelError, TraceError: the step cannot be built or traced.
     """
     with torch_settings_kept():
-        graph = _trace(subject, plan.fingerprint.device_kind)
+        planned = plan.fingerprint
+        graph = _trace(subject, planned.device_kind, _compute_capability(planned.device))
     state = {entry.name: (entry.shape, entry.dtype) for entry in graph.state}
     lines = describe_mismatch(plan, state, dict(graph.optimizers))
     lines += _other_settings(plan.fingerprint, graph)
@@ -230,6 +231,17 @@ def check_model(plan: Plan, subject: Subject) -> None:
     if lines:
         more = f" (and {len(lines) - 1} more differences)" if len(lines) > 1 else ""
         raise MismatchError(f"the plan was made for another training step: {lines[0]}{more}")
+
+
+def _compute_capability(name: str) -> ComputeCapability | None:
+    """Of a device that a plan names: this machine's, or one of the catalogue's."""
+    here = this_machine()
+    if name == here.name:
+        return here.compute_capability
+    try:
+        return find_device(name).compute_capability
+    except CheckflowError:
+        return None
 
 
 def _other_settings(planned: Fingerprint, graph: TrainingGraph) -> list[str]:

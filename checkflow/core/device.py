@@ -19,6 +19,7 @@ from checkflow.core.graph import STRICT, Named
 from checkflow.core.small_files import read_regular
 
 DeviceKind = Literal["cuda", "cpu"]
+ComputeCapability = tuple[int, int]  # of an NVIDIA GPU, major and minor
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*([kKMGTP]?)(i?)B?\s*$")
 _TIME = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*(ms|s|min|h|d)\s*$", re.ASCII)
 _SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -165,6 +166,7 @@ class Device:
     disk_write_bytes_per_second: float | None = None  # one file, its fsync included
     disk_read_bytes_per_second: float | None = None  # of what is not in memory
     copy_seconds: float = 0.0  # what each piece of state costs the link besides its bytes; 0: not measured
+    compute_capability: ComputeCapability | None = None  # by which torch chooses kernels; None: not known, or no GPU
 
     def __post_init__(self) -> None:
         numbers: dict[str, float] = {
@@ -207,6 +209,8 @@ _LAUNCH_SECONDS = 4e-6
 # NVIDIA/nvbandwidth issue 42), 84 % in generation 5 (H100: 52.8 GB/s on each of eight, issue 24).
 _PCIE3, _PCIE4, _PCIE5 = 12.5e9, 25e9, 52.8e9
 _T = 1e12  # the makers' tables count in teraflops
+# Compute capabilities are those of NVIDIA's table "CUDA GPU Compute Capability" (developer.nvidia.com/cuda-gpus, and
+# its page of legacy GPUs).
 
 _GTX_1080_TI = Device(
     name="GTX 1080 Ti",
@@ -219,6 +223,7 @@ _GTX_1080_TI = Device(
     memory_efficiency=_STREAMING,
     launch_seconds=_LAUNCH_SECONDS,
     source="NVIDIA GeForce GTX 1080 Ti specifications (3,584 cores at 1,582 MHz, 11 GB of GDDR5X); PCIe 3.0 x16",
+    compute_capability=(6, 1),
 )
 _V100 = Device(
     name="V100",
@@ -232,6 +237,7 @@ _V100 = Device(
     launch_seconds=_LAUNCH_SECONDS,
     source="NVIDIA V100 Tensor Core GPU datasheet (SXM2, 16 GB); PCIe 3.0 x16",
     matrix_efficiency=0.60,
+    compute_capability=(7, 0),
 )
 _RTX_3090 = Device(
     name="RTX 3090",
@@ -250,6 +256,7 @@ _RTX_3090 = Device(
     launch_seconds=_LAUNCH_SECONDS,
     source="NVIDIA Ampere GA102 GPU architecture whitepaper, appendix A (dense, accumulating in FP32); PCIe 4.0 x16",
     matrix_efficiency=0.80,
+    compute_capability=(8, 6),
 )
 _A100_40 = Device(
     name="A100 40GB",
@@ -268,6 +275,7 @@ _A100_40 = Device(
     launch_seconds=_LAUNCH_SECONDS,
     source="NVIDIA A100 Tensor Core GPU datasheet and architecture whitepaper (SXM4, 40 GB, dense); PCIe 4.0 x16",
     matrix_efficiency=0.65,
+    compute_capability=(8, 0),
 )
 _H100 = Device(
     name="H100",
@@ -291,6 +299,7 @@ _H100 = Device(
     launch_seconds=_LAUNCH_SECONDS,
     source="NVIDIA H100 Tensor Core GPU datasheet and architecture whitepaper (SXM5, 80 GB, dense); PCIe 5.0 x16",
     matrix_efficiency=0.55,
+    compute_capability=(9, 0),
 )
 # A small cloud machine, such as CI gives: two cores of a server and one of its memory channels. Each core does 64
 # float32 operations a cycle (two AVX-512 units) at 2.3 GHz; the channel is DDR4-3200. "Device to host" is one thread

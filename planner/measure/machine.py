@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from checkflow.core.device import DeviceKind
+from checkflow.core.device import ComputeCapability, DeviceKind
 from checkflow.core.host_memory import free_host_memory_bytes, host_memory_bytes
 
 
@@ -21,6 +21,7 @@ class Machine:
     name: str  # "NVIDIA H200", or the processor and its threads
     software: str  # torch and, on a GPU, CUDA and the driver
     memory_bytes: int  # all of the device's
+    compute_capability: ComputeCapability | None = None  # of a GPU
 
 
 def this_machine() -> Machine:
@@ -29,7 +30,8 @@ def this_machine() -> Machine:
         device = torch.device("cuda", torch.cuda.current_device())
         properties = torch.cuda.get_device_properties(device)
         software = f"torch {torch.__version__}, CUDA {torch.version.cuda}{_driver()}"
-        return Machine(device, "cuda", properties.name, software, properties.total_memory)
+        capability = (properties.major, properties.minor)
+        return Machine(device, "cuda", properties.name, software, properties.total_memory, capability)
     threads = torch.get_num_threads()
     name = f"{_processor()}, {threads} thread{'' if threads == 1 else 's'}"
     return Machine(torch.device("cpu"), "cpu", name, f"torch {torch.__version__}", host_memory_bytes())

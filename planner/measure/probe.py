@@ -417,6 +417,7 @@ def make_device(machine: Machine, figures: Sequence[Figure], *, now: datetime.da
         disk_write_bytes_per_second=medians.get("disk write"),
         disk_read_bytes_per_second=medians.get("disk read"),
         copy_seconds=medians[PIECE],
+        compute_capability=machine.compute_capability,
     )
 
 

@@ -65,6 +65,7 @@ def _settings() -> list[_Setting]:
         (backends.cuda.flash_sdp_enabled, backends.cuda.enable_flash_sdp),
         (backends.cuda.mem_efficient_sdp_enabled, backends.cuda.enable_mem_efficient_sdp),
         (backends.cuda.math_sdp_enabled, backends.cuda.enable_math_sdp),
+        (backends.cuda.cudnn_sdp_enabled, backends.cuda.enable_cudnn_sdp),
         *(_attribute(owner, "fp32_precision") for owner in precisions),
         (_products, _set_products),
     ]

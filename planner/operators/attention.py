@@ -4,6 +4,9 @@ There, torch would choose by what its CPU has: attention with dropout in its pla
 for backward, and dropout with a mask in the precision of its input. A GPU's kernels keep of attention its result and a
 number for each query, and of dropout a byte for each element.
 
+Which kernel of attention it is depends on the card's compute capability: the conditions are those of torch 2.11 to
+2.13, in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+
 And what attention costs, in any of these kernels.
 """
 
@@ -11,16 +14,24 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 
+from checkflow.core.device import ComputeCapability
+
 aten = torch.ops.aten
 _REDUCED = (torch.float16, torch.bfloat16)
+_AMPERE = (8, 0)  # the first cards that have all kernels; what is not known is taken for one
+_CUDNN_FIRST = frozenset({(9, 0), (10, 0), (10, 3)})  # where torch tries cuDNN's attention before its own
+_CUDNN_SINCE = 91501  # 9.15.1
+_NEWEST_CUDNN = 92000  # torch 2.13.0 for CUDA requires nvidia-cudnn-cu13 9.20.0.48, by its metadata on PyPI
+_CUDNN_MOST = 65535  # sequences, and heads
 _FLASH_HEAD = 256  # the widest head that the flash kernel takes
 _MASK_ALIGNMENT = 16  # elements, to which a mask's rows are padded for the efficient kernel
 
@@ -58,10 +69,19 @@ ATTENTION_FLOPS: Mapping[OpOverloadPacket, Callable[..., int]] = {
 
 
 @contextlib.contextmanager
-def cuda_kernels() -> Iterator[None]:
-    """Have fake tensors on the CPU go through the kernels of a GPU of compute capability 8.0 or more."""
+def cuda_kernels(compute_capability: ComputeCapability | None = None) -> Iterator[None]:
+    """Have fake tensors on the CPU go through the kernels of a GPU.
+
+    Args:
+        compute_capability: of the GPU; None: not known, taken for 8.0.
+    """
+    capability = compute_capability or _AMPERE
+
+    def attention(*args: Any, **keywords: Any) -> torch.Tensor:
+        return _attention(capability, *args, **keywords)
+
     with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
+        library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
         library.impl("dropout", _dropout, "AutogradCPU")
         yield
 
@@ -80,6 +100,7 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 
 
 def _attention(
+    capability: ComputeCapability,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -92,27 +113,43 @@ def _attention(
 ) -> torch.Tensor:
     """As torch's ``scaled_dot_product_attention`` (aten/src/ATen/native/transformers), for tensors on a GPU."""
     tensors = (query, key, value)
-    result: torch.Tensor
     if not all(isinstance(tensor, FakeTensor) for tensor in tensors):
         own, options = aten.scaled_dot_product_attention.default, {"scale": scale, "enable_gqa": enable_gqa}
-        result = _as_composed(own, *tensors, attn_mask, dropout_p, is_causal, **options)
-    elif _fits_flash(query, key, value, attn_mask, is_causal, enable_gqa):
+        return cast(torch.Tensor, _as_composed(own, *tensors, attn_mask, dropout_p, is_causal, **options))
+    bias = attn_mask
+    if bias is not None and bias.dtype is torch.bool:
+        bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), -math.inf)
+    differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    result: torch.Tensor
+    if _takes_cudnn(capability) and _fits_cudnn(query, key, value, bias, dropout_p, enable_gqa, capability):
+        cudnn = aten._scaled_dot_product_cudnn_attention.default
+        result = cudnn(*tensors, bias, differentiable, dropout_p, is_causal, scale=scale)[0]
+    elif _fits_flash(query, key, value, bias, is_causal, enable_gqa, capability):
         width = query.shape[-1]
         padded = [F.pad(tensor, (0, -width % 8)) if width % 8 else tensor for tensor in tensors]
         flash = aten._scaled_dot_product_flash_attention.default
         scale = 1 / math.sqrt(width) if scale is None else scale  # of the width before it was padded
         result = flash(*padded, dropout_p, is_causal, scale=scale)[0][..., :width]
-    elif _fits_efficient(query, key, value, enable_gqa):
-        bias = None if attn_mask is None else _bias(attn_mask, query, key)
-        differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    elif _fits_efficient(query, key, value, enable_gqa, capability):
+        bias = None if bias is None else _aligned(bias, query, key)
         efficient = aten._scaled_dot_product_efficient_attention.default
         result = efficient(*tensors, bias, differentiable, dropout_p, is_causal, scale=scale)[0]
     else:
-        if attn_mask is not None and attn_mask.dtype is torch.bool:
-            attn_mask = _as_bias(attn_mask, query.dtype)
         plain = aten._scaled_dot_product_attention_math.default
-        result = plain(*tensors, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+        result = plain(*tensors, bias, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
     return result
+
+
+def _takes_cudnn(capability: ComputeCapability) -> bool:
+    """Whether cuDNN's attention comes before torch's own kernels, or is all that the user allows."""
+    enabled = torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled, torch._C._get_math_sdp_enabled
+    if not any(ask() for ask in enabled):
+        return True
+    return (
+        capability in _CUDNN_FIRST
+        and (torch.backends.cudnn.version() or _NEWEST_CUDNN) >= _CUDNN_SINCE  # type: ignore[no-untyped-call]
+        and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
+    )
 
 
 def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -126,41 +163,94 @@ def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     )
 
 
+def _fits_cudnn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    dropout: float,
+    grouped: bool,
+    capability: ComputeCapability,
+) -> bool:
+    return (
+        torch._C._get_cudnn_sdp_enabled()
+        and capability >= _AMPERE
+        and _fits(query, key, value)
+        and query.dtype in _REDUCED
+        and _fits_cudnn_heads(query, key, value, grouped, capability)
+        and key.shape[-2] > 1
+        # From torch 2.12 on a multiple of 1/16; 2.11 takes any, where its other kernels keep as much.
+        and (not dropout or (query.shape[-2] > 1 and (16 * dropout).is_integer()))
+        and (bias is None or _fits_cudnn_bias(bias, query, key))
+        and (torch.is_deterministic_algorithms_warn_only_enabled() or not torch.are_deterministic_algorithms_enabled())
+    )
+
+
+def _fits_cudnn_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grouped: bool, capability: ComputeCapability
+) -> bool:
+    heads, widths = query.shape[1], (query.shape[-1], value.shape[-1])
+    most = 256 if capability == (9, 0) else 128
+    return (
+        max(query.shape[:2]) <= _CUDNN_MOST
+        and all(heads == part.shape[1] or (grouped and heads % part.shape[1] == 0) for part in (key, value))
+        and all(width % 8 == 0 for width in widths)
+        and (max(widths) <= most or (capability[0] == 10 and widths == (192, 128)))
+    )
+
+
+def _fits_cudnn_bias(bias: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> bool:
+    """One for all sequences and heads, or with a dimension for each; none that is learnt."""
+    whole = (*query.shape[:3], key.shape[-2])
+    return (
+        bias.dim() in (2, 4)
+        and all(size in (1, most) for size, most in zip(bias.shape, whole[-bias.dim() :], strict=True))
+        and bias.stride(-1) == 1
+        and not bias.requires_grad
+    )
+
+
 def _fits_flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, grouped: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    causal: bool,
+    grouped: bool,
+    capability: ComputeCapability,
 ) -> bool:
     heads = query.shape[1:2], key.shape[1:2], value.shape[1:2]
     return (
         torch._C._get_flash_sdp_enabled()
+        and capability >= _AMPERE
         and _fits(query, key, value)
         and query.dtype in _REDUCED
-        and mask is None
+        and bias is None
         and not (causal and query.shape[-2] != key.shape[-2])
         and query.shape[-1] == value.shape[-1] <= _FLASH_HEAD
         and (grouped or heads[0] == heads[1] == heads[2])
     )
 
 
-def _fits_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grouped: bool) -> bool:
-    reduced = query.dtype in _REDUCED
-    alignment = 8 if reduced else 4  # of a head's width: 16 bytes
+def _fits_efficient(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grouped: bool, capability: ComputeCapability
+) -> bool:
+    dtypes = (torch.float32, *_REDUCED) if capability >= _AMPERE else (torch.float32, torch.float16)
+    # A head's width is a multiple of 16 bytes where matrix units compute; those before Ampere's know halves alone.
+    on_matrix_units = capability >= _AMPERE or (capability >= (7, 0) and query.dtype is torch.float16)
+    alignment = 16 // query.element_size() if on_matrix_units else 1
     return (
         torch._C._get_mem_efficient_sdp_enabled()
         and _fits(query, key, value)
-        and (reduced or query.dtype is torch.float32)
+        and query.dtype in dtypes
         and not grouped
         and query.shape[1] == key.shape[1] == value.shape[1]
         and query.shape[-1] % alignment == value.shape[-1] % alignment == 0
     )
 
 
-def _as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -math.inf)
-
-
-def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The mask as the efficient kernel takes it: numbers, in rows of a whole number of 16 elements, for every head."""
-    bias = _as_bias(mask, query.dtype) if mask.dtype is torch.bool else mask
+def _aligned(bias: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A mask as the efficient kernel takes it: in rows of a whole number of 16 elements, for every head."""
     length = bias.shape[-1]
     if length > 1 and length % _MASK_ALIGNMENT:
         bias = F.pad(bias, (0, -length % _MASK_ALIGNMENT))[..., :length]

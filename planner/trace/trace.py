@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy
 from torch.nn.parameter import is_lazy
 
 import checkflow.core.training_step
+from checkflow.core.device import ComputeCapability
 from checkflow.core.errors import CheckflowError, TraceError
 from checkflow.core.graph import AnchorKind, TrainingGraph
 from checkflow.core.state import (
@@ -55,7 +56,9 @@ from checkflow.planner.trace.torch_patches import torch_redirected
 from checkflow.planner.trace.user_state import Belongings
 
 
-def trace(step: TrainingStep, *, name: str, target: Target = "cuda") -> TrainingGraph:
+def trace(
+    step: TrainingStep, *, name: str, target: Target = "cuda", compute_capability: ComputeCapability | None = None
+) -> TrainingGraph:
     """Trace one iteration of a training step.
 
     Nothing is computed or allocated, whatever device the step's tensors are on (``meta`` too), and the user's objects
@@ -66,6 +69,7 @@ def trace(step: TrainingStep, *, name: str, target: Target = "cuda") -> Training
         step: its models, optimizers and batch; its function is called two or three times.
         name: what the user calls the model.
         target: the kind of device to plan for; optimizers are traced in the implementation that it would choose.
+        compute_capability: of that device, for "cuda"; None: not known, taken for 8.0.
 
     Raises:
         TraceError: an operator cannot be traced, or the step itself fails; names the operator and the source line.
@@ -84,7 +88,7 @@ def trace(step: TrainingStep, *, name: str, target: Target = "cuda") -> Training
     with stand_in(step, stand_ins) as belongings:
         steps = OptimizerSteps(step.optimizers.values(), target, stand_ins.numbers)
         tracing = _Tracing(step, name, stand_ins, steps, belongings)
-        kernels = cuda_kernels() if target == "cuda" else contextlib.nullcontext()
+        kernels = cuda_kernels(compute_capability) if target == "cuda" else contextlib.nullcontext()
         with _environment(stand_ins), kernels, fused_kernels_faked(), ctc_loss_faked(), steps.in_place():
             tracing.run()
         return tracing.graph(implementations)

@@ -44,7 +44,7 @@ from checkflow.planner.measure.timing import EventClock, HostClock, Spread, Work
 
 CPU = torch.device("cpu")
 TINY = Effort(repetitions=3, seconds=0.01, array_bytes=8 * 2**20, product_seconds=1e-4, disk_bytes=LEAST_FILE_BYTES)
-MACHINE = Machine(CPU, "cuda", "NVIDIA H200", "torch 2.13, CUDA 13.0, driver 580.1", 141 * 10**9)
+MACHINE = Machine(CPU, "cuda", "NVIDIA H200", "torch 2.13, CUDA 13.0, driver 580.1", 141 * 10**9, (9, 0))
 
 
 class FakeClock:
@@ -399,6 +399,7 @@ def test_a_device_is_made_of_medians_and_says_when_and_on_what() -> None:
     figures = figures_of(**GPU, tf32=4e14, back=5.123456e10, slow_out=1e10, write=2e9, read=3e9)
     device = make_device(MACHINE, figures, now=moment)
     assert (device.name, device.kind, device.memory_bytes) == ("NVIDIA H200", "cuda", 141 * 10**9)
+    assert device.compute_capability == (9, 0)
     assert device.memory_bandwidth_bytes_per_second * device.memory_efficiency == pytest.approx(3e12)
     assert device.memory_bandwidth_bytes_per_second == 4e12
     assert device.link_bandwidth_bytes_per_second == 5.5e10

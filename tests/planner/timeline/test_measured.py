@@ -206,14 +206,14 @@ def test_what_fits_exactly_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_needed_is_the_trace_s_and_unknown_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = pipeline.Subject("digits", 2, {}, None)
-    traced = pipeline._trace(subject, "cpu")
-    assert pipeline._needed_bytes(subject, "cpu") == max(max(part) for part in traced.live_bytes(eager=True))
+    traced, device = pipeline._trace(subject, "cpu", None), find_device("cpu")
+    assert pipeline._needed_bytes(subject, device) == max(max(part) for part in traced.live_bytes(eager=True))
 
     def refuse(*_: Any) -> TrainingGraph:
         raise TraceError("cannot trace")
 
     monkeypatch.setattr(pipeline, "_trace", refuse)
-    assert pipeline._needed_bytes(subject, "cpu") == 0
+    assert pipeline._needed_bytes(subject, device) == 0
 
 
 @pytest.mark.parametrize(
