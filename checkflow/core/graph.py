@@ -117,6 +117,7 @@ class Operator:
     waited_bytes: int = 0  # that cross the link, in either direction, while training waits
     winograd: bool = False  # a convolution that Winograd's algorithm can do with fewer multiplications
     relaid_bytes: int = 0  # of a convolution's tensors, those that matrix units take in another layout than they have
+    transient_bytes: int = 0  # of device memory that it frees itself, such as a library's workspace; a trace knows none
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,7 @@ class TrainingGraph:
         return sum(entry.size_bytes for entry in self.state)
 
     def live_bytes(self, *, eager: bool) -> tuple[list[int], list[int]]:
-        """Device bytes live during each operator, and at each position.
+        """Device bytes live during each operator, with what it takes for a moment, and at each position.
 
         Returns ``(during, at)``: ``during[i]`` for operator i (length n), ``at[p]`` for position p (length n + 1).
         """
@@ -195,7 +196,8 @@ class TrainingGraph:
         for i in range(1, n + 2):
             during[i] += during[i - 1]
             at[i] += at[i - 1]
-        return during[:n], at[: n + 1]
+        taken = (operator.transient_bytes for operator in self.operators)
+        return [live + own for live, own in zip(during[:n], taken, strict=True)], at[: n + 1]
 
     def to_networkx(self) -> networkx.DiGraph[int]:
         """The operator DAG: one node per operator index, an edge for each read-after-write, write-after-read and

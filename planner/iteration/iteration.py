@@ -102,7 +102,9 @@ class Iteration:
             if not self.places.holds(part):
                 self.ledger.enter(part, name, kind, -1)
 
-    def append(self, name: str, target: str, effect: op.Effects, flops: int, crossing: Crossing) -> None:
+    def append(
+        self, name: str, target: str, effect: op.Effects, flops: int, crossing: Crossing, transient_bytes: int = 0
+    ) -> None:
         """Note an operator that has run."""
         index = len(self.operators)
         # A storage that was never seen before and is read now lived at the boundary: a value that the user keeps.
@@ -135,6 +137,7 @@ class Iteration:
                 waited_bytes=crossing.waited_bytes,
                 winograd=effect.winograd,
                 relaid_bytes=effect.relaid_bytes,
+                transient_bytes=transient_bytes,
             )
         )
 

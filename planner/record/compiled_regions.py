@@ -4,8 +4,9 @@ Compiled code runs as ever while a job is recorded, so that the recorded iterati
 same memory as all others. What it does by way of torch's operators (all of it, or the matrix products that it leaves
 to libraries) a dispatch mode sees. The rest, generated kernels and the memory that they fill, becomes one operator at
 the end of the region's forward and one at the end of each of its backwards: it reads the state of the region's modules,
-and it has made the storages that nobody saw being made: results, what is saved for backward, gradients. An optimizer's
-step in compiled code is one that writes parameters and their state. Functions that are compiled have no more than this.
+it has made the storages that nobody saw being made (results, what is saved for backward, gradients), and it takes for a
+moment what no operator within it took. An optimizer's step in compiled code is one that writes parameters and their
+state. Functions that are compiled have no more than this.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from checkflow.core.compiled_regions import uncompiled
 from checkflow.planner.iteration.iteration import Iteration
 from checkflow.planner.iteration.placement import NO_CROSSING
 from checkflow.planner.operators import operators as op
+from checkflow.planner.record.allocator import Transients
 
 # How torch names the autograd node of a compiled graph.
 _NODE = "CompiledFunctionBackward"
@@ -46,10 +48,10 @@ class Spans(Protocol):
 class LiveRegions:
     """Notes what the regions of a job did unseen, in one recorded iteration."""
 
-    def __init__(self, iteration: Iteration, spans: Spans) -> None:
-        self._iteration, self._spans = iteration, spans
-        # Operators, autograd nodes and seconds of compiling before it, and its time.
-        self._open: list[tuple[int, int, float, object]] = []
+    def __init__(self, iteration: Iteration, spans: Spans, transients: Transients) -> None:
+        self._iteration, self._spans, self._transients = iteration, spans, transients
+        # Operators, autograd nodes and seconds of compiling before it, its time, and the mark of its memory.
+        self._open: list[tuple[int, int, float, object, int]] = []
         self._watching = False
         self._compiling = _CompilingTime()
 
@@ -69,26 +71,30 @@ class LiveRegions:
         """A region's forward or backward begins."""
         if self._watching:
             nodes, compiling = torch._C._autograd._get_sequence_nr(), self._compiling.seconds
-            self._open.append((self._iteration.position(), nodes, compiling, self._spans.open()))
+            position, span, mark_bytes = self._iteration.position(), self._spans.open(), self._transients.begin()
+            self._open.append((position, nodes, compiling, span, mark_bytes))
 
     def left(self, modules: Mapping[str, nn.Module], result: Any) -> None:
         """It has ended, and has returned this."""
         if not self._open:  # watching began within it, or has ended
             return
-        position, first_node, compiling, span = self._open.pop()
+        position, first_node, compiling, span, mark_bytes = self._open.pop()
+        transient_bytes = self._transients.end(mark_bytes)
         with _disable_current_modes(), torch.no_grad():
             made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             for node in _compiled_nodes(made, first_node):
                 made += [tensor for tensor in node.saved_tensors if tensor is not None]
                 node.register_prehook(uncompiled(lambda _: self.entered()))
                 node.register_hook(uncompiled(lambda gradients, _: self.left(modules, gradients)))
-            self._note(modules, made, span, compiling, seen=self._iteration.position() > position)
+            seen = self._iteration.position() > position
+            self._note(modules, made, span, compiling, transient_bytes, seen=seen)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped in compiled code: it has written what it writes whether or not that was seen."""
         if not self._open:
             return
-        _, _, compiling, span = self._open.pop()
+        _, _, compiling, span, mark_bytes = self._open.pop()
+        transient_bytes = self._transients.end(mark_bytes)
         updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         updated = [parameter for parameter in updated if parameter.grad is not None]
         state = [v for p in updated for v in optimizer.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
@@ -96,16 +102,18 @@ class LiveRegions:
         unseen = [(tensor, op.touched_bytes(tensor)) for tensor in device if not self._was_written(tensor)]
         if unseen:
             gradients = [(part, op.touched_bytes(part)) for p in updated for part in op.tensors_in(p.grad)]
-            self._append(span, compiling, op.Effects((*unseen, *gradients), tuple(unseen), (), computes=True))
+            effect = op.Effects((*unseen, *gradients), tuple(unseen), (), computes=True)
+            self._append(span, compiling, effect, transient_bytes)
 
     def _was_written(self, tensor: torch.Tensor) -> bool:
         index = self._iteration.ledger.find(tensor)
         return index is not None and self._iteration.ledger.first_write(index) is not None
 
-    def _append(self, span: object, compiling: float, effect: op.Effects) -> None:
+    def _append(self, span: object, compiling: float, effect: op.Effects, transient_bytes: int) -> None:
         number = sum(operator.target == "compiled region" for operator in self._iteration.operators)
         self._spans.keep_rest(span, self._compiling.seconds - compiling)
-        self._iteration.append(f"compiled_region_{number}", "compiled region", effect, 0, NO_CROSSING)
+        name = f"compiled_region_{number}"
+        self._iteration.append(name, "compiled region", effect, 0, NO_CROSSING, transient_bytes)
 
     def _note(
         self,
@@ -113,6 +121,7 @@ class LiveRegions:
         made: Sequence[torch.Tensor],
         span: object,
         compiling: float,
+        transient_bytes: int,
         *,
         seen: bool,
     ) -> None:
@@ -133,7 +142,7 @@ class LiveRegions:
             outputs=tuple(new),
             computes=True,
         )
-        self._append(span, compiling, effect)
+        self._append(span, compiling, effect, transient_bytes)
 
 
 def _compiled_nodes(results: list[torch.Tensor], first: int) -> Iterator[Any]:

@@ -1,9 +1,10 @@
 """A live iteration -> TrainingGraph: what the trace learns from fake tensors, learnt from a job's own.
 
 Between two boundaries a dispatch mode watches every operator of the training thread (and of the threads on which
-autograd runs backward for it): what it reads and writes, how long it takes, and when each storage is allocated and
-freed. Nothing is changed by being watched: the same kernels run on the same tensors in the same order, compiled ones
-too (:mod:`checkflow.planner.record.compiled_regions`).
+autograd runs backward for it): what it reads and writes, how long it takes, what memory it takes for a moment
+(:mod:`.record.allocator`), and when each storage is allocated and freed. Nothing is changed by being watched: the same
+kernels run on the same tensors in the same order, compiled ones too
+(:mod:`checkflow.planner.record.compiled_regions`), and none of torch's statistics of memory is reset.
 
 The iteration must be one like those to come: all optimizer state exists at its begin, and the gradients that training
 leaves from one iteration to the next. So a new job's first iteration is not recorded, its second is.
@@ -37,6 +38,7 @@ from checkflow.core.training_step import TrainingStep
 from checkflow.planner.iteration.iteration import Iteration
 from checkflow.planner.iteration.placement import NO_CROSSING, Crossing, crossing
 from checkflow.planner.operators import operators as op
+from checkflow.planner.record.allocator import Transients, allocated
 from checkflow.planner.record.compiled_regions import LiveRegions, Spans
 from checkflow.planner.record.cuda_events import OperatorEvents
 
@@ -71,8 +73,9 @@ class Recorder:
         places = _LivePlaces(device, optimizers)
         self._iteration = Iteration(models, optimizers, places, device_type=device.type)
         self._clock: _Clock = _HostClock() if device.type == "cpu" else OperatorEvents(device)
-        self._mode = _LiveMode(self._iteration, places, self._clock)
-        self._regions = self._iteration.where.regions = LiveRegions(self._iteration, self._clock)
+        transients = Transients(device)
+        self._mode = _LiveMode(self._iteration, places, self._clock, transients)
+        self._regions = self._iteration.where.regions = LiveRegions(self._iteration, self._clock, transients)
         self._hooks = contextlib.ExitStack()
 
     def begin(self, batch: Any = None, *, held: Any = None) -> None:
@@ -86,7 +89,7 @@ class Recorder:
         entered = self._iteration.begin(batch, held, held_tensors(self._device) if apart else ())
         if apart:
             seen = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for _, part in entered}
-            self._iteration.ledger.enter_unseen("other", _allocated_bytes(self._device) - sum(seen.values()))
+            self._iteration.ledger.enter_unseen("other", allocated(self._device).now_bytes - sum(seen.values()))
         del entered  # would keep alive what the iteration drops
         self._hooks.enter_context(self._iteration.where.watching())
         self._regions.start()
@@ -145,11 +148,6 @@ def held_tensors(device: torch.device) -> list[torch.Tensor]:
     # type() and no isinstance: lazy objects of other libraries would wake up.
     found = [value for value in gc.get_objects() if type(value) in kinds and value.device == device]
     return [tensor for tensor in found if tensor.layout is torch.strided]
-
-
-def _allocated_bytes(device: torch.device) -> int:
-    """What torch's allocator has given out on this device: also what only C++ holds, such as workspaces."""
-    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
 
 
 class _LivePlaces:
@@ -216,9 +214,9 @@ class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True  # lets them pass, and ends the recording
 
-    def __init__(self, iteration: Iteration, places: _LivePlaces, clock: _Clock) -> None:
+    def __init__(self, iteration: Iteration, places: _LivePlaces, clock: _Clock, transients: Transients) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._iteration, self._places, self._clock = iteration, places, clock
+        self._iteration, self._places, self._clock, self._transients = iteration, places, clock, transients
         self._names: dict[str, int] = {}
         self._thread: int | None = None  # that entered it
         self._watching = False
@@ -275,26 +273,35 @@ class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._iteration.where.note_forward()
             return result
         with self._lock:
+            mark_bytes = self._transients.begin()
             self._clock.start()
             result = func(*args, **keywords)
             self._clock.stop()
+            transient_bytes = self._transients.end(mark_bytes)
             try:
                 effect = op.effects(func, args, keywords, result, self._places.holds)
                 if effect.reads or effect.writes:
-                    self._note(func, args, keywords, result, effect)
+                    self._note(func, args, keywords, result, effect, transient_bytes)
             except Exception as error:  # noqa: BLE001 — the job goes on as if nobody watched; ``end`` raises it
                 self.failure, self._watching = error, False
             return result
 
     def _note(
-        self, func: OpOverload, args: Sequence[Any], keywords: Mapping[str, Any], result: Any, effect: op.Effects
+        self,
+        func: OpOverload,
+        args: Sequence[Any],
+        keywords: Mapping[str, Any],
+        result: Any,
+        effect: op.Effects,
+        transient_bytes: int,
     ) -> None:
         crossed = self._places.crossing(func, args, keywords, result)
         self._iteration.where.note_forward()
         name = self._name(func)
         if effect.computes or crossed.to_host_bytes:
             self._clock.keep()
-            self._iteration.append(name, op.target_name(func), effect, op.flops(func, args, keywords, result), crossed)
+            flops = op.flops(func, args, keywords, result)
+            self._iteration.append(name, op.target_name(func), effect, flops, crossed, transient_bytes)
         else:
             self._iteration.allocate(effect, name)
 
