@@ -14,8 +14,10 @@ Functions that are compiled (a loss, a whole training step) call modules which d
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
@@ -171,12 +173,35 @@ def around_forward(
     handles = [nn.Module.register_forward_pre_hook(entry, before, prepend=True, with_kwargs=with_keywords)]
     if after is not None:
         handles.append(nn.Module.register_forward_hook(entry, after, always_call=True))
+    own = {handle.id for handle in handles}
+    _own_hooks.update(own)
+    # Unless its class is pickled by a rule of the user's: pickle and copy.deepcopy ask here.
+    copyreg.dispatch_table.setdefault(type(entry), _reduce_without_hooks)
 
     def remove() -> None:
         for handle in handles:
             handle.remove()
+        _own_hooks.difference_update(own)
 
     return Hanging(remove, lambda: True)
+
+
+_own_hooks: set[int] = set()  # by the numbers that torch gives to hooks of all modules
+
+
+def _reduce_without_hooks(module: nn.Module) -> Any:
+    """A module as pickle and copy.deepcopy take it, without what :func:`around_forward` has registered.
+
+    Hooks watch one job's own module; its copies are nobody's, and are loaded where checkflow may not be installed.
+    """
+    reduced: Any = module.__reduce_ex__(4)
+    make, arguments, state, *rest = reduced
+    if isinstance(state, dict):
+        for name, hooks in state.items():
+            if name.startswith(("_forward_pre_hooks", "_forward_hooks")) and not _own_hooks.isdisjoint(hooks):
+                left = OrderedDict((number, hook) for number, hook in hooks.items() if number not in _own_hooks)
+                state = {**state, name: left}
+    return make, arguments, state, *rest
 
 
 def _around_call(entry: nn.Module, before: Before, after: After | None, *, with_keywords: bool) -> Hanging:
