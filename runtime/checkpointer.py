@@ -202,6 +202,12 @@ class Checkpointer:
         return self._boundaries.iteration
 
     @property
+    def durable_step(self) -> int | None:
+        """The iteration of the newest durable checkpoint, up to which a resume loses nothing whatever happens from now
+        on; None: there is none yet."""
+        return self._saving.durable_step
+
+    @property
     def preempted(self) -> bool:
         """Whether a signal has asked the job to end: it will, at the next boundary."""
         return self._preemption.preempted
@@ -380,6 +386,10 @@ class Checkpointer:
         it was there. That an iteration has ended which nothing told of, only the end of a ``with`` block says.
 
         Once more is harmless; if it is interrupted, call it again.
+
+        Raises:
+            StorageError: the last checkpoint is not durable, whatever ``on_error`` says; it tells what is. The end of a
+                ``with`` block raises it too, unless an exception has ended that.
         """
         try:
             if not (self._held.closed or self._boundaries.closed) and sys.exception() is None:

@@ -65,7 +65,7 @@ class Holdings:
             self.boundaries.close()
         except Exception as reason:  # noqa: BLE001 - the caller says it: what else there is must be given back first
             error = error or reason
-        self.saving.close()
+        lost = self.saving.close()
         if self.store.locked:  # otherwise this was done already, and the directory may be somebody else's
             self.reporter.write(closed=True)
             self.store.close()
@@ -74,7 +74,7 @@ class Holdings:
         if _held.get(self.store.directory) is self:
             del _held[self.store.directory]
         self.closed = True
-        return error
+        return error or lost
 
 
 _held: dict[Path, Holdings] = {}  # those of this process that are not closed

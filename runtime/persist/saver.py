@@ -69,6 +69,7 @@ class Saving:
     ) -> None:  # fmt: skip
         self._store, self._each, self._audit_every = store, each, audit
         self.host_buffers = host_buffers
+        self._base_step = None if base[0] == NOTHING else base[0]
         self.metrics = Metrics(store)
         self.captures = 0
         self.newest: tuple[int, float] | None = None  # step of the newest capture, and time.monotonic at its begin
@@ -142,18 +143,32 @@ class Saving:
         self.writer.urge()
         self.writer.nudge()
 
-    def close(self) -> None:
-        """Commit what is left, what failed last once more, then give threads and memory back."""
+    @property
+    def durable_step(self) -> int | None:
+        """Of the newest checkpoint that this run has committed, or else went on from; None: there is none."""
+        durable = self.writer.durable
+        return self._base_step if durable is None else durable.step
+
+    def close(self) -> StorageError | None:
+        """Commit what is left, what failed last once more, then give threads and memory back.
+
+        Returns:
+            What of the newest capture is not durable; None: it is, or there was none.
+        """
         self.writer.close()
         self.engine.close()
-        newest, durable = self.tier.newest(), self.writer.durable
-        lost = newest is not None and (durable is None or durable.step < newest)
-        if lost:
-            logger.warning(
-                "step %d is not on storage, and stays in this machine's memory: the next run in %s saves it",
-                newest, self._store.directory,
-            )  # fmt: skip
+        kept, durable = self.tier.newest(), self.durable_step
+        lost = kept is not None and (durable is None or durable < kept)
         self.buffers.close(leave=lost)
+        if self.newest is None or (durable is not None and durable >= self.newest[0]):
+            return None
+        why = "" if self.writer.last_failure is None else f" ({self.writer.last_failure[1]})"
+        rest = "nothing is" if durable is None else f"step {durable} is"
+        stays = f"; step {kept} stays in this machine's memory: the next run here saves it" if lost else ""
+        return StorageError(
+            f"the last checkpoint, of step {self.newest[0]}, is not on storage{why}: {rest} durable in "
+            f"{self._store.directory}{stays}"
+        )
 
     def _outlive(self, capture: Capture) -> None:
         """Have a complete capture outlive the process, unless its plan is refuted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -115,10 +116,12 @@ def test_extra_state_that_cannot_be_written_down_is_for_the_writer_to_tell(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("ending", ["with", "close"])
 @pytest.mark.parametrize("saved", [0, 3])
-def test_what_a_full_disk_refused_to_the_end_stays_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, saved: int
+def test_what_a_full_disk_refused_to_the_end_is_raised_and_stays_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: int, ending: str
 ) -> None:
+    """Such a run does not end as if all were well, whatever on_error says."""
     commit = Store.commit
 
     def fail(self: Store, step: int, *rest: Any, **more: Any) -> Path:
@@ -128,13 +131,19 @@ def test_what_a_full_disk_refused_to_the_end_stays_in_memory(
 
     with monkeypatch.context() as patch:
         patch.setattr(Store, "commit", fail)
-        with resume(tmp_path, every=1) as checkpointer:
+        checkpointer = resume(tmp_path, every=1)
+        with (
+            pytest.raises(StorageError) as raised,
+            checkpointer if ending == "with" else contextlib.closing(checkpointer),
+        ):
             for _ in checkpointer.epochs(1):
                 train(checkpointer)
-            last = checkpointer.iteration
-    assert newest_on_storage(tmp_path) == (saved or None)
-    assert (
-        f"step {last} is not on storage, and stays in this machine's memory: the next run in {tmp_path}" in caplog.text
+    last = checkpointer.iteration
+    assert newest_on_storage(tmp_path) == checkpointer.durable_step == (saved or None)
+    assert str(raised.value) == (
+        f"the last checkpoint, of step {last}, is not on storage (StorageError: the disk is full): "
+        f"{f'step {saved} is' if saved else 'nothing is'} durable in {tmp_path}; "
+        f"step {last} stays in this machine's memory: the next run here saves it"
     )
     assert kept_in(tmp_path) == [last]
     assert folders_below(tmp_path) == [folder_of(tmp_path)]
