@@ -93,7 +93,8 @@ class Checkpointer:
             allows where that wastes less, replays after failures included.
         host_buffers: staging buffers of the size of the state; three let capture and persist overlap fully.
         keep_latest: how many of the newest checkpoints stay on storage, at least 2.
-        keep_epochs: whether the ones made at the ends of epochs (of :meth:`epochs`) stay too.
+        keep_epochs: of how many epochs (of :meth:`epochs`) the checkpoint made at the end stays too, the newest first;
+            True: of all.
         keep_every: of each so many iterations the first checkpoint stays too: that of a multiple of it, if one is made
             there, or else the next one; None: no such rule.
         keep_best: how many of the best stay, however old, by the metric ``monitor`` (see ``metric``), the lowest or the
@@ -138,7 +139,7 @@ class Checkpointer:
         mtbf: float | str | None = None,
         host_buffers: int = 3,
         keep_latest: int = 2,
-        keep_epochs: bool = True,
+        keep_epochs: bool | int = 1,
         keep_every: int | None = None,
         keep_best: int = 0,
         monitor: str | None = None,

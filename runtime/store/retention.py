@@ -5,7 +5,7 @@ manifest's ``info``: ``epoch_end``, and ``metrics``, the values that the job tol
 any of these rules:
 
 - it is one of the ``keep_latest`` newest, or the one just committed;
-- ``keep_epochs``: it was made at the end of an epoch;
+- ``keep_epochs``: it was made at the end of one of the so many newest epochs, or of any epoch (True);
 - ``keep_every`` (n): it is the first in its n steps, [n, 2n), [2n, 3n) and so on: the one of a multiple of n where
   there is one, or else the next one after it, since intervals are chosen as a job goes;
 - ``keep_best``: by ``monitor``, it is one of the so many best.
@@ -39,7 +39,7 @@ class Rules:
     """
 
     keep_latest: int = MIN_COMPLETE
-    keep_epochs: bool = True
+    keep_epochs: bool | int = 1
     keep_every: int | None = None  # steps
     keep_best: int = 0
     monitor: str | None = None
@@ -50,8 +50,8 @@ class Rules:
             raise ValueError(f"keep_latest must be a whole number of at least {MIN_COMPLETE}, not {self.keep_latest!r}")
         if self.keep_latest < MIN_COMPLETE:
             raise ValueError(f"keep_latest is {self.keep_latest}: at least {MIN_COMPLETE} checkpoints must stay")
-        if not isinstance(self.keep_epochs, bool):
-            raise ValueError(f"keep_epochs must be True or False, not {self.keep_epochs!r}")
+        if not isinstance(self.keep_epochs, bool) and not _is_count(self.keep_epochs, 0):
+            raise ValueError(f"keep_epochs must be a whole number of epochs, or True for all, not {self.keep_epochs!r}")
         if self.keep_every is not None and not _is_count(self.keep_every, 1):
             raise ValueError(
                 f"keep_every must be a whole number of steps, at least 1, or None, not {self.keep_every!r}"
@@ -93,7 +93,8 @@ def kept(rules: Rules, complete: Iterable[Known], newest: int) -> frozenset[int]
     for one in found:
         if len(stay) < rules.keep_latest or one.step == newest:
             stay.add(one.step)
-    stay.update(one.step for one in found if rules.keep_epochs and one.epoch_end)
+    ends = [one.step for one in found if one.epoch_end]
+    stay.update(ends if rules.keep_epochs is True else ends[: rules.keep_epochs])
     stay.update(first for first in _firsts(rules, found).values())
     stay.update(best(rules, found)[: rules.keep_best])
     return frozenset(stay)

@@ -80,7 +80,7 @@ class Store:
         *,
         run_id: str,
         keep_latest: int = 2,
-        keep_epochs: bool = True,
+        keep_epochs: bool | int = 1,
         keep_every: int | None = None,
         keep_best: int = 0,
         monitor: str | None = None,

@@ -51,7 +51,7 @@ def train(
     micro = 2 if loop == "accumulated" else 1
     with Checkpointer(
         model, optimizer, loader, directory=directory, plan=jobs.make_plan(), state={"scheduler": scheduler},
-        keep_latest=2, **options,
+        keep_latest=2, keep_epochs=True, **options,
     ) as checkpointer:  # fmt: skip
         for batches in epochs(checkpointer, loop):
             for number, (_, x, y) in enumerate(batches, 1):
@@ -202,7 +202,9 @@ def test_a_sampler_that_cannot_say_whether_more_follows_costs_no_checkpoint(tmp_
 def test_a_last_iteration_with_fewer_batches_ends_its_epoch(tmp_path: Path) -> None:
     model, optimizer, _ = jobs.make()
     loader = DataLoader(jobs.data(1), jobs.BATCH, shuffle=True, seed=3)
-    with Checkpointer(model, optimizer, loader, directory=tmp_path, plan=jobs.make_plan(), every=1) as checkpointer:
+    with Checkpointer(
+        model, optimizer, loader, directory=tmp_path, plan=jobs.make_plan(), every=1, keep_epochs=True
+    ) as checkpointer:
         for _ in checkpointer.epochs(2):
             for number, (_, x, y) in enumerate(checkpointer.loader, 1):
                 F.cross_entropy(model(x), y).backward()

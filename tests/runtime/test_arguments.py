@@ -73,7 +73,7 @@ BAD: list[Any] = [
     *(({"plan": value}, ValueError, 'plan must be "auto"') for value in ("", "a\0b")),
     # numbers
     *(({"keep_latest": value}, ValueError, "keep_latest") for value in (1, 0, -1, True, 2.5, "2", None)),
-    *(({"keep_epochs": value}, ValueError, "keep_epochs must be") for value in ("no", 0, None)),
+    *(({"keep_epochs": value}, ValueError, "keep_epochs must be") for value in ("no", -1, 1.0, None)),
     *(({"host_buffers": value}, ValueError, "host_buffers must be") for value in (0, 1001, 1_000_000, True, "3")),
 ]
 

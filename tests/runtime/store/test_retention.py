@@ -54,7 +54,10 @@ TABLE: list[tuple[str, dict[str, Any], list[Known], int, set[int]]] = [
     ("exactly as many", {}, states(None, None), 2, {1, 2}),
     ("one over", {}, states(None, None, None), 3, {2, 3}),
     ("the one just written, below those of an abandoned run", {}, states(None, None, None), 1, {1, 2, 3}),
-    ("ends of epochs", {}, [state(n, end=n % 3 == 0) for n in range(1, 9)], 8, {3, 6, 7, 8}),
+    ("the end of the newest epoch", {}, [state(n, end=n % 3 == 0) for n in range(1, 12)], 11, {9, 10, 11}),
+    ("the ends of two", {"keep_epochs": 2}, [state(n, end=n % 3 == 0) for n in range(1, 12)], 11, {6, 9, 10, 11}),
+    ("fewer than asked", {"keep_epochs": 9}, [state(n, end=n % 3 == 0) for n in range(1, 9)], 8, {3, 6, 7, 8}),
+    ("all ends of epochs", {"keep_epochs": True}, [state(n, end=n % 2 == 0) for n in range(1, 8)], 7, {2, 4, 6, 7}),
     ("no ends of epochs", NO_EPOCHS, [state(n, end=True) for n in range(1, 5)], 4, {3, 4}),
     ("every third", {"keep_every": 3}, states(*[None] * 10), 10, {3, 6, 9, 10}),
     ("every one", {"keep_every": 1}, states(None, None, None, None), 4, {1, 2, 3, 4}),
@@ -89,8 +92,9 @@ def test_the_rules(rules: dict[str, Any], complete: list[Known], newest: int, st
 VALUES = st.none() | st.sampled_from([NAN, INF, -INF, 0.0, 1.0]) | st.floats(allow_nan=False, allow_infinity=False)
 RULES = st.builds(
     Rules,
-    keep_latest=st.integers(2, 4), keep_epochs=st.booleans(), keep_every=st.none() | st.integers(1, 7),
-    keep_best=st.integers(0, 3), monitor=st.just("loss"), mode=st.sampled_from(["min", "max"]),
+    keep_latest=st.integers(2, 4), keep_epochs=st.booleans() | st.integers(0, 3),
+    keep_every=st.none() | st.integers(1, 7), keep_best=st.integers(0, 3), monitor=st.just("loss"),
+    mode=st.sampled_from(["min", "max"]),
 )  # fmt: skip
 HISTORIES = st.lists(st.tuples(st.integers(1, 5), VALUES, st.booleans()), min_size=1, max_size=25)
 
@@ -111,7 +115,8 @@ def test_what_always_holds(rules: Rules, history: list[tuple[int, float | None, 
         steps = {one.step for one in present}
         assert {one.step for one in everything[-rules.keep_latest :]} <= steps
         assert set(best(rules, everything)[: rules.keep_best]) <= steps
-        assert not rules.keep_epochs or {one.step for one in everything if one.epoch_end} <= steps
+        ends = [one.step for one in everything if one.epoch_end][::-1]
+        assert set(ends if rules.keep_epochs is True else ends[: rules.keep_epochs]) <= steps
     stay = kept(rules, present, step)
     assert stay == kept(rules, everything, step)
     assert len(stay) >= min(len(everything), 2)
@@ -141,7 +146,8 @@ def test_what_waits_for_storage_gives_way_to_its_own_kind() -> None:
         ({"keep_latest": 1}, "keep_latest is 1: at least 2"),
         ({"keep_latest": 2.0}, "keep_latest must be a whole number"),
         ({"keep_latest": True}, "keep_latest must be a whole number"),
-        ({"keep_epochs": "no"}, "keep_epochs must be True or False"),
+        ({"keep_epochs": "no"}, "keep_epochs must be a whole number of epochs, or True for all"),
+        ({"keep_epochs": -1}, "keep_epochs must be a whole number of epochs"),
         ({"keep_every": 0}, "keep_every must be a whole number of steps"),
         ({"keep_every": "1h"}, "keep_every must be a whole number of steps"),
         ({"keep_best": -1}, "keep_best must be a whole number of at least 0"),

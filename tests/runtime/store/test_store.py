@@ -153,7 +153,7 @@ def test_large_files_have_a_checksum_for_each_block(directory: Path) -> None:
 
 
 def test_old_checkpoints_go_and_epochs_stay(directory: Path) -> None:
-    with new_store(directory, keep_latest=3) as store:
+    with new_store(directory, keep_latest=3, keep_epochs=True) as store:
         for step in range(9):
             commit(store, step, step, epoch_end=step % 4 == 1)
             assert (
