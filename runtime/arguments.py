@@ -224,7 +224,8 @@ def _refuse_no_job(model: Any, optimizer: Any) -> None:
         TypeError: one of them is of another kind.
         ValueError: there is no model, one is given twice, or one has a name that no file can have.
     """
-    models, optimizers = as_models(model), as_optimizers(optimizer)
+    models = as_models(model)
+    optimizers = as_optimizers(optimizer, models)
     if not models:
         raise ValueError("there is no model: pass one, or a dict of several by name")
     for name, one in models.items():

@@ -62,7 +62,7 @@ class Checkpointer:
     """Makes a training job survive failures: consistent, durable checkpoints by a plan, and resume.
 
     Args:
-        model, optimizer: one of each, or dicts of several.
+        model, optimizer: one of each, or dicts of several; None: what trains the models holds no state to save.
         loader: a ``checkflow.DataLoader``, or what ``checkflow.resumable`` made of another; iterate
             ``checkpointer.loader`` instead of it.
         directory: where checkpoints go; made if it is missing.
@@ -127,7 +127,7 @@ class Checkpointer:
     def __init__(
         self,
         model: nn.Module | Mapping[str, nn.Module],
-        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
         loader: ResumableLoader | None = None,
         *,
         directory: str | os.PathLike[str],
@@ -163,7 +163,8 @@ class Checkpointer:
             signals=read_signals(signals), grace_seconds=read_grace(grace_seconds),
         )  # fmt: skip
         show_lines()
-        models, optimizers = as_models(model), as_optimizers(optimizer)
+        models = as_models(model)
+        optimizers = as_optimizers(optimizer, models)
         self._job = job = Job(models, optimizers, dict(state or {}), loader, StateWalk(models, optimizers))
         given = read_plan(plan, asked.every, check_plan)
         device = check_job(job, given)

@@ -233,14 +233,6 @@ def test_sparse_state_of_an_optimizer(tmp_path: Path, plan: Plan) -> None:
     assert_refused(lambda: Checkpointer(model, optimizer, directory=tmp_path, plan=plan), UnsupportedError, says)
 
 
-def test_one_name_for_two(tmp_path: Path, plan: Plan) -> None:
-    model = nn.Linear(2, 2)
-    models, optimizers = {"a": model}, {"a": sgd(model.parameters())}
-    step = TrainingStep(step=id, models=models, optimizers=optimizers, batch=None)
-    assert_refused(lambda: trace(step, name="n"), UnsupportedError, "both named a")
-    assert_refused(lambda: Checkpointer(models, optimizers, directory=tmp_path, plan=plan), UnsupportedError, "named a")
-
-
 def test_distributed_tensors(tmp_path: Path, plan: Plan) -> None:
     import torch.distributed as dist
     from torch.distributed.tensor import DeviceMesh, DTensor

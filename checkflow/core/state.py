@@ -16,7 +16,7 @@ import inspect
 import itertools
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -61,13 +61,25 @@ def as_models(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module
 
 
 def as_optimizers(
-    optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None,
+    optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None, models: Collection[str] = ()
 ) -> dict[str, torch.optim.Optimizer]:
-    """The optimizers by name; a single one is called "optimizer", whatever it is. Of a wrapped one, what is inside."""
+    """The optimizers by name; a single one is called "optimizer", whatever it is. Of a wrapped one, what is inside.
+
+    Args:
+        models: their names. State and files are named after either: an optimizer that is named as a model ("G") is
+            called "G.optimizer".
+    """
     if optimizer is None:
         return {}
     named = dict(optimizer) if isinstance(optimizer, Mapping) else {DEFAULT_OPTIMIZER: optimizer}
-    found = {name: unwrap_optimizer(one) for name, one in named.items()}
+    found: dict[str, torch.optim.Optimizer] = {}
+    taken = {*models, *(name for name in named if name not in models)}
+    for name, one in named.items():
+        if name in models:
+            while name in taken:
+                name = f"{name}.optimizer"
+            taken.add(name)
+        found[name] = unwrap_optimizer(one)
     for one in found.values():
         if isinstance(one, torch.optim.Optimizer):  # what is none is refused elsewhere
             _have_hooks(one)
@@ -293,11 +305,9 @@ def collect_state(models: Mapping[str, nn.Module], optimizers: Mapping[str, torc
     """Every state tensor as it is now: persistent buffers and parameters, then optimizer state that exists.
 
     Raises:
-        UnsupportedError: a model and an optimizer share a name, or a tensor has no dense memory of its own
-            (an expanded tensor, one that overlaps another without being the same region, one without values).
+        UnsupportedError: a tensor has no dense memory of its own (an expanded tensor, one that overlaps another without
+            being the same region, one without values).
     """
-    if clash := set(models) & set(optimizers):
-        raise UnsupportedError(f"a model and an optimizer are both named {sorted(clash)[0]}: give one another name")
     items = list(itertools.chain.from_iterable(map(_in_parts, held_tensors(models, optimizers))))
     storages = [item.tensor.untyped_storage()._cdata for item in items]
     tensors_of = collections.Counter(storages)

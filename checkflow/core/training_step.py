@@ -53,7 +53,7 @@ class TrainingStep:
             raise ModelError(f"micro_batches must be a whole number of at least 1, not {micro_batches!r}")
         self.models: dict[str, nn.Module] = as_models(chosen)
         self.optimizers: dict[str, torch.optim.Optimizer] = as_optimizers(
-            optimizers if optimizers is not None else optimizer
+            optimizers if optimizers is not None else optimizer, self.models
         )
         for name, module in self.models.items():
             if not isinstance(module, nn.Module):

@@ -543,3 +543,44 @@ def test_what_is_not_persistent_is_not_saved(tmp_path: Path) -> None:
     with Checkpointer(fresh.models, fresh.optimizers, directory=tmp_path, plan=plan) as resumed:
         assert resumed.resumed_from == 1
     assert same_bits(fresh.models["model"].weight.detach(), model.weight.detach())
+
+
+def pair(names: dict[str, str]) -> TrainingStep:
+    """Two models and their optimizers, which are called ``names``."""
+    torch.manual_seed(0)
+    models = {"G": nn.Linear(3, 4), "D": nn.Linear(4, 2)}
+    optimizers = {names[name]: adam(model.parameters()) for name, model in models.items()}
+
+    def step(x: torch.Tensor) -> None:
+        models["D"](models["G"](x)).square().sum().backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return TrainingStep(step=step, models=models, optimizers=optimizers, batch=torch.ones(5, 3))
+
+
+@pytest.mark.parametrize("names", [("G", "D"), ("G", "G.optimizer"), ("D", "other")])
+def test_an_optimizer_may_be_named_as_a_model(names: tuple[str, str], tmp_path: Path) -> None:
+    """As GANs do. Planned, and gone on from."""
+    named = dict(zip("GD", names, strict=True))
+    plan = every_iteration(trace(pair(named), name="n", target="cpu"))
+    straight, first, second = (pair(named) for _ in range(3))
+    for _ in range(5):
+        straight.run(straight.batch)
+    for job, upto in ((first, 2), (second, 5)):
+        given = {names[at]: optimizer for at, optimizer in enumerate(job.optimizers.values())}
+        with Checkpointer(job.models, given, directory=tmp_path, plan=plan, every=1) as checkpointer:
+            for _ in checkpointer.steps(upto):
+                job.run(job.batch)
+    assert checkpointer.resumed_from == 2
+    truth = clone_state(straight.models, straight.optimizers)
+    for name, value in clone_state(second.models, second.optimizers).items():
+        assert same_bits(value, truth[name]), name
+
+
+def test_a_model_without_an_optimizer(tmp_path: Path) -> None:
+    with Checkpointer(
+        Counting(), directory=tmp_path, plan=every_iteration(trace(make("buffers alone"), name="n"))
+    ) as one:
+        assert one.resumed_from is None
