@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from mutations import FILES, KINDS, MANIFEST, OPENING, PLAN, SUITE, Mutation, find_all, is_noticed
+from mutations import FILES, FS, KINDS, MANIFEST, PLAN, SUITE, Mutation, find_all, is_noticed
 
 POWER = ("tests/runtime/store/test_store.py", "power_cut_at_any_call")
 # A kind, the function that something is deleted of, and the least part of the suite that sees it. ``make faults``
@@ -47,4 +47,4 @@ def test_what_protects_data_is_found() -> None:
         ("no-follow", "open_lock"), ("plan: flush, fsync", "save"),
     } <= places  # fmt: skip
     assert {one.kind for one in find_all()} == set(KINDS)
-    assert {FILES, OPENING, MANIFEST, PLAN} <= set(SUITE)
+    assert {FILES, FS, MANIFEST, PLAN} <= set(SUITE)

@@ -364,7 +364,7 @@ def test_each_capture_is_held_back_for_itself(tmp_path: Path, monkeypatch: pytes
             saving.begin(execution, step, b"", {}, durable=durable)
         for step in (1, 2, 3):
             saving.submit(types.SimpleNamespace(step=step))  # type: ignore[arg-type]
-        saving.writer = writer
+        saving.writer, saving.newest = writer, None
     assert took == [("held", 1), ("held", 2), ("written", 3)]
 
 
