@@ -43,7 +43,7 @@ from checkflow.runtime.system import fs
 logger = logging.getLogger("checkflow")
 
 MOST_SHARE = 0.02  # of the time, for reports while training goes on
-_TEMPORARY, _ASIDE = f".{FILE}.tmp", f".broken-{FILE}"
+_ASIDE = f".broken-{FILE}"
 
 
 class Reporter:
@@ -173,7 +173,8 @@ class Reporter:
         try:
             report = self.make(closed=closed)
             data = run_report.dump_file([*self._earlier, run_report.dump_run(report)])
-            self._replace(memoryview(data))
+            with fs.folder(str(self._directory)) as root:
+                fs.publish(FILE, data, dir_fd=root)
         except OSError as error:
             if not self._told:
                 self._told = True
@@ -187,29 +188,18 @@ class Reporter:
                 self._told = True
                 logger.exception("cannot write %s; training and checkpoints go on without it", self._directory / FILE)
 
-    def _replace(self, data: memoryview) -> None:
-        root = fs.open_folder(str(self._directory))
-        try:
-            if fs.exists(_TEMPORARY, dir_fd=root):  # of a run that was killed
-                fs.unlink(_TEMPORARY, dir_fd=root)
-            fd = fs.open_new(_TEMPORARY, dir_fd=root)
-            try:
-                fs.write_all(fd, data, 0)
-            finally:
-                fs.close(fd)
-            fs.rename(_TEMPORARY, FILE, dir_fd=root)
-        finally:
-            fs.close(root)
-
     def _read_earlier(self) -> tuple[RunReport, ...]:
         """The runs that are in the file. One that cannot be read is set aside."""
         path = self._directory / FILE
-        if not path.exists():
-            return ()
         try:
-            return run_report.load(path)
-        except ReportError as error:
-            logger.warning("beginning a new report, the old one is set aside as %s: %s", _ASIDE, error)
+            with fs.folder(str(self._directory)) as root:
+                data = fs.read_small(FILE, run_report.MAX_BYTES + 1, dir_fd=root)
+            return run_report.loads(data, str(path))
+        except FileNotFoundError:
+            return ()
+        except (ReportError, OSError) as error:
+            reason = error if isinstance(error, ReportError) else f"cannot read {path}: {error.strerror or error}"
+            logger.warning("beginning a new report, the old one is set aside as %s: %s", _ASIDE, reason)
         with contextlib.suppress(OSError):  # then the first write says why
             path.rename(self._directory / _ASIDE)
         return ()

@@ -10,22 +10,42 @@ from collections.abc import Sized
 MOST_MEMBERS = 64  # of an object that has fields of its own: the largest has some forty
 
 
+_KINDS = {
+    stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory", stat.S_IFLNK: "a symbolic link",
+}  # fmt: skip
+
+
+class IrregularError(OSError):
+    """What has a file's name is no regular file."""
+
+
+def refuse_irregular(mode: int, advice: str = "") -> None:
+    """Raises:
+    IrregularError: a file of this mode (``st_mode``) is no regular one; its ``strerror`` says what it is.
+    """
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise IrregularError(errno.EINVAL, f"it is {kind}, no regular file{advice}")
+
+
 def read_regular(path: str | os.PathLike[str], most_bytes: int) -> bytes:
     """The beginning of a regular file, ``most_bytes`` of it at most.
 
-    Devices have no end, and the open of a FIFO would wait for ever: neither is read.
+    Devices have no end, and the open of a FIFO would wait for ever: neither is opened.
 
     Raises:
-        OSError: it cannot be read, or is no regular file.
+        IrregularError: it is no regular file.
+        OSError: it cannot be read.
     """
     try:
+        refuse_irregular(os.stat(path).st_mode)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except ValueError as error:  # a NUL in the path
         raise OSError(errno.EINVAL, str(error)) from None
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file")
+        found = os.fstat(fd)  # what has that name by now
+        refuse_irregular(found.st_mode)
         with open(fd, "rb", closefd=False) as file:
             return file.read(min(found.st_size, most_bytes))
     finally:

@@ -7,10 +7,8 @@ profiled anew; and nothing waits until it is durable.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,7 +21,6 @@ from checkflow.runtime.system import fs
 logger = logging.getLogger("checkflow")
 
 NAME = "profile.json"
-_TEMPORARY = f".{NAME}.tmp"
 _MOST_BYTES = 65536
 _LEAST_SECONDS, _MOST_SECONDS = 1e-9, 1e9  # of an iteration, and of anything: beyond them quotients may overflow
 
@@ -84,18 +81,8 @@ class ProfileCache:
         self._looked = True
         data = TypeAdapter(KeptProfile).dump_json(kept, indent=1) + b"\n"
         try:
-            folder = fs.open_folder(str(self.path.parent))
-            try:
-                with contextlib.suppress(FileNotFoundError):
-                    fs.unlink(_TEMPORARY, dir_fd=folder)
-                new = fs.open_new(_TEMPORARY, dir_fd=folder)
-                try:
-                    fs.write_all(new, memoryview(data), 0)
-                finally:
-                    fs.close(new)
-                fs.rename(_TEMPORARY, NAME, dir_fd=folder)
-            finally:
-                fs.close(folder)
+            with fs.folder(str(self.path.parent)) as folder:
+                fs.publish(NAME, data, dir_fd=folder)
         except OSError as error:
             logger.warning("cannot keep the profile in %s: %s", self.path, error.strerror or error)
 
@@ -103,8 +90,8 @@ class ProfileCache:
         from pydantic import TypeAdapter, ValidationError
 
         try:
-            with open(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-                data = file.read(_MOST_BYTES)
+            with fs.folder(str(self.path.parent)) as folder:
+                data = fs.read_small(NAME, _MOST_BYTES, dir_fd=folder)
         except FileNotFoundError:
             return None
         except OSError as error:

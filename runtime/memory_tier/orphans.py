@@ -17,7 +17,7 @@ from typing import TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from checkflow.core.errors import CorruptCheckpointError, LockedError, StorageError, first_fault
-from checkflow.core.small_files import read_regular
+from checkflow.core.small_files import IrregularError
 from checkflow.runtime.format.manifest import MAX_MANIFEST_BYTES
 from checkflow.runtime.memory_tier import records
 from checkflow.runtime.memory_tier.records import (
@@ -28,6 +28,7 @@ from checkflow.runtime.memory_tier.records import (
     OWNERS,
     PREFIX,
     RECORDS,
+    Mark,
     Record,
     boot_id,
 )
@@ -78,7 +79,7 @@ def find_left(directory: Path, wait_seconds: float = 0.0) -> Path:
         StorageError: it is not this directory's, not this user's, or damaged.
         OSError: it cannot be read now.
     """
-    mark = understood(directory / MARK, MARKS, read_regular(directory / MARK, MOST_BYTES))
+    mark = read_mark(directory)
     if mark.boot != boot_id():
         raise FileNotFoundError("the memory of an earlier start of the machine is gone")
     path = records.ROOT / f"{PREFIX}{mark.token}"
@@ -102,6 +103,21 @@ def find_left(directory: Path, wait_seconds: float = 0.0) -> Path:
     except PermissionError:
         raise StorageError(f"{path} is another user's") from None
     return path
+
+
+def read_mark(directory: Path) -> Mark:
+    """What is written beside the checkpoints.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, or no regular file.
+        OSError: it is not there, or cannot be read now.
+    """
+    path = directory / MARK
+    try:
+        with fs.folder(str(directory.resolve())) as beside:
+            return understood(path, MARKS, fs.read_small(MARK, MOST_BYTES, dir_fd=beside))
+    except IrregularError as error:
+        raise CorruptCheckpointError(f"{path}: {error.strerror}") from None
 
 
 def read_records(folder: int) -> dict[int, Record]:

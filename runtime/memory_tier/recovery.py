@@ -21,7 +21,6 @@ import xxhash
 from pydantic import ValidationError
 
 from checkflow.core.errors import CheckflowError, CorruptCheckpointError, LockedError, StorageError, UnsupportedError
-from checkflow.core.small_files import read_regular
 from checkflow.runtime.format.digest import Digest, digest_memory
 from checkflow.runtime.format.layout import Layout, TensorRecord, make_layout
 from checkflow.runtime.format.manifest import MAX_EXTRA_BYTES, MAX_MANIFEST_BYTES, MAX_STEP
@@ -31,6 +30,7 @@ from checkflow.runtime.memory_tier.orphans import (
     find_left,
     is_free,
     read_kept,
+    read_mark,
     read_records,
     told,
     understood,
@@ -41,7 +41,6 @@ from checkflow.runtime.memory_tier.records import (
     LIFE,
     LIVES,
     MARK,
-    MARKS,
     MOST_BYTES,
     NOTHING,
     OWNER,
@@ -337,7 +336,7 @@ def _is_orphan(path: Path, held: Path) -> bool:
     if not there:
         return age_seconds > (_MOVED_SECONDS if _is_mounted(owner) else _OLD_SECONDS)
     try:
-        mark = MARKS.validate_json(read_regular(Path(owner.directory) / MARK, MOST_BYTES))
+        mark = read_mark(Path(owner.directory))
     except FileNotFoundError:
         return True
     return path.name != f"{PREFIX}{mark.token}"

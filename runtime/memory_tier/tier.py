@@ -28,7 +28,6 @@ from pydantic import ValidationError
 
 from checkflow.core.device import format_size
 from checkflow.core.errors import CheckflowError, StorageError
-from checkflow.core.small_files import read_regular
 from checkflow.runtime.format.layout import Layout
 from checkflow.runtime.format.manifest import to_info
 from checkflow.runtime.memory_tier import records
@@ -63,7 +62,6 @@ logger = logging.getLogger("checkflow")
 SHARE = 0.5  # of what is free in shared memory, at most
 _SMALL_BYTES = 1 << 20  # of extra state: no more than what is always there
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_AGAIN = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
@@ -197,7 +195,7 @@ class MemoryTier:
             )  # fmt: skip
             if len(extra) > _SMALL_BYTES:
                 _refuse_too_much(len(extra))
-            _write(self._open_folder, f"buffer-{index}.extra", extra)
+            _publish(self._open_folder, f"buffer-{index}.extra", extra)
             data = RECORDS.dump_json(record)
             with self._mutex:
                 self._kept[index] = _Kept(capture.step, capture.plan_digest, capture.by_plan)
@@ -268,7 +266,8 @@ class MemoryTier:
     def _marked(self) -> str | None:
         """The token beside the checkpoints; None: it cannot be read."""
         try:
-            return MARKS.validate_json(read_regular(self._directory / MARK, MOST_BYTES)).token
+            with fs.folder(str(self._directory)) as beside:
+                return MARKS.validate_json(fs.read_small(MARK, MOST_BYTES, dir_fd=beside)).token
         except (OSError, ValidationError):
             return None
 
@@ -332,20 +331,4 @@ def _refuse_too_much(size_bytes: int) -> None:
 
 
 def _publish(folder: int, name: str, data: bytes) -> None:
-    """A file that is there whole or not at all, whenever the process dies."""
-    temporary = f"{name}.tmp"
-    try:
-        _write(folder, temporary, data)
-        fs.rename(temporary, name, dir_fd=folder)
-    except OSError:
-        with contextlib.suppress(OSError):  # the first error is the one to report
-            fs.unlink(temporary, dir_fd=folder)
-        raise
-
-
-def _write(folder: int, name: str, data: bytes) -> None:
-    fd = os.open(name, _AGAIN, 0o600, dir_fd=folder)
-    try:
-        fs.write_all(fd, memoryview(data), 0)
-    finally:
-        os.close(fd)
+    fs.publish(name, data, dir_fd=folder, mode=0o600)

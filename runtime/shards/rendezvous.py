@@ -32,6 +32,7 @@ from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 from checkflow.core.errors import CheckflowError, MismatchError, MissingShardsError, StorageError
 from checkflow.core.graph import STRICT, Many, Named
+from checkflow.core.small_files import IrregularError
 from checkflow.runtime.format.manifest import MAX_MANIFEST_BYTES, MAX_STEP, FileEntry, FileName
 from checkflow.runtime.shards.ownership import Length, TableInfo
 from checkflow.runtime.store.cleanup import DRAFT, temporary_name
@@ -281,17 +282,9 @@ def read_board(root: int) -> Board | None:
 def _get(folder: int, adapter: TypeAdapter[_T], name: str) -> _T | None:
     """What a small file says; None if it is not there, or not whole: it is then of no run that follows the rules."""
     try:
-        fd = fs.open_read(name, dir_fd=folder)
-    except FileNotFoundError:
+        found = _SEALED.fullmatch(fs.read_small(name, MAX_MANIFEST_BYTES, dir_fd=folder))
+    except (FileNotFoundError, IrregularError):
         return None
-    try:
-        size = fs.regular_size(fd)
-        if size is None or size > MAX_MANIFEST_BYTES:
-            return None
-        data = bytearray(size)
-        found = _SEALED.fullmatch(bytes(data[: fs.read_all(fd, memoryview(data), 0)]))
-    finally:
-        fs.close_quietly(fd)
     if not found or xxhash.xxh3_128_hexdigest(found[2]).encode() != found[1]:
         return None
     try:
@@ -303,8 +296,7 @@ def _get(folder: int, adapter: TypeAdapter[_T], name: str) -> _T | None:
 def _put(folder: int, adapter: TypeAdapter[Any], value: Any, draft: str, name: str) -> None:
     """Write a small file, durable, in the place of one of its name: there is always one or the other."""
     body = json.dumps(adapter.dump_python(value, mode="json"), separators=(",", ":")).encode()
-    if fs.exists(draft, dir_fd=folder):  # of a process that died here
-        fs.unlink(draft, dir_fd=folder)
+    fs.make_way(draft, name, dir_fd=folder)
     sealed = xxhash.xxh3_128_hexdigest(body).encode() + b"\n" + body
     write_file(folder, draft, iter([memoryview(sealed)]))
     fs.rename(draft, name, dir_fd=folder)

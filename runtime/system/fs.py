@@ -15,6 +15,8 @@ import pathlib
 import stat
 from collections.abc import Callable, Iterator, Sequence
 
+from checkflow.core.small_files import refuse_irregular
+
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Not blocking, or the open of a planted FIFO would wait for ever; regular files do not care.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -88,9 +90,75 @@ def mkdir(name: str, *, dir_fd: int) -> None:
     os.mkdir(name, dir_fd=dir_fd)
 
 
-def open_new(name: str, *, dir_fd: int) -> int:
+def open_new(name: str, *, dir_fd: int, mode: int = 0o666) -> int:
     """A new file for writing: fails if anything of this name exists, a dangling symbolic link too."""
-    return pass_by(os.open(name, _NEW, 0o666, dir_fd=dir_fd))
+    return pass_by(os.open(name, _NEW, mode, dir_fd=dir_fd))
+
+
+def publish(name: str, data: bytes, *, dir_fd: int, mode: int = 0o666) -> None:
+    """A small file, in the place of what has its name: whole or not at all, whenever the process dies. Not synced.
+
+    Raises:
+        IrregularError: a directory has its name, or that of its draft; the error names it.
+        OSError: it cannot be written; what had its name is still there.
+    """
+    draft = f".{name.lstrip('.')}.tmp"
+    make_way(draft, name, dir_fd=dir_fd)
+    try:
+        fd = open_new(draft, dir_fd=dir_fd, mode=mode)
+        try:
+            write_all(fd, memoryview(data), 0)
+        finally:
+            close(fd)
+        rename(draft, name, dir_fd=dir_fd)
+    except OSError:
+        with contextlib.suppress(OSError):  # the first error is the one to report
+            unlink(draft, dir_fd=dir_fd)
+        raise
+
+
+def make_way(draft: str, name: str, *, dir_fd: int) -> None:
+    """Remove a draft, of a process that died there or planted, that is to be made anew and renamed to ``name``.
+
+    Raises:
+        IrregularError: one of them is a directory, which is not removed or replaced.
+    """
+    for taken in (draft, name):
+        with contextlib.suppress(FileNotFoundError):
+            mode = os.stat(taken, dir_fd=dir_fd, follow_symlinks=False).st_mode
+            if stat.S_ISDIR(mode):
+                refuse_irregular(mode, f": remove {taken}")
+            elif taken == draft:
+                unlink(draft, dir_fd=dir_fd)
+
+
+@contextlib.contextmanager
+def _said_what_it_is(name: str, dir_fd: int | None = None) -> Iterator[None]:
+    """Of what cannot be opened: a system's own words for links, sockets and directories are hard to understand."""
+    try:
+        yield
+    except OSError:
+        with contextlib.suppress(FileNotFoundError):
+            refuse_irregular(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode, ": remove it")
+        raise
+
+
+def read_small(name: str, most_bytes: int, *, dir_fd: int) -> bytes:
+    """The beginning of a regular file of a fixed name, ``most_bytes`` of it at most; no link is followed.
+
+    Raises:
+        IrregularError: something else has its name.
+        OSError: it cannot be read.
+    """
+    with _said_what_it_is(name, dir_fd):
+        fd = open_read(name, dir_fd=dir_fd)
+    try:
+        status = os.fstat(fd)
+        refuse_irregular(status.st_mode, ": remove it")
+        data = bytearray(min(status.st_size, most_bytes))
+        return bytes(data[: read_all(fd, memoryview(data), 0)])
+    finally:
+        close_quietly(fd)
 
 
 def open_read(name: str, *, dir_fd: int) -> int:
@@ -116,8 +184,19 @@ def open_claimed(name: str, *, dir_fd: int) -> int:
 
 
 def open_lock(path: str) -> int:
-    """A file to lock, made if it is missing."""
-    return pass_by(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
+    """A file to lock, made if it is missing.
+
+    Raises:
+        IrregularError: something else has its name.
+    """
+    with _said_what_it_is(path):
+        fd = pass_by(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666))
+    try:
+        refuse_irregular(os.fstat(fd).st_mode, ": remove it")
+    except BaseException:
+        close_quietly(fd)
+        raise
+    return fd
 
 
 def flock(fd: int) -> None:

@@ -208,7 +208,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         ("none", ""), ("width", ""), ("batch", ""), ("file system", ""), ("plan", ""), ("a FIFO", "EOF"),
         ("damage", "Invalid JSON"), ("nonsense", "an iteration takes none"), ("negative", "a time in it is negative"),
         ("more", "Unexpected keyword"), ("infinite", "finite"), ("no number", "finite"),
-        ("endless", "more than 1e+09 s"), ("a folder", "Is a directory"),
+        ("endless", "more than 1e+09 s"), ("a folder", "it is a directory"),
     ],
 )  # fmt: skip
 def test_a_profile_of_another_job_does_not_count(

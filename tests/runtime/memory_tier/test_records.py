@@ -129,8 +129,7 @@ def test_a_record_that_cannot_be_written_is_not_there(three: Tier, monkeypatch: 
 
     with monkeypatch.context() as patch:
         if call == "open":
-            write = tier_module._write
-            patch.setattr(tier_module, "_write", lambda f, n, d: full() if n.endswith(".json.tmp") else write(f, n, d))
+            patch.setattr(fs, "open_new", full)
         else:
             patch.setattr(fs, "rename", full)
         three.keep(0, 7)

@@ -39,6 +39,7 @@ from checkflow.runtime.memory_tier.tier import MemoryTier
 from checkflow.runtime.persist.saver import Saving
 from checkflow.runtime.persist.writer import Writer
 from checkflow.runtime.store.store import Store
+from checkflow.runtime.system import fs
 
 pytestmark = needs_memory
 
@@ -117,18 +118,18 @@ def test_what_was_captured_by_a_refuted_plan_is_not_kept(tmp_path: Path, monkeyp
 def test_storage_that_is_away_at_the_end_gives_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a disk that fails, or that is no longer mounted: neither checkpoints nor the mark can be reached."""
     monkeypatch.setattr(Store, "commit", Store.commit)
-    read = tier_module.read_regular
+    read = fs.read_small
 
-    def away(path: Path, most_bytes: int) -> bytes:
+    def away(name: str, most_bytes: int, *, dir_fd: int) -> bytes:
         raise OSError(errno.EIO, "Input/output error")
 
     full_disk()
     with pytest.raises(StorageError, match="stays in this machine's memory"), resume(tmp_path, every=1) as checkpointer:
         for _ in checkpointer.epochs(2):
             train(checkpointer)
-        monkeypatch.setattr(tier_module, "read_regular", away)
+        monkeypatch.setattr(fs, "read_small", away)
     monkeypatch.undo()
-    assert tier_module.read_regular is read
+    assert fs.read_small is read
     with resume(tmp_path) as checkpointer:
         assert checkpointer.resumed_from == 2 * PER_EPOCH
 
@@ -258,15 +259,15 @@ print("step", report["lag"]["captured_step"])
 
 
 def test_shared_memory_that_fills_up_later_costs_records_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, calls = tier_module._write, []
+    publish, calls = tier_module._publish, []
 
     def full(folder: int, name: str, data: bytes) -> None:
         if name.endswith(".extra") and len(calls) > 3:
             raise OSError(errno.ENOSPC, "No space left on device")
         calls.append(name)
-        write(folder, name, data)
+        publish(folder, name, data)
 
-    monkeypatch.setattr(tier_module, "_write", full)
+    monkeypatch.setattr(tier_module, "_publish", full)
     with resume(tmp_path, every=1) as checkpointer:
         for _ in checkpointer.epochs(2):
             train(checkpointer)
