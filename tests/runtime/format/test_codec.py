@@ -10,6 +10,7 @@ import pathlib
 import random
 import subprocess
 import sys
+import tracemalloc
 import zoneinfo
 from collections.abc import Callable
 from typing import Any
@@ -343,3 +344,63 @@ def test_an_entry_is_added_to_what_is_encoded(size: int) -> None:
 def test_an_entry_is_added_to_small_dictionaries_alone(value: Any) -> None:
     with pytest.raises(ValueError, match="less than 15"):
         codec.with_entry(codec.encode(value), "late", 1)
+
+
+# What little data may claim of memory
+
+_TENSOR = msgpack.packb(["float32", [0], False, b""])
+_DENSE = [
+    b"\x90", b"\x80", b"\x81\xa0\xc0", b"\xd4\x01\x90", b"\xd4\x03\x90", b"\xd5\x03\x91\x01", b"\xd4\x06\x90",
+    b"\xd4\x07\x90", b"\xd5\x08\x91\xc0", b"\xd4\x15\xa0", b"\xd5\x05\x91\xc0",
+    bytes((0xC7, len(_TENSOR), codec.TENSOR)) + _TENSOR,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("item", _DENSE, ids=bytes.hex)
+def test_small_containers_take_no_more_memory_than_a_budget(item: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that have more are refused before they are built, however they are nested; 129 times the data, without."""
+    monkeypatch.setattr(codec, "_DECODED_BYTES", 1 << 20)
+    count = 600_000 // len(item)
+    lists = b"\xdd" + count.to_bytes(4, "big") + item * count
+    tuples = b"\xc9" + len(lists).to_bytes(4, "big") + bytes((codec.TUPLE,)) + lists
+    for data in (lists, tuples):
+        tracemalloc.start()
+        with pytest.raises(CorruptCheckpointError, match="far more memory than its size"):
+            codec.decode(data)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak_bytes < 40 * len(data)
+
+
+def test_lengths_that_are_only_claimed_are_refused() -> None:
+    nested = (b"\xdd" + (1 << 22).to_bytes(4, "big")) * 500
+    with pytest.raises(CorruptCheckpointError):
+        codec.decode(nested + b"\x00" * (1 << 22))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [[]] * 50_000, [{}] * 50_000, [{"a": 1}] * 50_000, [(1, 2)] * 50_000, [{1}] * 50_000,
+        dict.fromkeys(range(50_000)),
+        [collections.deque([1])] * 20_000, [np.float32(1)] * 50_000, [np.zeros(1)] * 20_000, [torch.zeros(1)] * 5_000,
+        [datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)] * 20_000, [slice(1)] * 20_000, [torch.Size([1])] * 20_000,
+        [collections.Counter("ab")] * 20_000, [collections.defaultdict(int, a=1)] * 20_000, set(range(50_000)),
+    ],
+    ids=lambda values: type(next(iter(values))).__name__,
+)  # fmt: skip
+def test_what_is_encoded_is_within_the_budget_of_decoding(values: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a job would save what it cannot go on from: what decoding counts is never more than what encoding counted."""
+    spent: list[codec._Budget] = []
+
+    class Noted(codec._Budget):
+        def __init__(self, *bounds: float) -> None:
+            super().__init__(*bounds)
+            spent.append(self)
+
+    monkeypatch.setattr(codec, "_Budget", Noted)
+    codec.decode(codec.encode(values))
+    encoding, decoding = spent
+    assert 0 < decoding.spent_bytes <= encoding.spent_bytes
+    with pytest.raises(UnsupportedError, match="too many small containers"):
+        codec.encode([[]] * 50_000, most_bytes=0)
