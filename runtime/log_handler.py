@@ -13,6 +13,8 @@ from __future__ import annotations
 import logging
 import sys
 
+from checkflow.core.small_files import visible
+
 _LOGGER = logging.getLogger("checkflow")
 
 
@@ -21,7 +23,7 @@ class _LastResort(logging.Handler):
         if _taken():
             return
         try:
-            sys.stderr.write(f"checkflow: {self.format(record)}\n")
+            sys.stderr.write(f"checkflow: {visible(self.format(record))}\n")
             sys.stderr.flush()
         except (OSError, ValueError, AttributeError):  # closed, or there is none: nobody reads it
             self.handleError(record)

@@ -10,7 +10,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from checkflow.core.small_files import visible
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -34,9 +36,25 @@ class StoppedError(BaseException):
 
 def output() -> Console:
     """Standard output: colours on a terminal, plain text of a fixed width in a pipe."""
-    from rich.console import Console
+    return _console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, soft_wrap=False)
 
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, soft_wrap=False)
+
+def _console(**options: Any) -> Console:
+    """One that shows control characters in what it is given, names from files above all, and obeys none."""
+    from rich.console import Console, ConsoleOptions
+    from rich.segment import Segment
+
+    class Visible(Console):
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+    return Visible(**options)
+
+
+def tell(line: str, end: str = "\n") -> None:
+    """One line, on standard output."""
+    sys.stdout.write(visible(line) + end)
 
 
 def print_parts(parts: Iterable[RenderableType]) -> None:
@@ -53,7 +71,7 @@ def print_json(data: object) -> None:
 
 def complain(message: str) -> None:
     """One error, on standard error."""
-    print(f"checkflow: {message}", file=sys.stderr)  # noqa: T201 - this is the command line's voice
+    print(f"checkflow: {visible(message)}", file=sys.stderr)  # noqa: T201 - this is the command line's voice
 
 
 @contextlib.contextmanager
@@ -128,9 +146,7 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
     if not sys.stderr.isatty():
         yield lambda part: None
         return
-    from rich.console import Console
-
-    status = Console(stderr=True).status(f"{what} …")
+    status = _console(stderr=True).status(f"{what} …")
     timer = threading.Timer(PATIENCE_SECONDS, status.start)
     timer.daemon = True
     timer.start()

@@ -29,6 +29,7 @@ from checkflow.cli.console import (
     print_json,
     print_parts,
     stoppable,
+    tell,
     warnings_shown,
     working,
 )
@@ -190,7 +191,7 @@ def plan(
             complain(f"{file} was not written; what it holds was there before")
         return INFEASIBLE
     if not as_json:
-        typer.echo(f"plan written to {file}" if file is not None else "-o FILE writes the plan that a job runs by")
+        tell(f"plan written to {file}" if file is not None else "-o FILE writes the plan that a job runs by")
     return FOUND
 
 
@@ -221,7 +222,7 @@ def check(
     if as_json:
         print_json(show_table.check_json(read, replay))
     else:
-        typer.echo(show_table.check_line(read, replay))
+        tell(show_table.check_line(read, replay))
     return FOUND
 
 
@@ -245,7 +246,7 @@ def show(
         print_json(show_table.show_json(read, replay, *binding_interval(read)))
         return FOUND
     if dot:
-        typer.echo(show_table.dot(read), nl=False)
+        tell(show_table.dot(read), end="")
         return FOUND
     print_parts(show_table.show_lines(read, replay, *binding_interval(read)))
     return FOUND

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from checkflow.cli import options
-from checkflow.cli.console import print_json, print_parts, working
+from checkflow.cli.console import print_json, print_parts, tell, working
 
 if TYPE_CHECKING:
     from checkflow.cli.options import GranularityName
@@ -51,7 +51,7 @@ def probe(
         print_json(measurement_table.probe_json(probed))
         return
     print_parts(measurement_table.probe_tables(probed))
-    typer.echo(f"device written to {file}" if file is not None else "-o FILE.json writes the device for --device")
+    tell(f"device written to {file}" if file is not None else "-o FILE.json writes the device for --device")
 
 
 def measure_device() -> Device:

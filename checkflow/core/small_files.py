@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Sized
 
@@ -14,6 +15,15 @@ _KINDS = {
     stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
     stat.S_IFDIR: "a directory", stat.S_IFLNK: "a symbolic link",
 }  # fmt: skip
+
+
+# What a terminal obeys, and what turns the direction of writing: all but tabs and line breaks; and half characters.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """Text that may have come from a file, for a terminal: control characters are written as ``\\x1b``."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 class IrregularError(OSError):

@@ -15,11 +15,15 @@ from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
+from store_tools import record
 
 from checkflow.cli.main import FAILED, FOUND, INFEASIBLE, USAGE, main
 from checkflow.core import plan as plans
 from checkflow.core.device import CATALOGUE, Device, format_rate
 from checkflow.planner.ilp import solvers
+from checkflow.runtime import log_handler
+from checkflow.runtime.format.layout import make_layout
+from checkflow.runtime.store.store import Store
 
 ROOT = Path(__file__).parents[2]
 KEYS = [
@@ -621,3 +625,30 @@ def test_compare_keeps_rows_that_have_no_plan(call: Any) -> None:
     assert row["checkflow_peak_bytes"] is None
     assert row["synchronous_stall_seconds"] > 0
     assert row["explanation"] in said.err
+
+
+def test_control_characters_of_files_are_shown_and_not_obeyed(call: Any, tmp_path: Path) -> None:
+    """In the names of tensors, metrics, devices and directories: in tables, lines and errors."""
+    evil, obeyed = "\x1b[2J\x9b1m\u202e\x07", {"\x1b", "\x9b", "\u202e", "\x07"}
+    directory, device = tmp_path / f"job{evil}", tmp_path / f"{evil}.json"
+    for step in (1, 2):
+        with Store(directory, run_id="r") as store:
+            layout = make_layout([record(f"model/layer{evil}.weight", (2,))])
+            staging = memoryview(bytearray([step]) * layout.buffer_bytes)
+            store.commit(step, layout, staging, b"\xc0", {"metrics": {evil: 1.0 * step}})
+    device.write_text('{"name": "x"}')
+    for arguments in (
+        ("ls", str(directory)), ("diff", f"{directory}@1", f"{directory}@2"), ("show", str(directory)),
+        ("plan", "model.py:build", "--device", str(device)),
+    ):  # fmt: skip
+        said = call(*arguments)
+        assert not obeyed & {*said.out, *said.err}, arguments
+        assert "\\x1b[2J" in said.out + said.err, arguments
+
+
+def test_control_characters_in_lines_of_the_log_are_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(log_handler, "_taken", lambda: False)
+    log_handler._HANDLER.emit(logging.makeLogRecord({"msg": "passing over \x1b[2J.json"}))
+    assert capsys.readouterr().err == "checkflow: passing over \\x1b[2J.json\n"
