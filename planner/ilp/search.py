@@ -1,8 +1,10 @@
-"""What the searches of all solvers share: what one finds, the thread it runs in, its files, and its errors in words."""
+"""What the searches of all solvers share: what one finds, its thread, files, prints, and errors in words."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import math
 import os
 import signal
@@ -22,6 +24,7 @@ _POLL_SECONDS = 0.05
 # HiGHS and Gurobi look for a cancellation between two steps of their search. Some steps are long (presolve); then the
 # thread is left to itself, and ends later, or with the process.
 _CANCEL_SECONDS = 1.0
+_one_at_a_time = threading.Lock()  # else the last of two to end would put back what the first had redirected
 
 
 class NothingFoundError(SolverError):
@@ -60,6 +63,38 @@ def solver_files() -> Iterator[Path]:
             yield Path(folder)
     except OSError as error:
         raise SolverError(f"the solver's files cannot be written: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def nothing_printed() -> Iterator[None]:
+    """Send what is written to standard output nowhere, by whatever means, for as long as a solver runs.
+
+    Solvers print before any option of theirs holds. What other threads print meanwhile is lost, too: ``checkflow plan``
+    has none that do, and a live job plans in a process of its own.
+    """
+    flush = ctypes.CDLL(None).fflush
+    with _one_at_a_time, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        flush(None)  # what the C library still holds back is not a solver's
+        shown = _copy_of_standard_output()
+        try:
+            if shown is not None:
+                os.dup2(nowhere.fileno(), 1)
+            yield
+        finally:
+            flush(None)
+            if shown is not None:
+                os.dup2(shown, 1)
+                os.close(shown)
+
+
+def _copy_of_standard_output() -> int | None:
+    """None where it is closed."""
+    try:
+        return os.dup(1)
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+        return None
 
 
 def run_in_thread(search: Callable[[], object], cancel: Callable[[], object]) -> None:

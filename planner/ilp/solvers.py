@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING
 
 from checkflow.core.errors import SolverError
 from checkflow.planner.ilp import cbc, gurobi, highs
-from checkflow.planner.ilp.search import NothingFoundError, Solve, SolverChoice, SolverName, SolveStatus, one_line
+from checkflow.planner.ilp.search import (
+    NothingFoundError,
+    Solve,
+    SolverChoice,
+    SolverName,
+    SolveStatus,
+    nothing_printed,
+    one_line,
+)
 
 if TYPE_CHECKING:
     import pulp
@@ -58,18 +66,20 @@ def solve(
     if not time_limit_seconds > 0:
         raise SolverError(f"the time limit must be more than zero, not {time_limit_seconds} s")
     check_numbers(problem)
-    started = time.perf_counter()
-    try:
-        found = _dispatch(problem, solver, time_limit_seconds, tolerance)
-    except pulp.PulpSolverError as error:
-        raise SolverError(f"the solver failed: {one_line(error)}") from error
+    with nothing_printed():
+        started = time.perf_counter()
+        try:
+            found = _dispatch(problem, solver, time_limit_seconds, tolerance)
+        except pulp.PulpSolverError as error:
+            raise SolverError(f"the solver failed: {one_line(error)}") from error
+        seconds = time.perf_counter() - started
     if found.status != "infeasible":
         for variable in problem.variables():
             if variable.varValue is None or not math.isfinite(variable.varValue):
                 raise SolverError(f"{found.name} failed: it gives {variable.name} the value {variable.varValue}")
     return replace(
         found,
-        seconds=time.perf_counter() - started,
+        seconds=seconds,
         variables=len(problem.variables()),
         constraints=problem.numConstraints(),
     )

@@ -69,12 +69,8 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training job decides when this is over
     with contextlib.suppress(OSError):
         os.nice(LOWEST_PRIORITY)
-    # What a solver prints is no answer.
-    told = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     handover = TypeAdapter(Handover).validate_json(sys.stdin.buffer.read())
-    with told:
-        told.write(TypeAdapter(Answer).dump_json(answer(handover)))
+    sys.stdout.buffer.write(TypeAdapter(Answer).dump_json(answer(handover)))
     return 0
 
 

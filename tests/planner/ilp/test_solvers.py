@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import math
 import os
@@ -11,13 +12,16 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
+import highspy
 import psutil
 import pulp
 import pytest
 
 from checkflow.core.errors import SolverError
-from checkflow.planner.ilp import cbc, gurobi, solvers
+from checkflow.planner.ilp import cbc, gurobi, highs, solvers
+from checkflow.planner.ilp.search import nothing_printed
 from checkflow.planner.ilp.solvers import NothingFoundError, Solve, SolverChoice, SolverName, solve
 from tests.support.waiting import PATIENCE_SECONDS, wait_for
 
@@ -281,6 +285,61 @@ def test_a_licence_that_fails_is_told_once(
     assert told.startswith("Gurobi does not start: ")
     assert reason in told
     assert told.endswith("solving with HiGHS instead")
+
+
+def test_what_a_solver_prints_is_shown_nowhere(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A banner from the constructor, before any option can silence it: through Python, the C library, the system."""
+    c_library = ctypes.CDLL(None)
+
+    class Chatty(highspy.Highs):  # type: ignore[misc, unused-ignore]
+        def __init__(self) -> None:
+            sys.stdout.write("banner of Python's\n")
+            os.write(1, b"banner of the system's\n")
+            super().__init__()
+
+    def search(*arguments: Any) -> Solve:
+        try:
+            return found(*arguments)
+        finally:
+            c_library.puts(b"farewell of C's, which nobody flushes")
+
+    found = highs.search
+    monkeypatch.setattr(highs, "search", search)
+    monkeypatch.setattr(highspy, "Highs", Chatty)
+    c_library.puts(b"before, kept by C")
+    solve(small(), "highs")
+    os.write(1, b"after\n")
+    c_library.fflush(None)
+    assert capfd.readouterr().out.splitlines() == ["before, kept by C", "after"]
+
+
+def test_two_at_once_put_standard_output_back(capfd: pytest.CaptureFixture[str]) -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with nothing_printed():
+            inside.set()
+            leave.wait(PATIENCE_SECONDS)
+
+    thread = threading.Thread(target=other)
+    with nothing_printed():
+        thread.start()
+        inside.wait(0.2)  # it must not get there; were it to, it would put back what leads nowhere
+    leave.set()
+    thread.join()
+    os.write(1, b"after\n")
+    assert capfd.readouterr().out == "after\n"
+
+
+def test_closed_standard_streams_hinder_no_solver() -> None:
+    script = (
+        "import os; os.closerange(0, 2); from tests.planner.ilp.test_solvers import small, solve; "
+        "solve(small(), 'highs')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_auto_falls_back_to_cbc(monkeypatch: pytest.MonkeyPatch) -> None:
