@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from checkflow.core.small_files import visible
 
+from checkflow.core.errors import StoppedError
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
@@ -21,17 +23,6 @@ if TYPE_CHECKING:
 FOUND, FAILED, USAGE, INFEASIBLE, STOPPED = 0, 1, 2, 3, 128
 PATIENCE_SECONDS = 1.0  # work that takes less shows no progress
 PIPE_WIDTH = 120  # columns where there is no terminal to ask
-
-
-class StoppedError(BaseException):
-    """A signal asks this command to end.
-
-    No Exception, nor one of the two that Python itself would raise: models and libraries catch those.
-    """
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 def output() -> Console:

@@ -24,7 +24,6 @@ from checkflow.cli.console import (
     INFEASIBLE,
     STOPPED,
     USAGE,
-    StoppedError,
     complain,
     print_json,
     print_parts,
@@ -34,7 +33,7 @@ from checkflow.cli.console import (
     working,
 )
 from checkflow.cli.options import Formulation, GranularityName, PolicyName, SolverName
-from checkflow.core.errors import CheckflowError, InfeasibleError
+from checkflow.core.errors import CheckflowError, InfeasibleError, StoppedError
 
 # Whatever typer's argument parser raises; the class itself is not part of typer's public names.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]

@@ -1,6 +1,6 @@
 """Every error that checkflow raises on purpose. Each message is one line that says what is wrong and what to do.
 
-And the one exception that is no error: :class:`Preempted`.
+And the two exceptions that are no errors: :class:`Preempted` and :class:`StoppedError`.
 """
 
 from __future__ import annotations
@@ -93,6 +93,17 @@ class Preempted(SystemExit):
     def __init__(self, signal_name: str) -> None:
         super().__init__(self.EXIT_CODE)
         self.signal_name = signal_name
+
+
+class StoppedError(BaseException):
+    """A signal asks this command to end.
+
+    No Exception, nor one of the two that Python itself would raise: models and libraries catch those.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def first_fault(error: ValidationError) -> str:

@@ -89,11 +89,13 @@ class TrainingStep:
             optimizer.zero_grad()
         arguments = batch if isinstance(batch, Sequence) and not isinstance(batch, torch.Tensor) else (batch,)
         for _ in range(self.micro_batches):
-            loss = (
-                self.loss(model, *arguments) / self.micro_batches
-                if self.micro_batches > 1
-                else self.loss(model, *arguments)
-            )
+            loss = self.loss(model, *arguments)
+            if not hasattr(loss, "backward"):
+                raise ModelError(
+                    f"loss= returned a {type(loss).__name__}, not a tensor: return the loss itself, without .item()"
+                )
+            if self.micro_batches > 1:
+                loss = loss / self.micro_batches
             loss.backward()  # type: ignore[no-untyped-call]
         for optimizer in self.optimizers.values():
             optimizer.step()

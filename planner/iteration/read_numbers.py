@@ -81,7 +81,7 @@ class ReadNumbers:
         self._tried = 0  # operators of the other one so far
         self._last: tuple[Any, str] | None = None  # operator and place of the newest number or decision
         self._odd: tuple[Any, str] | None = None  # as it was where the iterations first differed
-        self._decided = False
+        self._decided: tuple[Any, str] | None = None  # operator and place of the newest decision of the user's
         self._in_step = False
         self._patience: collections.Counter[str] = collections.Counter()
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], float]] = {}  # by address of the storage
@@ -136,13 +136,10 @@ class ReadNumbers:
                 self._odd = self._last
             self._tried += 1
 
-    def blame(self, error: BaseException) -> tuple[Any, str] | None:
-        """Operator and place of the number whose (made-up) value led to an error, if the user's own code raised it."""
-        frame = error.__traceback__
-        while frame is not None and frame.tb_next is not None:
-            frame = frame.tb_next
-        own = frame is not None and not frame.tb_frame.f_code.co_filename.startswith((_TORCH, _PLANNER, "<"))
-        return self._last if self._decided and own else None
+    def blamed(self) -> tuple[Any, str] | None:
+        """Operator and place of the newest (made-up) number that decided in the user's own code: what then goes wrong
+        may never happen."""
+        return self._decided
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
@@ -208,8 +205,8 @@ class ReadNumbers:
             return outcome
         if self._in_step:
             raise UndecidedError(place)
-        self._decided = True
         self._note(self._last[0] if self._last is not None else aten._local_scalar_dense.default, place)
+        self._decided = self._last
         return outcome is not self._turned
 
     def _ordinary(self, dtype: torch.dtype) -> bool | int | float | complex:
@@ -233,7 +230,7 @@ class ReadNumbers:
         self._patience.clear()
         self._tried = 0
         self._last = self._odd = None
-        self._decided = False
+        self._decided = None
 
 
 def format_number(tensor: torch.Tensor, specification: str) -> str:
@@ -317,4 +314,5 @@ for _kind, _base in _METHODS.items():
         setattr(_kind, _name, _compared(getattr(_base, _name)))
     for _name in _ARITHMETIC:
         setattr(_kind, _name, _computed(getattr(_base, _name)))
+    _kind.__name__ = _kind.__qualname__ = _base.__name__  # for Python's own messages about it
     _kind.__hash__ = _base.__hash__  # type: ignore[method-assign]

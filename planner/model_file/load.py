@@ -25,7 +25,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import checkflow.models
-from checkflow.core.errors import CheckflowError, ModelError
+from checkflow.core.errors import CheckflowError, ModelError, StoppedError
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.model_file.settings import arguments_of
 
@@ -52,6 +52,7 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-3),
 }
 
+_STOPS = (KeyboardInterrupt, StoppedError)  # whatever else a model file raises is its own fault
 _ACCELERATORS = frozenset(("cuda", "hip", "xpu", "mps"))
 _SHIPPED = Path(checkflow.models.__file__).parent
 _OWN = (Path(__file__).parents[1], Path(inspect.getfile(TrainingStep)).parents[1])  # checkflow's code, not the models
@@ -172,7 +173,9 @@ def _execute_file(path: Path, place: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses and inspect look a module up by its name while it runs
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except _STOPS:
+        raise
+    except BaseException as error:
         del sys.modules[name]
         raise _report(error, "loading", place, path.parent) from error
     return module
@@ -203,7 +206,9 @@ def _import_module(name: str) -> ModuleType:
         raise ModelError(f"{name!r} is neither a file nor the name of a module")
     try:
         return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
+    except _STOPS:
+        raise
+    except BaseException as error:
         raise _report(error, "importing", name, None) from error
 
 
@@ -260,13 +265,15 @@ def _build(
         try:
             with torch.device("meta"), _OneDevice(torch.device("meta")):
                 built = build(**arguments)
+        except _STOPS:
+            raise
         except Exception as error:  # noqa: BLE001 - users' code may raise anything; the next try raises what matters
             reason = _report(error, "building without allocating", place, home)
             with _OneDevice(torch.device("cpu")):
                 built = _build_for_real(build, arguments, place, home)
             # Only now: where both tries fail, one error says everything.
             logger.warning("%s; the model was allocated instead", reason)
-        except SystemExit as error:
+        except BaseException as error:
             raise _report(error, "building", place, home) from error
     if not isinstance(built, TrainingStep):
         kind = "nothing" if built is None else f"a {type(built).__name__}"
@@ -279,7 +286,9 @@ def _build_for_real(build: Callable[..., Any], arguments: Mapping[str, Any], pla
         return build(**arguments)
     except torch.OutOfMemoryError:
         raise  # no fault of the model's
-    except (Exception, SystemExit) as error:
+    except _STOPS:
+        raise
+    except BaseException as error:
         raise _report(error, "building", place, home) from error
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -213,6 +214,8 @@ class StandIns(TorchFunctionMode):
     def _memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """Fake memory with the tensor's layout; views of one storage share one fake storage."""
         shape, strides, itemsize = tensor.shape, tensor.stride(), tensor.element_size()
+        if tensor.numel() * itemsize > sys.maxsize:  # torch would go on with what is left in 64 bits
+            raise TraceError(f"a tensor of shape {list(shape)} has more bytes than memory has addresses")
         storage = tensor.untyped_storage()
         if storage.nbytes() == tensor.numel() * itemsize and storage._cdata not in self._storages:
             whole = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=CPU)

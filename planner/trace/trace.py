@@ -183,9 +183,7 @@ class _Tracing:
         except CheckflowError:
             raise
         except Exception as error:
-            if (blamed := numbers.blame(error)) is not None:
-                raise TraceError(_needs_values(self._name, *blamed, f" ({_reason(error)})")) from error
-            raise TraceError(_explain(self._name, error, recorder.culprit(error))) from error
+            raise TraceError(_explain(self._name, error, recorder.culprit(error), numbers.blamed())) from error
 
     def _refuse_without_step(self) -> None:
         where = self._iteration.where
@@ -208,8 +206,12 @@ class _Tracing:
             self._recorder.record_opaque(optimizer, parameters)
 
 
-def _explain(name: str, error: Exception, culprit: OpOverload | None) -> str:
-    """One line: the operator, the user's source line, the reason, and what to change."""
+def _explain(name: str, error: Exception, culprit: OpOverload | None, blamed: tuple[Any, str] | None) -> str:
+    """One line: the operator, the user's source line, the reason, and what to change.
+
+    Args:
+        blamed: operator and place of a made-up number that decided before the error.
+    """
     reason = _reason(error)
     line = user_line(error)
     place = f" at {line}" if line else ""
@@ -231,10 +233,10 @@ def _explain(name: str, error: Exception, culprit: OpOverload | None) -> str:
     if isinstance(error, NEEDS_DATA):
         because = f" ({reason})"
         return f"cannot trace {name}: {culprit or 'it'} needs the values of tensors{place}: {ADVICE}{because}"
-    return (
-        f"cannot trace {name}: {culprit or 'the training step'} raised {type(error).__name__}{place}: {reason} "
-        f"(where the step itself runs, {RECORD})"
-    )
+    raised = f"{culprit or 'the training step'} raised {type(error).__name__}{place}: {reason}"
+    if blamed is not None:
+        return _needs_values(name, *blamed, f" (after that {raised})")
+    return f"cannot trace {name}: {raised} (where the step itself runs, {RECORD})"
 
 
 def _needs_values(name: str, operator: Any, line: str, because: str = "") -> str:

@@ -75,7 +75,7 @@ DEAF = """
 from pathlib import Path
 import time
 from checkflow.cli import main, planning
-from checkflow.cli.console import StoppedError
+from checkflow.core.errors import StoppedError
 
 class Deaf:
     def __del__(self):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from planned_jobs import assert_every_checkpoint_is_true, plan_by_trace
 from torch import nn
 
-from checkflow.core.errors import TraceError
+from checkflow.core.errors import ModelError, TraceError
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.trace.trace import trace
 
@@ -222,6 +222,46 @@ def test_what_a_number_decides_is_refused_by_operator_and_line(
     assert "# the line" in message
     assert "let checkflow record a real iteration instead (Checkpointer(plan=None))" in message
     assert "\n" not in message
+
+
+def test_a_loop_that_is_not_entered_is_named_where_something_else_fails_for_it() -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: Any) -> None:
+        x, loss = batch[0], batch[0].sum()
+        while x.norm().item() > 1:  # the line
+            x = x / 2
+            loss = F.cross_entropy(model(x), batch[1])
+        loss.backward()  # fails
+        optimizer.step()
+
+    with pytest.raises(TraceError) as caught:
+        trace(TrainingStep(step=step, models={"m": model}, optimizers={"o": optimizer}, batch=(X, LABELS)), name="mine")
+    message = str(caught.value)
+    assert message.startswith("cannot trace mine: aten._local_scalar_dense.default needs the values of tensors at ")
+    assert message.index("# the line") < message.index("# fails") < message.index("does not require grad")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_loss_that_is_a_number_is_no_loss(micro_batches: int) -> None:
+    model = nn.Linear(6, 3)
+    step = TrainingStep(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=lambda model, x, y: F.cross_entropy(model(x), y).item(),
+        batch=(X, LABELS),
+        micro_batches=micro_batches,
+    )
+    for run in (lambda: step.run(step.batch), lambda: trace(step, name="n")):
+        with pytest.raises(ModelError, match=r"^loss= returned a float, not a tensor: .* without \.item\(\)$"):
+            run()
+
+
+def test_a_number_is_called_as_python_calls_it() -> None:
+    with pytest.raises(TraceError, match="'float' object has no attribute 'backward'"):
+        trace(looking(lambda loss, model: loss.item().backward()), name="n")  # type: ignore[attr-defined]
 
 
 def test_the_same_place_of_a_cycle_is_tried() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkflow.core.errors import ModelError, UnsupportedError
+from checkflow.core.errors import ModelError, StoppedError, UnsupportedError
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.model_file.load import OPTIMIZERS, TEMPLATE, list_models, load_training_step
 from checkflow.planner.trace.trace import trace
@@ -340,6 +340,21 @@ def test_syntax_error(write: Write) -> None:
 def test_exiting_while_loading(write: Write, code: str) -> None:
     path = write(code)
     assert f"{path}:1: SystemExit: " in _refusal(path)
+
+
+@pytest.mark.parametrize("indent", ["", "def build(): "])
+@pytest.mark.parametrize("error", ["GeneratorExit()", "type('Stop', (BaseException,), {})('enough')"])
+def test_what_is_no_exception_is_reported_too(write: Write, error: str, indent: str) -> None:
+    path = write(f"{indent}raise {error}\n")
+    assert _refusal(path).startswith(f"{path}:1: {'Stop: enough' if 'Stop' in error else 'GeneratorExit'} (while ")
+
+
+@pytest.mark.parametrize("indent", ["", "def build(): "])
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), StoppedError(15)])
+def test_who_asks_to_end_is_heard(write: Write, stop: BaseException, indent: str) -> None:
+    path = write(f"from checkflow.core.errors import StoppedError\n{indent}raise {stop!r}\n")
+    with pytest.raises(type(stop)):
+        load_training_step(path)
 
 
 def test_raising_in_build_names_the_users_line(write: Write) -> None:

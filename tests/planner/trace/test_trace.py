@@ -407,6 +407,19 @@ def test_an_error_names_operator_and_source_line(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("rows", [2**61, 2**62, 2**62 + 1])
+def test_a_batch_beyond_64_bits_is_refused(rows: int) -> None:
+    """Torch's count of its bytes is negative, zero, and plausible."""
+    step = TrainingStep(
+        model := nn.Linear(1, 1),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=lambda model, x: model(x).sum(),
+        batch=torch.randn(rows, 1, device="meta"),
+    )
+    with pytest.raises(TraceError, match=rf"a tensor of shape \[{rows}, 1\] has more bytes than memory has addresses"):
+        trace(step, name="n")
+
+
 def test_a_number_that_is_only_looked_at_does_not_end_the_trace() -> None:
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = F.mse_loss(model(x), x)
