@@ -452,13 +452,19 @@ def optimizer_implementation(optimizer: torch.optim.Optimizer, device_type: str)
     return " ".join([kind, *sorted(names)])
 
 
+def foreach_option(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool | None:
+    """What a group says of foreach; None: as torch chooses. Adafactor takes the loop then, whatever the device."""
+    option = group.get("foreach", False)
+    return False if option is None and isinstance(optimizer, torch.optim.Adafactor) else option
+
+
 def implementation_options(optimizer: torch.optim.Optimizer) -> list[tuple[bool, bool, bool, bool | None, bool]]:
     """What :func:`optimizer_implementation` goes by, of each group: fused, capturable, differentiable, foreach (None:
     as torch chooses) and whether the learning rate is a tensor. Cheap to compare at each boundary."""
     return [
         (
             bool(group.get("fused")), bool(group.get("capturable")), bool(group.get("differentiable")),
-            group.get("foreach", False), isinstance(group.get("lr"), torch.Tensor),
+            foreach_option(optimizer, group), isinstance(group.get("lr"), torch.Tensor),
         )
         for group in optimizer.param_groups
     ]  # fmt: skip

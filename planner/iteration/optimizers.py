@@ -23,7 +23,9 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from checkflow.core.errors import TraceError
+from checkflow.core.state import foreach_option
 from checkflow.planner.iteration.read_numbers import RECORD, ReadNumbers, UndecidedError
+from checkflow.planner.operators.operators import is_host_scalar
 
 Target = Literal["cuda", "cpu"]
 # What a fake tensor raises where only data could tell how to go on.
@@ -45,6 +47,9 @@ FUSED_STEPS = (
 )
 
 
+_STEADY = 2  # steps that a new optimizer has begun in the iteration that is traced
+
+
 class OptimizerSteps:
     """The steps of a trace's optimizers; finds out in the untraced iteration which of them are opaque."""
 
@@ -52,6 +57,7 @@ class OptimizerSteps:
         self._optimizers = list(optimizers)
         self._target, self._numbers = target, numbers
         self._opaque: set[int] = set()
+        self._asgd_steps = {id(o): _steps_done(o) for o in self._optimizers if isinstance(o, torch.optim.ASGD)}
         self._stepping: list[torch.Tensor] | None = None
 
     @contextlib.contextmanager
@@ -77,6 +83,7 @@ class OptimizerSteps:
             if id(optimizer) in self._opaque:
                 return self._run_opaque(optimizer, step)
             try:
+                self._know_averages(optimizer)
                 with _capturable(optimizer, self._target), self._numbers.in_step():
                     return step(*arguments, **keywords)
             except NEEDS_DATA as error:
@@ -90,6 +97,14 @@ class OptimizerSteps:
 
         return guarded
 
+    def _know_averages(self, optimizer: torch.optim.Optimizer) -> None:
+        """ASGD's loop asks for each ``mu`` whether it averages yet: it is one until step ``t0``, the millionth."""
+        for group in optimizer.param_groups if id(optimizer) in self._asgd_steps else ():
+            if self._asgd_steps[id(optimizer)] <= group["t0"]:
+                for parameter in group["params"]:
+                    if parameter in optimizer.state:
+                        self._numbers.know(optimizer.state[parameter]["mu"], 1.0)
+
     def _run_opaque(self, optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> Any:
         """Run a step with nothing to update: only the hooks fire, and the pre-hook records the opaque operator."""
         lists = [group["params"] for group in optimizer.param_groups]
@@ -102,6 +117,11 @@ class OptimizerSteps:
             self._stepping = None
             for group, parameters in zip(optimizer.param_groups, lists, strict=True):
                 group["params"] = parameters
+
+
+def _steps_done(optimizer: torch.optim.Optimizer) -> int:
+    counters = (state["step"] for state in optimizer.state.values())
+    return max((int(counter.constant) for counter in counters if is_host_scalar(counter)), default=_STEADY)
 
 
 def refuse_closure(kind: str, arguments: Iterable[Any]) -> None:
@@ -148,7 +168,7 @@ def foreach_on_fakes() -> Iterator[None]:
 def _prefer_foreach(optimizer: torch.optim.Optimizer) -> None:
     """torch's own default on CUDA (``_default_to_fused_or_foreach``), which looks at devices that are fake here."""
     for group in optimizer.param_groups:
-        open_choice = "foreach" in group and group["foreach"] is None
+        open_choice = foreach_option(optimizer, group) is None
         tensor_rate = isinstance(group.get("lr"), torch.Tensor) and not group.get("capturable")
         if open_choice and not (group.get("fused") or group.get("differentiable") or tensor_rate):
             group["foreach"] = True

@@ -138,18 +138,29 @@ def test_every_optimizer_of_torch_is_in_the_tables() -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_implementation_on_the_cpu(name: str, tmp_path: Path) -> None:
-    # ASGD's for-loop looks whether it averages yet, and a trace takes it that it does.
-    assert_works(lambda: plain(OPTIMIZERS[name]), tmp_path, same=name != "ASGD foreach=False")
+    assert_works(lambda: plain(OPTIMIZERS[name]), tmp_path)
+
+
+@pytest.mark.parametrize(("steps", "t0", "averages"), [(0, 1e6, False), (0, 0, True), (5, 3, True), (3, 5, False)])
+def test_asgd_averages_from_its_step_on(steps: int, t0: float, averages: bool) -> None:
+    step = plain(functools.partial(optim.ASGD, foreach=False, t0=t0))
+    for _ in range(steps):
+        step.run(step.batch)
+    for target in ("cpu", "cuda"):
+        graph = trace(step, name="n", target=target)  # type: ignore[arg-type]
+        assert any(o.target == "aten.sub.Tensor" and o.phase == "optimizer" for o in graph.operators) == averages
 
 
 @pytest.mark.parametrize("name", [*FOREACH_TOO, "SGD fused", "Adam fused"])
 def test_every_default_of_a_gpu_is_traced(name: str) -> None:
-    """foreach, unless the user says fused; torch's step counters stay in host memory."""
+    """foreach, unless the user says fused, but Adafactor's loop; torch's step counters stay in host memory."""
     kind, _, fused = name.partition(" ")
     graph = trace(plain(functools.partial(CLASSES[kind], lr=0.01, **({"fused": True} if fused else {}))), name="n")
-    assert graph.optimizers == (("optimizer", f"{kind} {fused or 'foreach'}"),)
+    expected = "for-loop" if kind == "Adafactor" else fused or "foreach"
+    assert graph.optimizers == (("optimizer", f"{kind} {expected}"),)
     steps = [o.target for o in graph.operators if o.phase == "optimizer"]
-    assert any(target.startswith("aten._fused" if fused else "aten._foreach") for target in steps)
+    at_once = "aten._fused" if fused else "aten._foreach"
+    assert any(target.startswith(at_once) for target in steps) == (expected != "for-loop")
     assert all(e.first_write is not None for e in graph.state if e.placement == "device")
     assert {e.name.rpartition(".")[2] for e in graph.state if e.placement == "host"} <= {"step", "mu_product"}
 
