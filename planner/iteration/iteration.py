@@ -7,7 +7,7 @@ own tensors, :mod:`checkflow.planner.record.recorder`). They see the same things
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from checkflow.core.errors import TraceError
-from checkflow.core.graph import AnchorKey, Operator, StateEntry, StorageKind, TrainingGraph
+from checkflow.core.graph import AnchorKey, Operator, StateEntry, StateKind, StorageKind, TrainingGraph
 from checkflow.core.state import StateTensor, TrainingState, collect_state, dense_parts, dtype_name, with_shapes
 from checkflow.planner.iteration.hooks import Whereabouts
 from checkflow.planner.iteration.lifetimes import StorageLedger
@@ -33,6 +33,31 @@ class Places(Protocol):
     def crossing(
         self, func: OpOverload, args: Sequence[Any], keywords: Mapping[str, Any], result: Any, /
     ) -> Crossing: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known of a state tensor at the boundary."""
+
+    name: str
+    kind: StateKind
+    module: str
+    shape: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+    storage: int | None  # None: in host memory
+
+    @classmethod
+    def of(cls, item: StateTensor, storage: int | None) -> _Known:
+        tensor = item.tensor
+        size_bytes = tensor.numel() * tensor.element_size()
+        return cls(
+            item.name, item.kind, item.module, tuple(tensor.shape), dtype_name(tensor.dtype), size_bytes, storage
+        )
+
+    @property
+    def described(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
 
 
 class Iteration:
@@ -64,8 +89,11 @@ class Iteration:
         )
         self.places = places
         self._models, self._optimizers = models, optimizers
-        self._before = self._after = TrainingState((), ())
-        self._indices: list[int | None] = []  # of the state's storages at the boundary; None: in host memory
+        # Of the state at the boundary no tensor is kept: what the iteration drops is freed then.
+        self._before: tuple[_Known, ...] = ()
+        self._ties: tuple[tuple[str, str], ...] = ()
+        self._parameters = 0
+        self._after = TrainingState((), ())
 
     def position(self) -> int:
         """How many operators have run so far."""
@@ -79,10 +107,10 @@ class Iteration:
             held: a structure with what the loop still holds of the last iteration.
             captured: further tensors that the iteration may reach.
         """
-        self._before = collect_state(self._models, self._optimizers)
-        parameters = [item for item in self._before.tensors if item.kind == "parameter"]
+        before = collect_state(self._models, self._optimizers)
+        parameters = [item for item in before.tensors if item.kind == "parameter"]
         entered: list[tuple[str, torch.Tensor | None, StorageKind]] = [
-            *((item.name, item.tensor, item.kind) for item in self._before.tensors),
+            *((item.name, item.tensor, item.kind) for item in before.tensors),
             *_named(batch, "batch", "input"),
             # After the batch, whose indices a sparse gradient may hold.
             *((f"gradient of {item.name}", item.held.grad, "gradient") for item in parameters),
@@ -93,7 +121,10 @@ class Iteration:
         found = [(name, tensor, kind) for name, tensor, kind in entered if tensor is not None]
         for name, tensor, kind in found:
             self.enter(tensor, name, kind)
-        self._indices = [self._index(item.tensor) for item in self._before.tensors]
+        self._before = tuple(_Known.of(item, self._index(item.tensor)) for item in before.tensors)
+        self._ties = before.ties
+        # Each once, also where it consists of several state tensors.
+        self._parameters = sum(whole.numel() for whole in {id(item.held): item.held for item in parameters}.values())
         return [(name, part) for name, tensor, _ in found for part in _without_wrapper(tensor)]
 
     def enter(self, tensor: torch.Tensor, name: str, kind: StorageKind) -> None:
@@ -150,6 +181,8 @@ class Iteration:
         """At the next boundary: what lives now goes on living."""
         self.ledger.close()
         self._after = collect_state(self._models, self._optimizers)
+        for item in self._after.tensors:  # one that took another's place in the iteration is state from now on
+            self.ledger.rename(item.tensor, item.name, item.kind)
 
     def graph(
         self, name: str, batch: Any, micro_batches: int, implementations: tuple[tuple[str, str], ...]
@@ -159,7 +192,7 @@ class Iteration:
         Raises:
             TraceError: state was made or taken away in this iteration, so that it is none like those to come.
         """
-        have, had = ({item.name for item in state.tensors} for state in (self._after, self._before))
+        have, had = {item.name for item in self._after.tensors}, {item.name for item in self._before}
         if odd := have ^ had:
             raise TraceError(
                 f"cannot plan {name}: its second iteration changes the set of state ({min(odd)}): make all state "
@@ -167,11 +200,11 @@ class Iteration:
             )
         storages, places = self.ledger.storages()
         after = {item.name: item.tensor for item in self._after.tensors}
-        for item in self._before.tensors:
-            if item.tensor.shape != after[item.name].shape or item.tensor.dtype != after[item.name].dtype:
+        for item in self._before:
+            if (now := _described(after[item.name])) != item.described:
                 raise TraceError(
-                    f"cannot plan {name}: {item.name} is {_described(item.tensor)} before its second iteration and "
-                    f"{_described(after[item.name])} after it: state keeps its shape; give it its full size from the "
+                    f"cannot plan {name}: {item.name} is {item.described} before its second iteration and "
+                    f"{now} after it: state keeps its shape; give it its full size from the "
                     "start, or keep it out of the state (a buffer with persistent=False)"
                 )
         anchors = self.where.anchors
@@ -188,39 +221,31 @@ class Iteration:
             autocast=self.where.autocast,
             operators=tuple(_renumbered(operator, places) for operator in self.operators),
             storages=storages,
-            state=tuple(
-                self._state_entry(item, index, after[item.name], places, fired)
-                for item, index in zip(self._before.tensors, self._indices, strict=True)
-            ),
+            state=tuple(self._state_entry(item, after[item.name], places, fired) for item in self._before),
             anchors=anchors,
-            ties=self._before.ties,
-            parameters=sum(tensor.numel() for tensor in self._parameters()),
+            ties=self._ties,
+            parameters=self._parameters,
             compiled=tuple(sorted(self.where.compiled)),
         )
-
-    def _parameters(self) -> list[torch.Tensor]:
-        """Each once, also where it consists of several state tensors."""
-        return list({id(item.held): item.held for item in self._before.tensors if item.kind == "parameter"}.values())
 
     def _index(self, tensor: torch.Tensor) -> int | None:
         return None if self.places.holds(tensor) else self.ledger.find(tensor)
 
     def _state_entry(
         self,
-        item: StateTensor,
-        index: int | None,
+        item: _Known,
         after: torch.Tensor,
         places: Mapping[int, int],
         fired: set[AnchorKey],
     ) -> StateEntry:
-        tensor = item.tensor
+        index = item.storage
         barrier = self.where.barrier(item.kind, item.module)
         return StateEntry(
             name=item.name,
             kind=item.kind,
-            shape=tuple(tensor.shape),
-            dtype=dtype_name(tensor.dtype),
-            size_bytes=tensor.numel() * tensor.element_size(),
+            shape=item.shape,
+            dtype=item.dtype,
+            size_bytes=item.size_bytes,
             placement="host" if index is None else "device",
             storage=None if index is None else places[index],
             first_write=None if index is None else self._first_write(index, after),

@@ -10,10 +10,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 
-from checkflow.core.graph import Storage, StorageKind
+from checkflow.core.graph import StateKind, Storage, StorageKind
+
+_STATE = frozenset(get_args(StateKind))
 
 
 @dataclass(slots=True)
@@ -104,7 +107,8 @@ class StorageLedger:
             eager_end = end if record.freed is None else record.freed
             # What outlives the iteration in place holds a value (state, gradients kept by set_to_none=False); the
             # batch's value is needed until its last use only.
-            lasting = record.created == -1 and record.freed is None and record.kind != "input"
+            kept = record.created == -1 and record.kind != "input"
+            lasting = record.freed is None and (kept or record.kind in _STATE)
             graph_end = end if lasting else record.last_use
             if eager_end >= record.created:
                 places[index] = len(storages)

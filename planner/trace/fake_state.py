@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,15 +57,18 @@ class StandIns(TorchFunctionMode):
         # Without fallback: torch would run an operator that it cannot fake for real, on zeros of full size.
         self.mode = FakeTensorMode(shape_env=self._symbols, allow_fallback_kernels=False)
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id; the original is kept alive with its id
+        self._buffers: set[int] = set()  # ids of the originals
         self._storages: dict[int, torch.Tensor] = {}  # storages of several tensors: one fake base of bytes for each
 
     def forget_pending_symbols(self) -> None:
         """Symbols of a run without make_fx belong to no graph; the next run must not look for them."""
         self._symbols.pending_fresh_unbacked_symbols.clear()
 
-    def all(self) -> list[torch.Tensor]:
-        """Every fake tensor made so far."""
-        return [fake for _, fake in self._fakes.values() if not is_lazy(fake)]
+    def all(self, models: Iterable[nn.Module]) -> list[torch.Tensor]:
+        """Every fake tensor made so far, but for buffers that their models have replaced: these live on here alone."""
+        held = {id(buffer) for model in models for buffer in model.buffers()}
+        found = [fake for key, (_, fake) in self._fakes.items() if key not in self._buffers or id(fake) in held]
+        return [fake for fake in found if not is_lazy(fake)]
 
     def of(self, tensor: torch.Tensor, *, captured: bool = False) -> torch.Tensor:
         """The stand-in of a tensor; the tensor itself if it is one of the trace's already.
@@ -132,6 +135,7 @@ class StandIns(TorchFunctionMode):
 
     def of_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         """The stand-in of a module's buffer."""
+        self._buffers.add(id(tensor))
         plain = type(tensor) in (torch.Tensor, nn.Buffer, FakeTensor) and tensor.layout is torch.strided
         if id(tensor) in self._fakes or not plain or tensor.numel() != 1 or tensor.requires_grad:
             return self.of(tensor)

@@ -168,7 +168,9 @@ class _Tracing:
                     assert isinstance(proxies, ProxyTorchDispatchMode)
                     with torch._C.DisableTorchFunction():
                         recorder.begin(proxies)
-                        recorder.add_inputs(watched.begin(self._batch, previous, self._stand_ins.all()))
+                        recorder.add_inputs(
+                            watched.begin(self._batch, previous, self._stand_ins.all(self._step.models.values()))
+                        )
                         recorder.enter_left_behind()
                     with watched.where.watching(), recorder, autocast_cache(caching):
                         previous = self._step.run(self._batch)

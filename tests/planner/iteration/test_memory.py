@@ -228,6 +228,24 @@ def autocast_around_backward(model: nn.Module, optimizer: optim.Optimizer, x: to
     return loss
 
 
+class Averaging(nn.Module):
+    """Keeps an average as many write it: a new tensor each time."""
+
+    average: torch.Tensor
+
+    def __init__(self, from_first: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 5)
+        self.register_buffer("average", torch.ones(1000))
+        self.first = [self.average] if from_first else []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.average = 0.9 * self.average + 0.1 * x.detach().mean()
+        for first in self.first:
+            self.average = self.average + 0.1 * first
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
 def elementwise(loss: Callable[..., torch.Tensor]) -> Callable[[], TrainingStep]:
     return lambda: step_of(loss=lambda logits, _: loss(logits.sigmoid(), torch.ones(8, 5)))
 
@@ -254,6 +272,8 @@ SMALL: dict[str, Callable[[], TrainingStep]] = {
     "autocast without cache": lambda: iterating(functools.partial(autocast, cache_enabled=False), Twice()),
     "custom function": lambda: step_of(Squaring()),
     "GRU": lambda: step_of(Recurrent(nn.GRU)),
+    "buffer replaced in each forward": lambda: step_of(Averaging()),
+    "buffer replaced, its first value in use": lambda: step_of(Averaging(from_first=True)),
     "embedding": lambda: step_of(Table(sparse=False)),
     "spectral norm": lambda: step_of(nn.utils.spectral_norm(nn.Linear(16, 5))),
     "folding": lambda: step_of(
