@@ -1,4 +1,4 @@
-"""Sequences of different lengths in a trace: packed sequences (``pack_padded_sequence``) and ``ctc_loss``.
+"""Rows of different lengths in a trace: packed sequences (``pack_padded_sequence``), ``ctc_loss``, ``grouped_mm``.
 
 How long they are lies in tensors whose values a trace does not have, and on them hang the sizes of what is computed.
 The trace takes every sequence to be as long as the longest can be: that is what memory must suffice for. Only a
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -74,11 +75,13 @@ def _run_packed(
 
 
 @contextlib.contextmanager
-def ctc_loss_faked() -> Iterator[None]:
-    """Fake kernels of ctc_loss; torch has none, as the longest target decides how large its intermediate result is."""
+def lengths_faked() -> Iterator[None]:
+    """Fake kernels of ctc_loss, of which torch has none, as the longest target decides how large its intermediate
+    result is; and of grouped_mm, whose real kernels take more types than torch's fake one (bfloat16)."""
     fakes: Mapping[Any, Callable[..., Any]] = {
         aten._ctc_loss.Tensor: _ctc_loss,
         aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+        aten._grouped_mm.default: _grouped_mm,
     }
     table = fake_impls.op_implementations_dict
     before = {func: table[func] for func in fakes if func in table}
@@ -110,3 +113,10 @@ def _ctc_loss(
 
 def _ctc_loss_backward(_mode: Any, _func: Any, _gradient: Any, log_probabilities: torch.Tensor, *_: Any) -> Any:
     return torch.empty_like(log_probabilities, memory_format=torch.contiguous_format)
+
+
+def _grouped_mm(
+    _mode: Any, _func: Any, a: torch.Tensor, b: torch.Tensor, offs: Any = None, _bias: Any = None, out_dtype: Any = None
+) -> torch.Tensor:
+    made: torch.Tensor = _create_grouped_mm_output_tensor(a, b, offs, out_dtype or a.dtype)  # type: ignore[no-untyped-call]
+    return made

@@ -13,6 +13,7 @@ import contextlib
 import gc
 import logging
 import os
+import sys
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -50,7 +51,7 @@ from checkflow.planner.trace.cuda_autocast import autocast_as_cuda, autocast_on_
 from checkflow.planner.trace.fake_device import DeviceStandIns
 from checkflow.planner.trace.fake_state import CPU, StandIns, stand_in
 from checkflow.planner.trace.op_recorder import OperatorRecorder, TakesFunctionsError
-from checkflow.planner.trace.packed_sequences import ctc_loss_faked
+from checkflow.planner.trace.packed_sequences import lengths_faked
 from checkflow.planner.trace.real_dispatch import autocast_cache
 from checkflow.planner.trace.torch_patches import torch_redirected
 from checkflow.planner.trace.user_state import Belongings
@@ -89,7 +90,7 @@ def trace(
         steps = OptimizerSteps(step.optimizers.values(), target, stand_ins.numbers)
         tracing = _Tracing(step, name, stand_ins, steps, belongings)
         kernels = cuda_kernels(compute_capability) if target == "cuda" else contextlib.nullcontext()
-        with _environment(stand_ins), kernels, fused_kernels_faked(), ctc_loss_faked(), steps.in_place():
+        with _environment(stand_ins), kernels, fused_kernels_faked(), lengths_faked(), steps.in_place():
             tracing.run()
         return tracing.graph(implementations)
 
@@ -110,6 +111,7 @@ def _environment(stand_ins: StandIns) -> Iterator[None]:
             torch.enable_grad(),
             torch.compiler.set_stance("force_eager"),  # compiled regions show their operators
             torch._dynamo.config.patch(error_on_nested_fx_trace=False),
+            _deep_enough(),
             _quiet(logging.getLogger("torch._subclasses.fake_tensor")),  # what it logs, it raises
             torch_redirected(),
             autocast_as_cuda() if isinstance(stand_ins, DeviceStandIns) else autocast_on_cpu(),
@@ -123,6 +125,17 @@ def _environment(stand_ins: StandIns) -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+@contextlib.contextmanager
+def _deep_enough() -> Iterator[None]:
+    """Nested modules as deep as eager training allows: make_fx more than doubles the frames of each call."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(4 * before)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
 
 
 @contextlib.contextmanager

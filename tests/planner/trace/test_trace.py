@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from checkflow.core.errors import TraceError
-from checkflow.core.graph import BOUNDARY, Anchor, AnchorKey, AnchorKind
+from checkflow.core.graph import BOUNDARY, Anchor, AnchorKey, AnchorKind, TrainingGraph
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.iteration.optimizers import Target
+from checkflow.planner.record.recorder import record_step
 from checkflow.planner.trace.trace import trace
 from tests.support import training_steps as steps
 from tests.support.training_steps import BUILDERS, on_meta
@@ -418,6 +420,45 @@ def test_a_batch_beyond_64_bits_is_refused(rows: int) -> None:
     )
     with pytest.raises(TraceError, match=rf"a tensor of shape \[{rows}, 1\] has more bytes than memory has addresses"):
         trace(step, name="n")
+
+
+def test_modules_are_nested_as_deep_as_they_train() -> None:
+    model: nn.Module = nn.Linear(4, 4)
+    for _ in range(200):
+        model = nn.Sequential(model)
+    step = TrainingStep(
+        model, torch.optim.SGD(model.parameters()), loss=lambda model, x: model(x).sum(), batch=torch.ones(2, 4)
+    )
+    step.run(step.batch)
+    limit = sys.getrecursionlimit()
+    assert len(trace(step, name="n").anchors) == 1 + 201 + 2 + 2
+    assert sys.getrecursionlimit() == limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_experts_in_groups_of_any_type(dtype: torch.dtype) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 16, 32, dtype=dtype))
+
+        def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+            return torch._grouped_mm(rows, self.weight, offs=ends)
+
+    def shown(graph: TrainingGraph) -> tuple[tuple[str, int], ...]:
+        forward = (o for o in graph.operators if "grouped" in o.target and o.phase == "forward")
+        return tuple((o.target, o.written_bytes) for o in forward)
+
+    model = Experts()
+    batch = torch.ones(8, 16, dtype=dtype), torch.tensor([2, 4, 6, 8], dtype=torch.int32)
+    step = TrainingStep(
+        model,
+        torch.optim.SGD(model.parameters()),
+        loss=lambda model, *groups: model(*groups).square().sum(),
+        batch=batch,
+    )
+    (made,) = {shown(record_step(step, name="n").graph), shown(trace(step, name="n", target="cpu"))}
+    assert made == (("aten._grouped_mm.default", 8 * 32 * dtype.itemsize),)
 
 
 def test_a_number_that_is_only_looked_at_does_not_end_the_trace() -> None:
