@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from checkflow.core.small_files import visible
-
 from checkflow.core.errors import StoppedError
+from checkflow.core.small_files import visible
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
