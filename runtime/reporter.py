@@ -31,9 +31,9 @@ from checkflow.core.run_report import (
     PhaseTimes,
     RunReport,
 )
-from checkflow.core.state import unwrap
+from checkflow.core.state import training_device, unwrap
 from checkflow.runtime.job.job import Job
-from checkflow.runtime.job.traits import device_name
+from checkflow.runtime.job.traits import allocated_peak_bytes, device_name
 from checkflow.runtime.loop.boundaries import Boundaries
 from checkflow.runtime.loop.phase_clock import Reading, Times
 from checkflow.runtime.memory_tier.records import NOTHING
@@ -73,10 +73,7 @@ class Reporter:
         self._reclaimed = reclaimed
         self._model = "+".join(type(unwrap(model)).__name__ for model in job.models.values())
         self._device = device_name(job.models)[1]
-        self._cuda = next(
-            (one.device for model in job.models.values() for one in model.parameters() if one.device.type == "cuda"),
-            None,
-        )
+        self._models = job.models
         self._started = time.time()
         self._written = self._took_seconds = 0.0  # by time.monotonic
         self._told = False  # that the file cannot be written
@@ -217,11 +214,10 @@ class Reporter:
         return Lag(captured_step, durable_step, iterations, seconds, since)
 
     def _measured(self, reading: Reading) -> Measured:
-        peak = reserved = None
-        if self._cuda is not None:
-            peak = torch.cuda.max_memory_allocated(self._cuda)
-            reserved = torch.cuda.max_memory_reserved(self._cuda)
-        return Measured(reading.computing_seconds, reading.stall_seconds, peak, reserved)
+        peak, before = allocated_peak_bytes(self._models), self._boundaries.place.peak_before_bytes
+        reserved = None if peak is None else torch.cuda.max_memory_reserved(training_device(self._models))
+        # Torch keeps one peak a device, which is the user's to reset. It is the plan's if it has moved under the plan.
+        return Measured(reading.computing_seconds, reading.stall_seconds, peak, reserved, peak_exactly=peak != before)
 
 
 def _phases(reading: Reading) -> Phases:

@@ -180,6 +180,7 @@ class Measured:
     stall_seconds: float | None
     peak_bytes: int | None
     peak_reserved_bytes: int | None
+    peak_exactly: bool = False  # as long as nobody knows better, the plan's own peak is at most that
 
 
 @dataclass(frozen=True)

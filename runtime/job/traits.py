@@ -161,3 +161,10 @@ def device_name(models: Mapping[str, torch.nn.Module]) -> tuple[str, str]:
     """The kind of the device that a job trains on ("cpu", "cuda"), and the device's name."""
     device = training_device(models)
     return device.type, torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def allocated_peak_bytes(models: Mapping[str, torch.nn.Module]) -> int | None:
+    """The most that torch's CUDA allocator has given out on the job's device, since the process began or its owner last
+    reset it; None on a CPU."""
+    device = training_device(models)
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

@@ -32,13 +32,22 @@ class PlanInPlace:
         planning: where plans come from if none was given.
         execute: puts a plan's hooks into the job.
         every: iterations from one checkpoint to the next, if the user has asked for that.
+        read_peak: the most device memory that was given out so far, in bytes, if that is known.
 
     Raises:
         PlanError, MismatchError, StorageError: as :class:`.snapshot.executor.Execution`.
     """
 
-    def __init__(self, given: Plan | None, planning: Planning | None, execute: Execute, every: int | None) -> None:
-        self.planning, self._execute, self._asked_every = planning, execute, every
+    def __init__(
+        self,
+        given: Plan | None,
+        planning: Planning | None,
+        execute: Execute,
+        every: int | None,
+        read_peak: Callable[[], int | None],
+    ) -> None:
+        self.planning, self._execute, self._asked_every, self._read_peak = planning, execute, every, read_peak
+        self.peak_before_bytes = read_peak()  # as it was when this plan was put in place
         self.every = every  # iterations from one durable checkpoint to the next, a multiple of the plan's interval
         self.source: PlanSource | None = None if given is None else "given"
         self.seconds = 0.0  # that it took to make it
@@ -136,6 +145,7 @@ class PlanInPlace:
 
     def _placed(self, planning: Planning, arrival: Arrival) -> None:
         planning.placed(arrival)
+        self.peak_before_bytes = self._read_peak()
         self.source, self.seconds = arrival.source, arrival.seconds
         if arrival.plan is None:
             self.every = self._asked_every

@@ -9,6 +9,7 @@ optimizer has stepped. What is done there is :mod:`.boundary_actions`'s.
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from checkflow.runtime.interval.policy import Asked
 from checkflow.runtime.job import compatibility
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.job.progress import Progress
+from checkflow.runtime.job.traits import allocated_peak_bytes
 from checkflow.runtime.live_plan.active_plan import PlanInPlace
 from checkflow.runtime.live_plan.planning import Planning
 from checkflow.runtime.loop.boundary_actions import BoundaryWork
@@ -78,7 +80,8 @@ class Boundaries:
         self._unsaved = Unsaved()
         self.clock = PhaseClock()
         self._makes_plans = planning is not None
-        self.place = PlanInPlace(given, planning, self._execute, asked.every)
+        read_peak = functools.partial(allocated_peak_bytes, job.models)
+        self.place = PlanInPlace(given, planning, self._execute, asked.every, read_peak)
         self.pace = Pace(asked, job, saving, self.place, directory, iteration)
         self._work = BoundaryWork(
             job, progress, saving, self.place, self.pace, self.clock, preemption,

@@ -582,6 +582,20 @@ def test_compare_shows_planned_against_measured(compared: Path, capsys: pytest.C
     assert said["phases"]["iterations"] == 4
 
 
+@pytest.mark.parametrize(("exactly", "says"), [(True, "allocated on the device"), (False, "its own is at most that")])
+def test_compare_tells_a_peak_from_before_the_plan(
+    compared: Path, capsys: pytest.CaptureFixture[str], exactly: bool, says: str
+) -> None:
+    file = compared / "checkpoints" / "report.json"
+    for field, value in (("peak_bytes", 5000), ("peak_exactly", exactly)):
+        file.write_bytes(change(f"measured.{field}", value)(file.read_bytes()))
+    assert main(["compare", "checkpoints/report.json", "--json"]) == FOUND
+    (said,) = json.loads(capsys.readouterr().out)["reports"]
+    (row,) = (row for row in said["rows"] if row["what"] == "peak")
+    assert row["measured"] == 5000
+    assert says in row["note"]
+
+
 def test_compare_takes_another_plan(
     compared: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,7 +77,10 @@ def _rows(run: RunReport, plan: PlanInForce | None) -> Iterable[Row]:
         "held at anchors and boundaries: the median",
     )  # fmt: skip
     reserved = "" if measured.peak_reserved_bytes is None else f"; {format_size(measured.peak_reserved_bytes)} reserved"
-    note = f"allocated on the device{reserved}" if measured.peak_bytes is not None else f"not measured on {run.device}"
+    given = (
+        "allocated on the device" if measured.peak_exactly else "allocated before this plan: its own is at most that"
+    )
+    note = f"{given}{reserved}" if measured.peak_bytes is not None else f"not measured on {run.device}"
     yield Row("peak", "bytes", planned("peak_bytes"), measured.peak_bytes, note)
     note = "while it copied" if bandwidths.offload_bytes_per_second is not None else "not measured"
     if bandwidths.large_offload_bytes_per_second is not None:

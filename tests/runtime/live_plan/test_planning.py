@@ -29,6 +29,7 @@ from checkflow.planner.live.planner import LivePlanner
 from checkflow.planner.record.recorder import Recorded, Recorder
 from checkflow.planner.schedule.replay import check_plan
 from checkflow.runtime import checkpointer as checkpointers
+from checkflow.runtime import reporter
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.job import compatibility
@@ -134,6 +135,27 @@ def test_a_kept_plan_that_does_not_fit_is_not_used(tmp_path: Path, change: Any, 
     assert (report["plan"]["source"], Beside.recordings, report["breaches"]) == ("recorded", 2, 0)
     assert check(tmp_path, truths) == list(range(1, 11))
     assert ("digest does not fit" in caplog.text) == (change == "damage")
+
+
+def test_a_peak_from_before_a_plan_is_not_told_as_the_plans(tmp_path: Path, monkeypatch: Any) -> None:
+    peak, told = [1000], {}
+    for module in (boundary_module, reporter):
+        monkeypatch.setattr(module, "allocated_peak_bytes", lambda _: peak[0])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 4096)
+
+    def before(n: int) -> None:
+        peak[0] = {2: 1500, 8: 1600, 10: 700}.get(
+            n, peak[0]
+        )  # recording took more; then the plan; a reset of the user's
+        report = checkpointer.report()
+        told[n] = report["plan"] is not None, report["measured"]["peak_bytes"], report["measured"]["peak_exactly"]
+
+    job = Job()
+    with open_job(job, tmp_path, every=1) as checkpointer:
+        train(job, checkpointer, 12, before)
+    assert [told[n] for n in (0, 2, 7, 8, 10)] == [
+        (False, 1000, False), (False, 1500, True), (True, 1500, False), (True, 1600, True), (True, 700, True),
+    ]  # fmt: skip
 
 
 def test_recording_changes_nothing(tmp_path: Path) -> None:
