@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import gc
 import importlib
 import json
@@ -17,12 +18,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_figures import Row, Status
 
+SHARED_MEMORY = Path("/dev/shm")
 _SECONDS_TO_SAY = 0.5  # where its threads are
 _SECONDS_TO_END = 15.0  # after it was killed: what a driver holds in the kernel may take longer, or for ever
 
@@ -34,6 +36,31 @@ def scratch(group: int | None = None) -> str:
         group: of processes: that of a worker and of all that it starts; by default the one that asks.
     """
     return f"checkflow-gpu-{os.getpgrp() if group is None else group}-"
+
+
+def give_back_memory(belongs: Callable[[Path], bool]) -> bool:
+    """Remove what dead jobs have left in shared memory (runtime/memory_tier/records.py says what lies there).
+
+    Args:
+        belongs: whether a job is one of the caller's, by the directory of its checkpoints.
+
+    Returns:
+        Whether one of these still lives; what it has stays.
+    """
+    living = False
+    for folder in SHARED_MEMORY.glob(f"checkflow-{'?' * 32}"):
+        try:
+            with (folder / "owner.json").open() as file:
+                if not belongs(Path(json.load(file)["directory"])):
+                    continue
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # its job has locked it for as long as it lives
+        except BlockingIOError:
+            living = True
+        except (OSError, ValueError, LookupError, TypeError):  # another user's, or damaged: whose it is cannot be told
+            continue
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    return living
 
 
 def serve(connection: Any, log: str) -> None:
@@ -79,7 +106,7 @@ class Worker:
 
     def __init__(self, log: Path) -> None:
         self._log = log
-        self._scratch_in = {Path("/dev/shm"), Path(tempfile.gettempdir()), log.parent}  # and in no other folder
+        self._scratch_in = {SHARED_MEMORY, Path(tempfile.gettempdir()), log.parent}  # and in no other folder
         self._process: Any = None
         self._connection: Any = None
 
@@ -119,7 +146,7 @@ class Worker:
         return ("failed", content or wrong) if kind == "failed" or wrong else ("done", "")
 
     def close(self) -> None:
-        """End the process, and what it started; what they had in temporary folders goes with them."""
+        """End the process, and what it started; what they had in temporary folders and shared memory goes with them."""
         if self._process is None:
             return
         process, self._process = self._process, None
@@ -134,6 +161,9 @@ class Worker:
                 log.write(f"process {process.pid} was killed, and does not end\n")
         self._connection.close()
         self._connection = None
+        until = time.monotonic() + _SECONDS_TO_END  # what it started may take a while to end, too
+        while give_back_memory(lambda directory: scratch(process.pid) in str(directory)) and time.monotonic() < until:
+            time.sleep(0.1)
         for folder in self._scratch_in:
             for left in folder.glob(f"{scratch(process.pid)}*"):
                 shutil.rmtree(left, ignore_errors=True)

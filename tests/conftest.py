@@ -6,19 +6,15 @@ The machines that run them have two cores, and spinning threads are no test. Oth
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 
-from checkflow.core.errors import StorageError
-from checkflow.runtime.memory_tier import orphans, records
-from checkflow.runtime.system import fs
+from benchmarks.gpu_worker import give_back_memory
 
 torch.set_num_threads(1)
 
@@ -45,13 +41,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
         return
     ours = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
-    for folder in records.ROOT.glob(f"{records.PREFIX}{'?' * 32}"):
-        with contextlib.suppress(OSError, ValueError, StorageError):
-            with fs.folder(str(folder)) as opened:
-                owner = records.OWNERS.validate_json(orphans.read_kept(opened, records.OWNER, 1 << 16))
-                dead = orphans.is_free(opened) and Path(owner.directory).is_relative_to(ours)
-            if dead:
-                records.remove(folder)
+    give_back_memory(lambda directory: directory.is_relative_to(ours))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

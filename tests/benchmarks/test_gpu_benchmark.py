@@ -11,6 +11,7 @@ import json
 import multiprocessing.process
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from typing import Any, ClassVar, cast
 
 import pytest
 import torch
+from dead_jobs import folders_below, give_back, needs_memory
 from fake_device import FakeDevice, simulate_gpu
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,6 +41,9 @@ from checkflow.core.device import find_device
 from checkflow.core.errors import CheckflowError
 from checkflow.runtime.interval.controller import Controller
 from checkflow.runtime.loop.boundaries import Boundaries
+from checkflow.runtime.memory_tier import records
+from checkflow.runtime.memory_tier.records import Life
+from checkflow.runtime.memory_tier.tier import MemoryTier
 from checkflow.runtime.transfer.engine import Transfer
 
 ROOT = Path(__file__).parents[2]
@@ -381,6 +386,46 @@ def test_what_a_killed_part_had_in_temporary_folders_goes_with_it(tmp_path: Path
     assert len(row["folders"]) == 2
     assert not [folder for folder in row["folders"] if Path(folder).exists()]
     assert others.exists()
+
+
+@needs_memory
+def test_what_a_killed_part_had_in_shared_memory_goes_with_it(
+    tmp_path: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_worker, "_SECONDS_TO_END", 0.0)
+    rows: list[dict[str, Any]] = []
+    assert worker.run("gpu_faults:go_well", {"numbers": 0, "traced": 0, "host_memory": 0}, 1800.0, rows)[0] == "done"
+    its_own = tmp_path / f"{gpu_worker.scratch(rows[0]['process'])}alive"  # as of a process that it started, and lives
+    others = tmp_path / "others"
+    with contextlib.ExitStack() as ending:
+        for directory in (its_own, others):
+            directory.mkdir()
+            tier = MemoryTier(directory, Life("run"))
+            ending.callback(tier.close)
+            assert tier.allocate(1, 4096, None)
+        (tmp_path / "dead").mkdir()
+        dead = subprocess.run(
+            [sys.executable, "-c", LEAVE_MEMORY, str(tmp_path / "dead")], capture_output=True, text=True, cwd=ROOT
+        )
+        assert dead.returncode == -signal.SIGKILL, dead.stderr
+        assert len(folders_below(tmp_path)) == 3
+        status, _ = worker.run("gpu_faults:leave_memory", {"folder": str(tmp_path)}, 1800.0, rows)
+        assert status == "failed"
+        left = Path(rows[1]["left"])
+        assert left.parent == records.ROOT
+        assert not left.exists()
+        assert len(folders_below(tmp_path)) == 3  # of one that lives, and of others, be they dead
+    give_back(tmp_path)
+
+
+LEAVE_MEMORY = """
+import os, signal, sys
+from pathlib import Path
+from checkflow.runtime.memory_tier.records import Life
+from checkflow.runtime.memory_tier.tier import MemoryTier
+MemoryTier(Path(sys.argv[1]), Life("run")).allocate(1, 4096, None)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 def test_torch_gives_gpu_memory_back_after_each_part(tmp_path: Path, worker: Worker) -> None:

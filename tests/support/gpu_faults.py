@@ -62,6 +62,17 @@ def leave_a_folder(options: Options, send: Send) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def leave_memory(options: Options, send: Send) -> None:
+    """As a job with staging buffers."""
+    from checkflow.runtime.memory_tier.records import Life
+    from checkflow.runtime.memory_tier.tier import MemoryTier
+
+    tier = MemoryTier(Path(tempfile.mkdtemp(prefix=scratch(), dir=options["folder"])), Life("run"))
+    tier.allocate(1, 4096, None)
+    send({"left": str(tier._path)})
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def use_memory(options: Options, send: Send) -> None:
     """With something in the place of torch that says when it is asked to give memory back."""
 
