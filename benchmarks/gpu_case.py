@@ -23,7 +23,7 @@ import torch
 import checkflow
 from benchmarks import gpu_figures
 from benchmarks.gpu_figures import CHECKPOINTED, PLAIN, Row
-from benchmarks.gpu_link import bare_link, most_to_host
+from benchmarks.gpu_link import bare_link, usual_to_host
 from benchmarks.gpu_loop import (
     AUDITED,
     Block,
@@ -55,6 +55,7 @@ from checkflow.planner.trace.trace import trace
 Send = Callable[[Row], None]
 MOST_ERROR = 4000  # characters of a traceback that are kept
 RUNNING, TRACING = "running it", "a trace"  # how a plan was made
+QUIET_ITERATIONS = 10  # or more, between one single checkpoint and the next
 OVERHEAD = 0.01  # of training's time: what the plans that are measured may cost
 
 
@@ -175,20 +176,13 @@ def measure_case(
         traced: what is known of the case by its trace, if it is.
     """
     before = empty_gpu() if device.type == "cuda" else None
-    job = _build(case, device)
-    send({"section": "case", **dataclasses.asdict(job.case)})
-    plan: checkflow.Plan | None = None
-    recorded = False
-    with section(send, "plan") as row:
-        begun = time.perf_counter()
-        plan = make_case_plan(job, numbers, effort, row)
-        recorded = row["made_by"] == RUNNING
-        row["seconds"] = time.perf_counter() - begun
-    if plan is None:
+    ready = _prepare(case, device, numbers, effort, send)
+    if ready is None:
         return
+    job, plan, recorded = ready
     state_bytes = sum(spec.size_bytes for spec in plan.fingerprint.state)
     storage = choose_storage(6 * state_bytes)
-    iteration_seconds, iterations = _iterations(job, plan, effort)
+    iterations = _iterations(job, plan, effort)
     blocks: list[Block] = []
     with section(send, "step_time") as row:
         row |= {"interval": plan.interval, "storage": file_system(storage), "iterations_a_block": iterations}
@@ -200,12 +194,35 @@ def measure_case(
     if not case.thorough:
         return
     with section(send, "following") as row:
-        plain = [seconds for one in blocks if one.kind == PLAIN for seconds in one.seconds]
-        row |= following(job, plan, storage, effort, statistics.median(plain or [iteration_seconds]))
+        row |= following(job, plan, storage, effort)
     with section(send, "stays") as row:
         row |= stays(job, plan, storage, min(iterations, 10 * plan.interval))
     # Last: once a profiler has watched, every call of CUDA in this process takes longer.
     crossing(job, plan, storage, min(iterations, 5 * plan.interval), state_bytes, send)
+
+
+def measure_copies(case: Case, device: torch.device, numbers: Device, effort: Effort, send: Send) -> None:
+    """What crosses the link by the plan of one case, and nothing else of it."""
+    ready = _prepare(case, device, numbers, effort, send)
+    if ready is not None:
+        job, plan, _ = ready
+        state_bytes = sum(spec.size_bytes for spec in plan.fingerprint.state)
+        iterations = min(_iterations(job, plan, effort), 5 * plan.interval)
+        crossing(job, plan, choose_storage(6 * state_bytes), iterations, state_bytes, send)
+
+
+def _prepare(
+    case: Case, device: torch.device, numbers: Device, effort: Effort, send: Send
+) -> tuple[TrainingJob, checkflow.Plan, bool] | None:
+    """The job, its plan, and whether that was recorded; None: there is no plan, and the row that is sent says why."""
+    job = _build(case, device)
+    send({"section": "case", **dataclasses.asdict(job.case)})
+    plan: checkflow.Plan | None = None
+    with section(send, "plan") as row:
+        begun = time.perf_counter()
+        plan = make_case_plan(job, numbers, effort, row)
+        row["seconds"] = time.perf_counter() - begun
+    return None if plan is None else (job, plan, row["made_by"] == RUNNING)
 
 
 def _build(case: Case, device: torch.device) -> TrainingJob:
@@ -224,12 +241,12 @@ def _build(case: Case, device: torch.device) -> TrainingJob:
         empty_gpu()
 
 
-def _iterations(job: TrainingJob, plan: checkflow.Plan, effort: Effort) -> tuple[float, int]:
-    """How long an iteration takes, and how many make a block: a multiple of the plan's interval."""
+def _iterations(job: TrainingJob, plan: checkflow.Plan, effort: Effort) -> int:
+    """How many make a block: a multiple of the plan's interval."""
     seconds = statistics.median(clock_of(job.device).laps(job.iterate, 5)[1:])
     least = min(effort.least, max(4, int(3 * effort.block_seconds / seconds)))  # fewer on a card that takes too long
     wanted = min(max(int(effort.block_seconds / seconds), least), effort.most)
-    return seconds, -(-wanted // plan.interval) * plan.interval
+    return -(-wanted // plan.interval) * plan.interval
 
 
 def step_time(blocks: Sequence[Block]) -> Row:
@@ -242,7 +259,6 @@ def step_time(blocks: Sequence[Block]) -> Row:
         for phase in checkpointed[0].report["held_seconds"]
     }
     seconds = sum(one.loop_seconds for one in checkpointed)
-    committed = sum(one.report["committed"] for one in checkpointed)
     size_bytes = checkpointed[-1].report["checkpoint_bytes"] or 0
     return {
         **figures,
@@ -253,12 +269,12 @@ def step_time(blocks: Sequence[Block]) -> Row:
         "captures": sum(one.report["captures"] for one in checkpointed),
         "captures_a_block": [one.report["captures"] for one in checkpointed],
         "captures_an_iteration": sum(one.report["captures"] for one in checkpointed) / iterations,
-        "committed": committed,
+        "committed": sum(one.report["committed"] for one in checkpointed),
         "superseded": sum(one.report["superseded"] for one in checkpointed),
         "failed": sum(one.report["failed"] for one in checkpointed),
         "breaches": sum(one.report["breaches"] for one in checkpointed),
         "checkpoint_bytes": size_bytes,
-        "stored_bytes_per_second": committed * size_bytes / seconds,
+        "stored_bytes_per_second": sum(one.stored for one in checkpointed) * size_bytes / seconds,
         "ran": checkpointed[-1].report["ran"],
     }
 
@@ -309,19 +325,19 @@ def memory(
     }
 
 
-def following(job: TrainingJob, plan: checkflow.Plan, storage: Path, effort: Effort, usual_seconds: float) -> Row:
-    """What a single checkpoint costs in the ten iterations after its boundary."""
-    gap = -(-12 // plan.interval) * plan.interval
-    warm_up, iterations = AUDITED * gap, effort.singles * gap
+def following(job: TrainingJob, plan: checkflow.Plan, storage: Path, effort: Effort) -> Row:
+    """What a single checkpoint costs at its boundary and in the ten iterations after it."""
+    settled = max(gpu_figures.FOLLOWED, plan.interval)  # by then its copies have to be over
+    gap = -(-(1 + settled + QUIET_ITERATIONS) // plan.interval) * plan.interval
+    warm_up = (AUDITED + 1) * gap - 1  # the first iteration that counts ends with the first capture that is not audited
     with Phases(job) as phases, checkpointing(job, plan, storage, every=gap) as checkpointer:
-        found = train(job, checkpointer, warm_up=warm_up, iterations=iterations, phases=phases)
-    captured = range(0, iterations, gap)  # the boundary before the first iteration that counts is captured too
+        found = train(job, checkpointer, warm_up=warm_up, iterations=effort.singles * gap, phases=phases)
     return {
-        "seconds": gpu_figures.following_cost(found.seconds, captured, usual_seconds),
-        "steps": 10,
-        "checkpoints": len(captured),
-        "usual_seconds": usual_seconds,
+        **gpu_figures.following_cost(found.seconds, gap, settled),
+        "steps": gpu_figures.FOLLOWED,
+        "checkpoints": found.report["captures"],
         "every": gap,
+        "ran": found.report["ran"],
     }
 
 
@@ -411,4 +427,4 @@ class Timed:
             if captures:
                 row |= {"copies_a_capture": row["copies"] / captures, "calls_a_capture": row["calls"] / captures}
             if self.bare:
-                row["of_bare_link"] = row["bytes_per_second"] / most_to_host(self.bare)
+                row["of_bare_link"] = row["bytes_per_second"] / usual_to_host(self.bare, row["ran"]["memory"])

@@ -16,6 +16,8 @@ Status = Literal["done", "failed", "ended", "skipped"]
 PLAIN, CHECKPOINTED = "plain", "checkpointed"
 
 MOST_NAMES = 40  # of a trace's events, that are kept
+FOLLOWED = 10  # iterations after a checkpoint, in which its cost is looked for
+LOCKED = ("shared", "anonymous", "allocated")  # kinds of host memory that staging buffers may lie in, and be locked
 
 
 # --- how much time there is
@@ -29,6 +31,8 @@ class Part:
     what: str
     most_seconds: float
     least_seconds: float
+    call: int = 1  # in which of the calls it is, where a run is divided into several
+    needs: tuple[str, ...] = ()  # of the machine; where it was found unable to, the part is not begun
     beside: str = ""  # it times nothing: runs at the same time as those before and behind it that have the same word
     on_cpu: bool = False  # a run without a GPU has it too
     last: bool = False  # in its process: what it leaves there (a profiler's hooks in CUDA) slows what follows
@@ -37,6 +41,38 @@ class Part:
 def allowed_seconds(part: Part, left_seconds: float) -> float | None:
     """How long a part may take of what is left; None: it is not worth beginning."""
     return None if left_seconds < part.least_seconds else min(part.most_seconds, left_seconds)
+
+
+RIGHT_COPIES, LOCKED_MEMORY, BATCHES = "right copies", "locked memory", "batches"  # what a part, or a test, may need
+SHARED_LOCKED = "locked shared memory"
+UNABLE = "CHECKFLOW_GPU_UNABLE"  # the environment's variable that tells tests: what :func:`unable` returns, as JSON
+
+
+def unable(kinds: Mapping[str, Row]) -> dict[str, str]:
+    """What this machine was found unable to, and why.
+
+    Args:
+        kinds: of host memory, by name. Of each why CUDA does not take it, ``refused``; or whether what arrived there
+            was what left, by one copy and by many in a call, ``single`` and ``batched``; and whether the runtime takes
+            ``batches``, which it is not asked where they may fault. Where nothing is known, there are none.
+    """
+    found: dict[str, str] = {}
+    wrong = [
+        f"{way} to {kind} memory" for kind, row in kinds.items() for way in ("single", "batched") if not row.get(way, 1)
+    ]
+    if wrong:
+        found[RIGHT_COPIES] = f"what arrives is not what left: {', '.join(wrong)}"
+    locked = {kind: row for kind, row in kinds.items() if kind in LOCKED}
+    refused = {
+        kind: f"CUDA does not take {kind} memory: {row['refused']}" for kind, row in locked.items() if "refused" in row
+    }
+    if "shared" in refused:
+        found[SHARED_LOCKED] = refused["shared"]
+    if locked and len(refused) == len(locked):
+        found[LOCKED_MEMORY] = "; ".join(refused.values())
+    elif locked and not any(row.get("batches") for row in locked.values()):
+        found[BATCHES] = "many copies in a call are not to be had here"
+    return found
 
 
 def case_name(model: str, batch_size: int, optimizer: str | None = None, settings: Mapping[str, Any] = {}) -> str:
@@ -112,21 +148,26 @@ def overhead(blocks: Sequence[tuple[str, Sequence[float]]]) -> Row:
     }
 
 
-def following_cost(seconds: Sequence[float], captured: Sequence[int], usual_seconds: float, steps: int = 10) -> float:
-    """What one checkpoint costs in the iterations after its boundary, in seconds: the median over several.
+def following_cost(seconds: Sequence[float], every: int, settled: int) -> Row:
+    """What one checkpoint costs at its boundary and in the ``FOLLOWED`` iterations after it: the median over several.
+
+    Each is held against the iterations of the same stretch that come when it is over: over some seconds a GPU's clock
+    drifts by more than a checkpoint costs.
 
     Args:
-        seconds: of each iteration, from the first one on.
-        captured: indices of the iterations that begin right after a boundary that was captured.
-        usual_seconds: of an iteration without checkpoints.
+        seconds: of each iteration; the first one ends at a boundary that is captured, as each ``every``-th after it.
+        settled: so many iterations after a boundary its checkpoint is over; at least ``FOLLOWED``.
 
     Raises:
-        ValueError: none of them is followed by so many iterations.
+        ValueError: no iteration is left to compare with.
     """
-    costs = [sum(seconds[i : i + steps]) - steps * usual_seconds for i in captured if i + steps <= len(seconds)]
-    if not costs:
-        raise ValueError(f"no checkpoint is followed by {steps} iterations")
-    return statistics.median(costs)
+    if not FOLLOWED <= settled < every - 1 or len(seconds) < every:
+        raise ValueError(f"{len(seconds)} iterations, with a checkpoint every {every}, leave none to compare with")
+    stretches = [seconds[begin : begin + every] for begin in range(0, len(seconds) - every + 1, every)]
+    usual = [statistics.fmean(stretch[1 + settled :]) for stretch in stretches]
+    held = 1 + FOLLOWED
+    costs = [sum(one[:held]) - held * plain for one, plain in zip(stretches, usual, strict=True)]
+    return {"seconds": statistics.median(costs), "each": costs, "usual_seconds": statistics.fmean(usual)}
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -224,10 +265,20 @@ def uncaptured(step_time: Row) -> str:
     return f"{', '.join(map(str, made)) or 'no'} captures a block, not {wanted}"
 
 
+def hampered(ran: Row) -> str:
+    """Why a Checkpointer on a GPU could not copy as it is meant to, by what ran; "" if it could."""
+    if "batches" not in ran:  # no GPU
+        return ""
+    reasons = [] if ran["buffers_locked"] else ["its buffers were not locked in place"]
+    reasons += [] if ran["batches"] else ["its copies were made one by one"]
+    return ", and ".join(reasons)
+
+
 def judge(cases: Mapping[str, Sequence[Row]]) -> list[Row]:
     """Each target with the worst of the cases that have the figure; ``met`` is None where none has.
 
-    A case that is to have a checkpoint of every iteration, and has not, does not count; why is in ``left_out``.
+    A case that is to have a checkpoint of every iteration, and has not, does not count, nor does one whose copies were
+    hampered; why is in ``left_out``.
     """
     judged: list[Row] = []
     for target in TARGETS:
@@ -239,7 +290,9 @@ def judge(cases: Mapping[str, Sequence[Row]]) -> list[Row]:
             rare = target.every_iteration and sections.get("plan", {}).get("interval") != 1
             if value is None or rare:
                 continue
-            if target.every_iteration and (reason := uncaptured(sections["step_time"])):
+            ran = sections[target.section].get("ran") or sections.get("step_time", {}).get("ran", {})
+            reason = hampered(ran) or (uncaptured(sections["step_time"]) if target.every_iteration else "")
+            if reason:
                 left_out[case] = reason
             else:
                 found[case] = value

@@ -177,7 +177,8 @@ class Block:
     phases: list[list[float]]  # per iteration, seconds of each phase
     peaks: Row | None  # of device memory, in bytes, as torch's allocator counts them
     report: Row  # of the Checkpointer, over the iterations that count; empty without one
-    loop_seconds: float  # by the host's clock, which runs ahead of a GPU's
+    loop_seconds: float  # of these, and one more at either end
+    stored: int  # checkpoints that were committed meanwhile
 
     @property
     def seconds(self) -> list[float]:
@@ -201,13 +202,15 @@ def _grown(before: Mapping[str, Any], after: Mapping[str, Any]) -> Row:
 
 
 def what_ran(checkpointer: checkflow.Checkpointer) -> Row:
-    """By what an open Checkpointer copies; ``batches``: whether CUDA's runtime still takes many copies at once."""
+    """By what an open Checkpointer copies; ``batches``: whether many copies are one call of CUDA's runtime."""
     saving = checkpointer._saving
-    row: Row = {"buffers": saving.host_buffers, "buffers_locked": saving.buffers.locked}
+    buffers = saving.buffers
+    memory = "allocated" if buffers._allocated else "shared" if saving.tier.survives else "anonymous"
+    row: Row = {"buffers": saving.host_buffers, "buffers_locked": buffers.locked, "memory": memory}
     device = getattr(saving.engine, "_device", None)
     if isinstance(device, CudaDevice):
         runtime = device._runtime
-        row |= {"numa_node": device.numa_node, "cuda_runtime": runtime.version, "batches": runtime.batches}
+        row |= {"numa_node": device.numa_node, "cuda_runtime": runtime.version, "batches": device.batches}
     return row
 
 
@@ -223,28 +226,40 @@ def train(
     """A loop of ``warm_up`` iterations that do not count, then those that do, and one more that ends the last one.
 
     Args:
+        warm_up: at least one.
         at: further calls, before the iterations of these numbers.
     """
     count = warm_up + iterations + 1
     gc.collect()
     before: Row = {}
     after: Row = {}
-    result, begun, ended = None, 0.0, 0.0  # ``result`` is held as a training loop holds its loss
+    result = None  # held as a training loop holds its loss
+    begun = ended = (0.0, 0)
     for n in range(count) if checkpointer is None else checkpointer.steps(count):
+        if n == warm_up - 1:  # not where iterations begin or end to count: the device would stand still in one of them
+            begun = _come_to(job, checkpointer)
         if n == warm_up:
             phases.forget()
             if job.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(job.device)
-            before, begun = ({} if checkpointer is None else checkpointer.report()), time.perf_counter()
+            before = {} if checkpointer is None else checkpointer.report()
         if n == warm_up + iterations:
-            after, ended = ({} if checkpointer is None else checkpointer.report()), time.perf_counter()
+            after = {} if checkpointer is None else checkpointer.report()
         if n in at:
             at[n]()
         result = phases.iterate()
+        if n == warm_up + iterations:
+            ended = _come_to(job, checkpointer)
     del result
     report = {} if checkpointer is None else {**_grown(before, after), "ran": what_ran(checkpointer)}
     kind = PLAIN if checkpointer is None else CHECKPOINTED
-    return Block(kind, phases.seconds(), _peaks(job.device), report, ended - begun)
+    return Block(kind, phases.seconds(), _peaks(job.device), report, ended[0] - begun[0], ended[1] - begun[1])
+
+
+def _come_to(job: TrainingJob, checkpointer: checkflow.Checkpointer | None) -> tuple[float, int]:
+    """The host's clock, and how many checkpoints are committed, once the device has done what it was given."""
+    job.marks.wait()
+    return time.perf_counter(), 0 if checkpointer is None else checkpointer.report()["committed"]
 
 
 def every_interval() -> contextlib.AbstractContextManager[Any]:
@@ -327,8 +342,8 @@ class SideCopies:
             before.record(stream)
             copy(copies, stream)
             after.record(stream)
-            self._spans.append((before, after, sum(length for _, _, length in copies.singly)))
-            self._pieces += len(copies.singly)
+            self._spans.append((before, after, sum(one.length_bytes for one in copies.transfers)))
+            self._pieces += len(copies.copies.singly)
 
         self._device.copy = timed
 

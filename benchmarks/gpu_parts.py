@@ -365,7 +365,7 @@ def disk(options: Options, send: Send) -> None:
                 job, checkpointer, warm_up=warm_up_iterations(plan.interval), iterations=iterations, phases=phases
             )
         bare += [raw.write_seconds() for _ in range(BARE_WRITES)]
-        written_bytes = found.report["committed"] * (found.report["checkpoint_bytes"] or 0)
+        written_bytes = found.stored * (found.report["checkpoint_bytes"] or 0)
         row |= {
             "file_system": file_system(storage),
             "state_bytes": size_bytes,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import ctypes
+import dataclasses
 import gc
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import multiprocessing.process
 import os
@@ -20,6 +23,7 @@ import weakref
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
+from ctypes import c_char_p, c_int
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -44,7 +48,11 @@ from checkflow.runtime.loop.boundaries import Boundaries
 from checkflow.runtime.memory_tier import records
 from checkflow.runtime.memory_tier.records import Life
 from checkflow.runtime.memory_tier.tier import MemoryTier
+from checkflow.runtime.persist.saver import FIRST_AUDITS
+from checkflow.runtime.transfer.cuda_device import _Prepared
+from checkflow.runtime.transfer.cudart import Copies, Runtime
 from checkflow.runtime.transfer.engine import Transfer
+from tests.runtime.transfer.test_cudart import Library
 
 ROOT = Path(__file__).parents[2]
 SECONDS = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=20)
@@ -95,11 +103,22 @@ def test_tails_are_told_apart_from_medians() -> None:
 
 
 def test_the_cost_of_a_checkpoint_in_the_iterations_after_it() -> None:
-    seconds = [1.5] + [1.0] * 11 + [3.5] + [1.0] * 11 + [2.5] + [1.0] * 8
-    assert gpu_figures.following_cost(seconds, [0, 12], 1.0) == pytest.approx(1.5)  # the median of 0.5 and 2.5
-    assert gpu_figures.following_cost(seconds, [0, 12, 24], 1.0) == pytest.approx(1.5)  # the last is not followed by 10
-    with pytest.raises(ValueError, match="followed by 10"):
-        gpu_figures.following_cost(seconds[:9], [0], 1.0)
+    at_once = [1.5] + [1.0] * 13  # held at the boundary itself
+    slower = [1.2 * one for one in [1.0] * 10 + [3.0] + [1.0] * 3]  # the clock has dropped meanwhile
+    dear = [1.0] * 5 + [6.0] + [1.0] * 8
+    found = gpu_figures.following_cost([*at_once, *slower, *dear, *[9.0] * 13], 14, 10)
+    assert found["each"] == pytest.approx([0.5, 2.4, 5.0])  # what follows is no whole stretch
+    assert found["seconds"] == pytest.approx(2.4)
+    assert found["usual_seconds"] == pytest.approx((1 + 1.2 + 1) / 3)
+    late = [1.0] * 11 + [2.0] + [1.0] * 2  # after ten iterations, and before it is over
+    assert gpu_figures.following_cost(late, 14, 11)["seconds"] == 0
+    assert gpu_figures.following_cost(late, 14, 10)["seconds"] < 0
+
+
+@pytest.mark.parametrize(("count", "every", "settled"), [(13, 14, 10), (14, 14, 13), (14, 14, 9), (0, 14, 10)])
+def test_no_cost_of_a_checkpoint_without_iterations_to_compare_with(count: int, every: int, settled: int) -> None:
+    with pytest.raises(ValueError, match="none to compare with"):
+        gpu_figures.following_cost([1.0] * count, every, settled)
 
 
 def event(category: str, name: str, begin: float, length: float, size_bytes: int = 0) -> dict[str, Any]:
@@ -188,6 +207,66 @@ def test_what_was_not_captured_every_iteration_is_no_figure_of_that(captures: tu
     lines = list(gpu.lines_of(alone))
     assert "not measured" in lines[0]
     assert lines[1].split() == ["without", "some:", *alone[0]["left_out"]["some"].split()]
+
+
+@pytest.mark.parametrize(
+    ("ran", "reason"),
+    [
+        ({"buffers_locked": True, "batches": True}, None),
+        ({"buffers_locked": False}, None),  # no GPU: nothing is to be locked
+        ({"buffers_locked": False, "batches": True}, "its buffers were not locked in place"),
+        ({"buffers_locked": True, "batches": False}, "its copies were made one by one"),
+        ({"buffers_locked": False, "batches": False}, "not locked in place, and its copies were made one by one"),
+    ],
+)
+@pytest.mark.parametrize("place", [1, 2])
+def test_what_was_hampered_is_no_figure(ran: dict[str, bool], reason: str | None, place: int) -> None:
+    """The copies' own rows say so, or else, for every section, those of the iterations."""
+    rows = case_rows(1, 0.02, 49e9)
+    rows[place]["ran"] = ran
+    judged = {
+        (t.section, t.key): row for t, row in zip(gpu_figures.TARGETS, gpu_figures.judge({"a": rows}), strict=True)
+    }
+    copies, added = judged["copies", "bytes_per_second"], judged["step_time", "median_overhead"]
+    assert copies["met"] is (False if reason is None else None)
+    assert (added["met"] is None) == (reason is not None and place == 1)
+    for row in (copies, added):
+        assert row.get("left_out", {}).get("a", "").endswith(reason or "") == (row["met"] is None or reason is None)
+
+
+TAKEN = {"single": True, "batched": True, "batches": True}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "unable"),
+    [
+        ({}, {}),  # nothing is known
+        ({"shared": TAKEN, "anonymous": TAKEN, "unlocked": {"single": True}}, {}),
+        (
+            {"shared": {"refused": "why"}, "allocated": TAKEN},
+            {"locked shared memory": "CUDA does not take shared memory: why"},
+        ),
+        (
+            {"shared": {"refused": "why"}, "anonymous": {"refused": "that"}, "unlocked": {"single": True}},
+            {
+                "locked shared memory": "CUDA does not take shared memory: why",
+                "locked memory": "CUDA does not take shared memory: why; CUDA does not take anonymous memory: that",
+            },
+        ),
+        (
+            {"shared": TAKEN | {"batches": False}, "anonymous": {"refused": "why"}},
+            {"batches": "many copies in a call are not to be had here"},
+        ),
+        ({"shared": {"single": True}}, {"batches": "many copies in a call are not to be had here"}),
+        ({"shared": TAKEN | {"batches": False}, "anonymous": TAKEN}, {}),
+        (
+            {"shared": TAKEN | {"batched": False}, "anonymous": TAKEN, "unlocked": {"single": False}},
+            {"right copies": "what arrives is not what left: batched to shared memory, single to unlocked memory"},
+        ),
+    ],
+)
+def test_what_a_machine_is_unable_to(kinds: dict[str, Any], unable: dict[str, str]) -> None:
+    assert gpu_figures.unable(kinds) == unable
 
 
 def test_what_is_missing_in_a_result_is_told() -> None:
@@ -675,7 +754,7 @@ class Script:
         return len(self.said)
 
     def wait(self) -> None:
-        pass
+        self.said.append("wait")
 
     def seconds(self, earlier: int, later: int) -> float:
         return later - earlier
@@ -722,6 +801,47 @@ def test_a_short_run_commits_what_it_audits() -> None:
     gpu_parts.short_run("cpu")
 
 
+def test_a_rate_ends_when_the_device_has_done_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = gpu_loop.TrainingJob(gpu_loop.Case("digits", 2, settings={"width": 8}), torch.device("cpu"))
+    job.iterate()
+    plan = gpu_case.make_case_plan(job, find_device("cpu"), gpu_case.QUICK, {})
+    job.marks = script = Script()
+    clock = itertools.count()
+
+    def perf_counter() -> float:
+        script.said.append("clock")
+        return float(next(clock))
+
+    monkeypatch.setattr(gpu_loop, "time", SimpleNamespace(perf_counter=perf_counter))
+    with gpu_loop.Phases(job) as phases, gpu_loop.checkpointing(job, plan, tmp_path, every=1) as checkpointer:
+        found = gpu_loop.train(job, checkpointer, warm_up=2, iterations=3, phases=phases)
+    at = [i for i, word in enumerate(script.said) if word == "clock"]
+    assert [script.said[i - 1] for i in at] == ["wait", "wait"]
+    iterations = [sum(word == "mark" for word in script.said[:i]) / len(gpu_loop.PHASES) for i in at]
+    assert iterations == [1, 6]  # beyond those that count, on both sides: in them the device does not stand still
+    assert (found.loop_seconds, len(found.seconds)) == (1.0, 3)
+    assert 3 <= found.stored <= 6
+
+
+def test_single_checkpoints_begin_their_stretches_and_are_not_audited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = gpu_loop.TrainingJob(gpu_loop.Case("digits", 2, settings={"width": 8}), torch.device("cpu"))
+    job.iterate()
+    plan = gpu_case.make_case_plan(job, find_device("cpu"), gpu_case.QUICK, {})
+    captures: list[int] = []
+
+    def train(job: Any, checkpointer: Any, *, warm_up: int, **rest: Any) -> gpu_loop.Block:
+        at = dict.fromkeys((warm_up, warm_up + 1), lambda: captures.append(checkpointer.report()["captures"]))
+        return gpu_loop.train(job, checkpointer, warm_up=warm_up, at=at, **rest)
+
+    monkeypatch.setattr(gpu_case, "train", train)
+    found = gpu_case.following(job, plan, tmp_path, dataclasses.replace(gpu_case.QUICK, singles=2))
+    assert captures == [FIRST_AUDITS, FIRST_AUDITS + 1]
+    assert (found["checkpoints"], len(found["each"])) == (2, 2)
+    assert found["every"] > 2 * found["steps"]
+
+
 def test_an_error_in_a_section_is_its_row() -> None:
     rows: list[dict[str, Any]] = []
     with gpu_case.section(rows.append, "one") as row:
@@ -756,14 +876,16 @@ class SideDevice:
         self.copied: list[tuple[int, str]] = []
 
     def copy(self, copies: Any, stream: str) -> None:
-        self.copied.append((len(copies.singly), stream))
+        self.copied.append((len(copies.transfers), stream))
 
 
 def test_copies_on_the_engines_stream_are_timed_and_others_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", TimedEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     device = SideDevice()
-    many, one = (SimpleNamespace(singly=[(0, 0, 1000)] * count) for count in (3, 1))
+    pieces = [Transfer(0, 0, 1000)] * 3
+    many = _Prepared(pieces, False, Copies(pieces[:2], at_once=True, batched=True), True)  # two of them are neighbours
+    one = _Prepared(pieces[:1], False, Copies(pieces[:1], at_once=True, batched=True), True)
     owner: Any = SimpleNamespace(_saving=SimpleNamespace(engine=SimpleNamespace(_device=device)))
     watch = gpu_loop.SideCopies(owner)
     device.copy(many, "side")
@@ -775,7 +897,7 @@ def test_copies_on_the_engines_stream_are_timed_and_others_pass(monkeypatch: pyt
     device.copy(many, "side")
     assert device.copied == [(3, "side"), (3, "side"), (1, "training"), (1, "side"), (3, "side")]
     assert watch.row() == {
-        "bytes": 4000, "copies": 4, "calls": 2, "busy_seconds": 0.002, "bytes_per_second": 2e6,
+        "bytes": 4000, "copies": 3, "calls": 2, "busy_seconds": 0.002, "bytes_per_second": 2e6,
     }  # fmt: skip
     with pytest.raises(AttributeError):
         gpu_loop.SideCopies(cast(Any, SimpleNamespace(_saving=SimpleNamespace(engine=object()))))
@@ -783,29 +905,135 @@ def test_copies_on_the_engines_stream_are_timed_and_others_pass(monkeypatch: pyt
 
 def test_memory_that_cannot_be_registered_costs_no_figure_of_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
-    def refuse(size_bytes: int) -> Iterator[torch.Tensor]:
+    def refuse(kind: str, size_bytes: int, *_: object) -> Iterator[torch.Tensor]:
         raise CheckflowError("CUDA: out of memory (error 2)")
         yield
 
     @contextlib.contextmanager
-    def allow(size_bytes: int) -> Iterator[torch.Tensor]:
+    def allow(kind: str, size_bytes: int, *_: object) -> Iterator[torch.Tensor]:
+        if kind != "shared":
+            raise OSError("no room")
         yield torch.empty(size_bytes, dtype=torch.uint8)
 
     ways = ("to host", "to device")
-    for stand_in, kinds in ((refuse, ("pinned",)), (allow, ("registered", "pinned"))):
-        monkeypatch.setattr(gpu_link, "registered", stand_in)
+    monkeypatch.setattr(gpu_link, "load_runtime", lambda: None)
+    for stand_in, kinds in ((refuse, ("pinned",)), (allow, ("shared", "pinned"))):
+        monkeypatch.setattr(gpu_link, "host_memory", stand_in)
         found = gpu_link.bare_link(torch.device("cpu"), 4096, 3)
         assert {name for name in found if "," in name} == {f"{kind}, {way}" for kind in kinds for way in ways}
-        assert found.get("registered") == (None if stand_in is allow else "refused: CUDA: out of memory (error 2)")
-        assert gpu_link.most_to_host(found) == found[f"{kinds[0]}, to host"]["most"] > 0
+        assert found.get("shared") == (None if stand_in is allow else "refused: CUDA: out of memory (error 2)")
+        assert found["anonymous"].startswith("refused: ")
+        assert gpu_link.usual_to_host(found, "shared") == found[f"{kinds[0]}, to host"]["median"] > 0
+        assert gpu_link.usual_to_host(found, "anonymous") == found["pinned, to host"]["median"]
+
+
+class HostLibrary(Library):
+    """CUDA's runtime for what looks at host memory: what it allocates is there, and its device is at no PCI address."""
+
+    def __init__(self) -> None:
+        super().__init__(13_000)
+        self.allocated = ctypes.create_string_buffer(1 << 20)
+        self.cudaDeviceGetPCIBusId = self._function(lambda text, size, index: 0, c_char_p, c_int, c_int)
+
+    def _allocate(self, place: Any, size: int, flags: int) -> int:
+        code = super()._allocate(place, size, flags)
+        place[0] = ctypes.addressof(self.allocated)
+        return code
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> HostLibrary:
+    library = HostLibrary()
+    runtime = Runtime(library)
+    monkeypatch.setattr(gpu_link, "load_runtime", lambda: runtime)
+    monkeypatch.setattr(gpu_link, "CHECKED_BYTES", 1 << 20)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: library.calls.append(("synchronize",)))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(cuda_stream=4711, synchronize=lambda: None))
+    return library
+
+
+def test_what_a_device_says_of_itself(library: HostLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    library.attributes |= {88: 5, 91: 6, 99: 7}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3, 4))
+    found = gpu_link.what_it_allows(torch.device("cuda", 0))
+    assert found["attributes"] == {
+        "can use host pointer for registered memory": 6, "pageable memory access": 5, "host register supported": 7,
+    }  # fmt: skip
+    assert (found["free_bytes"]["device"], found["free_bytes"]["device, at most"]) == (3, 4)
+
+
+@needs_memory
+@pytest.mark.parametrize(
+    ("kind", "mapped", "before", "after"),
+    [
+        ("shared", r"rw-s .* /dev/shm/", "register", "unregister"),
+        ("anonymous", r"rw-p .* 0 *$", "register", "unregister"),
+        ("allocated", "", "allocate", "free"),
+        ("unlocked", r"rw-p .* 0 *$", "", ""),
+    ],
+)
+def test_host_memory_is_of_the_kind_that_staging_buffers_are(
+    library: HostLibrary, kind: str, mapped: str, before: str, after: str
+) -> None:
+    size_bytes = 1 << 16
+    with gpu_link.host_memory(kind, size_bytes, gpu_link.load_runtime(), 0) as memory:
+        begin = memory.data_ptr()
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        spans = ((line, *(int(end, 16) for end in line.split()[0].split("-"))) for line in maps)
+        (line,) = (line for line, low, high in spans if low <= begin < high)
+        assert re.search(mapped, line), line
+        assert (memory.numel(), int(memory.sum())) == (size_bytes, 0)
+        during = library.calls.copy()
+    sized = {"register": ("register", begin, size_bytes, 1), "allocate": ("allocate", size_bytes, 1)}
+    assert during == ([sized[before]] if before else [])
+    assert library.calls[len(during) :] == [("synchronize",), *([(after, begin)] if after else [])]
+
+
+@needs_memory
+def test_copies_that_do_not_arrive_are_told(library: HostLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu", 0)
+
+    def tried(kind: str) -> dict[str, Any]:
+        found = gpu_link.try_host_memory(kind, device)
+        assert found.pop("kind") == kind
+        return found
+
+    for kind in gpu_figures.LOCKED:
+        library.calls.clear()
+        assert tried(kind) == TAKEN
+        sizes = [size for call in library.calls if call[0] == "batch" for size in call[1]]
+        assert (len(sizes), sum(sizes), min(sizes)) == (gpu_link.PIECES, 1 << 20, 1)
+    library.calls.clear()
+    assert tried("unlocked") == {"single": True}
+    library.attributes[91] = 0  # a batch would be taken, and fault
+    assert tried("shared") == {"single": True}
+    assert not [call for call in library.calls if call[0] == "batch"]
+    library.attributes[91] = 1
+    library.batch_code = 1  # nothing of a batch is copied, and the runtime says so: one by one it is
+    assert tried("shared") == tried("anonymous") == TAKEN | {"batches": False}
+    assert gpu_link.load_runtime().batches  # the jobs that follow find out by themselves
+    copied = Runtime.copy
+
+    def lose(self: Runtime, copies: Any, stream: int, *, beside: bool = False) -> None:
+        if len(copies.singly) == 1:
+            copied(self, copies, stream, beside=beside)
+
+    monkeypatch.setattr(Runtime, "copy", lose)
+    assert tried("shared") == TAKEN | {"batched": False}
+    library.code = 2  # of the next call
+    assert tried("anonymous") == {"refused": "CUDA: out of order (error 2)"}
 
 
 class Pieces(tuple[Transfer, ...]):
     """Prepared copies that the simulated device takes, and what times copies looks into."""
 
     @property
-    def singly(self) -> list[tuple[int, int, int]]:
-        return [(one.target, one.source, one.length_bytes) for one in self]
+    def transfers(self) -> Pieces:
+        return self
+
+    @property
+    def copies(self) -> Copies:
+        return Copies(self, at_once=True, batched=True)
 
 
 class Watching:
@@ -829,13 +1057,15 @@ class Watching:
 def test_copies_are_timed_and_profiled_in_one_loop_with_every_interval_captured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FakeDevice, "prepare", lambda self, transfers: Pieces(transfers))
+    monkeypatch.setattr(FakeDevice, "prepare", lambda self, transfers, inside=False: Pieces(transfers))
     simulate_gpu(monkeypatch, copies="first")
     monkeypatch.setattr(torch.cuda, "Event", TimedEvent)
     for name, answer in (("synchronize", None), ("reset_peak_memory_stats", None), ("memory_stats", Counter())):
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(torch.profiler, "profile", Watching)
-    link = {"pinned, to host": {"most": 1e6}}
+    link = {
+        f"{kind}, to host": {"median": rate} for kind, rate in (("pinned", 1e5), ("anonymous", 1e7), ("shared", 1e6))
+    }
     monkeypatch.setattr(gpu_case, "bare_link", lambda device, size_bytes: link)
     job = gpu_loop.TrainingJob(gpu_loop.Case("digits", 2, settings={"width": 8}), torch.device("cpu"))
     job.iterate()
@@ -849,8 +1079,9 @@ def test_copies_are_timed_and_profiled_in_one_loop_with_every_interval_captured(
     size_bytes = sum(chunk.length_bytes for chunk in plan.chunks)
     assert (copies["captures"], copies["bytes"]) == (5, 5 * size_bytes)
     assert copies["copies_a_capture"] >= copies["calls_a_capture"] >= 1
-    assert copies["of_bare_link"] == copies["bytes_per_second"] / 1e6
-    assert copies["ran"] == {"buffers": 4, "buffers_locked": False}
+    assert copies["ran"]["memory"] in gpu_figures.LOCKED
+    assert copies["of_bare_link"] == copies["bytes_per_second"] / link[f"{copies['ran']['memory']}, to host"]["median"]
+    assert copies["ran"] | {"memory": ""} == {"buffers": 4, "buffers_locked": False, "memory": ""}
     assert Watching.said == ["start", "stop"]
     assert rows[2]["seen"] == ["gpu_memcpy: Copy"]
 
@@ -884,7 +1115,7 @@ def test_peaks_are_held_against_what_the_plan_knows_of(recorded: bool, monkeypat
     plan: Any = SimpleNamespace(timeline=timeline, plan_peak_bytes=1030 + known)
     blocks = [
         gpu_loop.Block(
-            kind, [], {"requested_bytes": asked, "allocated_bytes": asked + rounded, "reserved_bytes": 4096}, {}, 0.0
+            kind, [], {"requested_bytes": asked, "allocated_bytes": asked + rounded, "reserved_bytes": 4096}, {}, 0.0, 0
         )
         for kind, asked, rounded in ((PLAIN, 1110, 0), (CHECKPOINTED, 1150, 7), (PLAIN, 1100, 0))
     ]
@@ -936,7 +1167,7 @@ def test_the_whole_flow_on_the_cpu(tmp_path: Path) -> None:
     assert set(times["phase_seconds"][CHECKPOINTED]) == set(gpu_loop.PHASES)
     assert times["captures"] == times["checkpointed_seconds"]["count"]
     assert times["captures_an_iteration"] == 1
-    assert times["ran"] == {"buffers": 4, "buffers_locked": False}
+    assert times["ran"] | {"memory": ""} == {"buffers": 4, "buffers_locked": False, "memory": ""}
     assert (times["failed"], times["breaches"]) == (0, 0)
     assert {row["anchor"] for row in sections["stays"]["anchors"]} >= {"boundary", "optimizer_pre optimizer"}
     assert sections["following"]["checkpoints"] == gpu_case.QUICK.singles
