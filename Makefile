@@ -46,10 +46,11 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 
 # What needs a GPU: with the Python and the torch that are there, and no network. WHEELS: a folder with what they lack.
+# CALL=1, 2, 3: a third each, in ten minutes at most. JOIN='FILE …': what the calls before have written.
 RESULTS ?= benchmarks/results
 test-gpu:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "checkflow: needs Python 3.11 or newer, not $$($(PYTHON) -V 2>&1): make test-gpu PYTHON=python3.11" >&2; exit 1; }
-	@PYTHONUNBUFFERED=1 $(PYTHON) -m benchmarks.gpu --output '$(RESULTS)' $(if $(WHEELS),--wheels '$(WHEELS)')
+	@PYTHONUNBUFFERED=1 $(PYTHON) -m benchmarks.gpu --output '$(RESULTS)' $(if $(WHEELS),--wheels '$(WHEELS)') $(if $(CALL),--call $(CALL)) $(if $(JOIN),--join $(JOIN))
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "checkflow: no Python: apt-get install python3 python3-venv" >&2; exit 1; }

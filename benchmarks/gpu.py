@@ -7,6 +7,9 @@ a process of its own and has its time; one that fails, hangs or crashes is ended
 sent by then, and why it ended, are in the JSON at once: ``gpu-<card>.json`` in the output folder, which is
 ``benchmarks/results`` unless another is given. Parts for which the budget leaves too little are skipped, the least
 important ones come last.
+
+Where a command may last ten minutes, ``--call 1``, ``--call 2`` and ``--call 3`` do a third of the parts each, all of
+them even if each takes its whole time; ``--join FILE …`` gives a call what the ones before have written.
 """
 
 from __future__ import annotations
@@ -29,14 +32,26 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_figures import Part, Row, Status, allowed_seconds, case_name, judge
+from benchmarks.gpu_figures import (
+    LOCKED_MEMORY,
+    RIGHT_COPIES,
+    Part,
+    Row,
+    Status,
+    allowed_seconds,
+    case_name,
+    judge,
+    unable,
+)
 from benchmarks.gpu_packages import LEAST_TORCH, how_to_bring, how_to_mend, install, lacking, minima
 from benchmarks.gpu_worker import Worker
 
 ROOT = Path(__file__).parent.parent
-SCHEMA = 2
+SCHEMA = 3
 BUDGET_SECONDS = 480.0
-FIRST_SECONDS = 240.0  # for the first import of torch: its gigabytes may come from a slow disk, or from afar
+CALLS = (1, 2, 3)
+CALL_SECONDS = 570.0  # of one, half a minute less than the machine gives
+FIRST_SECONDS = 100.0  # to unpack wheels and import torch: its gigabytes may come from a slow disk, or from afar
 
 Case = dict[str, Any]  # the fields of benchmarks.gpu_loop.Case
 #: Batches that a card has to work on for longer than the state needs to leave; halved where memory does not suffice.
@@ -79,10 +94,10 @@ def tasks(card: str, output: Path, *, quick: bool) -> tuple[Task, ...]:
     """
     cases = QUICK_CASES if quick else CASES
     small = cases[1] if len(cases) > 1 else cases[0]
-    first = [_case(case) for case in cases if case.get("thorough")]
+    first = [_case(case, 2) for case in cases if case.get("thorough")]
     known = {case["model"] for case in cases if case.get("thorough")}
-    others = [_case(case) for case in cases if case["model"] not in known]
-    again = [_case(case) for case in cases if case["model"] in known and not case.get("thorough")]
+    others = [_case(case, 3) for case in cases if case["model"] not in known]
+    again = [_case(case, 3) for case in cases if case["model"] in known and not case.get("thorough")]
     probe = ["checkflow", "probe", "--quick", "--json", "--directory", str(output)]
     probe += ["-o", str(output / f"probe-{card}.json")]
     auto = ["checkflow", "plan", "resnet18", "--device", "auto", "--json"]
@@ -90,37 +105,58 @@ def tasks(card: str, output: Path, *, quick: bool) -> tuple[Task, ...]:
     step_time = ["benchmarks.step_time", "--quick", "--only", "resnet18", "bert"]
     step_time += ["--output", str(output / f"step-time-{card}.json")]
     return (
-        _task(Part("tests", "tests with the marker cuda", 150.0, 20.0, beside="tests"), "tests"),
+        _task(Part("smoke", "what this machine allows, and a short job", 25.0, 5.0, on_cpu=True), "smoke"),
+        _task(Part("link", "the device that plans are made for, and its bare link", 50.0, 10.0, on_cpu=True), "link"),
+        _task(
+            Part(
+                f"copies {name_of(cases[0])}", "across the link, by a plan", 50.0, 12.0,
+                needs=(RIGHT_COPIES, LOCKED_MEMORY), last=True,
+            ),
+            "copies", case=cases[0],
+        ),
+        _task(Part("tests", "tests with the marker cuda", 150.0, 20.0, beside="tests"), "tests", alone=False),
         _task(
             Part("traces", "each case's memory by its trace", 150.0, 20.0, beside="tests", on_cpu=True),
-            "traces",
-            cases=list(cases),
+            "traces", cases=list(cases),
         ),
-        _task(Part("link", "the device that plans are made for, and its bare link", 60.0, 10.0, on_cpu=True), "link"),
+        _task(Part("tests alone", "those that spoil their process", 40.0, 15.0, beside="alone"), "tests", alone=True),
         *first,
         *others,
-        _task(Part("live", "a job that makes its own plan", 50.0, 20.0), "live", case=small, seconds=40.0),
-        _task(Part("probe", "checkflow probe", 60.0, 20.0), "command", arguments=probe),
-        _task(Part("device auto", "checkflow plan --device auto", 60.0, 20.0), "command", arguments=auto),
-        _task(Part("memory", "benchmarks/memory.py, one model", 60.0, 20.0), "command", arguments=memory),
+        _task(
+            Part("live", "a job that makes its own plan", 40.0, 20.0, needs=(RIGHT_COPIES,)),
+            "live", case=small, seconds=30.0,
+        ),
+        _task(Part("probe", "checkflow probe", 40.0, 20.0), "command", arguments=probe),
+        _task(Part("device auto", "checkflow plan --device auto", 45.0, 20.0, call=3), "command", arguments=auto),
+        _task(
+            Part("memory", "benchmarks/memory.py, one model", 45.0, 20.0, call=2, needs=(RIGHT_COPIES,)),
+            "command", arguments=memory,
+        ),
         *(
-            _task(Part(tool, "a short run, watched by NVIDIA", 150.0, 30.0, beside="tools"), "sanitized", tool=tool)
+            _task(Part(tool, "short, watched by NVIDIA", 85.0, 30.0, call=3, beside="tools"), "sanitized", tool=tool)
             for tool in ("memcheck", "racecheck")
         ),
         *again,
-        _task(Part("disk", "durable checkpoints beside bare writes", 40.0, 15.0, on_cpu=True), "disk", case=small),
-        _task(Part("step time", "benchmarks/step_time.py, two models", 80.0, 25.0), "command", arguments=step_time),
-    )
+        _task(
+            Part("disk", "durable checkpoints beside bare writes", 40.0, 15.0, on_cpu=True, needs=(RIGHT_COPIES,)),
+            "disk", case=small,
+        ),
+        _task(
+            Part("step time", "benchmarks/step_time.py, two models", 50.0, 25.0, call=3), "command", arguments=step_time
+        ),
+    )  # fmt: skip
 
 
 def _task(part: Part, function: str, **options: Any) -> Task:
     return Task(part, f"benchmarks.gpu_parts:{function}", options)
 
 
-def _case(case: Case) -> Task:
+def _case(case: Case, call: int) -> Task:
     thorough = bool(case.get("thorough"))
-    seconds = 110.0 if thorough else 40.0
-    part = Part(f"case {name_of(case)}", "with and without checkpoints", seconds, 12.0, on_cpu=True, last=thorough)
+    part = Part(
+        f"case {name_of(case)}", "with and without checkpoints", 95.0 if thorough else 35.0, 12.0,
+        call=call, needs=(RIGHT_COPIES,), on_cpu=True, last=thorough,
+    )  # fmt: skip
     return _task(part, "case", case=case)
 
 
@@ -140,6 +176,7 @@ class Run:
         self._changed = threading.Lock()
         self._numbers: Row | None = None  # the probe's device
         self._traced: dict[str, Row] = {}  # by the name of the case
+        self._host_memory: dict[str, Row] = {}  # what the smoke part found of it
         self.result: Row = {
             "schema": SCHEMA,
             "card": card,
@@ -147,6 +184,7 @@ class Run:
             "budget_seconds": budget_seconds,
             "seconds": 0.0,
             "environment": environment,
+            "earlier": [],  # the runs that the rest of the parts are of: of each when it began, and on what it ran
             "targets": [],
             "parts": {},
         }
@@ -165,7 +203,7 @@ class Run:
             cases = {
                 name.removeprefix("case "): entry["rows"]
                 for name, entry in self.result["parts"].items()
-                if name.startswith("case ")
+                if name.startswith(("case ", "copies "))
             }
             self.result["targets"] = judge(cases)
             self.result["seconds"] = time.monotonic() - self._begun
@@ -175,31 +213,46 @@ class Run:
             self._learn(part.name, rows)
             print(f"{status:8} {seconds:6.1f} s  {part.name}{': ' + reason if reason else ''}", flush=True)
 
-    def recall(self) -> None:
-        """Keep what an earlier run on this card found, for a run of some parts only."""
-        with contextlib.suppress(FileNotFoundError):
-            earlier = json.loads(self.file.read_text())
-            if (earlier["schema"], earlier["card"]) == (SCHEMA, self.result["card"]):
-                self.result["parts"] = earlier["parts"]
-                for name, entry in earlier["parts"].items():
-                    self._learn(name, entry["rows"])
+    def recall(self, earlier: Row) -> bool:
+        """Keep what an earlier run on such a card found, of each part what ended last; False: it is of none such."""
+        if (earlier.get("schema"), earlier.get("card")) != (SCHEMA, self.result["card"]):
+            return False
+        for one in (*earlier["earlier"], {name: earlier[name] for name in ("begun", "environment")}):
+            if one not in self.result["earlier"]:
+                self.result["earlier"].append(one)
+        parts = self.result["parts"]
+        for name, entry in earlier["parts"].items():
+            if name not in parts or parts[name]["ended"] < entry["ended"]:
+                parts[name] = entry
+                self._learn(name, entry["rows"])
+        return True
 
     def _learn(self, name: str, rows: Sequence[Row]) -> None:
         """What later parts are told of earlier ones."""
         if name == "link":
             probed = next((row for row in rows if row.get("section") == "probe" and "device" in row), None)
             self._numbers = None if probed is None else probed["device"]
+        elif name == "smoke":
+            self._host_memory = {row["kind"]: row for row in rows if "kind" in row}
         elif name == "traces":
             self._traced = {row["case"]: row for row in rows if "training_peak_bytes" in row}
 
     def do(self, task: Task, worker: Worker, common: Mapping[str, Any]) -> None:
-        """One part, within what is left of the budget."""
+        """One part, within what is left of the budget, unless this machine is unable to."""
+        lacks = [why for what, why in unable(self._host_memory).items() if what in task.part.needs]
+        if lacks:
+            self.note(task.part, "skipped", lacks[0], 0.0, [])
+            return
         limit = allowed_seconds(task.part, self.left_seconds)
         if limit is None:
             self.note(task.part, "skipped", f"{max(0.0, self.left_seconds):.0f} s are left of the budget", 0.0, [])
             return
         begun, rows = time.monotonic(), list[Row]()
-        known = {"numbers": self._numbers, "traced": self._traced.get(task.part.name.removeprefix("case "))}
+        known = {
+            "numbers": self._numbers,
+            "traced": self._traced.get(task.part.name.removeprefix("case ")),
+            "host_memory": self._host_memory,
+        }
         status, reason = worker.run(task.function, {**common, **known, **task.options}, limit, rows)
         if status == "done" and rows and all("skipped" in row for row in rows):
             status, reason = "skipped", rows[0]["skipped"]
@@ -266,11 +319,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few iterations: whether it all works")
-    parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, metavar="SECONDS", help="of the whole run")
+    parser.add_argument(
+        "--budget", type=float, metavar="SECONDS",
+        help=f"of the whole run; by default {BUDGET_SECONDS:.0f}, of one call {CALL_SECONDS:.0f}",
+    )  # fmt: skip
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", metavar="DIR")
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="packages that this Python lacks")
     parser.add_argument(
         "--only", nargs="+", metavar="PART", help="whose names begin so; of others, what the file has is kept"
+    )
+    parser.add_argument(
+        "--call", type=int, choices=CALLS, help="a third of the parts; what the file has of others is kept"
+    )
+    parser.add_argument(
+        "--join",
+        nargs="+",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="results of other calls, to be kept with this one's",
     )
     asked = parser.parse_args(argv)
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # its processes are ended too
@@ -287,6 +354,11 @@ def _main(asked: argparse.Namespace, begun: float) -> int:
         version = ".".join(map(str, LEAST_TORCH))
         print(f"checkflow: {sys.executable} has no torch of version {version} or later", file=sys.stderr)
         return 2
+    try:
+        joined = {file: json.loads(file.read_text()) for file in asked.join}
+    except (OSError, ValueError) as error:
+        print(f"checkflow: cannot join: {error}", file=sys.stderr)
+        return 2
     asked.output.mkdir(parents=True, exist_ok=True)
     output = asked.output.resolve()
     if asked.device == "cpu":
@@ -294,7 +366,8 @@ def _main(asked: argparse.Namespace, begun: float) -> int:
     log = output / "gpu.log"
     with contextlib.closing(Worker(log)) as worker:
         rows: list[Row] = []
-        status, reason = worker.run("benchmarks.gpu_parts:environment", {"output": str(output)}, FIRST_SECONDS, rows)
+        left_seconds = begun + FIRST_SECONDS - time.monotonic()
+        status, reason = worker.run("benchmarks.gpu_parts:environment", {"output": str(output)}, left_seconds, rows)
         if status != "done":
             print(f"checkflow: this machine cannot be looked at: {reason}; see {log}", file=sys.stderr)
             return 1
@@ -307,7 +380,8 @@ def _main(asked: argparse.Namespace, begun: float) -> int:
             print(how_to_bring(missing), file=sys.stderr)
             return 2
         rows = []
-        status, reason = worker.run("benchmarks.gpu_packages:try_imports", {}, FIRST_SECONDS, rows)
+        left_seconds = begun + FIRST_SECONDS - time.monotonic()
+        status, reason = worker.run("benchmarks.gpu_packages:try_imports", {}, left_seconds, rows)
         if rows or status != "done":
             said = how_to_mend(rows) if rows else f"checkflow: what a run needs cannot be imported: {reason}; see {log}"
             print(said, file=sys.stderr)
@@ -315,15 +389,24 @@ def _main(asked: argparse.Namespace, begun: float) -> int:
         name = environment["gpu"] if asked.device == "cuda" else "cpu"
         card = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
         every = tasks(card, output, quick=asked.quick)
-        chosen = [t for t in every if not asked.only or any(t.part.name.startswith(start) for start in asked.only)]
+        chosen = [
+            t for t in every
+            if (not asked.only or any(t.part.name.startswith(start) for start in asked.only))
+            and asked.call in (None, t.part.call)
+        ]  # fmt: skip
         unknown = [word for word in asked.only or () if not any(t.part.name.startswith(word) for t in every)]
         if unknown:
             names = ", ".join(t.part.name for t in every)
             print(f"checkflow: no part {', '.join(map(repr, unknown))}; there are: {names}", file=sys.stderr)
             return 2
-        run = Run(output / f"gpu-{card}.json", log, name, environment, asked.budget, begun)
-        if asked.only:
-            run.recall()
+        budget_seconds = asked.budget or (BUDGET_SECONDS if asked.call is None else CALL_SECONDS)
+        run = Run(output / f"gpu-{card}.json", log, name, environment, budget_seconds, begun)
+        for file, earlier in joined.items():
+            if not run.recall(earlier):
+                print(f"checkflow: {file} is not of this card and this version of the run: {name}", file=sys.stderr)
+                return 2
+        if (asked.only or asked.call) and run.file.is_file():
+            run.recall(json.loads(run.file.read_text()))
         print(f"{name}, torch {environment['torch']}, Python {environment['python']}: {run.file}", flush=True)
         common = {"device": asked.device, "quick": asked.quick, "output": str(output)}
         perform(run, chosen, common, worker)

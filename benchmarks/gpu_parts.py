@@ -22,8 +22,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from benchmarks.gpu_figures import Row
+from benchmarks.gpu_figures import LOCKED, UNABLE, Row, unable
 from benchmarks.gpu_worker import scratch
 
 ROOT = Path(__file__).parent.parent
@@ -109,8 +110,31 @@ def gpu_state() -> Row | str:
     return said
 
 
+def smoke(options: Options, send: Send) -> None:
+    """Within seconds: what this machine allows, whether copies arrive as they left, and a short job with checkpoints.
+
+    What it finds of host memory decides what later parts try (:func:`benchmarks.gpu_figures.unable`).
+    """
+    from benchmarks.gpu_case import section
+    from benchmarks.gpu_link import try_host_memory, what_it_allows
+    from checkflow.runtime.log_handler import show_lines
+
+    show_lines()  # why the runtime refuses something goes to the log
+    device = _device(options)
+    with section(send, "device") as row:
+        row |= what_it_allows(device) if device.type == "cuda" else {"skipped": "there is no GPU"}
+    for kind in (*LOCKED, "unlocked") if device.type == "cuda" else ():
+        with section(send, f"{kind} memory") as row:
+            row |= try_host_memory(kind, device)
+    with section(send, "short job") as row:
+        row["report"] = short_run(device.type)
+
+
 def tests(options: Options, send: Send) -> None:
-    """Every test with the marker "cuda", one row each."""
+    """Every test with the marker "cuda", one row each: those that are to be alone in their process, or all others.
+
+    A test is told by the environment what the machine was found unable to, and skips where it needs that.
+    """
     import pytest
 
     class Reporter:
@@ -126,13 +150,18 @@ def tests(options: Options, send: Send) -> None:
                 send({"test": report.nodeid, "outcome": "not collected", "reason": str(report.longrepr)[-4000:]})
 
     # Only these files are imported: collecting all tests takes longer than running those of a GPU.
-    marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.cuda" in path.read_text()]
+    wanted, word = ("cuda and alone", "mark.alone") if options["alone"] else ("cuda and not alone", "mark.cuda")
+    marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if word in path.read_text()]
     if not marked:
-        raise RuntimeError("no test has the marker cuda")
+        raise RuntimeError(f"no test is {wanted}")
     os.chdir(ROOT)
     # The first test to use a library waits until its kernels are loaded.
-    arguments = ["-m", "cuda", "-p", "no:cacheprovider", "--timeout=120", "--continue-on-collection-errors"]
-    with tempfile.TemporaryDirectory(prefix=scratch(), ignore_cleanup_errors=True) as folder:
+    arguments = ["-m", wanted, "-p", "no:cacheprovider", "--timeout=120", "--continue-on-collection-errors"]
+    told = {UNABLE: json.dumps(unable(options["host_memory"]))}
+    with (
+        tempfile.TemporaryDirectory(prefix=scratch(), ignore_cleanup_errors=True) as folder,
+        mock.patch.dict(os.environ, told),
+    ):
         arguments.append(f"--basetemp={folder}/tests")
         code = pytest.main([*arguments, *map(str, marked)], plugins=[Reporter()])
     send({"exit": int(code), "files": [path.name for path in marked]})
@@ -140,8 +169,8 @@ def tests(options: Options, send: Send) -> None:
         raise RuntimeError(f"pytest ended with {code!r}")
 
 
-def short_run(device: str = "cuda") -> None:
-    """A few checkpointed iterations, audited: what memory checkers watch on a GPU.
+def short_run(device: str = "cuda") -> Row:
+    """A few checkpointed iterations, audited: what memory checkers watch on a GPU. Returns the Checkpointer's report.
 
     Raises:
         RuntimeError: a checkpoint failed, or is not what it should be.
@@ -169,6 +198,7 @@ def short_run(device: str = "cuda") -> None:
     if (report["committed"], report["failed"], report["breaches"]) != (6, 0, 0):
         raise RuntimeError(f"6 checkpoints were to be committed: {report}")
     print(WENT_WELL, flush=True)
+    return report
 
 
 def sanitized(options: Options, send: Send) -> None:
@@ -293,6 +323,15 @@ def case(options: Options, send: Send) -> None:
     effort = QUICK if options["quick"] else Effort()
     measure_case(Case(**options["case"]), device, _numbers(options), effort, options["traced"], send)
     send({"section": "after", "gpu": gpu_state() if device.type == "cuda" else None})
+
+
+def copies(options: Options, send: Send) -> None:
+    """What crosses the link by one case's plan, before anything that takes longer."""
+    from benchmarks.gpu_case import QUICK, Effort, measure_copies
+    from benchmarks.gpu_loop import Case
+
+    effort = QUICK if options["quick"] else Effort()
+    measure_copies(Case(**options["case"]), _device(options), _numbers(options), effort, send)
 
 
 def live(options: Options, send: Send) -> None:

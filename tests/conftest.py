@@ -45,7 +45,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``cuda`` need a GPU."""
+    """Tests marked ``cuda`` need a GPU; those marked ``alone`` come last."""
+    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):

@@ -34,6 +34,7 @@ from dead_jobs import folders_below, give_back, needs_memory
 from fake_device import FakeDevice, simulate_gpu
 from hypothesis import given
 from hypothesis import strategies as st
+from locked_memory import skip_where_unable
 from packaging.requirements import Requirement
 from waiting import wait_for
 
@@ -357,7 +358,7 @@ def test_parts_that_go_wrong_cost_the_others_nothing(
     }
     assert parts["fail"]["rows"] == parts["crash"]["rows"] == [{"before": "it"}]
     assert [row["section"] for row in parts["fail_in_a_section"]["rows"]] == ["one", "two"]
-    assert parts["go_well"]["rows"][0]["options"] == ["device", "numbers", "traced"]
+    assert parts["go_well"]["rows"][0]["options"] == ["device", "host_memory", "numbers", "traced"]
     processes = [entry["rows"][0]["process"] for name, entry in parts.items() if name.startswith("go_well")]
     assert processes[0] == processes[1]  # only a failure makes it another one
     assert len(set(processes)) == 3
@@ -389,7 +390,7 @@ def test_some_parts_alone_keep_what_the_others_found(tmp_path: Path, worker: Wor
     first.note(Part("traces", "", 1.0, 1.0), "done", "", 0.5, traced)
     first.note(Part("go_well", "", 1.0, 1.0), "failed", "why", 0.5, [])
     again = run_in(tmp_path)
-    again.recall()
+    assert again.recall(json.loads((tmp_path / "r.json").read_text()))
     gpu.perform(again, [task("go_well")], {"device": "cpu"}, worker)
     parts = json.loads((tmp_path / "r.json").read_text())["parts"]
     assert {name: entry["status"] for name, entry in parts.items()} == dict.fromkeys(
@@ -397,10 +398,47 @@ def test_some_parts_alone_keep_what_the_others_found(tmp_path: Path, worker: Wor
     )
     told = parts["go_well"]["rows"][0]
     assert (told["numbers"], told["traced"]) == ({"name": "card"}, traced[0])
-    (tmp_path / "r.json").write_text(json.dumps({"schema": 0, "card": "card", "parts": {"old": {}}}))
     other = run_in(tmp_path)
-    other.recall()
+    for earlier in ({"schema": 0, "card": "card"}, {"schema": gpu.SCHEMA, "card": "another"}, {}):
+        assert not other.recall({**earlier, "parts": {"old": {}}})
     assert other.result["parts"] == {}
+
+
+def test_of_a_part_that_two_runs_have_done_the_later_one_is_joined(tmp_path: Path) -> None:
+    """In whichever order they are given; and what is joined twice is told once."""
+    runs: list[dict[str, Any]] = []
+    for number in range(3):
+        run = run_in(tmp_path)
+        run.result["begun"] = f"run {number}"
+        if number == 2:
+            assert run.recall(runs[0])
+        else:
+            run.note(
+                Part("link", "", 1.0, 1.0), "done", "", 0.5, [{"section": "probe", "device": {"name": str(number)}}]
+            )
+            run.result["parts"]["link"]["ended"] = f"2026-01-0{number + 1}"
+        runs.append(json.loads(json.dumps(run.result)))
+    for order in ((0, 1, 2), (2, 1, 0)):
+        joined = run_in(tmp_path)
+        for number in order:
+            assert joined.recall(runs[number])
+        assert joined._numbers == {"name": "1"}
+        assert sorted(one["begun"] for one in joined.result["earlier"]) == ["run 0", "run 1", "run 2"]
+
+
+def test_parts_that_the_machine_is_unable_to_are_skipped_with_the_reason(tmp_path: Path, worker: Worker) -> None:
+    kinds = {kind: {"kind": kind, "refused": "why"} for kind in gpu_figures.LOCKED}
+    run = run_in(tmp_path)
+    run.note(Part("smoke", "", 1.0, 1.0), "failed", "", 0.5, [{"section": "device"}, *kinds.values()])
+    needing = [
+        gpu.Task(Part(what, "", 1800.0, 1.0, on_cpu=True, needs=(what,)), "gpu_faults:go_well")
+        for what in (gpu_figures.LOCKED_MEMORY, gpu_figures.RIGHT_COPIES)
+    ]
+    gpu.perform(run, needing, {"device": "cpu"}, worker)
+    parts = run.result["parts"]
+    assert parts["locked memory"]["status"] == "skipped"
+    assert parts["locked memory"]["reason"].startswith("CUDA does not take shared memory: why")
+    assert parts["right copies"]["rows"][0]["host_memory"] == kinds
 
 
 def test_parts_that_time_nothing_run_beside_each_other(tmp_path: Path, worker: Worker) -> None:
@@ -440,16 +478,58 @@ def test_parts_of_one_word_meet_and_others_come_after_them(tmp_path: Path, worke
     assert [parts[f"first {number}"]["rows"][0]["others"] for number in range(2)] == [["first"]] * 2
 
 
+@pytest.mark.parametrize("call", gpu.CALLS)
+def test_a_call_of_ten_minutes_has_time_for_all_of_its_parts(call: int) -> None:
+    parts = [task.part for task in gpu.tasks("a-card", Path("out"), quick=False) if task.part.call == call]
+    together = [list(group) for _, group in itertools.groupby(parts, lambda part: part.beside or part.name)]
+    seconds = gpu.FIRST_SECONDS + sum(max(part.most_seconds for part in group) for group in together)
+    assert 0.5 * gpu.CALL_SECONDS < seconds <= gpu.CALL_SECONDS <= 570
+
+
+def test_three_calls_join_to_a_whole_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each writes into a folder of its own, and a later one is told what an earlier one has found."""
+    asked: dict[str, Any] = {}
+
+    def answer(self: Worker, function: str, options: Any, limit_seconds: float, rows: list[Any]) -> Any:
+        if function.endswith(":environment"):
+            rows.append({"gpu": None, "torch": "2.11", "python": "3.12", "machine": len(files)})
+        elif function.endswith(":link"):
+            rows.append({"section": "probe", "device": {"name": "probed"}})
+        asked[function.partition(":")[2]] = options
+        return "done", ""
+
+    monkeypatch.setattr(Worker, "run", answer)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    files: list[str] = []
+    for call in gpu.CALLS:
+        joined = ["--join", *files] if files else []
+        output = tmp_path / str(call)
+        assert gpu.main(["--device", "cpu", "--call", str(call), "--output", str(output), *joined]) == 0
+        files.append(str(output / "gpu-cpu.json"))
+    result = json.loads(Path(files[-1]).read_text())
+    assert set(result["parts"]) == {task.part.name for task in gpu.tasks("cpu", tmp_path, quick=False)}
+    assert [one["environment"]["machine"] for one in result["earlier"]] == [0, 1]
+    assert asked["case"]["numbers"] == {"name": "probed"}
+    capsys.readouterr()
+    (tmp_path / "other.json").write_text(json.dumps({"schema": gpu.SCHEMA, "card": "another"}))
+    for file, says in (("missing.json", "cannot join"), ("other.json", "is not of this card")):
+        arguments = ["--device", "cpu", "--join", str(tmp_path / file), "--output", str(tmp_path / "no")]
+        assert gpu.main(arguments) == 2
+        assert says in capsys.readouterr().err
+
+
 def test_the_order_of_a_run() -> None:
     parts = [task.part for task in gpu.tasks("a-card", Path("out"), quick=False)]
     names = [part.name for part in parts]
-    assert names[:3] == ["tests", "traces", "link"]
+    assert names[:6] == ["smoke", "link", f"copies {gpu.name_of(gpu.CASES[0])}", "tests", "traces", "tests alone"]
     assert {part.name: part.beside for part in parts if part.beside} == {
-        "tests": "tests", "traces": "tests", "memcheck": "tools", "racecheck": "tools",
+        "tests": "tests", "traces": "tests", "tests alone": "alone", "memcheck": "tools", "racecheck": "tools",
     }  # fmt: skip
     assert names.index("racecheck") - names.index("memcheck") == 1
     thorough = {f"case {gpu.name_of(case)}" for case in gpu.CASES if case.get("thorough")}
-    assert {part.name for part in parts if part.last} == thorough
+    assert {part.name for part in parts if part.last} == {*thorough, names[2]}  # a profiler watches in these
     reached = {name.split()[1] for name in names[: names.index("live")] if name.startswith("case ")}
     assert reached == {case["model"] for case in gpu.CASES}
     assert sum(name.startswith("case ") for name in names) == len(gpu.CASES)
@@ -551,6 +631,37 @@ def test_a_command_has_its_temporary_folders_where_they_go_with_the_part(
     folder = Path(rows[0]["json"]["folder"])
     assert folder.name.startswith(gpu_worker.scratch())
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_tests_that_spoil_their_process_run_without_the_others(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def main(arguments: list[str], plugins: list[Any]) -> int:
+        asked.extend(arguments)
+        with pytest.raises(pytest.skip.Exception, match="CUDA does not take shared memory: why"):
+            skip_where_unable(gpu_figures.LOCKED_MEMORY)
+        skip_where_unable(gpu_figures.BATCHES)
+        return 0
+
+    monkeypatch.setattr(pytest, "main", main)
+    monkeypatch.chdir(ROOT)
+    rows: list[dict[str, Any]] = []
+    gpu_parts.tests({"alone": alone, "host_memory": {"shared": {"refused": "why"}}}, rows.append)
+    monkeypatch.undo()
+    assert asked[:2] == ["-m", "cuda and alone" if alone else "cuda and not alone"]
+    assert ("test_engine.py" in rows[0]["files"]) != alone
+    assert "test_cuda.py" in rows[0]["files"]
+    assert gpu_figures.UNABLE not in os.environ
+
+
+def test_tests_that_spoil_their_process_come_last() -> None:
+    files = ["tests/gpu/test_cuda.py", "tests/runtime/transfer/test_engine.py"]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-m", "cuda", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    names = re.findall(r"::(test_\w+)", done.stdout)
+    assert len(names) > 20, done.stdout + done.stderr
+    assert [i for i, name in enumerate(names) if "cannot_be_locked" in name] == [len(names) - 2, len(names) - 1]
 
 
 # --- compute-sanitizer

@@ -18,10 +18,11 @@ import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from locked_memory import LockedMemory
+from locked_memory import LockedMemory, skip_where_unable
 from oracle import assert_checkpoint_is, clone_state, random_plan, run_oracle, same_bits
 from torch import nn
 
+from benchmarks.gpu_figures import BATCHES, LOCKED_MEMORY
 from checkflow.core import plan as plans
 from checkflow.core.device import find_device
 from checkflow.core.errors import CheckflowError
@@ -208,21 +209,8 @@ def test_chunks_side_by_side_in_two_of_cudas_allocations() -> None:
         target.unlock()
 
 
-def test_memory_that_cannot_be_locked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(self: CudaDevice, address: int, size_bytes: int) -> None:
-        raise CheckflowError("CUDA: operation not permitted (error 800)")
-
-    runtime = load_runtime()
-    monkeypatch.setattr(runtime, "batches", runtime.batches)  # such memory ends them: not for the tests that follow
-    monkeypatch.setattr(CudaDevice, "register", refuse)
-    with caplog.at_level(logging.WARNING, "checkflow"):
-        Job("adam foreach").train(tmp_path, planned("adam foreach", 0))
-    assert caplog.text.count("cannot be locked in place") == 1
-
-
 def test_staging_memory_is_locked_and_the_plan_is_what_runs(tmp_path: Path) -> None:
+    skip_where_unable(LOCKED_MEMORY)
     plan, job = planned("momentum foreach", 4), Job("momentum foreach")
     with Checkpointer(job.model, job.optimizer, directory=tmp_path, plan=plan, every=1) as checkpointer:
         for n in checkpointer.steps(4):
@@ -397,5 +385,25 @@ def test_copies_are_still_made_many_at_once_after_all_of_that(tmp_path: Path) ->
     runtime._library.cudaDriverGetVersion(ctypes.byref(driver))
     if min(runtime.version, driver.value) < 12_080:
         pytest.skip("this runtime, or its driver, has no such call")
+    skip_where_unable(BATCHES)
     Job("adam foreach").train(tmp_path, planned("adam foreach", 0))
     assert runtime.batches
+
+
+@pytest.mark.alone  # a batch of copies into such memory would end them for the process, or CUDA in it
+@pytest.mark.parametrize("calls", [("register",), ("register", "allocate_host")])
+def test_memory_that_cannot_be_locked(
+    calls: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Shared memory, which CUDA's own takes the place of; and that neither."""
+
+    def refuse(*_: object) -> None:
+        raise CheckflowError("CUDA: operation not permitted (error 800)")
+
+    for call in calls:
+        monkeypatch.setattr(CudaDevice, call, refuse)
+    with caplog.at_level(logging.WARNING, "checkflow"):
+        Job("adam foreach").train(tmp_path, planned("adam foreach", 0))
+    said = [record.message for record in caplog.records if "cannot be locked in place" in record.message]
+    assert len(said) == 1
+    assert said[0].startswith("staging memory" if len(calls) == 2 else "captures in host memory end with the process")

@@ -20,7 +20,7 @@ Send = Callable[[dict[str, Any]], None]
 
 
 def go_well(options: Options, send: Send) -> None:
-    told = {name: options[name] for name in ("numbers", "traced")}
+    told = {name: options[name] for name in ("numbers", "traced", "host_memory")}
     send({"options": sorted(options), "process": os.getpid(), **told})
 
 
