@@ -1,5 +1,6 @@
-"""How fast this machine copies state, measured in a moment: for a job that makes its own plan (see
-:mod:`.measure.probe`).
+"""How fast this machine copies state, measured in a moment: for a job that makes its own plan.
+
+:mod:`.measure.probe` has the measurements.
 
 What is measured is what the runtime's copy engine does, alone on the machine: training that uses the same memory at the
 same time slows it down, and is slowed down by it.

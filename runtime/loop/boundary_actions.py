@@ -2,11 +2,10 @@
 
 At each that is captured: the capture in flight is brought to its end, then the next one begins
 (:mod:`.snapshot.capturer`); anchors drive it through the plan's iterations (:mod:`.snapshot.executor`); the writer
-commits it (:mod:`.persist.writer`,
-:mod:`.store.store`). Which boundaries are captured, and which of these storage takes, :mod:`.pacing` says: multiples of
-the plan's interval, counted over the whole job, and the ends of epochs and of training (with ``every=`` only that of
-training), and those that are told to be among the best. A resume does not change the count, and what it resumed from
-is not captured again.
+commits it (:mod:`.persist.writer`, :mod:`.store.store`). Which boundaries are captured, and which of these storage
+takes, :mod:`.pacing` says: multiples of the plan's interval, counted over the whole job, and the ends of epochs and of
+training (with ``every=`` only that of training), and those that are told to be among the best. A resume does not change
+the count, and what it resumed from is not captured again.
 """
 
 from __future__ import annotations
