@@ -427,4 +427,7 @@ class Timed:
             if captures:
                 row |= {"copies_a_capture": row["copies"] / captures, "calls_a_capture": row["calls"] / captures}
             if self.bare:
-                row["of_bare_link"] = row["bytes_per_second"] / usual_to_host(self.bare, row["ran"]["memory"])
+                bare = usual_to_host(self.bare, row["ran"]["memory"])
+                row["of_bare_link"] = row["bytes_per_second"] / bare
+                if row["large_bytes_per_second"] is not None:
+                    row["large_of_bare_link"] = row["large_bytes_per_second"] / bare

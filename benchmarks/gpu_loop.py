@@ -318,6 +318,9 @@ def phase_medians(blocks: Sequence[Block], kind: str) -> dict[str, float]:
     return {name: float(torch.tensor(column).median()) for name, column in zip(PHASES, columns, strict=True)}
 
 
+LARGE_BYTES = 2**20  # of a copy, in the mean of a call
+
+
 class SideCopies:
     """Times what crosses the link on the copy engine's own stream, by events around each call that copies there.
 
@@ -327,8 +330,8 @@ class SideCopies:
 
     def __init__(self, checkpointer: checkflow.Checkpointer) -> None:
         self._device = checkpointer._saving.engine._device  # type: ignore[attr-defined]
-        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event, int]] = []
-        self._pieces = 0
+        # Events around each call, its bytes, and in how many copies.
+        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event, int, int]] = []
 
     def start(self) -> None:
         """Time from now on."""
@@ -342,8 +345,8 @@ class SideCopies:
             before.record(stream)
             copy(copies, stream)
             after.record(stream)
-            self._spans.append((before, after, sum(one.length_bytes for one in copies.transfers)))
-            self._pieces += len(copies.copies.singly)
+            size_bytes = sum(one.length_bytes for one in copies.transfers)
+            self._spans.append((before, after, size_bytes, len(copies.copies.singly)))
 
         self._device.copy = timed
 
@@ -352,13 +355,22 @@ class SideCopies:
         del self._device.copy
 
     def row(self) -> Row:
-        """Bytes, in how many copies and calls, the seconds in which they crossed, and what that makes."""
+        """Bytes, in how many copies and calls, the seconds in which they crossed, and what that makes.
+
+        Calls of large copies are told apart, where the price of a copy is next to nothing; None: there were none.
+        """
         torch.cuda.synchronize()
-        size_bytes = sum(length for _, _, length in self._spans)
-        seconds = sum(before.elapsed_time(after) / 1e3 for before, after, _ in self._spans)
-        rate = size_bytes / seconds if seconds else 0.0
-        counts = {"bytes": size_bytes, "copies": self._pieces, "calls": len(self._spans)}
-        return {**counts, "busy_seconds": seconds, "bytes_per_second": rate}
+        timed = [(size, count, before.elapsed_time(after) / 1e3) for before, after, size, count in self._spans]
+        size_bytes, seconds = sum(size for size, _, _ in timed), sum(seconds for _, _, seconds in timed)
+        large = [(size, seconds) for size, count, seconds in timed if size >= LARGE_BYTES * count]
+        counts = {"bytes": size_bytes, "copies": sum(count for _, count, _ in timed), "calls": len(timed)}
+        return {
+            **counts,
+            "busy_seconds": seconds,
+            "bytes_per_second": size_bytes / seconds if seconds else 0.0,
+            "large_bytes_per_second": sum(size for size, _ in large) / sum(lasting for _, lasting in large)
+            if large else None,
+        }  # fmt: skip
 
 
 @dataclass

@@ -993,6 +993,7 @@ class SideDevice:
 def test_copies_on_the_engines_stream_are_timed_and_others_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", TimedEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(gpu_loop, "LARGE_BYTES", 1500)  # of each, in the mean: three pieces in two copies
     device = SideDevice()
     pieces = [Transfer(0, 0, 1000)] * 3
     many = _Prepared(pieces, False, Copies(pieces[:2], at_once=True, batched=True), True)  # two of them are neighbours
@@ -1009,7 +1010,10 @@ def test_copies_on_the_engines_stream_are_timed_and_others_pass(monkeypatch: pyt
     assert device.copied == [(3, "side"), (3, "side"), (1, "training"), (1, "side"), (3, "side")]
     assert watch.row() == {
         "bytes": 4000, "copies": 3, "calls": 2, "busy_seconds": 0.002, "bytes_per_second": 2e6,
+        "large_bytes_per_second": 3e6,
     }  # fmt: skip
+    monkeypatch.setattr(gpu_loop, "LARGE_BYTES", 1501)
+    assert watch.row()["large_bytes_per_second"] is None
     with pytest.raises(AttributeError):
         gpu_loop.SideCopies(cast(Any, SimpleNamespace(_saving=SimpleNamespace(engine=object()))))
 
