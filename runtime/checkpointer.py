@@ -406,9 +406,11 @@ class Checkpointer:
         if not raising:
             resources.tell(error)
             return
+        if error is not None and error is not self._held.lost:
+            raise error
+        self._boundaries.raise_if_asked()  # the reason itself, where it was asked for
         if error is not None:
             raise error
-        self._boundaries.raise_if_asked()
         self._preemption.end_late()
 
     def __enter__(self) -> Self:

@@ -18,7 +18,7 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from checkflow.core.errors import CheckflowError
+from checkflow.core.errors import CheckflowError, StorageError
 from checkflow.runtime.data.base import ResumableLoader
 from checkflow.runtime.loop.boundaries import Boundaries
 from checkflow.runtime.loop.preemption import Preemption
@@ -41,6 +41,7 @@ class Holdings:
     reporter: Reporter
     thread: threading.Thread = field(default_factory=threading.current_thread)
     closed: bool = False
+    lost: StorageError | None = None  # what of the last checkpoint is not durable, once this is closed
 
     def __post_init__(self) -> None:
         _held[self.store.directory] = self
@@ -65,7 +66,7 @@ class Holdings:
             self.boundaries.close()
         except Exception as reason:  # noqa: BLE001 - the caller says it: what else there is must be given back first
             error = error or reason
-        lost = self.saving.close()
+        self.lost = self.saving.close() or self.lost
         if self.store.locked:  # otherwise this was done already, and the directory may be somebody else's
             self.reporter.write(closed=True)
             self.store.close()
@@ -74,7 +75,7 @@ class Holdings:
         if _held.get(self.store.directory) is self:
             del _held[self.store.directory]
         self.closed = True
-        return error or lost
+        return error or self.lost
 
 
 _held: dict[Path, Holdings] = {}  # those of this process that are not closed

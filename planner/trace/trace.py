@@ -248,14 +248,17 @@ def _explain(name: str, error: Exception, culprit: OpOverload | None, blamed: tu
     if isinstance(error, NEEDS_DATA):
         because = f" ({reason})"
         return f"cannot trace {name}: {culprit or 'it'} needs the values of tensors{place}: {ADVICE}{because}"
-    raised = f"{culprit or 'the training step'} raised {type(error).__name__}{place}: {reason}"
+    what, kind = culprit or "the training step", type(error).__name__
     if blamed is not None:
-        return _needs_values(name, *blamed, f" (after that {raised})")
-    return f"cannot trace {name}: {raised} (where the step itself runs, {RECORD})"
+        because = f" (after that {what} raised {kind}{place}: {reason})"
+        operator, line = blamed
+        place = f" at {line}" if line else ""
+        return f"cannot trace {name}: {operator} needs the values of tensors{place}: {ADVICE}{because}"
+    return f"cannot trace {name}: {what} raised {kind}{place}: {reason} (where the step itself runs, {RECORD})"
 
 
-def _needs_values(name: str, operator: Any, line: str, because: str = "") -> str:
-    place = f" at {line}" if line else ""
+def _needs_values(name: str, operator: Any, line: str) -> str:
+    place, because = f" at {line}" if line else "", ""
     return f"cannot trace {name}: {operator} needs the values of tensors{place}: {ADVICE}{because}"
 
 

@@ -405,7 +405,14 @@ def test_ends_of_epochs_are_captured_and_kept(
     x, y = torch.randn(40, 16), torch.randint(5, (40,))
     loader = DataLoader(TensorDataset(x, y), 8)
     with Checkpointer(
-        step.models, step.optimizers, loader, directory=tmp_path, plan=plan_for(3, 3), audit=1, on_error="raise"
+        step.models,
+        step.optimizers,
+        loader,
+        directory=tmp_path,
+        plan=plan_for(3, 3),
+        audit=1,
+        keep_epochs=True,
+        on_error="raise",
     ) as checkpointer:
         for _ in checkpointer.epochs(3):
             for batch in checkpointer.loader:

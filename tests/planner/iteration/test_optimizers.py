@@ -22,7 +22,7 @@ from oracle import assert_checkpoint_is, clone_state, same_bits
 from planned_jobs import assert_every_checkpoint_is_true, plan_by_trace, plan_graph
 from torch import nn, optim
 
-from checkflow.core.errors import MismatchError, TraceError
+from checkflow.core.errors import MismatchError, StorageError, TraceError
 from checkflow.core.graph import TrainingGraph
 from checkflow.core.plan import Plan
 from checkflow.core.training_step import TrainingStep
@@ -558,7 +558,8 @@ def test_other_state_than_planned_is_refused_after_a_resume_too(tmp_path: Path) 
     plan = plan_by_trace(plain(functools.partial(optim.SGD, lr=0.1, momentum=0.9)))
     for steps, refused in ((1, False), (2, True)):
         step = plain(functools.partial(optim.SGD, lr=0.1, momentum=0.9))
-        with Checkpointer(step.models, step.optimizers, directory=tmp_path, plan=plan, every=1) as checkpointer:
+        end = pytest.raises(StorageError, match="step 1 is durable") if refused else contextlib.nullcontext()
+        with end, Checkpointer(step.models, step.optimizers, directory=tmp_path, plan=plan, every=1) as checkpointer:
             for _ in checkpointer.steps(steps):
                 if refused:
                     step.models["model"].register_buffer("further", torch.zeros(3))

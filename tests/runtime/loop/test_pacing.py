@@ -205,7 +205,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("none", ""), ("width", ""), ("batch", ""), ("file system", ""), ("plan", ""), ("a FIFO", "EOF"),
+        ("none", ""), ("width", ""), ("batch", ""), ("file system", ""), ("plan", ""), ("a FIFO", "it is a FIFO"),
         ("damage", "Invalid JSON"), ("nonsense", "an iteration takes none"), ("negative", "a time in it is negative"),
         ("more", "Unexpected keyword"), ("infinite", "finite"), ("no number", "finite"),
         ("endless", "more than 1e+09 s"), ("a folder", "it is a directory"),

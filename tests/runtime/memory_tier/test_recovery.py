@@ -243,7 +243,7 @@ def test_what_was_saved_of_it_does_not_keep_the_rest_from_being_saved(
 
 
 def test_a_last_checkpoint_that_failed_stays_in_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert jobs.in_a_process(die, Death(jobs.Job(tmp_path, every=None), "full")) == 0
+    assert jobs.in_a_process(die, Death(jobs.Job(tmp_path, every=None), "full")) == 1
     directory = tmp_path / "checkpoints"
     assert newest_on_storage(directory) in (None, 4, 5)
     with resume(directory) as checkpointer:

@@ -352,7 +352,7 @@ def test_tensors_that_are_not_in_the_plan_leave_at_once(tmp_path: Path, monkeypa
     assert "model/late" in truths[9]
 
 
-@pytest.mark.parametrize("fails_at", [0, 7, 40])
+@pytest.mark.parametrize("fails_at", [0, 7, 20])
 def test_a_copy_that_the_device_refuses_costs_one_checkpoint(
     fails_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
