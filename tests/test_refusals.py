@@ -225,6 +225,23 @@ def test_state_is_refused_by_planner_and_runtime(name: str, tmp_path: Path, plan
     assert_refused(lambda: Checkpointer(model, optimizer, directory=tmp_path, plan=plan), UnsupportedError, says)
 
 
+def test_a_loss_that_is_no_tensor() -> None:
+    model = nn.Linear(2, 2)
+    step = TrainingStep(model, sgd(model.parameters()), loss=lambda model, x: 1.0, batch=torch.ones(1, 2))
+    assert_refused(lambda: step.run(step.batch), ModelError, "loss= returned a float, not a tensor")
+
+
+def test_a_batch_beyond_all_addresses() -> None:
+    model = nn.Linear(1, 1)
+    batch = torch.randn(2**61, 1, device="meta")
+    step = TrainingStep(model, sgd(model.parameters()), loss=lambda model, x: model(x).sum(), batch=batch)
+    assert_refused(lambda: trace(step, name="n"), TraceError, "more bytes than memory has addresses")
+
+
+def test_more_containers_than_what_reads_them_takes() -> None:
+    assert_refused(lambda: codec.encode([[]] * 50_000, most_bytes=0), UnsupportedError, "too many small containers")
+
+
 def test_sparse_state_of_an_optimizer(tmp_path: Path, plan: Plan) -> None:
     model = nn.Linear(2, 2)
     optimizer = with_sparse_momentum(model)
