@@ -59,11 +59,28 @@ class Answer:
     seconds: float = 0.0  # from the start of the process
 
 
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What an iteration got from the one before, and handed on to the next: neither batch nor state."""
+
+    what: str  # such as "a tensor float32[2, 20]"
+    place: str  # the source line that used it, "" where none is known
+    advice: str  # how the script can have it saved
+    identity: int  # of a tensor the address of the storage that it had at the iteration's begin, else its ``id``
+
+
+class Recorded(Protocol):
+    """One iteration of the live job: see ``checkflow.planner.record.recorder.Recorded``."""
+
+    @property
+    def carried(self) -> tuple[Carried, ...]: ...
+
+
 class Recorder(Protocol):
     """Watches one iteration of the live job: see ``checkflow.planner.record.recorder.Recorder``."""
 
     def begin(self, batch: Any = None) -> None: ...
-    def end(self, *, batch: Any = None, micro_batches: int = 1) -> Any: ...
+    def end(self, *, batch: Any = None, micro_batches: int = 1) -> Recorded: ...
     def abandon(self) -> None: ...
 
 

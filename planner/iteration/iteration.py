@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -23,6 +23,8 @@ from checkflow.planner.iteration.lifetimes import StorageLedger
 from checkflow.planner.iteration.placement import Crossing
 from checkflow.planner.iteration.structures import tensors_of
 from checkflow.planner.operators import operators as op
+
+CAPTURED: Final = "captured"  # the name of tensors that are neither state nor batch, and that the iteration may reach
 
 
 class Places(Protocol):
@@ -114,7 +116,7 @@ class Iteration:
             *_named(batch, "batch", "input"),
             # After the batch, whose indices a sparse gradient may hold.
             *((f"gradient of {item.name}", item.held.grad, "gradient") for item in parameters),
-            *(("captured", tensor, "input") for tensor in captured),
+            *((CAPTURED, tensor, "input") for tensor in captured),
             *(("gradient of a captured tensor", tensor.grad, "gradient") for tensor in captured),
             *_named(held, "result", "activation"),
         ]

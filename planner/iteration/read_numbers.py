@@ -52,7 +52,8 @@ ADVICE: Final = (
 _USUAL: Final[Mapping[type, Any]] = {float: 0.7, int: 1}  # neither the real one, its logarithm nor 1 minus it is zero
 _PATIENCE = 10_000  # so often may one line of an iteration read or compare: a loop that waits for a number never ends
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_PLANNER = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_WINGS = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+_OURS = tuple(os.path.join(_WINGS, wing, "") for wing in ("planner", "runtime", "core"))  # models are the user's, too
 # Torch's files through which calls of the user's pass on their way to a tensor.
 _PASSAGES = frozenset(_TORCH + name for name in ("_tensor.py", "overrides.py", "_ops.py", "_compile.py"))
 
@@ -200,7 +201,7 @@ class ReadNumbers:
 
     def decide(self, outcome: bool) -> bool:
         """The truth of a comparison of a number that was read."""
-        place, torchs = _place()
+        place, torchs = user_place()
         if torchs:
             return outcome
         if self._in_step:
@@ -219,7 +220,7 @@ class ReadNumbers:
         return 2 if self._turned else _USUAL[int]
 
     def _note(self, func: Any, place: str | None = None) -> None:
-        place = place or _place()[0]
+        place = place or user_place()[0]
         self.count += 1
         self._last = (func, place)
         self._patience[place] += 1
@@ -238,7 +239,7 @@ def format_number(tensor: torch.Tensor, specification: str) -> str:
     return format(tensor.item() if tensor.dim() == 0 and specification else tensor, specification)
 
 
-def _place() -> tuple[str, bool]:
+def user_place() -> tuple[str, bool]:
     """The innermost source line of the user's that runs, and whether code of torch's runs for it."""
     torchs = False
     frame = sys._getframe(1)
@@ -246,7 +247,7 @@ def _place() -> tuple[str, bool]:
         file = frame.f_code.co_filename
         if file.startswith(_TORCH):
             torchs = torchs or file not in _PASSAGES
-        elif not file.startswith((_PLANNER, "<")):
+        elif not file.startswith((*_OURS, "<")):
             return f"{file}:{frame.f_lineno} ({linecache.getline(file, frame.f_lineno).strip()})", torchs
         frame = frame.f_back  # type: ignore[assignment]
     return "", torchs

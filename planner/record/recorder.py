@@ -33,12 +33,14 @@ from torch.utils._python_dispatch import (
 
 from checkflow.core.errors import TraceError
 from checkflow.core.graph import AnchorKind, TrainingGraph
+from checkflow.core.planner_api import Carried
 from checkflow.core.state import host_counters, optimizer_implementation, training_device
 from checkflow.core.training_step import TrainingStep
-from checkflow.planner.iteration.iteration import Iteration
+from checkflow.planner.iteration.iteration import CAPTURED, Iteration
 from checkflow.planner.iteration.placement import NO_CROSSING, Crossing, crossing
 from checkflow.planner.operators import operators as op
 from checkflow.planner.record.allocator import Transients, allocated
+from checkflow.planner.record.carried import CarriedWatch
 from checkflow.planner.record.compiled_regions import LiveRegions, Spans
 from checkflow.planner.record.cuda_events import OperatorEvents
 
@@ -55,6 +57,8 @@ class Recorded:
     #: events before and after, less what a launch takes where the device had nothing to do meanwhile
     #: (:mod:`.cuda_events`). What passes between operators is in neither.
     durations_seconds: tuple[float, ...]
+    #: What it got from the iteration before, besides batch and state.
+    carried: tuple[Carried, ...] = ()
 
 
 class Recorder:
@@ -86,11 +90,14 @@ class Recorder:
             held: a structure with what the loop still holds of the last iteration, if that is known.
         """
         apart = self._device.type != "cpu"  # on the CPU, a job's data sets are no part of what it computes with
-        entered = self._iteration.begin(batch, held, held_tensors(self._device) if apart else ())
+        alive = held_tensors(self._device)
+        entered = self._iteration.begin(batch, held, alive if apart else ())
         if apart:
             seen = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for _, part in entered}
             self._iteration.ledger.enter_unseen("other", allocated(self._device).now_bytes - sum(seen.values()))
-        del entered  # would keep alive what the iteration drops
+        known = {part.untyped_storage()._cdata for name, part in entered if name != CAPTURED}
+        self._mode.carried = CarriedWatch(self._models, alive, known)
+        del entered, alive  # would keep alive what the iteration drops
         self._hooks.enter_context(self._iteration.where.watching())
         self._regions.start()
         self._mode.enter()
@@ -117,7 +124,8 @@ class Recorder:
             for name, optimizer in self._optimizers.items()
         )
         graph = self._iteration.graph(self._name, batch, micro_batches, implementations)
-        return Recorded(graph, self._clock.seconds())
+        watch = self._mode.carried
+        return Recorded(graph, self._clock.seconds(), () if watch is None else watch.carried())
 
     def abandon(self) -> None:
         """Watch no more, and take all hooks away; safe at any time."""
@@ -220,6 +228,7 @@ class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names: dict[str, int] = {}
         self._thread: int | None = None  # that entered it
         self._watching = False
+        self.carried: CarriedWatch | None = None
         self.failure: Exception | None = None  # in noting an operator
         # Autograd runs backward for several devices on several threads.
         self._lock = threading.RLock()
@@ -241,6 +250,8 @@ class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def leave(self) -> None:
         """Take the mode off the stack, even from below others that were entered later and are still active."""
         self._watching = False
+        if self.carried is not None:
+            self.carried.stop()
         # On another thread it cannot be taken away; it does nothing any more.
         if self._thread == threading.get_ident() and self in _get_current_dispatch_mode_stack():
             above: list[TorchDispatchMode] = []
@@ -302,6 +313,8 @@ class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._clock.keep()
             flops = op.flops(func, args, keywords, result)
             self._iteration.append(name, op.target_name(func), effect, flops, crossed, transient_bytes)
+            if self.carried is not None and effect.writes:
+                self.carried.note(effect)
         else:
             self._iteration.allocate(effect, name)
 

@@ -42,6 +42,7 @@ from checkflow.runtime.job import compatibility
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.job.traits import Seen, Traits, Watch, as_tensors, device_name
 from checkflow.runtime.live_plan.cache import PlanCache
+from checkflow.runtime.live_plan.unsaved import saved_identities, tell_unsaved
 from checkflow.runtime.system.signals import raised_by_handler
 
 logger = logging.getLogger("checkflow")
@@ -117,7 +118,7 @@ class Planning:
         *,
         follow: bool,
     ) -> None:
-        self._models, self._optimizers, self._walk = job.models, job.optimizers, job.walk
+        self._given, self._models, self._optimizers, self._walk = job, job.models, job.optimizers, job.walk
         self._cache, self._planner, self._check, self._wishes = cache, planner, check, wishes
         self._follow = follow
         self._device = device_name(job.models)[1]
@@ -140,6 +141,8 @@ class Planning:
         self._failures, self._again = 0, 0.0
         self._hopeless: Any = None  # the job for which planning was given up
         self._seen_hopeless: _Look | None = None  # what was last held against that
+        self._saved: frozenset[int] = frozenset()  # what checkpoints hold, as the recorded iteration found it
+        self._unsaved_told = False
         self._kept = False  # the plan is one that was found at the start
         self._unlike: tuple[Traits, int] | None = None  # traits that were not as planned, and for how long
         self._searched: set[Traits] = set()  # traits for which no kept plan was found: reading them all takes long
@@ -166,6 +169,7 @@ class Planning:
         if self.stage is not Stage.RECORDED or self._recorder is not None:
             return
         with self._giving_up():
+            self._saved = saved_identities(self._given)
             self._recorder = self._planner.recorder(self._models, self._optimizers, name=self._name())
             self._recorder.begin(batch)
 
@@ -261,6 +265,7 @@ class Planning:
             except TraceError as error:
                 self.reason = str(error)
             else:
+                self._unsaved_told = self._unsaved_told or tell_unsaved(recorded.carried, self._saved)
                 if self._best is None or len(stepped) >= len(self._best.stepped):
                     self._best = _Recording(recorded, stepped, seen)
         if self.stage is Stage.GIVEN_UP:

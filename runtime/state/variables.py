@@ -7,32 +7,59 @@ import reprlib
 import sys
 from collections.abc import Mapping, MutableMapping
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from checkflow.core.errors import MismatchError
+from checkflow.core.generators import generator_state, is_generator, set_generator_state
 
 
 class Variables:
     """Some variables of a job, saved with each checkpoint and set again when it resumes.
 
-    ``state={"loop": checkflow.Variables(globals(), "best_loss", "x", "y")}``: a best value so far, a batch that was
-    fetched ahead. What may be saved is what any extra state may be: numbers, strings, containers, arrays, tensors. A
-    tensor comes back as a new one, on the device of the one that it replaces; what lies on a GPU is copied to the host
-    at each boundary that is captured, while training waits: keep large tensors in buffers of a module.
+    Of a script, an object or a dictionary, by name: ``state={"loop": checkflow.Variables(globals(), "best", "x")}``. Or
+    its own, which is the way for variables of a function: ``kept = checkflow.Variables(hidden=None, best=0.0)``, then
+    ``kept.hidden`` and ``kept.best`` wherever they are used, and ``state={"kept": kept}``.
+
+    What may be saved is what any extra state may be: numbers, strings, containers, arrays, tensors. A tensor comes back
+    as a new one, on the device of the one that it replaces; what lies on a GPU is copied to the host at each boundary
+    that is captured, while training waits: keep large tensors in buffers of a module. Of a random generator (Python's,
+    NumPy's, torch's) the state is saved, and put back into the generator that is there.
 
     Args:
         namespace: where the variables are: ``globals()`` of a script, ``vars(trainer)`` of an object, or a dictionary.
             Not ``locals()`` of a function: nothing can set those.
         names: which of them; each has a value already.
+        values: variables of its own, with their first values; they are its attributes.
 
     Raises:
-        TypeError: what comes first is no namespace, or a name no text.
-        ValueError: a variable has no value, none is named, or the namespace is a function's ``locals()``.
+        TypeError: what comes first is no namespace, or a name no text; or there are both a namespace and values.
+        ValueError: a variable has no value, none is named, the namespace is a function's ``locals()``, or a value has
+            the name of a method.
     """
 
-    def __init__(self, namespace: MutableMapping[str, Any], *names: str) -> None:
+    __slots__ = ("__dict__", "__weakref__", "_names", "_namespace")
+    _namespace: MutableMapping[str, Any]
+    _names: tuple[str, ...]
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def __init__(self, namespace: MutableMapping[str, Any] | None = None, /, *names: str, **values: Any) -> None:
+        if namespace is None and values and not names:
+            if odd := [name for name in values if hasattr(Variables, name)]:
+                raise ValueError(f"Variables has a method {odd[0]!r} already: give the variable another name")
+            vars(self).update(values)
+            self._namespace, self._names = vars(self), tuple(values)
+            return
+        if values:
+            raise TypeError(
+                'Variables takes a namespace and names, as in Variables(globals(), "best"), or values, as in '
+                "Variables(best=0.0), not both"
+            )
         if not isinstance(namespace, MutableMapping):
             raise TypeError(
                 "Variables takes first where the variables are: globals(), vars(trainer) or a dictionary, then their "
@@ -40,21 +67,26 @@ class Variables:
             )
         if not names:
             raise ValueError('Variables saves those that it names, and no name was given: Variables(globals(), "best")')
-        if odd := [name for name in names if not isinstance(name, str)]:
-            raise TypeError(f'Variables takes the variables\' names, such as "best", not {_short(odd[0])}')
+        if wrong := [name for name in names if not isinstance(name, str)]:
+            raise TypeError(f'Variables takes the variables\' names, such as "best", not {_short(wrong[0])}')
         for name in names:
             if name not in namespace:
                 raise ValueError(f"there is no variable {name!r}: give it its first value before this")
         if _is_snapshot(namespace, sys._getframe(1)):
             raise ValueError(
                 "Variables cannot use locals(): it is a copy, in which no later value is seen and none can be set; "
-                "keep these variables in a dictionary, or in an object and pass vars(object)"
+                "let Variables hold them: kept = checkflow.Variables(best=0.0), and kept.best in the loop"
             )
         self._namespace, self._names = namespace, names
 
     def state_dict(self) -> dict[str, Any]:
         """The values as they are now, by name."""
-        return {name: self._namespace[name] for name in self._names}
+        values = zip(self._names, self.held(), strict=True)
+        return {name: generator_state(value) if is_generator(value) else value for name, value in values}
+
+    def held(self) -> tuple[Any, ...]:
+        """The values as they are now."""
+        return tuple(self._namespace[name] for name in self._names)
 
     def refuse_mismatch(self, state: Mapping[str, Any]) -> None:
         """Hold what ``state_dict`` gave against these variables; nothing is set.
@@ -75,6 +107,9 @@ class Variables:
         self.refuse_mismatch(state)
         for name, value in state.items():
             present = self._namespace[name]
+            if is_generator(present):
+                set_generator_state(present, value)
+                continue
             on_device = isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor)
             self._namespace[name] = value.to(present.device) if on_device else value
 

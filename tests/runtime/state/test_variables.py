@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from torch import nn
 import checkflow
 from checkflow import Variables
 from checkflow.core.errors import MismatchError, UnsupportedError
+from checkflow.runtime.format import codec
 
 module_level: Any = 0
 
@@ -78,14 +81,55 @@ def test_missing_and_other_variables_are_told() -> None:
         (("best",), TypeError, r"globals\(\), vars\(trainer\) or a dictionary, .* not 'best', of type str"),
         ((5, "best"), TypeError, "not 5, of type int"),
         ((SimpleNamespace(best=1), "best"), TypeError, "of type SimpleNamespace"),
-        ((), TypeError, "namespace"),
+        ((), TypeError, "Variables takes first where"),
         (({"best": 1},), ValueError, "no name was given"),
+        ((None, "best"), TypeError, "not None"),
         (({"best": 1}, ["best"]), TypeError, r"names, such as \"best\", not \['best'\], of type list"),
     ],
 )
 def test_what_names_no_variables_is_refused(arguments: Any, kind: type[Exception], says: str) -> None:
     with pytest.raises(kind, match=says):
         Variables(*arguments)
+
+
+def test_variables_of_its_own_are_attributes() -> None:
+    kept = Variables(hidden=None, best=3.5)
+    kept.hidden = [1]
+    kept.other = 2  # not named: the job's own business
+    assert kept.state_dict() == {"hidden": [1], "best": 3.5}
+    kept.load_state_dict({"hidden": [2], "best": 1.0})
+    assert (kept.hidden, kept.best, kept.other) == ([2], 1.0, 2)
+    with pytest.raises(ValueError, match="a method 'state_dict' already"):
+        Variables(state_dict=1)
+    with pytest.raises(TypeError, match="not both"):
+        Variables({"a": 1}, "a", b=2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: random.Random(1),
+        lambda: numpy.random.default_rng(1),
+        lambda: numpy.random.Generator(numpy.random.MT19937(1)),
+        lambda: numpy.random.RandomState(1),
+        lambda: torch.Generator().manual_seed(1),
+    ],
+)
+def test_a_generator_goes_on_where_it_was(make: Any) -> None:
+    def draw(rng: Any) -> list[float]:
+        if isinstance(rng, torch.Generator):
+            return torch.randn(3, generator=rng).tolist()
+        return [getattr(rng, "standard_normal", rng.random)() for _ in range(3)]
+
+    kept = Variables(rng=make())
+    draw(kept.rng)  # of NumPy's old generator, one more normal number is in stock now
+    saved = codec.decode(codec.encode(kept.state_dict()))
+    ahead = draw(kept.rng)
+    other = Variables(rng=make())
+    theirs = other.rng
+    other.load_state_dict(saved)
+    assert other.rng is theirs
+    assert draw(other.rng) == ahead
 
 
 def test_a_function_s_locals_are_refused_and_other_namespaces_taken() -> None:

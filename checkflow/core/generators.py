@@ -1,0 +1,36 @@
+"""Random generators that a job made for itself: Python's, NumPy's and torch's objects, and their states as values."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it is a random generator with a state that can be saved: not the system's."""
+    kind = type(value)  # no isinstance: lazy objects of other libraries would wake up
+    numpy = sys.modules.get("numpy")  # a job without it has none of its generators
+    kinds = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    return issubclass(kind, (random.Random, torch.Generator, *kinds)) and not issubclass(kind, random.SystemRandom)
+
+
+def generator_state(generator: Any) -> Any:
+    """The state, as numbers, strings, containers, arrays and tensors."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state(legacy=False)
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Put back what :func:`generator_state` gave."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)

@@ -1,0 +1,73 @@
+"""What the next iteration needs of this one and no checkpoint holds: said once, with the line to add."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator, Sequence
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from checkflow.core.planner_api import Carried
+from checkflow.runtime.job.job import Job
+from checkflow.runtime.state.collect import modules_with_extra_state
+from checkflow.runtime.state.variables import Variables
+
+logger = logging.getLogger("checkflow")
+
+_MOST_TOLD: Final = 3
+_MOST_OBJECTS: Final = 100_000  # looked at: a loader may hold millions of samples
+# Not looked into: what leads to everything, and modules, of which the state alone is saved.
+_NO_HOLDERS: Final = (type, ModuleType, FunctionType, BuiltinFunctionType, CodeType, FrameType, nn.Module)
+
+
+def saved_identities(job: Job) -> frozenset[int]:
+    """What extra state may hold, by :attr:`Carried.identity`: all that can be reached from ``state=``, from the loader,
+    from modules with extra state and from what optimizers keep."""
+    found: set[int] = set()
+    waiting, seen = list(_holders(job)), set[int]()
+    for one in waiting:  # grows meanwhile
+        kind = type(one)  # no isinstance: lazy objects of other libraries would wake up
+        if id(one) in seen or issubclass(kind, _NO_HOLDERS) or len(seen) >= _MOST_OBJECTS:
+            continue
+        seen.add(id(one))
+        found.add(id(one))
+        if issubclass(kind, torch.Tensor):
+            if one.layout is torch.strided and not one.is_meta:
+                found.add(one.untyped_storage()._cdata)
+        else:
+            waiting += gc.get_referents(one)
+    return frozenset(found)
+
+
+def _holders(job: Job) -> Iterator[Any]:
+    for one in job.objects.values():
+        if isinstance(one, Variables):  # not all of its namespace
+            yield from one.held()
+        else:
+            yield from (one, one.state_dict())
+    yield job.loader
+    for optimizer in job.optimizers.values():
+        yield from (optimizer.state, optimizer.param_groups)
+    for _, module in modules_with_extra_state(job.models):
+        yield vars(module)
+
+
+def tell_unsaved(carried: Sequence[Carried], saved: frozenset[int]) -> bool:
+    """Warn of what was carried from one iteration to the next and is not saved; whether there was such."""
+    told: dict[tuple[str, str], Carried] = {}
+    for one in carried:
+        if one.identity not in saved:
+            told.setdefault((one.place, one.advice), one)
+    for one in list(told.values())[:_MOST_TOLD]:
+        place = f", at {one.place}," if one.place else ""
+        logger.warning(
+            "the job carries %s from one iteration to the next%s and no checkpoint holds it: a resumed run begins with "
+            "the script's first value. To save it, %s", one.what, place, one.advice,
+        )  # fmt: skip
+    if (more := len(told) - _MOST_TOLD) > 0:
+        logger.warning("the job carries %d more such values", more)
+    return bool(told)
