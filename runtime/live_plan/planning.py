@@ -42,7 +42,7 @@ from checkflow.runtime.job import compatibility
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.job.traits import Seen, Traits, Watch, as_tensors, device_name
 from checkflow.runtime.live_plan.cache import PlanCache
-from checkflow.runtime.live_plan.unsaved import saved_identities, tell_unsaved
+from checkflow.runtime.live_plan.unsaved import identities, saved_identities, tell_unsaved
 from checkflow.runtime.system.signals import raised_by_handler
 
 logger = logging.getLogger("checkflow")
@@ -142,7 +142,10 @@ class Planning:
         self._hopeless: Any = None  # the job for which planning was given up
         self._seen_hopeless: _Look | None = None  # what was last held against that
         self._saved: frozenset[int] = frozenset()  # what checkpoints hold, as the recorded iteration found it
-        self._unsaved_told = False
+        self._handed: set[int] = set()  # of batches: a resumed loader hands out again what reached no step
+        #: Whether what goes from one iteration to the next is to be looked at: not after it was, and not where batches
+        #: are drawn before the boundary that the forward pass marks.
+        self.tells_unsaved = True
         self._kept = False  # the plan is one that was found at the start
         self._unlike: tuple[Traits, int] | None = None  # traits that were not as planned, and for how long
         self._searched: set[Traits] = set()  # traits for which no kept plan was found: reading them all takes long
@@ -164,12 +167,18 @@ class Planning:
         """At the start: a kept plan that fits what there is of the job's state, put in place at once."""
         return self._find(lambda plan: not self._state_differences(plan))
 
+    def batch_handed(self, batch: Any) -> None:
+        """The loader hands out a batch."""
+        self.watch.batch_handed(batch)
+        if self.tells_unsaved and self.stage in (Stage.UNPLANNED, Stage.RECORDED):
+            self._handed |= identities(batch)
+
     def begin(self, batch: Any = None) -> None:
         """The iteration begins, with this batch if there is a loader: record it, if it is to be recorded."""
         if self.stage is not Stage.RECORDED or self._recorder is not None:
             return
         with self._giving_up():
-            self._saved = saved_identities(self._given)
+            self._saved = saved_identities(self._given) if self.tells_unsaved else frozenset()
             self._recorder = self._planner.recorder(self._models, self._optimizers, name=self._name())
             self._recorder.begin(batch)
 
@@ -265,7 +274,8 @@ class Planning:
             except TraceError as error:
                 self.reason = str(error)
             else:
-                self._unsaved_told = self._unsaved_told or tell_unsaved(recorded.carried, self._saved)
+                if self.tells_unsaved:
+                    self.tells_unsaved = not tell_unsaved(recorded.carried, self._saved | self._handed)
                 if self._best is None or len(stepped) >= len(self._best.stepped):
                     self._best = _Recording(recorded, stepped, seen)
         if self.stage is Stage.GIVEN_UP:

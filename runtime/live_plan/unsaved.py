@@ -27,20 +27,25 @@ _NO_HOLDERS: Final = (type, ModuleType, FunctionType, BuiltinFunctionType, CodeT
 def saved_identities(job: Job) -> frozenset[int]:
     """What extra state may hold, by :attr:`Carried.identity`: all that can be reached from ``state=``, from the loader,
     from modules with extra state and from what optimizers keep."""
+    return frozenset(identities(list(_holders(job))))
+
+
+def identities(root: Any) -> set[int]:
+    """All that can be reached from an object, by :attr:`Carried.identity`."""
     found: set[int] = set()
-    waiting, seen = list(_holders(job)), set[int]()
+    waiting, seen = [root], set[int]()
     for one in waiting:  # grows meanwhile
         kind = type(one)  # no isinstance: lazy objects of other libraries would wake up
         if id(one) in seen or issubclass(kind, _NO_HOLDERS) or len(seen) >= _MOST_OBJECTS:
             continue
         seen.add(id(one))
-        found.add(id(one))
         if issubclass(kind, torch.Tensor):
             if one.layout is torch.strided and not one.is_meta:
                 found.add(one.untyped_storage()._cdata)
         else:
+            found.add(id(one))
             waiting += gc.get_referents(one)
-    return frozenset(found)
+    return found
 
 
 def _holders(job: Job) -> Iterator[Any]:

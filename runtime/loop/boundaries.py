@@ -332,7 +332,7 @@ class Boundaries:
         self.pace.saw(batch)
         if (planning := self.place.planning) is not None:
             with self.clock.holding("planning"):
-                planning.watch.batch_handed(batch)
+                planning.batch_handed(batch)
                 if not self.explicit:
                     planning.begin(batch)
 
@@ -354,6 +354,8 @@ class Boundaries:
             stepped = bool(self._job.optimizers) and self.execution.stepped.issuperset(self._job.optimizers)
             if stepped and not self.explicit and not self.in_steps:
                 hooks = self.execution.hooks
+                if (planning := self.place.planning) is not None:
+                    planning.tells_unsaved = False  # the batch of this iteration was drawn before its begin
                 self._boundary()
                 if self.execution.hooks is not hooks:  # hung in too late for the forward that runs already
                     self.execution.reached(AnchorKey(AnchorKind.FORWARD, f"{model}/"))

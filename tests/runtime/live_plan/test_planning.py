@@ -228,7 +228,7 @@ def by_step(job: Job, checkpointer: Checkpointer, count: int, note: Callable[[in
 
 
 @pytest.mark.parametrize("loop", [by_epochs, by_loader, by_accumulation, by_forward, by_step])
-def test_every_shape_of_loop(tmp_path: Path, loop: Any) -> None:
+def test_every_shape_of_loop(tmp_path: Path, loop: Any, caplog: pytest.LogCaptureFixture) -> None:
     job, truths = Job(), {}
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(22, 8, generator=generator), torch.randint(0, 5, (22,), generator=generator))
@@ -243,6 +243,7 @@ def test_every_shape_of_loop(tmp_path: Path, loop: Any) -> None:
     rows = 4 if loader is not None else 6
     assert fingerprint.batch[0] == ((rows, 8), "float32")  # not the smaller one at an epoch's end
     assert len(fingerprint.batch) == (1 if loader is None else 2)
+    assert "the job carries" not in caplog.text  # a batch that was fetched ahead comes again
     assert nothing_left(job)
 
 
