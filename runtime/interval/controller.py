@@ -6,8 +6,9 @@ of that what a checkpoint costs, :mod:`.policy` what interval follows.
 
 A job is *profiled* first (CheckFreq, section 4.4: 1 % of an epoch or 50 iterations, whichever is fewer). Under a plan
 its first checkpoints are made as planned; then they stop for some iterations (:mod:`.calibration`), and go on as far as
-the budget allows. Where there is no plan a checkpoint holds training, so that free iterations come first, then one
-checkpoint, for trial. Then intervals are chosen, and reviewed from there on (:mod:`.adjustment`).
+the budget allows. Where there is no plan a checkpoint holds training: one is made at once, for trial, whatever is known
+of its cost, and free iterations come after it. Then intervals are chosen, and reviewed from there on
+(:mod:`.adjustment`).
 
 Two things keep within ``overhead``. The intervals do in the long run, by costs measured before. The budget
 (:mod:`.overhead_budget`) does at once: as soon as free iterations tell what training takes, whatever was spent beyond
@@ -64,7 +65,7 @@ class Controller:
         self._epoch_iterations = epoch_iterations
         share = MOST_PROFILED if epoch_iterations is None else math.ceil(PROFILED_SHARE * epoch_iterations)
         self._profile_length = max(LEAST_PROFILED, min(MOST_PROFILED, share))
-        self._samples = Samples()
+        self._samples, self._planned = Samples(), True
         self._budget = Budget(asked.overhead)
         self._changes: deque[FrequencyChange] = deque(maxlen=HISTORY)
         self._time = None if asked.every_seconds is None else ByTime(asked.every_seconds)
@@ -92,6 +93,8 @@ class Controller:
             known: what such a job measured before: there is no profile then.
             told: whether the intervals that follow from it are no news.
         """
+        if planned and not self._planned:
+            self._samples = Samples()  # iterations beside which a plan was made
         self._unit, self._every, self._planned, self._tiers = unit, every, planned, tiers and planned
         self._samples.forget_checkpoints()
         self._budget.reset()
@@ -160,8 +163,10 @@ class Controller:
             return False
         if self._time is not None:
             return self._time.is_due(self._unit)
+        if not self._planned and (self._intervals is None or self._tried is None):
+            return self._may_try(number)
         if self._intervals is None:
-            return self._may_spend() if self._planned else self._may_try(number)
+            return self._may_spend()
         if self._control.wants_captures and not self._busy:
             return True
         now, since_durable = self._intervals, number - self._last_disk
@@ -174,7 +179,7 @@ class Controller:
 
     def is_durable(self, number: int) -> bool:
         """Whether storage takes the capture of this boundary as soon as it can."""
-        if self._every is not None or self._time is not None:
+        if self._every is not None or self._time is not None or not self._planned:
             return True
         if self._control.resting:
             return False
@@ -257,10 +262,8 @@ class Controller:
         return allowed
 
     def _may_try(self, number: int) -> bool:
-        """Without a plan: one checkpoint for trial, after free iterations; another one if that came to nothing."""
-        waited = self._tried is None or number - self._tried >= MOST_PROFILED
-        measured = self._observed >= self._profile_length // 2 and self._samples.free >= LEAST
-        return waited and (measured or self._tells_nothing) and not self._busy
+        """Without a plan: one checkpoint for trial, at once; another one if that came to nothing."""
+        return not self._busy and (self._tried is None or number - self._tried >= MOST_PROFILED)
 
     @property
     def _tells_nothing(self) -> bool:

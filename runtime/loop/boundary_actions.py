@@ -66,6 +66,7 @@ class BoundaryWork:
         self.captured_iteration = iteration  # at the start there is nothing to save, after a resume it is
         self.began = False  # an iteration, since the last boundary
         self.closed = False
+        self._said = ""  # of what a kill would lose
         self._planning_seconds = self._no_cost_seconds = 0.0  # held for planning; of these, for what is done once
         # All state at a boundary that was not captured, and its version counters, in case it is the last one; and
         # whether an epoch ended there.
@@ -147,7 +148,20 @@ class BoundaryWork:
         if due:
             self._clock.shift(self._capture(epoch_end))
         self._pace.left()
+        self._tell_safe()
         return due
+
+    def _tell_safe(self) -> None:
+        """What a kill would lose: once without a checkpoint, and once when this run has its first one."""
+        durable, begun_anew = self._saving.writer.durable, self._saving.durable_step is None
+        said = "" if durable is None and not begun_anew else "all" if durable is None else "little"
+        if said == self._said:
+            return
+        self._said = said
+        if durable is None:
+            logger.info("no checkpoint is on storage yet: a kill loses all that was trained so far")
+        else:
+            logger.info("step %d is on storage: a kill loses at most what was trained after it", durable.step)
 
     def _turn(self, micro_batches: int | None, *, explicit: bool, ending: bool) -> None:
         """What planning has come to, before this boundary is looked at."""
@@ -165,6 +179,8 @@ class BoundaryWork:
         self._place.turn(micro_batches)
         if self.execution is not before:
             self._clock.new_plan()
+        if self._place.plan is None and self.iteration == self.first_iteration:
+            self.execution.prepare()  # now: to touch so much memory takes long, and is no checkpoint's cost
         error = planning.take_error()
         if error is not None and self._raising:
             raise error

@@ -5,9 +5,10 @@ in flight in between, or storage written to. Left out is what is no iteration li
 that is recorded, those beside which a plan is made, the first under another plan, the first and the last of an epoch
 (validation follows it), and those around a change between with and without evaluation.
 
-As long as a job looks for its first plan, nothing periodic is saved: its iterations are recorded and timed, and that
-soon ends. Once planning has failed, whether it is tried again later or given up, the job is checkpointed like others,
-each checkpoint copied at its boundary: that stall is measured like any cost, and spread over its interval.
+A job without a plan, be it made at this moment or never, is checkpointed like others, each checkpoint copied at its
+boundary: that stall is measured like any cost, and spread over its interval. The first one comes early: after the
+iterations that are recorded and timed (``UNDISTURBED``), or sooner where these have taken ``WORTH_SECONDS``. Iterations
+beside which a first plan is made are held against each other alone: they are forgotten when it is there.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from checkflow.runtime.job import compatibility
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.job.traits import describe, device_name
 from checkflow.runtime.live_plan.active_plan import PlanInPlace
-from checkflow.runtime.live_plan.planning import Stage
+from checkflow.runtime.live_plan.planning import TIMED, Stage
 from checkflow.runtime.persist.saver import FIRST_AUDITS, Saving
 from checkflow.runtime.snapshot.executor import Execution
 from checkflow.runtime.system.fs import file_system
@@ -40,6 +41,8 @@ from checkflow.runtime.system.fs import file_system
 logger = logging.getLogger("checkflow")
 
 WARM_UP = 2  # iterations
+UNDISTURBED = 2 + TIMED  # iterations, the first of a run without a plan: one makes state, one is recorded
+WORTH_SECONDS = 10.0  # of training: worth a pause, and a disturbed measurement
 SHORT_EPOCH = 4  # iterations: its first and last ones are too much of it to be left out
 MIXED, MIXED_SHARE = 50, 0.8  # iterations, and how many of them differ from the one before in whether it evaluated
 
@@ -111,6 +114,7 @@ class Pace:
         self._evaluates = self._evaluated = False
         self._evaluation = Evaluation()
         self._in_flight = self._began_now = False  # a capture, in this iteration; at this boundary
+        self._last = clock()  # when the last capture began, or the run
         self._regular = False  # the boundary that was last found to be due is so by its number
         self._outstanding, self._finished = 0, self._count_finished()
         self.durable = True  # whether storage takes the boundary that was last found to be due
@@ -142,7 +146,8 @@ class Pace:
         last = epoch_end or (loader is not None and loader.position == 0)
         short = loader is not None and (loader.batches or math.inf) <= SHORT_EPOCH
         planning = self._place.planning
-        busy = planning is not None and planning.stage in (Stage.RECORDED, Stage.MAKING)
+        stage = None if planning is None else planning.stage
+        busy = stage is Stage.RECORDED or (stage is Stage.MAKING and self._place.plan is not None)
         unlike = self._unlike or busy or self._seen <= WARM_UP
         at_edge = not short and (last or (loader is not None and self._in_epoch == 1))
         writer = self._saving.writer
@@ -185,9 +190,9 @@ class Pace:
         """
         self._follow(number)
         place = self._place
-        looking = place.plan is None and place.planning is not None and not place.planning.failing
+        early = place.plan is None and self._seen < UNDISTURBED and clock() - self._last < WORTH_SECONDS
         asked = self._asked.every is not None or self._asked.every_seconds is not None
-        due = (asked or not looking) and self.controller.is_due(number)
+        due = (asked or not early) and self.controller.is_due(number)
         self._regular = due
         left_out = self._asked.every is not None or self.controller.leaves_out_epochs
         extra = demanded or (epoch_end and not left_out)
@@ -202,7 +207,7 @@ class Pace:
         """The capture of this boundary has begun."""
         audited = self._place.plan is not None and self._place.execution.captures <= FIRST_AUDITS
         self.controller.captured(number, durable=self.durable, counts=self._regular and not audited)
-        self._began_now = True
+        self._began_now, self._last = True, clock()
 
     def left(self) -> None:
         """The boundary is behind, and the next iteration begins."""

@@ -162,6 +162,25 @@ class Capturer:
         """The step of the capture in flight; those that were concluded no longer are."""
         return None if self._capture is None else self._capture.step
 
+    def prepare(self, optimizers: Mapping[str, str]) -> bool:
+        """Lay the files out for the state as it is now and make room for them; returns whether that was to be done.
+
+        Args:
+            optimizers: name to implementation, held against the plan's fingerprint at the first capture.
+
+        Raises:
+            MismatchError, StorageError: as :meth:`begin`.
+        """
+        state = self._walk.current()
+        if self._arrangement is not None and state is self._arrangement.state:
+            return False
+        self.finish()  # what the one before holds is still read
+        if not self._fits:
+            compatibility.refuse_other_job(self._plan, state, optimizers, resumed=self._resumed)
+            self._fits = True
+        self._arrange(state)
+        return True
+
     def begin(
         self,
         step: int,
@@ -174,20 +193,13 @@ class Capturer:
         """Start the capture of this instant; returns the seconds for which it waited for a free staging buffer.
 
         Args:
-            optimizers: name to implementation, held against the plan's fingerprint at the first capture.
+            optimizers: as :meth:`prepare`.
 
         Raises:
             MismatchError: at the first capture: the job is not the one that the plan was made for.
             StorageError: the state has grown, and there is no host memory for larger staging buffers.
         """
-        state = self._walk.current()
-        if self._arrangement is None or state is not self._arrangement.state:
-            self.finish()  # what the one before holds is still read
-            if not self._fits:
-                compatibility.refuse_other_job(self._plan, state, optimizers, resumed=self._resumed)
-                self._fits = True
-            audit = True
-            self._arrange(state)
+        audit = self.prepare(optimizers) or audit
         arrangement = self._arrangement
         assert arrangement is not None
         begun = time.perf_counter()

@@ -253,6 +253,10 @@ class Execution:
             self.aborted += self.capturer.abort()  # one in flight was begun in the same way
             self._distrust()
 
+    def prepare(self) -> None:
+        """Make room for captures of the state as it is now; see :meth:`.capturer.Capturer.prepare`."""
+        self.capturer.prepare(self._implementations)
+
     def begin(self, step: int, extra: bytes | Callable[[], bytes], info: Mapping[str, Any], *, audit: bool) -> float:
         """Start the capture of this boundary; see :meth:`.capturer.Capturer.begin`."""
         self._heed_anchors()

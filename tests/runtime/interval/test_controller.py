@@ -116,19 +116,39 @@ def test_a_profile_is_no_longer_than_checkfreqs(epoch: int | None, length: int) 
     assert job.controller.changes[0].step - length in range(15)
 
 
-def test_without_a_plan_one_checkpoint_is_tried_after_free_iterations() -> None:
-    job = SimulatedJob(capture_seconds=5.0, place={"planned": False})
+@pytest.mark.parametrize(("capture_seconds", "interval"), [(0.7, 20), (5.0, 143), (30.0, 858)])
+def test_without_a_plan_the_first_boundary_is_captured_and_paid_for(capture_seconds: float, interval: int) -> None:
+    """CheckFreq's k = ceil(cost / (p Ti)), by the cost of the first one."""
+    job = SimulatedJob(capture_seconds=capture_seconds, held_seconds=capture_seconds, place={"planned": False})
     job.run(40)
-    assert job.captures == [25]
-    assert job.intervals is not None
-    job.run(400)
-    assert gaps(job.captures) == {job.intervals[1]}
+    assert job.captures[0] == 1
+    assert job.intervals == (interval, interval)
+    job.run(4 * interval)
+    assert gaps(job.captures) == {interval}
+    again = SimulatedJob(
+        capture_seconds=capture_seconds, held_seconds=capture_seconds,
+        place={"planned": False, "known": job.controller.costs},
+    )  # fmt: skip
+    again.run(4 * interval)
+    assert again.captures[0] == again.durable[0] == 1  # what was measured before is no reason to wait
+    assert gaps(again.captures) == {interval}
+
+
+def test_iterations_beside_which_a_plan_was_made_tell_nothing_later() -> None:
+    job = SimulatedJob(iteration_seconds=1.5, place={"planned": False})
+    job.run(40)
+    assert job.controller.report.baseline_seconds == 1.5
+    job.controller.place(40, 1)
+    assert job.controller.report.baseline_seconds is None
+    job.iteration_seconds = 1.0
+    job.run(PROFILE)
+    assert job.controller.report.baseline_seconds == 1.0
 
 
 def test_a_trial_that_fails_is_made_again() -> None:
     job = SimulatedJob(place={"planned": False}, fails=True)
     job.run(200)
-    assert job.captures == [25, 75, 125, 175]
+    assert job.captures == [1, 51, 101, 151]
     assert job.intervals is None
 
 

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 from oracle import assert_checkpoint_is, clone_state, random_plan
-from own_plans import Beside, Job
+from own_plans import Beside, Job, Never
 from simulated import rest
 from torch.utils.data import TensorDataset
 
 from checkflow.core import plan as plans
 from checkflow.core.errors import TraceError
 from checkflow.core.plan import Plan
+from checkflow.planner.live.planner import LivePlanner
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
@@ -466,10 +467,44 @@ def test_a_job_that_gets_no_plan_has_a_period(
     told = frequency(checkpointer)
     assert (told["memory_interval"], told["disk_interval"], told["reason"]) == (15, 15, "overhead")
     saved = steps(tmp_path)
-    assert saved[0] in range(25, 30)  # for trial, after free iterations
+    assert saved[0] == pacing.UNDISTURBED  # for trial
     assert saved == [*range(saved[0], 150, 15), 150]
     assert_checkpoint_is(find(tmp_path)[0], truth)
     assert "as often as overhead= and every= allow" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("extra_seconds", "options", "saved"),
+    [
+        (0.0, {}, [4, 40]),
+        (4.0, {}, [2, 31, 40]),  # 5 s, of 0.035 of iterations of 5 s
+        (9.0, {}, [1, 16, 31, 40]),
+        (0.0, {"host_buffers": 1}, [4, 40]),
+        (0.0, {"mtbf": "4h"}, [4, 40]),
+        (9.0, {"every": 30}, [30, 40]),
+        (0.0, {"every": "30s"}, [30, 40]),
+    ],
+)
+def test_before_the_plan_is_there_the_first_checkpoint_comes_early(
+    extra_seconds: float, options: dict[str, Any], saved: list[int],
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """After the iterations that are recorded and timed, or ten seconds; the next one when this is paid for."""
+    monkeypatch.setattr(LivePlanner, "start", lambda self, recorded, **asked: Never())
+    monkeypatch.setattr(checkpointers, "make_planner", LivePlanner)
+    world.added_seconds = world.held_seconds = 5.0
+    job = Job()
+
+    def longer(n: int) -> None:
+        world.now += extra_seconds
+        if n == 1:  # room was made at the first boundary, so that this is no checkpoint's cost
+            assert checkpointer._boundaries.execution.capturer.layout_changes == 1
+
+    with Checkpointer(job.models, job.optimizers, directory=tmp_path, keep_latest=50, **options) as checkpointer:
+        train(job, checkpointer, world, 40, longer)
+        truth = clone_state(job.models, job.optimizers)
+    assert steps(tmp_path) == saved
+    assert_checkpoint_is(find(tmp_path)[0], truth)
 
 
 def evaluating(job: Job, world: World, every: int = 2) -> Callable[[int], None]:
