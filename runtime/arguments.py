@@ -56,6 +56,7 @@ class Arguments:
     wishes: Wishes
     follow: bool
     resume: str | int
+    hyperparameters: str
     host_buffers: int
     audit: int
     raising: bool
@@ -65,7 +66,7 @@ class Arguments:
 
 def check_arguments(
     *, model: object, optimizer: object, loader: object, directory: object, plan: object, state: object,
-    host_buffers: object, resume: object, on_error: object, audit: object,
+    host_buffers: object, resume: object, hyperparameters: object, on_error: object, audit: object,
 ) -> None:  # fmt: skip
     """Refuse what ``Checkpointer`` cannot work with.
 
@@ -86,6 +87,8 @@ def check_arguments(
         raise ValueError(f"host_buffers must be a whole number from 1 to {MOST_HOST_BUFFERS}, not {host_buffers!r}")
     if resume not in ("auto", "never", "must") and not _is_count(resume, 0):
         raise ValueError(f'resume must be "auto", "never", "must" or a step, not {resume!r}')
+    if hyperparameters not in ("checkpoint", "script"):
+        raise ValueError(f'hyperparameters must be "checkpoint" or "script", not {hyperparameters!r}')
     if on_error not in ("warn", "raise"):
         raise ValueError(f'on_error must be "warn" or "raise", not {on_error!r}')
     if not _is_count(audit, 0):

@@ -21,7 +21,7 @@ from checkflow.core.planner_api import Planner
 from checkflow.core.state import collect_state, refuse_closures, refuse_hidden_state
 from checkflow.runtime import resources
 from checkflow.runtime.arguments import Arguments, refuse_objects
-from checkflow.runtime.job import compatibility
+from checkflow.runtime.job import compatibility, hyperparameters
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.job.progress import Progress
 from checkflow.runtime.live_plan.cache import PlanCache
@@ -121,7 +121,7 @@ def assemble(
             cache = PlanCache(store.directory, arguments.wishes)
             planning = Planning(job, cache, make_planner(), check_plan, arguments.wishes, follow=arguments.follow)
         reclaimed = reclaim(store, arguments.resume)
-        resumed_from, imported = _resume(store, arguments.resume, job, progress, given)
+        resumed_from, imported = _resume(store, arguments, job, progress, given)
         reclaimed.give_back(store.directory)
         if arguments.rules.monitor is not None:
             store.look()  # what earlier runs found to be the best is still to be beaten
@@ -150,13 +150,20 @@ def _base(store: Store, step: int | None) -> tuple[int, str]:
     return (NOTHING, "") if step is None else (step, run_of(store.directory / step_name(step)))
 
 
-def _resume(store: Store, mode: str | int, job: Job, progress: Progress, plan: Plan | None) -> tuple[int | None, bool]:
+def _resume(
+    store: Store, arguments: Arguments, job: Job, progress: Progress, plan: Plan | None
+) -> tuple[int | None, bool]:
     """The step that the job goes on from, and whether what it goes on from is imported weights alone."""
+    script, asked = arguments.hyperparameters == "script", hyperparameters.ask(job)
     resumed = resume_from(
-        store, mode, job.models, job.optimizers, job.objects,
-        host_tensors=None if plan is None else plan.host_tensors, place=progress.resume,
+        store, arguments.resume, job.models, job.optimizers, job.objects,
+        host_tensors=None if plan is None else plan.host_tensors,
+        place=lambda extra: progress.resume(hyperparameters.placed(job, asked, extra, script=script)),
     )  # fmt: skip
+    progress.hyperparameters = asked
     if resumed is None:
         progress.begin_anew()
         return None, False
+    if not resumed.imported:
+        progress.hyperparameters = hyperparameters.settle(job, asked, resumed.extra, script=script)
     return resumed.extra["iteration"], resumed.imported

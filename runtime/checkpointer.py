@@ -106,6 +106,16 @@ class Checkpointer:
         resume: "auto" goes on from the newest valid checkpoint if there is one, "must" demands one, "never" demands an
             empty directory; a number goes back to the checkpoint of that step and sets later ones aside. From imported
             weights (``checkflow import``) the models are restored, and everything else begins anew: a warning says so.
+        hyperparameters: what goes on where the script asks for other ones than when the checkpoint was made, which the
+            log says at the start, a line a difference: the "checkpoint"'s, or the "script"'s, of which only those that
+            were changed are set. Compared are the numbers, flags and texts in the optimizers' groups and in torch's
+            schedulers under ``state``, torch's seed (below 2^32; without ``manual_seed`` it is drawn), and the loader's
+            seed and batch size. With "script" a learning rate that a scheduler has moved is scaled by the script's rate
+            over the one it was made with, as ``initial_lr`` and ``base_lrs`` are, so that the schedule goes on from
+            there (if the old one was 0, the script's is taken); what a scheduler has done by its other numbers stays,
+            and the new ones count from here. With torch's seed the generators of torch are the script's, and Python's
+            and NumPy's the checkpoint's; an epoch that has begun keeps its order. The loader's batch size is always the
+            script's: its position counts samples. Another seed of the loader is refused with "checkpoint".
         on_error: a checkpoint that fails is logged ("warn"), or raised at the next boundary ("raise").
         signals: by name, those that ask the job to end. Training goes on to its next boundary, is saved there whatever
             ``every`` says, and ends with :class:`checkflow.Preempted`, exit code 75; the same signal again ends it at
@@ -145,6 +155,7 @@ class Checkpointer:
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
         resume: Literal["auto", "never", "must"] | int = "auto",
+        hyperparameters: Literal["checkpoint", "script"] = "checkpoint",
         on_error: Literal["warn", "raise"] = "warn",
         signals: Collection[str] = ("SIGTERM", "SIGUSR1"),
         grace_seconds: float = 25,
@@ -152,15 +163,15 @@ class Checkpointer:
     ) -> None:
         check_arguments(
             model=model, optimizer=optimizer, loader=loader, directory=directory, plan=plan, state=state,
-            host_buffers=host_buffers, resume=resume, on_error=on_error, audit=audit,
+            host_buffers=host_buffers, resume=resume, hyperparameters=hyperparameters, on_error=on_error, audit=audit,
         )  # fmt: skip
         rules = Rules(keep_latest, keep_epochs, keep_every, keep_best, monitor, mode)
         refuse_ranks()
         asked = read_asked(overhead, every, mtbf)
         arguments = Arguments(
             directory, rules, asked, Wishes(asked.overhead, read_size(extra_memory)), follow=plan == "auto",
-            resume=resume, host_buffers=host_buffers, audit=audit, raising=on_error == "raise",
-            signals=read_signals(signals), grace_seconds=read_grace(grace_seconds),
+            resume=resume, hyperparameters=hyperparameters, host_buffers=host_buffers, audit=audit,
+            raising=on_error == "raise", signals=read_signals(signals), grace_seconds=read_grace(grace_seconds),
         )  # fmt: skip
         show_lines()
         models = as_models(model)

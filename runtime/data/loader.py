@@ -40,7 +40,7 @@ from checkflow.runtime.data.order import BatchSteps, SampleSteps, Share, Steps, 
 from checkflow.runtime.data.rng import Reseed
 from checkflow.runtime.data.sample_rng import SeededDataset, derived_seed, is_torchs
 from checkflow.runtime.data.samplers import BLOCK, iterate_sampler, with_inner
-from checkflow.runtime.data.seeds import EpochSeeds, Seeds
+from checkflow.runtime.data.seeds import EpochSeeds, Seeds, given_seeds
 from checkflow.runtime.data.worker_signals import WorkerShield
 
 logger = logging.getLogger("checkflow")
@@ -318,6 +318,12 @@ class DataLoader(ResumableLoader, Generic[_T_co]):
             "sampler": None if order is None else " of ".join(type(one).__name__ for one in with_inner(order)),
             "seed": self.seed,
         }
+
+    def reseeded(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A saved state with this loader's seed in place of its own; an epoch that has begun keeps its order."""
+        epoch, seed = state["epoch"], state["seed"]
+        begun = {} if seed is None or not state["position"] else {epoch: tuple(given_seeds(seed, epoch))}
+        return {**state, "seed": self.seed, "drawn": begun | state["drawn"]}  # which may be of an earlier seed still
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved position.

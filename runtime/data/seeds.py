@@ -22,6 +22,11 @@ class Seeds(NamedTuple):
     order: int
 
 
+def given_seeds(seed: int, epoch: int) -> Seeds:
+    """An epoch's, where they follow from one seed."""
+    return Seeds(seed, derived_seed(seed, epoch))
+
+
 class EpochSeeds:
     """Seeds by epoch.
 
@@ -45,9 +50,9 @@ class EpochSeeds:
         Raises:
             UnsupportedError: there are several ranks, and no torch.distributed to tell them.
         """
-        if self._seed is not None:
-            return Seeds(self._seed, derived_seed(self._seed, epoch))
         if epoch not in self._drawn:
+            if self._seed is not None:
+                return given_seeds(self._seed, epoch)
             drawn = Seeds(self._draw(), self._draw() if self._ordered else 0)
             self._drawn[epoch] = _agreed(drawn, share)
         return self._drawn[epoch]

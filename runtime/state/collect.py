@@ -195,10 +195,11 @@ def compact_generators(states: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore_generators(states: Mapping[str, Any]) -> None:
-    """Put back what :func:`capture_generators` gave, or :func:`compact_generators`."""
+    """Put back what :func:`capture_generators` gave, or :func:`compact_generators`; torch's where they are there."""
     python = states["python"]
     random.setstate((python["version"], tuple(array.array("I", python["words"])), python["gauss"]))
-    torch.default_generator.set_state(states["torch"])
+    if "torch" in states:
+        torch.default_generator.set_state(states["torch"])
     if "numpy" in states:
         import numpy
 

@@ -1,0 +1,263 @@
+"""Hyperparameters that the script changed from one start to the next: each is said, and one argument chooses.
+
+Compared is what the script asks for now with what it asked for when the checkpoint was made: values in the checkpoint's
+state say nothing of that, since schedulers move them. So each checkpoint has what its script asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import reprlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from checkflow.core.errors import MismatchError
+from checkflow.runtime.data.loader import DataLoader
+from checkflow.runtime.job.job import Job
+
+logger = logging.getLogger("checkflow")
+
+#: By whose it is, its name, and the parameter group's number (-1: of no group).
+Key = tuple[str, str, int]
+Asked = dict[Key, Any]
+
+ENTRY = "hyperparameters"  # of a checkpoint's extra state; older ones have none
+_RANDOM: Key = "torch", "seed", -1
+_ORDER: Key = "the loader", "seed", -1
+_BATCH: Key = "the loader", "batch_size", -1
+# Without manual_seed torch takes 64 bits of the system's entropy for its seed, another one in each process.
+_DRAWN = 1 << 32
+_NOT_OF_GROUPS = {"params", "param_names", "initial_lr"}
+# Of a scheduler's state, how far it has come, and what follows from the optimizer's rates.
+_PROGRESS = {
+    "last_epoch", "_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step", "base_lrs", "_schedulers",
+    "lr_lambdas",
+}  # fmt: skip
+
+
+def ask(job: Job) -> Asked:
+    """What the script asks for, before anything is restored: plain values of the optimizers' groups and of torch's
+    schedulers, torch's seed, the loader's seed and batch size."""
+    asked = _of_state(job)
+    if (seed := torch.initial_seed()) < _DRAWN:
+        asked[_RANDOM] = seed
+    if isinstance(job.loader, DataLoader):
+        asked[_ORDER] = job.loader.seed
+    for one in (job.loader, getattr(job.loader, "batch_sampler", None), getattr(job.loader, "loader", None)):
+        if isinstance(size := getattr(one, "batch_size", None), int):
+            asked[_BATCH] = size
+    return asked
+
+
+def placed(job: Job, asked: Asked, extra: Mapping[str, Any], *, script: bool) -> Mapping[str, Any]:
+    """A checkpoint's extra state, with the script's seeds for what has not begun if ``script``.
+
+    Raises:
+        MismatchError: the loader's seed is another one, and the script's is not asked for; or an epoch's place is
+            counted in batches of another size.
+    """
+    then, loader = _then(extra), extra["loader"] or {}
+    if loader.get("way") == "skip" and loader["position"] and not loader["over"] and _changed(_BATCH, asked, then):
+        raise MismatchError(
+            f"the checkpoint's loader stopped after {loader['position']} batches of {then[_BATCH]} in an epoch, this "
+            f"one has batches of {asked[_BATCH]}, and no other place is known: end the epoch with "
+            f"batch_size={then[_BATCH]}"
+        )
+    if _changed(_ORDER, asked, then):
+        if not script:
+            raise MismatchError(
+                f"the checkpoint's loader has seed={then[_ORDER]}, this one seed={asked[_ORDER]} "
+                '(hyperparameters="script" takes this one, from the next epoch on)'
+            )
+        extra = {**extra, "loader": job.loader.reseeded(extra["loader"])}  # type: ignore[union-attr]
+    if script and _changed(_RANDOM, asked, then):
+        kept = {kind: state for kind, state in extra["generators"].items() if kind not in ("torch", "cuda")}
+        extra = {**extra, "generators": kept}
+    return extra
+
+
+def settle(job: Job, asked: Asked, extra: Mapping[str, Any], *, script: bool) -> Asked:
+    """Say what the script asks for otherwise than it did when the checkpoint was made, and which of the two goes on.
+
+    Args:
+        asked: by :func:`ask`, before the job was restored; now it is.
+        script: whether the script's values are to go on: only those that were changed are set.
+
+    Returns:
+        What the next checkpoints are to have.
+    """
+    if ENTRY not in extra:
+        logger.info(
+            "the checkpoint does not say which hyperparameters its script asked for: its own go on, and what the "
+            "script changes from now on is told"
+        )
+        return asked
+    then, live = _then(extra), _of_state(job)
+    lines: dict[tuple[str, str, int], list[int]] = {}
+    record = dict(asked)
+    for key, now in asked.items():
+        # What the state has already is no difference: a Checkpointer may be made anew for objects that have trained.
+        if not _changed(key, asked, then) or (key in live and live[key] == now):
+            continue
+        owner, name, group = key
+        moved = key in live and live[key] != then[key]
+        level = logging.INFO
+        if key == _BATCH:
+            runs = f"{now} goes on, whatever hyperparameters= says, from the place in the epoch"
+        else:
+            runs = _set(job, key, now, then[key], moved=moved) if script else ""
+        if not runs:
+            level, record[key] = logging.WARNING, then[key]
+            runs = f'{_text(then[key])} goes on (hyperparameters="script" takes the script\'s)'
+            if script:
+                runs = f"{_text(live[key])}, which the scheduler has come to, goes on"
+        words = f"the script asks for {_text(now)}, the checkpoint was made with {_text(then[key])}: {runs}"
+        lines.setdefault((f"{name.lstrip('_')} of {owner}", words, level), []).append(group)
+    for (what, words, level), groups in lines.items():
+        logger.log(level, "%s%s: %s", what, _numbers(groups), words)
+    return record
+
+
+def _then(extra: Mapping[str, Any]) -> Asked:
+    """What the script asked for when this checkpoint was made, as far as it says that."""
+    then: Asked = dict(extra.get(ENTRY, {}))
+    if extra.get("loader") and "seed" in extra["loader"]:
+        then[_ORDER] = extra["loader"]["seed"]
+    return then
+
+
+def _changed(key: Key, asked: Asked, then: Asked) -> bool:
+    return key in asked and key in then and asked[key] != then[key]
+
+
+def _optimizers(job: Job) -> dict[str, torch.optim.Optimizer]:
+    """As messages call them."""
+    return {
+        name if name == "optimizer" else f"optimizer {name!r}": optimizer for name, optimizer in job.optimizers.items()
+    }
+
+
+def _schedulers(job: Job) -> dict[str, LRScheduler]:
+    """As messages call them: torch's, those that they are made of, and those that Accelerate has wrapped."""
+    found: dict[str, LRScheduler] = {}
+
+    def add(owner: str, one: object) -> None:
+        if not isinstance(one, LRScheduler):
+            one = getattr(one, "scheduler", None)
+        if isinstance(one, LRScheduler):
+            found[owner] = one
+            for number, inner in enumerate(getattr(one, "_schedulers", ())):
+                add(f"scheduler {number} in {owner}", inner)
+
+    for name, one in job.objects.items():
+        add(f"state[{name!r}]", one)
+    return found
+
+
+def _of_state(job: Job) -> Asked:
+    asked: Asked = {}
+    for owner, optimizer in _optimizers(job).items():
+        for number, group in enumerate(optimizer.param_groups):
+            # A scheduler moves the rate as soon as it is made.
+            values = {**group, "lr": group["initial_lr"]} if "initial_lr" in group else group
+            asked |= {(owner, name, number): value for name, value in _plain(values) if name not in _NOT_OF_GROUPS}
+    for owner, scheduler in _schedulers(job).items():
+        values = scheduler.state_dict()
+        asked |= {(owner, name, -1): value for name, value in _plain(values) if name not in _PROGRESS}
+    return asked
+
+
+def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Those that can be compared: numbers, text, and lists and tables of such; one-element tensors as numbers."""
+    for name, value in values.items():
+        if isinstance(value, np.generic) or (torch.is_tensor(value) and value.numel() == 1):
+            value = value.item() if value.dtype.itemsize > 4 else _short(value.item())
+        elif isinstance(value, Counter):  # as MultiStepLR keeps its milestones
+            value = sorted(value.elements())
+        if _is_plain(value):
+            yield name, copy.deepcopy(value)
+
+
+def _short(value: Any) -> Any:
+    """Of 32 bits the digits that they hold: 0.1, not 0.10000000149."""
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list | dict):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _set(job: Job, key: Key, now: Any, then: Any, *, moved: bool) -> str:
+    """Let the script's value go on, and say so; "": the checkpoint's does.
+
+    Args:
+        moved: whether the state has another value than the script asked for then.
+    """
+    owner, name, number = key
+    if key in (_RANDOM, _ORDER):
+        return f"{now} goes on, and an epoch that has begun keeps its order"
+    if (scheduler := _schedulers(job).get(owner)) is not None:
+        if moved:
+            return ""
+        setattr(scheduler, name, Counter(now) if isinstance(getattr(scheduler, name), Counter) else now)
+    elif name == "lr":
+        rate = _set_rate(job, _optimizers(job)[owner], number, now, then)
+        if not math.isclose(rate, now, rel_tol=1e-6):
+            return f"{_text(now)} goes on, which the schedule has brought to {rate:.6g}"
+    else:
+        _put(_optimizers(job)[owner].param_groups[number], name, now)
+    return f"{_text(now)} goes on"
+
+
+def _set_rate(job: Job, optimizer: torch.optim.Optimizer, number: int, now: float, then: float) -> float:
+    """The rate that runs: where a scheduler has moved it, as far from the script's as it was from the one before.
+
+    Times the script's by the one before; a rate of 0 before says nothing of that.
+    """
+
+    def scaled(value: Any) -> float:
+        return now if not then or float(value) == then else float(value) * (now / then)
+
+    group = optimizer.param_groups[number]
+    for scheduler in _schedulers(job).values():
+        # The same groups rather than the same optimizer, which Accelerate wraps.
+        if scheduler.optimizer.param_groups is optimizer.param_groups:
+            for rates in (getattr(scheduler, "base_lrs", []), getattr(scheduler, "_last_lr", [])):
+                if number < len(rates):
+                    rate = scaled(rates[number])
+                    rates[number] = torch.full_like(rates[number], rate) if torch.is_tensor(rates[number]) else rate
+    _put(group, "lr", scaled(group["lr"]))
+    if "initial_lr" in group:
+        _put(group, "initial_lr", now)
+    return float(group["lr"])
+
+
+def _put(group: dict[str, Any], name: str, value: Any) -> None:
+    if torch.is_tensor(group.get(name)):
+        group[name].fill_(value)  # CUDA graphs have captured its address
+    else:
+        group[name] = value
+
+
+def _text(value: Any) -> str:
+    return reprlib.repr(value)
+
+
+def _numbers(groups: list[int]) -> str:
+    """ ", group 0", ", groups 0 to 11", ", groups 0, 2 and 5"; nothing where there are no groups."""
+    if groups == [-1]:
+        return ""
+    if len(groups) == 1:
+        return f", group {groups[0]}"
+    if groups == list(range(groups[0], groups[-1] + 1)) and len(groups) > 2:
+        return f", groups {groups[0]} to {groups[-1]}"
+    return f", groups {', '.join(map(str, groups[:-1]))} and {groups[-1]}"
