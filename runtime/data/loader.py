@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Any, Generic
 import torch
 import torch.distributed
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import default_collate, default_convert
+from torch.utils.data import (
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+    default_convert,
+)
 
 from checkflow.runtime.data.arguments import (
     Order,
@@ -33,7 +39,7 @@ from checkflow.runtime.data.arguments import (
     refuse_other_types,
     without_known_sampler,
 )
-from checkflow.runtime.data.base import ResumableLoader, cannot_go_on, refuse_another
+from checkflow.runtime.data.base import LoaderListener, ResumableLoader, cannot_go_on, refuse_another
 from checkflow.runtime.data.feed import Caught, Failure, Feed, made_here
 from checkflow.runtime.data.fork_guard import start_safely
 from checkflow.runtime.data.order import BatchSteps, SampleSteps, Share, Steps, Tail, count_steps
@@ -44,6 +50,7 @@ from checkflow.runtime.data.seeds import EpochSeeds, Seeds, given_seeds
 from checkflow.runtime.data.worker_signals import WorkerShield
 
 logger = logging.getLogger("checkflow")
+_DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # in ways that are not made here
 _OF_WORKERS = -2  # in the place of an index
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -70,9 +77,9 @@ class DataLoader(ResumableLoader, Generic[_T_co]):
             and counts epochs; the sampler's ``set_epoch`` changes nothing.
         seed: of the order and of every sample's randomness; the same seed gives the same epochs. None: each epoch's are
             drawn from torch's generator, as torch's loader draws them: ``torch.manual_seed`` decides, the order is that
-            of torch's loader (but for workers that persist, and for random samplers, which draw from generators of
-            their own), and so is the training, where samples draw no numbers of their own. With several ranks, rank 0
-            draws for all.
+            of torch's loader (but for workers that persist, and for samplers that draw in other ways than ``shuffle``:
+            with replacement, weighted, of a subset, which draw from generators of their own), and so is the training,
+            where samples draw no numbers of their own. With several ranks, rank 0 draws for all.
         generator: that they are drawn from, in place of torch's own.
         reseed: called with a seed of 63 bits before each sample, for libraries that have generators of their own:
             ``reseed=transform.set_random_seed`` (albumentations). ``numpy.random.default_rng()`` makes one of
@@ -145,6 +152,7 @@ class DataLoader(ResumableLoader, Generic[_T_co]):
         self.sampler, self.shuffle, self.seed, self.tail = order.sampler, order.shuffle, order.seed, order.tail
         self._share = order.share
         self._seeds = EpochSeeds(self.seed, generator, ordered=self.shuffle or not self._ordered_here)
+        self._told_of_order = False
         self.dropped = self.repeated = 0  # samples, at the end of the last epoch that came to its end
         self._used: int | None = 0  # batches of this epoch; None: to be found by its position
         self._feed = Feed()
@@ -291,6 +299,18 @@ class DataLoader(ResumableLoader, Generic[_T_co]):
         if self.listener is not None and not self._seeds.known(self.epoch):
             self.listener.on_seeds_needed()
         return self._seeds.of(self.epoch, self.share)
+
+    def follow(self, listener: LoaderListener) -> None:
+        """A job begins, or goes on, with this loader."""
+        super().follow(listener)
+        order = self.sampler if self.batch_sampler is None else self.batch_sampler
+        drawing = [type(one).__name__ for one in with_inner(order) if isinstance(one, _DRAWING)]
+        if drawing and self.seed is None and not self._told_of_order:
+            self._told_of_order = True
+            logger.info(
+                "the loader's %s draws from a seed of each epoch's own, so that a resume finds its order: other "
+                "samples than torch's DataLoader gives after the same torch.manual_seed", drawing[0],
+            )  # fmt: skip
 
     def end_workers(self) -> None:
         """End workers that persist; iterating starts new ones.

@@ -7,11 +7,21 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler, Subset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -310,3 +320,44 @@ def test_the_length_of_what_has_none() -> None:
     with pytest.raises(TypeError, match="not known"):
         len(DataLoader(data, sampler=Endless()))
     assert len(DataLoader(data, batch_sampler=[[1, 2], [3]], rank=0, world_size=2)) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda data: {}, None),
+        (lambda data: {"shuffle": True}, None),
+        (lambda data: {"sampler": SequentialSampler(data)}, None),
+        (lambda data: {"sampler": RandomSampler(data)}, None),
+        (lambda data: {"sampler": RandomSampler(data, replacement=True)}, "RandomSampler"),
+        (lambda data: {"sampler": RandomSampler(data, num_samples=9)}, "RandomSampler"),
+        (lambda data: {"sampler": WeightedRandomSampler([1.0] * SIZE, SIZE)}, "WeightedRandomSampler"),
+        (lambda data: {"sampler": SubsetRandomSampler(range(SIZE))}, "SubsetRandomSampler"),
+        (
+            lambda data: {"batch_sampler": BatchSampler(RandomSampler(data, replacement=True), 4, False)},
+            "RandomSampler",
+        ),
+        (lambda data: {"batch_sampler": BatchSampler(SequentialSampler(data), 4, False)}, None),
+    ],
+)
+def test_where_the_order_is_not_torchs_it_is_told_once(
+    make: Callable[[Any], dict[str, Any]], told: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And only there: the samples are those of torch's loader otherwise."""
+    caplog.set_level(logging.INFO, "checkflow")
+    plain = TensorDataset(torch.arange(SIZE))
+    torch.manual_seed(5)
+    torchs = [int(x) for (batch,) in TorchDataLoader(plain, **make(plain)) for x in batch]
+    loader = DataLoader(plain, **make(plain))
+    torch.manual_seed(5)
+    assert ([int(x) for (batch,) in loader for x in batch] == torchs) == (told is None)
+    for _ in range(2):  # a Checkpointer takes it, and another one
+        loader.follow(mock.Mock())
+    lines = [message for message in caplog.messages if "other samples than torch's DataLoader" in message]
+    assert [line.split()[2] for line in lines] == ([] if told is None else [told])
+
+
+def test_a_seed_of_the_loader_promises_no_order_of_torchs(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "checkflow")
+    DataLoader(data, sampler=RandomSampler(data, replacement=True), seed=3).follow(mock.Mock())
+    assert caplog.messages == []
