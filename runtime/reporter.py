@@ -279,11 +279,13 @@ def _resume_words(report: RunReport, directory: Path) -> str:
         resumed += " (which the run before had in host memory)"
     if lost is None:
         return f"{resumed}, how many iterations are done again is not known"
-    if not lost:
-        under_way = "the run before was killed, what it did after that step is done again"
-        return f"{resumed}, {'nothing is lost' if report.replayed_exactly else under_way}"
-    most = "" if report.replayed_exactly else "at least "
-    return f"{resumed}, {most}{lost} iteration{'' if lost == 1 else 's'} {'is' if lost == 1 else 'are'} done again"
+    iterations = f"{lost} iteration{'' if lost == 1 else 's'}"
+    if report.replayed_exactly:
+        again = f"{iterations} {'is' if lost == 1 else 'are'} done again"
+        return f"{resumed}, {again if lost else 'nothing is lost'}"
+    # It was killed, ended by os._exit, or could not write its last report.
+    known = f": {iterations} up to its last report, and those since" if lost else ""
+    return f"{resumed}, the run before has not told its end, what it did after that step is done again{known}"
 
 
 def end_line(report: RunReport, directory: Path) -> str:

@@ -349,12 +349,13 @@ class Controller:
         if before is not None and (before.memory, before.disk) == (intervals.memory, intervals.disk):
             return
         self._changes.append(FrequencyChange(number, intervals.memory, intervals.disk, intervals.reason))
-        if told:
-            return
-        captured = "" if intervals.memory == intervals.disk else f", and one in host memory every {intervals.memory}"
+        as_planned = intervals.reason == "plan" and intervals.memory == intervals.disk == self._unit
+        if told or (before is None and as_planned and self._planned):
+            return  # what was measured has changed nothing
+        captured = "" if intervals.memory == intervals.disk else f", and one in host memory {_often(intervals.memory)}"
         logger.info(
-            "from step %d on a checkpoint every %d iterations%s: %s",
-            number, intervals.disk, captured, self._because(intervals.reason),
+            "from step %d on a checkpoint %s%s: %s",
+            number, _often(intervals.disk), captured, self._because(intervals.reason),
         )  # fmt: skip
 
     def _because(self, reason: str) -> str:
@@ -378,3 +379,7 @@ class Controller:
             else ""
         )
         return f"one costs {both} of training, and may cost {share:.3g} % of iterations of {seconds}{beside}"
+
+
+def _often(interval: int) -> str:
+    return "every iteration" if interval == 1 else f"every {interval} iterations"

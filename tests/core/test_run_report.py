@@ -7,8 +7,12 @@ import dataclasses
 import io
 import json
 import logging
+import math
+import multiprocessing
 import os
 import re
+import shutil
+import signal
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -25,6 +29,7 @@ from hypothesis import settings as hypothesis_settings
 from oracle import random_plan
 from simulated import rule_pace
 from torch import nn
+from waiting import wait_for
 
 import checkflow
 from checkflow.cli.main import FAILED, FOUND, USAGE, main
@@ -33,7 +38,7 @@ from checkflow.core import run_report
 from checkflow.core.errors import ReportError
 from checkflow.core.run_report import RunReport
 from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime import log_handler, reporter
+from checkflow.runtime import log_handler, reporter, resources
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.transfer import host
@@ -345,9 +350,70 @@ def test_what_a_kill_costs_is_told_at_the_next_start(tmp_path: Path, caplog: pyt
     assert report["replayed_exactly"] is False
     words = f"resumed from step {resumed} of {tmp_path / 'checkpoints'}"
     words += " (which the run before had in host memory), " if resumed > restorable else ", "
-    words += "at least " if report["replayed_iterations"] else "the run before was killed, what it did after that step"
-    assert words in caplog.text
+    words += "the run before has not told its end, what it did after that step is done again"
+    if lost := report["replayed_iterations"]:
+        words += f": {lost} iteration{'s' if lost > 1 else ''} up to its last report, and those since"
+    assert f"{words}\n" in caplog.text
     assert [run.closed for run in runs_of(tmp_path / "checkpoints")] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("at its end", "nothing is lost"),
+        ("by an error", "1 iteration is done again"),
+        ("by a signal", "nothing is lost"),
+        ("without close", "nothing is lost"),
+        ("by os._exit", "the run before has not told its end, what it did after that step is done again"),
+        ("killed", "the run before has not told its end, what it did after that step is done again"),
+        ("on a full disk", "the run before has not told its end, what it did after that step is done again"),
+        ("long after its report", "what it did after that step is done again: 2 iterations up to its last report, and"),
+    ],
+)
+def test_how_the_run_before_ended_is_told_as_far_as_it_is_known(
+    end: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only a run that closed has said what it had done; of others nobody knows whether they were killed."""
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=_end_somehow, args=(tmp_path, end))
+    child.start()
+    child.join()
+    assert child.exitcode == {"killed": -9, "by a signal": 75}.get(end, 0)
+    with caplog.at_level(logging.INFO, "checkflow"):
+        train(tmp_path, 8)
+    (line,) = (message for message in caplog.messages if "resumed from step" in message)
+    assert f", {words}" in line
+    assert "was killed" not in line
+
+
+def _end_somehow(directory: Path, end: str) -> None:
+    """A run of five iterations, in a process of its own."""
+    job = Job()
+    reporter.MOST_SHARE = math.inf
+    checkpointer = job.open(directory, every=5 if end == "by an error" else 1, keep_latest=5, host_buffers=1)
+    with contextlib.suppress(KeyError), contextlib.ExitStack() as stack:
+        if end in ("at its end", "by an error", "by a signal"):
+            stack.enter_context(checkpointer)
+        for n in checkpointer.steps(7 if end == "by an error" else 5):
+            job.iterate()
+            if end == "by an error" and n == 6:
+                raise KeyError
+            if end == "by a signal" and n == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+    wait_for(lambda: checkpointer.durable_step == 5)
+    if end == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if end == "long after its report":
+        checkpointer._reporter.write()
+        for step in (4, 5):
+            shutil.rmtree(directory / f"step-{step:08}")
+    if end in ("by os._exit", "long after its report"):
+        os._exit(0)
+    if end == "on a full disk":
+        checkpointer._reporter.write = lambda **options: None  # type: ignore[method-assign]
+        checkpointer.close()
+    if end == "without close":
+        resources._close_all()  # as Python does at exit
 
 
 def test_what_is_lost_is_known_where_the_run_before_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -456,14 +456,32 @@ def test_what_changes_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
         (record,) = caplog.records
         step = job.controller.changes[0].step
         assert record.getMessage() == (
-            f"from step {step} on a checkpoint every 10 iterations, and one in host memory every 1: one costs "
-            "305 ms of training, and may cost 3.5 % of iterations of 1.00 s"
+            f"from step {step} on a checkpoint every 10 iterations, and one in host memory every iteration: one "
+            "costs 305 ms of training, and may cost 3.5 % of iterations of 1.00 s"
         )
         job.run(500)
         assert len(caplog.records) == 1
         job.slowdown, job.persist_seconds = 0.0, 40.0
         job.run(500)
         assert caplog.records[-1].getMessage().endswith("storage takes 40.0 s for one")
+
+
+def test_nothing_is_said_until_something_changes(caplog: pytest.LogCaptureFixture) -> None:
+    """Measured, and as planned: that is no news. Rarer, and as planned again: both are."""
+    with caplog.at_level(logging.INFO, "checkflow"):
+        job = SimulatedJob(persist_seconds=0.1)
+        job.run(PROFILE)
+        assert [(change.disk, change.reason) for change in job.controller.changes] == [(1, "plan")]
+        assert caplog.messages == []
+        job.persist_seconds = 30.0
+        job.run(500)
+        assert caplog.messages
+        job.persist_seconds = 0.1
+        job.run(3000)
+    assert (
+        caplog.messages[-1]
+        == f"from step {job.controller.changes[-1].step} on a checkpoint every iteration: as planned"
+    )
 
 
 def test_the_history_is_bounded() -> None:
