@@ -5,6 +5,8 @@ What is wrong in an argument is said before anything of the job is looked at, op
 
 from __future__ import annotations
 
+import contextlib
+import grp
 import itertools
 import logging
 import operator
@@ -34,6 +36,7 @@ from checkflow.runtime.format.layout import OWNER
 from checkflow.runtime.interval.policy import Asked
 from checkflow.runtime.loop.preemption import HEEDED
 from checkflow.runtime.store.retention import Rules
+from checkflow.runtime.store.trust import ANYONE
 
 logger = logging.getLogger("checkflow")
 
@@ -62,6 +65,7 @@ class Arguments:
     raising: bool
     signals: tuple[signal.Signals, ...]
     grace_seconds: float
+    trust: str | None
 
 
 def check_arguments(
@@ -214,6 +218,20 @@ def read_grace(grace_seconds: object) -> float:
             f"{reprlib.repr(grace_seconds)}"
         )
     return float(grace_seconds)  # type: ignore[arg-type]
+
+
+def read_trust(trust: object) -> str | None:
+    """Whose checkpoints a job goes on from beside its own.
+
+    Raises:
+        ValueError: no name of a group.
+    """
+    if trust is None or trust == ANYONE:
+        return trust
+    if isinstance(trust, str):
+        with contextlib.suppress(KeyError, ValueError):  # unknown; a NUL in it
+            return grp.getgrnam(trust).gr_name
+    raise ValueError(f'trust must be "anyone", the name of a group of this machine, or None, not {reprlib.repr(trust)}')
 
 
 def _is_count(value: object, least: int) -> TypeGuard[int]:

@@ -114,7 +114,12 @@ def assemble(
     preemption = Preemption(arguments.signals, arguments.grace_seconds, None if loader is None else loader.shield)
     resources.take_over(arguments.directory)
     with contextlib.ExitStack() as undo:
-        store = Store(arguments.directory, run_id=uuid.uuid4().hex[:16], **dataclasses.asdict(arguments.rules))
+        store = Store(
+            arguments.directory,
+            run_id=uuid.uuid4().hex[:16],
+            trust=arguments.trust,
+            **dataclasses.asdict(arguments.rules),
+        )
         undo.callback(store.close)
         planning = None
         if given is None:

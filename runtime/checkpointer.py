@@ -32,6 +32,7 @@ from checkflow.runtime.arguments import (
     read_grace,
     read_signals,
     read_size,
+    read_trust,
     refuse_ranks,
 )
 from checkflow.runtime.builder import assemble, check_job, read_plan
@@ -125,6 +126,9 @@ class Checkpointer:
             is, and what was being saved is brought to its end.
         audit: hold staged bytes against the state at the boundary on the first three checkpoints, after every change
             of layout, and then on every ``audit``-th; 1: all, 0: none but those.
+        trust: whose checkpoints the job goes on from. None: what belongs to root or to the job's own user, and may not
+            be written by everyone; a start where other users have put something refuses it, and names them. A group's
+            name: what belongs to its members, too. "anyone": whatever is there.
 
     Raises:
         PlanError, MismatchError: the plan is damaged, cannot be executed, or was made for another job.
@@ -160,6 +164,7 @@ class Checkpointer:
         signals: Collection[str] = ("SIGTERM", "SIGUSR1"),
         grace_seconds: float = 25,
         audit: int = 100,
+        trust: str | None = None,
     ) -> None:
         check_arguments(
             model=model, optimizer=optimizer, loader=loader, directory=directory, plan=plan, state=state,
@@ -172,6 +177,7 @@ class Checkpointer:
             directory, rules, asked, Wishes(asked.overhead, read_size(extra_memory)), follow=plan == "auto",
             resume=resume, hyperparameters=hyperparameters, host_buffers=host_buffers, audit=audit,
             raising=on_error == "raise", signals=read_signals(signals), grace_seconds=read_grace(grace_seconds),
+            trust=read_trust(trust),
         )  # fmt: skip
         show_lines()
         models = as_models(model)

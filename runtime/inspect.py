@@ -6,6 +6,7 @@ Nothing is changed or renamed here, whatever is found; that is a training job's 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import math
 import os
@@ -25,6 +26,7 @@ from checkflow.runtime.store.files import glance, parse_step, step_name
 from checkflow.runtime.store.lock import LOCK
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.store.retention import Known, Rules, best, known, read_metrics, rules_of, write_metrics
+from checkflow.runtime.store.trust import user_name
 from checkflow.runtime.system import fs
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class Listed:
         fault: why it cannot be restored, as far as names, sizes and the manifest tell; None: nothing against it.
         metrics: that the job told of this state, by name; NaN and infinite ones as text.
         best: whether it is the best of all listed checkpoints, by the metric that the newest run ranks them by.
+        owner: whose it is, where that is neither root nor who asks: no job goes on from it unless it is told to.
     """
 
     path: Path
@@ -59,6 +62,7 @@ class Listed:
     fault: str | None
     metrics: Mapping[str, float | str] = field(default_factory=dict)
     best: bool = False
+    owner: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +162,18 @@ def _best_of(root: Path) -> Path | None:
 
 
 def _look_at(path: Path, kind: Kind, *, is_best: bool = False) -> Listed:
+    return dataclasses.replace(_read_one(path, kind, is_best), owner=_other_owner(path))
+
+
+def _other_owner(path: Path) -> str | None:
+    try:
+        uid = os.stat(path, follow_symlinks=False).st_uid
+    except OSError:  # retention was there first
+        return None
+    return None if uid in (0, os.geteuid()) else user_name(uid)
+
+
+def _read_one(path: Path, kind: Kind, is_best: bool) -> Listed:
     try:
         manifest = glance(path)
     except CheckflowError as error:

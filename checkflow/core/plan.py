@@ -415,7 +415,8 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         temporary.unlink(missing_ok=True)  # of a process that died; or a link that someone planted
-        with open(temporary, "xb") as file:
+        # What everyone may write to is trusted by no job, whatever the umask.
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o664)) as file:
             file.write(dumps(plan))
             file.flush()
             os.fsync(file.fileno())

@@ -70,7 +70,7 @@ class PlanCache:
             finally:
                 fs.close(root)
         except OSError as error:
-            raise StorageError(f"cannot make {self.folder}: {error.strerror or error}") from error
+            raise StorageError(f"cannot make {self.folder}: {_reason(error)}") from error
         return self.folder / plan_name(fingerprint, self._wishes)
 
     def keep(self, path: Path) -> None:
@@ -90,18 +90,18 @@ class PlanCache:
             finally:
                 fs.close(folder)
         except OSError as error:
-            logger.warning("cannot keep the plan in %s: %s", self.folder, error.strerror or error)
+            logger.warning("cannot keep the plan in %s: %s", self.folder, _reason(error))
 
     def tidy(self) -> None:
         """Remove what was left half written; no process is writing a plan now."""
-        if not self.folder.exists():
+        if not os.path.lexists(self.folder):
             return
         try:
             with fs.folder(str(self.folder)) as folder:
                 for name in filter(_HALF.fullmatch, fs.names(folder)):
                     fs.unlink(name, dir_fd=folder)
         except OSError as error:
-            logger.warning("cannot tidy up %s: %s", self.folder, error.strerror or error)
+            logger.warning("cannot tidy up %s: %s", self.folder, _reason(error))
 
     def drop(self, plan: Plan) -> None:
         """Remove a plan that the job has refuted, if it is kept."""
@@ -120,6 +120,12 @@ class PlanCache:
         except OSError:  # no folder yet, or one that cannot be read: there are no plans
             return []
         return [self.folder / name for _, name in sorted(found, reverse=True)]
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, NotADirectoryError):
+        return "it is no directory of its own: remove it"
+    return error.strerror or str(error)
 
 
 def _is_plan(entry: os.DirEntry[str]) -> bool:

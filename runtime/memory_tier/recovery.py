@@ -276,7 +276,7 @@ def _let_old_ones_go(store: Store) -> None:
     ):
         return
     try:
-        with open_verified(newest):
+        with open_verified(newest, store.trust):
             store.went_on_from(step)
     except StorageError as error:  # told where it is restored
         logger.debug("old checkpoints stay for now: %s", error)

@@ -41,6 +41,7 @@ from checkflow.runtime.store.files import has_manifest, step_name
 from checkflow.runtime.store.filling import fill_all
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.store.store import Store
+from checkflow.runtime.store.trust import ForeignError
 from checkflow.runtime.system.aligned_memory import no_collection
 
 logger = logging.getLogger("checkflow")
@@ -157,10 +158,12 @@ def _restore_newest(store: Store, found: _Restore, *, anew: bool) -> Resumed | N
     for number, path in enumerate(paths, 1):
         try:
             first = anew and not found.begun and not any(map(has_manifest, paths[number:]))
-            with open_checkpoint(path, ahead=not first) as checkpoint:
+            with open_checkpoint(path, ahead=not first, trust=store.trust) as checkpoint:
                 if first:
                     checkpoint.verify()
                 return found.run(checkpoint)
+        except ForeignError:  # an older one in its place is for nobody but the user to choose
+            raise
         except StorageError as error:
             refuse(store, path, error)
             if not isinstance(error, CorruptCheckpointError):
@@ -184,7 +187,7 @@ def _open(store: Store, step: int) -> Checkpoint:
     """Exactly this checkpoint, verified: no other one makes good what it would leave half done, so it is read twice."""
     for path in store.checkpoints():
         if path.name == step_name(step):
-            return open_verified(path)
+            return open_verified(path, store.trust)
     raise StorageError(f"resume={step}, but {store.directory} holds no checkpoint of that step")
 
 

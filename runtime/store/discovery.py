@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from checkflow.core.errors import CorruptCheckpointError, StorageError
 from checkflow.runtime.store.files import parse_step
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
+from checkflow.runtime.store.trust import ForeignError, Trust
 from checkflow.runtime.system import fs
 
 if TYPE_CHECKING:
@@ -36,13 +37,13 @@ def find(directory: str | os.PathLike[str]) -> tuple[Path, ...]:
     return tuple(root / name for _, name in sorted(found, reverse=True))
 
 
-def open_verified(path: Path) -> Checkpoint:
+def open_verified(path: Path, trust: Trust | None = None) -> Checkpoint:
     """A checkpoint of which every byte has been verified.
 
     Raises:
-        CorruptCheckpointError, MismatchError, StorageError: as :func:`.reader.open_checkpoint`.
+        CorruptCheckpointError, ForeignError, MismatchError, StorageError: as :func:`.reader.open_checkpoint`.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, trust=trust)
     try:
         checkpoint.verify()
     except BaseException:
@@ -100,9 +101,10 @@ def recover(store: Store) -> Checkpoint | None:
 
     Raises:
         MismatchError: the newest has a format that this version does not know.
-        StorageError: checkpoints exist, and none could be read: to start from scratch would be wrong.
+        StorageError: checkpoints exist, and none could be read: to start from scratch would be wrong. Or one is another
+            user's.
     """
-    return _newest_valid(store.checkpoints(), lambda path, error: refuse(store, path, error))
+    return _newest_valid(store.checkpoints(), lambda path, error: refuse(store, path, error), store.trust)
 
 
 def refuse(store: Store, path: Path, error: StorageError) -> None:
@@ -118,11 +120,15 @@ def refuse(store: Store, path: Path, error: StorageError) -> None:
         logger.error("the checkpoint %s is damaged (%s); set aside as %s", path, error, moved.name)
 
 
-def _newest_valid(paths: tuple[Path, ...], refused: Callable[[Path, StorageError], None]) -> Checkpoint | None:
+def _newest_valid(
+    paths: tuple[Path, ...], refused: Callable[[Path, StorageError], None], trust: Trust | None = None
+) -> Checkpoint | None:
     unreadable: StorageError | None = None
     for path in paths:
         try:
-            return open_verified(path)
+            return open_verified(path, trust)
+        except ForeignError:
+            raise
         except StorageError as error:
             refused(path, error)
             if not isinstance(error, CorruptCheckpointError):

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import xxhash
 
@@ -37,6 +37,9 @@ from checkflow.runtime.format.manifest import (
 from checkflow.runtime.store.lock import share
 from checkflow.runtime.system import fs
 from checkflow.runtime.system.aligned_memory import no_collection
+
+if TYPE_CHECKING:
+    from checkflow.runtime.store.trust import Trust
 
 REPLACED = ".replaced-"  # before the name of a checkpoint that is just being exchanged for a new one
 _EXCHANGED_TRIES, _EXCHANGED_SECONDS = 50, 0.02
@@ -156,28 +159,34 @@ def whole(manifest: Manifest) -> Manifest:
     return manifest
 
 
-def open_all(path: Path, *, passing: bool = False, shared: bool = True) -> tuple[Manifest, dict[str, OpenFile]]:
+def open_all(
+    path: Path, *, passing: bool = False, shared: bool = True, trust: Trust | None = None
+) -> tuple[Manifest, dict[str, OpenFile]]:
     """The manifest and all files of a checkpoint, open, of the right type and size; retention leaves them alone.
 
     Args:
         passing: whether children that are forked meanwhile do not have them open.
         shared: False: retention is not told.
+        trust: whose files it may be.
     """
 
     def look(data: bytes) -> tuple[Manifest, Mapping[str, FileEntry]]:
         manifest = _parse_manifest(data, path)
         return manifest, manifest.files
 
-    return _open(path, look, passing=passing, shared=shared)
+    return _open(path, look, trust, passing=passing, shared=shared)
 
 
-def open_files(path: Path, narrow: Narrow, *, early: bool) -> tuple[Callable[[], Manifest], dict[str, OpenFile]]:
+def open_files(
+    path: Path, narrow: Narrow, *, early: bool, trust: Trust | None
+) -> tuple[Callable[[], Manifest], dict[str, OpenFile]]:
     """What gives the manifest, and the files as :func:`open_all` opens them.
 
     Args:
         narrow: what of the manifest is of interest; files that it leaves out are not opened. Not with ``early``.
         early: of the manifest no more was looked at, where that is possible, than what it says of its files, and all of
             them are opened; what gives it raises what is wrong with the rest.
+        trust: as for :func:`open_all`.
     """
 
     def look(data: bytes) -> tuple[Callable[[], Manifest], Mapping[str, FileEntry]]:
@@ -186,15 +195,15 @@ def open_files(path: Path, narrow: Narrow, *, early: bool) -> tuple[Callable[[],
         manifest = narrow(_parse_manifest(data, path))
         return (lambda: manifest), manifest.files
 
-    return _open(path, look)
+    return _open(path, look, trust)
 
 
 def _open(
-    path: Path, look: _Look[_Looked], *, passing: bool = False, shared: bool = True
+    path: Path, look: _Look[_Looked], trust: Trust | None, *, passing: bool = False, shared: bool = True
 ) -> tuple[_Looked, dict[str, OpenFile]]:
     for _ in range(_EXCHANGED_TRIES):
         try:
-            return _open_there(path, look, passing=passing, shared=shared)
+            return _open_there(path, look, trust, passing=passing, shared=shared)
         except _GoneError as error:
             gone = error
             # Exchanged for another of the same step, which takes two renames, or else gone for good.
@@ -205,7 +214,7 @@ def _open(
 
 
 def _open_there(
-    path: Path, look: _Look[_Looked], *, passing: bool, shared: bool
+    path: Path, look: _Look[_Looked], trust: Trust | None, *, passing: bool, shared: bool
 ) -> tuple[_Looked, dict[str, OpenFile]]:
     opened: dict[str, OpenFile] = {}
     try:
@@ -217,10 +226,12 @@ def _open_there(
     except OSError as error:
         raise StorageError(f"cannot open the checkpoint {path}: {error.strerror}") from error
     try:
-        data, opened[MANIFEST] = _open_manifest(folder, path, passing=passing, shared=shared)
+        if trust is not None:
+            trust.check(path, os.fstat(folder))
+        data, opened[MANIFEST] = _open_manifest(folder, path, trust, passing=passing, shared=shared)
         looked, entries = look(data)
         for name, entry in entries.items():
-            fd, size = _open_regular(folder, path / name, passing=passing)
+            fd, size = _open_regular(folder, path / name, trust, passing=passing)
             opened[name] = OpenFile(path / name, fd, entry)
             if size != entry.size_bytes:
                 raise CorruptCheckpointError(f"{path / name} has {size} bytes instead of {entry.size_bytes}")
@@ -237,7 +248,7 @@ def close_all(opened: Mapping[str, OpenFile]) -> None:
         fs.close_quietly(file.fd)
 
 
-def _open_regular(folder: int, path: Path, *, passing: bool) -> tuple[int, int]:
+def _open_regular(folder: int, path: Path, trust: Trust | None = None, *, passing: bool) -> tuple[int, int]:
     """A regular file in an open directory, and its size."""
     try:
         fd = fs.open_read(path.name, dir_fd=folder)
@@ -253,17 +264,24 @@ def _open_regular(folder: int, path: Path, *, passing: bool) -> tuple[int, int]:
     except OSError as error:
         fs.close_quietly(fd)
         raise StorageError(f"cannot open {path}: {error.strerror}") from error
-    if size is None:
+    try:
+        if size is None:
+            raise CorruptCheckpointError(f"{path} is no regular file")
+        if trust is not None:
+            trust.check(path, os.fstat(fd))
+    except BaseException:
         fs.close_quietly(fd)
-        raise CorruptCheckpointError(f"{path} is no regular file")
+        raise
     return fd, size
 
 
-def _open_manifest(folder: int, path: Path, *, passing: bool, shared: bool) -> tuple[bytes, OpenFile]:
+def _open_manifest(
+    folder: int, path: Path, trust: Trust | None, *, passing: bool, shared: bool
+) -> tuple[bytes, OpenFile]:
     """The manifest's bytes, and its file: as long as that is open, and shared, nobody deletes the checkpoint."""
     name = path / MANIFEST
     try:
-        fd, size = _open_regular(folder, name, passing=passing)
+        fd, size = _open_regular(folder, name, trust, passing=passing)
     except CorruptCheckpointError:
         if not _is_at(folder, path):
             raise _GoneError(f"cannot open the checkpoint {path}: it was deleted meanwhile") from None
@@ -325,17 +343,18 @@ def has_manifest(path: Path) -> bool:
         return False
 
 
-def glance(path: Path, *, shared: bool = True) -> Manifest:
+def glance(path: Path, *, shared: bool = True, trust: Trust | None = None) -> Manifest:
     """The manifest of a checkpoint whose files are all there, with the right sizes; their bytes are not read.
 
     Args:
         shared: False: take no lock meanwhile, for the one writer, who alone deletes. A lock would outlive the look in a
             process that is forked just as the file is opened (a loader worker), and keep the checkpoint as long.
+        trust: as for :func:`open_all`.
 
     Raises:
         CorruptCheckpointError, MismatchError, StorageError: as :func:`open_checkpoint`.
     """
-    manifest, opened = open_all(path, passing=True, shared=shared)
+    manifest, opened = open_all(path, passing=True, shared=shared, trust=trust)
     close_all(opened)
     return manifest
 

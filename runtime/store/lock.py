@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from checkflow.core.errors import LockedError, StorageError
+from checkflow.core.small_files import IrregularError
 from checkflow.runtime.system import fs
 
 LOCK = ".lock"
@@ -121,6 +122,8 @@ def claimed(name: str, manifest: str, *, dir_fd: int) -> Iterator[bool]:
             fd = fs.open_claimed(manifest, dir_fd=folder)
         finally:
             fs.close_quietly(folder)
+    except IrregularError:
+        pass
     except OSError as error:
         if error.errno not in _NO_MANIFEST:
             raise

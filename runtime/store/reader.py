@@ -24,6 +24,7 @@ from checkflow.runtime.format.layout import MAX_HEADER_BYTES, STORED_TYPES, elem
 from checkflow.runtime.format.manifest import BLOCK_BYTES, EXTRA, MAX_EXTRA_BYTES, Manifest, Piece, TensorEntry
 from checkflow.runtime.store.block_reader import THREADS, Ahead, Block, read_blocks, read_one
 from checkflow.runtime.store.files import Narrow, OpenFile, StoredTensor, close_all, open_files, parse_header, whole
+from checkflow.runtime.store.trust import Trust
 from checkflow.runtime.system import fs
 from checkflow.runtime.system.aligned_memory import copy_bytes, no_collection
 
@@ -419,7 +420,9 @@ def _head(block: memoryview) -> bytes:
     return bytes(block[: 8 + int.from_bytes(block[:8], "little")])
 
 
-def open_checkpoint(path: str | os.PathLike[str], narrow: Narrow = whole, *, ahead: bool = False) -> Checkpoint:
+def open_checkpoint(
+    path: str | os.PathLike[str], narrow: Narrow = whole, *, ahead: bool = False, trust: Trust | None = None
+) -> Checkpoint:
     """Open a checkpoint: its manifest, and its files' types, sizes and headers, are verified.
 
     As long as it is open, in any process, the job that writes there does not delete it, and goes on; a process that
@@ -430,14 +433,16 @@ def open_checkpoint(path: str | os.PathLike[str], narrow: Narrow = whole, *, ahe
             leaves out nothing is read.
         ahead: all of it is going to be read into memory that is there, in one call of ``read_many_into``: what that
             begins with is read from now on. Not with ``narrow``.
+        trust: whose files it may be, for a job that goes on from it; None: it is only looked at.
 
     Raises:
+        ForeignError: another user may have written it.
         CorruptCheckpointError: it is damaged; the message names the file.
         MismatchError: it has a format that this version does not know.
         StorageError: it cannot be read.
     """
     absolute = Path(path).absolute()
-    manifest, opened = open_files(absolute, narrow, early=ahead)
+    manifest, opened = open_files(absolute, narrow, early=ahead, trust=trust)
     try:
         checkpoint = Checkpoint(absolute, opened)
     except BaseException:

@@ -49,6 +49,7 @@ from checkflow.runtime.store.file_writer import write_file
 from checkflow.runtime.store.files import REPLACED, glance, parse_step, step_name
 from checkflow.runtime.store.lock import DirectoryLock
 from checkflow.runtime.store.retention import Known, Mode, Rules
+from checkflow.runtime.store.trust import Trust
 from checkflow.runtime.system import fs
 
 logger = logging.getLogger("checkflow")
@@ -67,9 +68,11 @@ class Store:
         keep_latest, keep_epochs, keep_every, keep_best, monitor, mode: which checkpoints stay; see
             :class:`.retention.Rules`.
         lock_wait_seconds: how long to wait for another writer to end.
+        trust: whose files are read, beside root's and this user's: a group's name, or "anyone"; see :mod:`.trust`.
 
     Raises:
         LockedError: another process writes here.
+        ForeignError: another user may have written what is here.
         StorageError: the directory cannot be made, read or written.
         ValueError: a rule, or the run id, is out of its range.
     """
@@ -86,6 +89,7 @@ class Store:
         monitor: str | None = None,
         mode: Mode = "min",
         lock_wait_seconds: float = 5.0,
+        trust: str | None = None,
     ) -> None:
         if not OWNER.fullmatch(run_id):
             raise ValueError(f"a run id is 1 to 100 letters, digits, '_', '.' and '-', not {run_id!r}")
@@ -103,6 +107,9 @@ class Store:
         with reported(f"cannot use the checkpoint directory {self.directory}"):
             fs.make_durably(str(self.directory), self._sync_folder)
             self.directory = self.directory.resolve(strict=True)  # the root may be a link; nothing below it may
+            self.trust = Trust(self.directory, trust)
+            with fs.folder(str(self.directory)) as root:
+                self.trust.check_directory(root)
         # (1) one writer
         self._lock = DirectoryLock(self.directory, wait_seconds=lock_wait_seconds)
         try:
@@ -279,7 +286,7 @@ class Store:
             self._settle()
             if not fs.exists(final, dir_fd=root):
                 return
-            before = glance(self.directory / final, shared=False)
+            before = glance(self.directory / final, shared=False, trust=self.trust)
             told = {**retention.read_metrics(before.info), **metrics}
             info: dict[str, Any] = {**before.info, retention.METRICS: retention.write_metrics(told)}
             self._known[step] = retention.known(step, info)  # in this run, whatever becomes of it
@@ -429,7 +436,7 @@ class Store:
             if step in self._known:
                 continue
             try:
-                self._known[step] = retention.known(step, glance(path, shared=False).info)
+                self._known[step] = retention.known(step, glance(path, shared=False, trust=self.trust).info)
             except CheckflowError as error:
                 if step not in self._left_alone:
                     self._left_alone.add(step)

@@ -21,6 +21,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Not blocking, or the open of a planted FIFO would wait for ever; regular files do not care.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+MODE = 0o664  # of a new file, less the umask: what everyone may write to is trusted by no start
 _passing: set[int] = set()  # open descriptors that a forked child must not keep
 # What a file system says that has no reads and writes around the page cache, or none of this alignment.
 NOT_DIRECT = (errno.EINVAL, errno.ENOTSUP)
@@ -90,12 +91,12 @@ def mkdir(name: str, *, dir_fd: int) -> None:
     os.mkdir(name, dir_fd=dir_fd)
 
 
-def open_new(name: str, *, dir_fd: int, mode: int = 0o666) -> int:
+def open_new(name: str, *, dir_fd: int, mode: int = MODE) -> int:
     """A new file for writing: fails if anything of this name exists, a dangling symbolic link too."""
     return pass_by(os.open(name, _NEW, mode, dir_fd=dir_fd))
 
 
-def publish(name: str, data: bytes, *, dir_fd: int, mode: int = 0o666) -> None:
+def publish(name: str, data: bytes, *, dir_fd: int, mode: int = MODE) -> None:
     """A small file, in the place of what has its name: whole or not at all, whenever the process dies. Not synced.
 
     Raises:
@@ -175,11 +176,21 @@ def open_direct(fd: int) -> int:
 
 
 def open_claimed(name: str, *, dir_fd: int) -> int:
-    """An existing file to lock for oneself: over a network that takes the right to write."""
+    """An existing file to lock for oneself: over a network that takes the right to write.
+
+    Raises:
+        IrregularError: something else has its name; a device is not opened.
+    """
+    refuse_irregular(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode)
     try:
         fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=dir_fd)
     except PermissionError:
         fd = open_read(name, dir_fd=dir_fd)
+    try:
+        refuse_irregular(os.fstat(fd).st_mode)
+    except BaseException:
+        close_quietly(fd)
+        raise
     return pass_by(fd)
 
 
@@ -190,7 +201,7 @@ def open_lock(path: str) -> int:
         IrregularError: something else has its name.
     """
     with _said_what_it_is(path):
-        fd = pass_by(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666))
+        fd = pass_by(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, MODE))
     try:
         refuse_irregular(os.fstat(fd).st_mode, ": remove it")
     except BaseException:
@@ -281,6 +292,15 @@ def rmdir(name: str, *, dir_fd: int) -> None:
 def names(fd: int) -> list[str]:
     """What a directory contains, sorted."""
     return sorted(os.listdir(fd))
+
+
+def entries(fd: int) -> Iterator[tuple[str, os.stat_result]]:
+    """What a directory contains, in no order. What goes meanwhile is passed over."""
+    with os.scandir(fd) as found:
+        for entry in found:
+            with contextlib.suppress(FileNotFoundError):
+                status = entry.stat(follow_symlinks=False)
+                yield entry.name, status
 
 
 def folder_names(path: str) -> list[str]:

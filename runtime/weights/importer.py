@@ -20,6 +20,7 @@ from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import OWNER, STORED_TYPES, FileLayout, TensorRecord, make_layout
 from checkflow.runtime.store.files import parse_step, step_name
 from checkflow.runtime.store.store import Store
+from checkflow.runtime.store.trust import ANYONE
 from checkflow.runtime.weights.source import EXTRA_STATE, Weights
 
 _PATIENCE_SECONDS = 1.0  # for a job that is just ending
@@ -79,7 +80,11 @@ def import_weights(
     })  # fmt: skip
     weights.verify()
     with Store(
-        directory, run_id=uuid.uuid4().hex[:16], keep_latest=sys.maxsize, lock_wait_seconds=_PATIENCE_SECONDS
+        directory,
+        run_id=uuid.uuid4().hex[:16],
+        keep_latest=sys.maxsize,
+        lock_wait_seconds=_PATIENCE_SECONDS,
+        trust=ANYONE,  # nothing that is there is read
     ) as store:
         if any(path.name == step_name(step) for path in store.checkpoints()):
             raise StorageError(f"{store.directory} has a checkpoint of step {step} already: choose another step")

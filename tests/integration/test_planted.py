@@ -14,11 +14,11 @@ import pytest
 HANG_SECONDS = 300.0  # which no machine needs for all names of a kind, however busy
 
 
-@pytest.mark.parametrize("kind", ["fifo", "socket", "device", "directory", "link", "dangling link"])
+@pytest.mark.parametrize("kind", ["fifo", "socket", "device", "directory", "link", "dangling link", "stranger"])
 def test_a_start_neither_hangs_at_what_is_planted_nor_trusts_it(tmp_path: Path, kind: str) -> None:
     """It takes its place, or passes it over, or refuses: by its name, and with what to do."""
-    if kind == "device" and os.geteuid() != 0:
-        pytest.skip("only root makes devices")
+    if kind in ("device", "stranger") and os.geteuid() != 0:
+        pytest.skip("only root makes devices, and gives files away")
     paths = [str(Path(planted_job.__file__).parent), *filter(None, sys.path)]
     done = subprocess.run(
         [sys.executable, planted_job.__file__, str(tmp_path), kind],
@@ -32,6 +32,18 @@ def test_a_start_neither_hangs_at_what_is_planted_nor_trusts_it(tmp_path: Path, 
         told = " ".join([*row["said"], row["error"] or ""])
         file = name.rpartition("/")[2]
         assert row["kept"], name  # what a link leads to
+        if kind == "stranger":
+            unread = name in planted_job.DRAFTS or name.startswith((".tmp-", ".trash-", ".broken-"))
+            if unread:
+                assert (row["error"], row["resumed"]) == (None, 2), row
+            else:
+                refused = f"/{name} belongs to user nobody ({planted_job.STRANGER}) (mode "
+                assert row["error"].startswith("ForeignError: "), row
+                assert refused in row["error"], row
+                assert "trust=" in row["error"], row
+            continue
+        if name == "plans" and kind != "directory":
+            assert "/plans: it is no directory of its own: remove it" in told, row
         if name == ".lock":
             assert row["error"].startswith("StorageError: "), row
         elif (name, kind) == (".shards.json", "directory"):

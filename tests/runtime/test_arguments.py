@@ -56,6 +56,11 @@ BAD: list[Any] = [
     ({"optimizer": {"a": None}}, TypeError, "optimizer 'a' is a NoneType"),
     ({"optimizer": {"a": OPTIMIZER, "b": OPTIMIZER}}, ValueError, "optimizers 'a' and 'b' are one and the same"),
     ({"optimizer": {"ö": OPTIMIZER}}, ValueError, "optimizer 'ö': a name is 1 to 100"),
+    # whose files
+    *(
+        ({"trust": bad}, ValueError, 'trust must be "anyone", the name of a group of this machine')
+        for bad in ("no such group", "", "a\0b", True, 0)
+    ),
     # further objects
     ({"state": "x"}, TypeError, "state is a str: pass a dict of objects by name"),
     ({"state": ""}, TypeError, "state is a str"),

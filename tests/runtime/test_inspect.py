@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -219,3 +220,17 @@ def test_names_that_no_file_can_have(tmp_path: Path, capsys: pytest.CaptureFixtu
         code, text = run(capsys, command, f"{tmp_path / 'checkpoints'}{what}")
         assert (code, text.count("\n")) == (1, 1)
         assert text.startswith(("checkflow: there is no ", "checkflow: cannot read the checkpoint directory "))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_checkpoint_of_another_user_is_named_as_such_and_read(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Reading is no resume."""
+    os.chown(directory / "step-00000005", 65534, 65534)
+    os.chown(directory / "step-00000003", 65534, 65534)
+    owners = {one["step"]: one["owner"] for one in as_json(capsys, "ls", directory)["entries"]}
+    assert owners == {5: "user nobody (65534)", 4: None, 3: "user nobody (65534)"}
+    printed = " ".join(run(capsys, "ls", directory)[1].split())
+    assert "of user nobody (65534): step 5, 3; a job goes on from that only where its trust= says so" in printed
+    assert run(capsys, "verify", directory)[0] == 0

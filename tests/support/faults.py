@@ -164,7 +164,7 @@ class Disk:
             elif self.lies != ("root" if status.st_ino == self.root.stat().st_ino else "folder"):
                 self._folders[status.st_ino] = self._listing(f"/proc/self/fd/{fd}")
 
-        def open_new(name: str, *, dir_fd: int, mode: int = 0o666) -> int:
+        def open_new(name: str, *, dir_fd: int, mode: int = fs.MODE) -> int:
             fd = real_new(name, dir_fd=dir_fd, mode=mode)
             self._pinned.append(os.dup(fd))
             return fd

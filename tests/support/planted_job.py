@@ -31,6 +31,7 @@ from checkflow.runtime.store.cleanup import DRAFT
 from checkflow.runtime.store.lock import LOCK
 from checkflow.runtime.system import fs
 
+STRANGER = 65534
 NEWEST, SHARD = "step-00000002", "model-00000-of-00001.safetensors"
 FOLDERS = (FOLDER, NEWEST, ".tmp-00000009-run", ".trash-step-00000009", ".replaced-step-00000009")
 DRAFTS = (f"{MARK}.tmp", f".{run_report.FILE}.tmp", f".{profile.NAME}.tmp", DRAFT)
@@ -42,6 +43,12 @@ NAMES = (*FOLDERS, *DRAFTS, *FILES)
 
 
 def plant(path: Path, kind: str, away: Path) -> None:
+    if kind == "stranger":  # what is there, or a file, is another user's
+        path.parent.mkdir(exist_ok=True)
+        if not path.exists():
+            path.mkdir() if path.name in {Path(name).name for name in FOLDERS} else path.write_bytes(b"x")
+        os.chown(path, STRANGER, STRANGER)
+        return
     if path.is_dir():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)

@@ -67,6 +67,9 @@ def listed_tables(
             *([f"cannot be restored: {one.fault}" if one.fault else ""] if faulty else []),
         )  # fmt: skip
     yield table
+    for owner in sorted({one.owner for one in checkpoints if one.owner is not None}):
+        theirs = ", ".join(str(one.step) for one in checkpoints if one.owner == owner)
+        yield f"of {owner}: step {theirs}; a job goes on from that only where its trust= says so"
     words = {
         "broken": "damaged, set aside by a restore",
         "superseded": "later than the step from which a run was told to go on",

@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import socket
+import stat
 import sys
 import tempfile
 import threading
@@ -113,6 +114,27 @@ def test_a_leftover_that_cannot_go_leaves_its_name(directory: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------- nothing is followed, or guessed
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes devices")
+def test_a_leftover_whose_manifest_is_a_device_goes_without_its_being_opened(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The open alone may do something: rewind a tape, start a watchdog."""
+    new_store(directory).close()
+    left = directory / ".trash-step-00000003"
+    left.mkdir()
+    os.mknod(left / "manifest.json", 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+    opened, real = [], os.open
+
+    def spy(path: Any, *rest: Any, **named: Any) -> int:
+        opened.append(path)
+        return real(path, *rest, **named)
+
+    monkeypatch.setattr(os, "open", spy)
+    new_store(directory).close()
+    assert "manifest.json" not in opened
+    assert not left.exists()
 
 
 def test_links_among_leftovers_go_and_what_they_lead_to_stays(directory: Path, tmp_path: Path) -> None:

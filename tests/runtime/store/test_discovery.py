@@ -73,12 +73,12 @@ def test_what_a_running_job_made_while_one_was_deleted_under_the_reader_is_found
     """Not the one before it, which another reader may hold."""
     real = discovery.open_checkpoint
 
-    def opened(path: Path, *rest: Any) -> Checkpoint:
+    def opened(path: Path, **rest: Any) -> Checkpoint:
         if path.name == "step-00000002" and len(list(path.iterdir())) > 1:
             with Store(directory, run_id="run", keep_latest=10) as store:
                 store.commit(3, LAYOUT, fill(LAYOUT, 3)[0], b"extra", {})
             shutil.rmtree(path)
-        return real(path, *rest)
+        return real(path, **rest)
 
     monkeypatch.setattr(discovery, "open_checkpoint", opened)
     found = find_valid(directory)
