@@ -26,7 +26,6 @@ from checkflow.runtime.store.files import glance, parse_step, step_name
 from checkflow.runtime.store.lock import LOCK
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.store.retention import Known, Rules, best, known, read_metrics, rules_of, write_metrics
-from checkflow.runtime.store.trust import user_name
 from checkflow.runtime.system import fs
 
 if TYPE_CHECKING:
@@ -170,7 +169,7 @@ def _other_owner(path: Path) -> str | None:
         uid = os.stat(path, follow_symlinks=False).st_uid
     except OSError:  # retention was there first
         return None
-    return None if uid in (0, os.geteuid()) else user_name(uid)
+    return None if uid in (0, os.geteuid()) else fs.user_name(uid)
 
 
 def _read_one(path: Path, kind: Kind, is_best: bool) -> Listed:

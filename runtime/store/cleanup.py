@@ -21,6 +21,7 @@ DRAFT = f"{_TMP}shards"  # the next text of what processes of one version tell e
 _HALF = rf"tmp-(?:shards|[0-9]{{8,19}}-{OWNER.pattern})|replaced-step-[0-9]{{8,19}}"
 _LEFTOVER = re.compile(rf"\.(?:{_HALF})|{re.escape(_TRASH)}(?:{_HALF}|step-[0-9]{{8,19}})(?:\.[0-9]+)?", re.ASCII)
 Tell = Callable[[str, OSError], None]  # that something stays: its name, and why
+Waits = Callable[[str], bool]  # whether what a reader holds, of this name, is to stay still
 
 
 def temporary_name(step: int, run_id: str) -> str:
@@ -33,7 +34,7 @@ def is_leftover(name: str) -> bool:
     return _LEFTOVER.fullmatch(name) is not None
 
 
-def settle(root: int, void: set[str], sync: Callable[[int], None], tell: Tell) -> None:
+def settle(root: int, void: set[str], sync: Callable[[int], None], tell: Tell, waits: Waits) -> None:
     """Finish what dead runs, or failed commits of this one, left half done.
 
     Args:
@@ -60,10 +61,10 @@ def settle(root: int, void: set[str], sync: Callable[[int], None], tell: Tell) -
         # What takes the place of a leftover must be there for good before the leftover goes.
         sync(root)
     for name in leftovers:
-        remove_quietly(root, name, tell)
+        remove_quietly(root, name, tell, waits)
 
 
-def remove_quietly(root: int, name: str, tell: Tell) -> None:
+def remove_quietly(root: int, name: str, tell: Tell, waits: Waits) -> None:
     """Remove what no restore needs. A failure costs disk space until the next commit, and is no reason to fail."""
     try:
         if not fs.exists(name, dir_fd=root):
@@ -72,20 +73,20 @@ def remove_quietly(root: int, name: str, tell: Tell) -> None:
         # come back in its place, torn at that, when it can be deleted in part only.
         trash = name if name.startswith(_TRASH) else to_trash(root, name)
         with claimed(trash, MANIFEST, dir_fd=root) as unread:
-            if unread:  # otherwise the next commit tries again
+            if unread or not waits(trash):  # otherwise the next commit tries again
                 remove(trash, dir_fd=root)
     except OSError as error:
         tell(name, error)
 
 
-def retire(root: int, name: str, tell: Tell) -> bool:
-    """Delete a checkpoint, unless it is being read; False: it is.
+def retire(root: int, name: str, tell: Tell, waits: Waits) -> bool:
+    """Delete a checkpoint, unless a reader holds it that is waited for; False: one does.
 
     Raises:
         OSError: it stays, whole.
     """
     with claimed(name, MANIFEST, dir_fd=root) as unread:
-        if not unread:
+        if not unread and waits(name):
             return False
         _forsake(root, name)
         trash = to_trash(root, name)

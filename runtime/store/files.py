@@ -201,9 +201,10 @@ def open_files(
 def _open(
     path: Path, look: _Look[_Looked], trust: Trust | None, *, passing: bool = False, shared: bool = True
 ) -> tuple[_Looked, dict[str, OpenFile]]:
-    for _ in range(_EXCHANGED_TRIES):
+    for tries in range(1, _EXCHANGED_TRIES + 1):
+        # Who deletes renames first. A lock that stays, and the checkpoint with it, only keeps others from reading.
         try:
-            return _open_there(path, look, trust, passing=passing, shared=shared)
+            return _open_there(path, look, trust, passing=passing, shared=shared and tries < _EXCHANGED_TRIES)
         except _GoneError as error:
             gone = error
             # Exchanged for another of the same step, which takes two renames, or else gone for good.

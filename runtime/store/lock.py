@@ -1,7 +1,10 @@
 """(1) One writer per checkpoint directory: an advisory lock (flock) on a file in it, which names its holder.
 
+Whoever can open a file can lock it: the lock's file is its owner's alone, or his group's where that is trusted.
+
 And readers of one checkpoint: they share a lock on its manifest for as long as they have it open, and what deletes
-checkpoints takes the same lock for itself first, or leaves it for a later time. Neither ever waits for the other.
+checkpoints takes the same lock for itself first, or leaves it for a later time, but not for ever: who may read can
+lock, too. Neither ever waits for the other.
 
 The kernel drops the lock when the holder dies, however it dies. Forked children (loader workers) would keep it alive
 after the trainer's death; they close it as their first act.
@@ -13,6 +16,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import socket
 import time
 import weakref
@@ -37,15 +41,16 @@ class DirectoryLock:
     Args:
         wait_seconds: how long to try again while another process holds it: a job that was started anew at once may meet
             the last breath of its predecessor.
+        mode, group: of the lock's file, as :func:`.fs.open_lock` has them.
 
     Raises:
-        LockedError: another process holds the lock; the message names its pid and host.
+        LockedError: another process holds the lock; the message names it, or says that it is not known.
         StorageError: the lock file cannot be made, or the file system has no locks.
     """
 
-    def __init__(self, directory: Path, *, wait_seconds: float = 5.0) -> None:
-        self._path = directory / LOCK
-        self._fd: int | None = _open_locked(self._path, wait_seconds)
+    def __init__(self, directory: Path, *, wait_seconds: float = 5.0, mode: int = 0o600, group: int = -1) -> None:
+        self._path, self._mode, self._group = directory / LOCK, mode, group
+        self._fd: int | None = self._open(wait_seconds)
         _held.add(self)
 
     @property
@@ -73,22 +78,22 @@ class DirectoryLock:
         """
         if self._fd is None or fs.is_at(self._fd, str(self._path)):
             return
-        old, self._fd = self._fd, _open_locked(self._path, 0.0)
+        old, self._fd = self._fd, self._open(0.0)
         fs.close_quietly(old)
 
-
-def _open_locked(path: Path, wait_seconds: float) -> int:
-    try:
-        fd = fs.open_lock(str(path))
-    except OSError as error:
-        raise StorageError(f"cannot lock the checkpoint directory: {path}: {error.strerror}") from error
-    try:
-        _acquire(fd, path, wait_seconds)
-        _sign(fd, path)
-    except BaseException:
-        fs.close_quietly(fd)  # the first error is the one to report
-        raise
-    return fd
+    def _open(self, wait_seconds: float) -> int:
+        path = self._path
+        try:
+            fd = fs.open_lock(str(path), self._mode, self._group)
+        except OSError as error:
+            raise StorageError(f"cannot lock the checkpoint directory: {path}: {error.strerror}") from error
+        try:
+            _acquire(fd, path, wait_seconds)
+            _sign(fd, path)
+        except BaseException:
+            fs.close_quietly(fd)  # the first error is the one to report
+            raise
+        return fd
 
 
 def share(fd: int) -> None:
@@ -174,12 +179,33 @@ def _sign(fd: int, path: Path) -> None:
 
 
 def _holder(fd: int) -> str:
+    """Who holds the lock: by the kernel, where that tells, or by what the file says, which may be an earlier holder."""
     try:
         data = bytearray(_MAX_HOLDER_BYTES)
         record = json.loads(bytes(data[: fs.read_all(fd, memoryview(data), 0)]))
-        return f"process {int(record['pid'])} on host {str(record['host'])[:255]!r}"
+        pid, host = int(record["pid"]), str(record["host"])[:255]
     except (OSError, ValueError, KeyError, TypeError):
-        return "another process (it left no name)"
+        pid, host = 0, ""
+    here, holder = socket.gethostname(), _locking_process(fd)
+    if holder is None:
+        if host == here and fs.user_of_process(pid) is None:
+            return f"another process, which is not known (the file names process {pid}, which has ended)"
+        return f"process {pid} on host {host!r}" if pid else "another process (it left no name)"
+    if (user := fs.user_of_process(holder)) is None:
+        return f"a process that process {holder} on host {here!r} left behind"
+    return f"process {holder} on host {here!r}{'' if holder == pid else f' of {user}, who did not sign the file'}"
+
+
+def _locking_process(fd: int) -> int | None:
+    """Which process of this machine has locked an open file; None: that is not known."""
+    file = os.fstat(fd)
+    place = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
+    try:
+        table = Path("/proc/locks").read_text(encoding="ascii", errors="replace")
+    except OSError:  # no Linux
+        return None
+    found = re.search(rf"^\d+: FLOCK +\S+ +\S+ +(\d+) {place} ", table, re.MULTILINE)
+    return None if found is None else int(found[1])
 
 
 def _close_in_child() -> None:

@@ -10,7 +10,7 @@
       .superseded-step-00001234/    later than the step from which a job was told to go on; left likewise
 
 Every name but ``step-…`` is hidden from readers. :mod:`.retention` says which checkpoints stay, :mod:`.cleanup` what
-becomes of the other names. A checkpoint that is open somewhere is not deleted, but later.
+becomes of the other names. A checkpoint that is open somewhere is not deleted, but later: after ten minutes at most.
 
 A commit has these steps, which are numbered where they are done:
 
@@ -34,6 +34,7 @@ import errno
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -55,6 +56,9 @@ from checkflow.runtime.system import fs
 logger = logging.getLogger("checkflow")
 
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
+#: For so long a reader's lock keeps what is to be deleted, from when that was first wanted: some 600 GB at 1 GB/s. Who
+#: still reads then has all files open, and goes on; over a network it may get an error that says so.
+READER_SECONDS = 600.0
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
 Image = Callable[[FileLayout], Iterator[memoryview]]  # the bytes of a file in order
 
@@ -104,6 +108,7 @@ class Store:
         self._root: int | None = None
         self._told_no_sync = False
         self._told_left: set[str] = set()  # names of what could not be removed
+        self._held_since: dict[str, float] = {}  # by name, since when a reader has kept it; by time.monotonic
         with reported(f"cannot use the checkpoint directory {self.directory}"):
             fs.make_durably(str(self.directory), self._sync_folder)
             self.directory = self.directory.resolve(strict=True)  # the root may be a link; nothing below it may
@@ -111,7 +116,8 @@ class Store:
             with fs.folder(str(self.directory)) as root:
                 self.trust.check_directory(root)
         # (1) one writer
-        self._lock = DirectoryLock(self.directory, wait_seconds=lock_wait_seconds)
+        access, group = self.trust.lock_access
+        self._lock = DirectoryLock(self.directory, wait_seconds=lock_wait_seconds, mode=access, group=group)
         try:
             with reported(f"cannot use the checkpoint directory {self.directory}"):
                 self._root = fs.open_folder(str(self.directory))
@@ -396,10 +402,19 @@ class Store:
             self._remove_quietly(root, replaced)
 
     def _remove_quietly(self, root: int, name: str) -> None:
-        cleanup.remove_quietly(root, name, self._tell_left)
+        cleanup.remove_quietly(root, name, self._tell_left, self._waits_for_reader)
 
     def _settle(self) -> None:
-        cleanup.settle(self._open_root(), self._void, self._sync_folder, self._tell_left)
+        cleanup.settle(self._open_root(), self._void, self._sync_folder, self._tell_left, self._waits_for_reader)
+
+    def _waits_for_reader(self, name: str) -> bool:
+        """Whether what is held by a reader is to stay still."""
+        now = time.monotonic()
+        if now - self._held_since.setdefault(name, now) < READER_SECONDS:
+            return True
+        del self._held_since[name]
+        logger.warning("%s is deleted, though a reader has held it for %.0f s", self.directory / name, READER_SECONDS)
+        return False
 
     def _tell_left(self, name: str, error: OSError) -> None:
         if name not in self._told_left:
@@ -416,8 +431,9 @@ class Store:
             complete = self.look()
             stay = retention.kept(self.rules, complete, newest)
             for step in sorted((one.step for one in complete if one.step not in stay), reverse=True):
-                if cleanup.retire(root, step_name(step), self._tell_left):
+                if cleanup.retire(root, step_name(step), self._tell_left, self._waits_for_reader):
                     del self._known[step]
+                    self._held_since.pop(step_name(step), None)  # a later one may get its name
                 else:
                     logger.debug("step %d is being read, and stays until it is not", step)
         except (OSError, StorageError) as error:

@@ -41,6 +41,17 @@ class Trust:
         self._directory, self._who = directory, who
         self._trusted = {0, os.geteuid()}
 
+    @property
+    def lock_access(self) -> tuple[int, int]:
+        """Mode and group of the lock's file: whoever is trusted may lock the directory, and nobody else. -1: any."""
+        if self._who is None:
+            return 0o600, -1
+        if self._who == ANYONE:
+            return 0o666, -1
+        import grp
+
+        return 0o660, grp.getgrnam(self._who).gr_gid
+
     def check_directory(self, root: int) -> None:
         """Look at an open directory, and at all in it that a start reads, without opening it.
 
@@ -55,37 +66,39 @@ class Trust:
         for name, found in fs.entries(root):
             final = name.removeprefix(REPLACED)  # which may get its name back
             if name in READ or parse_step(final) is not None:
-                self.check(self._directory / name, found)
+                self.check(self._directory / name, found, files=name != ".lock")  # whose content decides nothing
             if name == PLANS and stat.S_ISDIR(found.st_mode):
                 with fs.folder(PLANS, dir_fd=root) as plans:
                     for plan, of_plan in fs.entries(plans):
                         self.check(self._directory / PLANS / plan, of_plan)
 
-    def check(self, path: Path, found: os.stat_result) -> None:
+    def check(self, path: Path, found: os.stat_result, *, files: bool = True) -> None:
         """Look at what is to be read.
 
         Args:
             found: of the open file or folder, where it is open.
+            files: whether a file may not be everyone's to write.
 
         Raises:
             ForeignError: it is another user's, or everyone's.
         """
-        if self._who == ANYONE or not (reason := self._reason(found)):
+        if self._who == ANYONE or not (reason := self._reason(found, files)):
             return
         raise ForeignError(f"{path} {reason}")
 
-    def _reason(self, found: os.stat_result) -> str | None:
+    def _reason(self, found: os.stat_result, files: bool) -> str | None:
         mode = stat.S_IMODE(found.st_mode)
         known = found.st_uid in self._trusted or self._is_member(found.st_uid)
         if not known and found.st_uid != self._probe.st_uid:
             return (
-                f"belongs to {user_name(found.st_uid)} (mode {mode:o}), and would decide what this job goes on "
+                f"belongs to {fs.user_name(found.st_uid)} (mode {mode:o}), and would decide what this job goes on "
                 'from: pass trust="anyone", or trust= a group of that user, to checkflow.Checkpointer, or remove it'
             )
-        if stat.S_ISREG(found.st_mode) and mode & stat.S_IWOTH and not self._probe.st_mode & stat.S_IWOTH:
+        open_to_all = files and stat.S_ISREG(found.st_mode) and mode & stat.S_IWOTH
+        if open_to_all and not self._probe.st_mode & stat.S_IWOTH:
             return (
-                f"of {user_name(found.st_uid)} may be written by everyone (mode {mode:o}), who would decide what this "
-                'job goes on from: chmod o-w it if nobody else has, or pass trust="anyone" to checkflow.Checkpointer'
+                f"of {fs.user_name(found.st_uid)} may be written by everyone (mode {mode:o}), who would decide what "
+                'this job goes on from: chmod o-w it if nobody has, or pass trust="anyone" to checkflow.Checkpointer'
             )
         return None
 
@@ -117,13 +130,3 @@ class Trust:
                 fs.close_quietly(fd)
                 with contextlib.suppress(OSError):
                     fs.unlink(name, dir_fd=root)
-
-
-def user_name(uid: int) -> str:
-    """A user in words."""
-    import pwd
-
-    try:
-        return f"user {pwd.getpwuid(uid).pw_name} ({uid})"
-    except KeyError:
-        return f"user {uid}"

@@ -194,16 +194,24 @@ def open_claimed(name: str, *, dir_fd: int) -> int:
     return pass_by(fd)
 
 
-def open_lock(path: str) -> int:
-    """A file to lock, made if it is missing.
+def open_lock(path: str, mode: int = 0o600, group: int = -1) -> int:
+    """A file to lock, made if it is missing. Whoever can open it can lock it.
+
+    Args:
+        mode, group: that it gets, whatever the umask, if it is this user's; -1: its group is let be.
 
     Raises:
         IrregularError: something else has its name.
     """
     with _said_what_it_is(path):
-        fd = pass_by(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, MODE))
+        fd = pass_by(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode))
     try:
-        refuse_irregular(os.fstat(fd).st_mode, ": remove it")
+        found = os.fstat(fd)
+        refuse_irregular(found.st_mode, ": remove it")
+        if found.st_uid == os.geteuid() and (stat.S_IMODE(found.st_mode) != mode or group not in (-1, found.st_gid)):
+            with contextlib.suppress(PermissionError):  # a disk without modes or groups: it is locked all the same
+                os.fchown(fd, -1, group)
+                os.fchmod(fd, mode)
     except BaseException:
         close_quietly(fd)
         raise
@@ -386,6 +394,24 @@ def file_system(path: str | os.PathLike[str]) -> tuple[str | None, int]:
     except OSError:
         return None, 0
     return None, size_bytes
+
+
+def user_name(uid: int) -> str:
+    """A user in words."""
+    import pwd
+
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name} ({uid})"
+    except KeyError:
+        return f"user {uid}"
+
+
+def user_of_process(pid: int) -> str | None:
+    """Whose process it is; None: it has ended."""
+    try:
+        return user_name(os.stat(f"/proc/{pid}").st_uid)
+    except OSError:
+        return None
 
 
 def _close_in_child() -> None:

@@ -48,7 +48,7 @@ def each_way(request: pytest.FixtureRequest) -> Iterator[None]:
     assert sizes
 
 
-def new_store(directory: Path, run_id: str = "run", **options: int | str) -> Store:
+def new_store(directory: Path, run_id: str = "run", **options: int | str | None) -> Store:
     return Store(directory, run_id=run_id, lock_wait_seconds=0, **options)  # type: ignore[arg-type]
 
 
