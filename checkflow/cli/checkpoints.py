@@ -1,8 +1,12 @@
-"""Commands that look at checkpoints, and change none: ``checkflow ls | verify | diff | export``; and ``import``."""
+"""Commands that look at checkpoints, and change none: ``checkflow ls | verify | diff | export``.
+
+And ``memory``, which looks at what jobs have in host memory, and ``import``.
+"""
 
 from __future__ import annotations
 
 import enum
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -115,6 +119,35 @@ def export(
     with working(f"writing {output}"), open_checkpoint(choose(path)) as checkpoint:
         exporter.export(checkpoint, output, chosen, model=model, replace=force)
     tell(f"{checkpoint.path} written to {output}")
+
+
+def memory(
+    directory: Annotated[
+        str | None, typer.Argument(metavar="[DIRECTORY]", help="of checkpoints: its job's memory alone")
+    ] = None,
+    free: Annotated[bool, typer.Option("--free", help="give back what dead jobs hold: your own, as root all")] = False,
+    force: Annotated[bool, typer.Option("--force", help="with --free: what storage does not have, too")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """List the shared memory of jobs, dead ones above all, and free it.
+
+    Of a job that died the next run in its directory goes on from there. What a living process holds is never freed, and
+    what storage has not got only with --force.
+    """
+    from checkflow.cli.tables import checkpoints as checkpoints_table
+    from checkflow.runtime.memory_tier.orphans import list_left
+    from checkflow.runtime.memory_tier.recovery import free as give_back
+
+    if force and not free:
+        raise typer.BadParameter("--force is for --free")
+    found = list_left()
+    if directory is not None:
+        found = tuple(one for one in found if one.directory == os.path.realpath(directory))
+    outcomes = [give_back(one, force=force) for one in found] if free else None
+    if as_json:
+        print_json(checkpoints_table.memory_json(found, outcomes))
+    else:
+        print_parts(checkpoints_table.memory_tables(found, outcomes))
 
 
 def import_(

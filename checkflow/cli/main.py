@@ -1,5 +1,5 @@
 """The command line: ``checkflow plan | check | show | compare | simulate | probe | demo | torture | ls | verify |
-diff | export | import``.
+diff | export | memory | import``.
 
 Commands read options, call the planner or the demo, and print what :mod:`.tables.plan` makes of the answer. Errors
 become one line and an exit code in :func:`main`, and nowhere else. What is heavy is imported when it is needed.
@@ -323,5 +323,6 @@ app.command()(checkpoints.ls)
 app.command()(checkpoints.verify)
 app.command()(checkpoints.diff)
 app.command()(checkpoints.export)
+app.command()(checkpoints.memory)
 app.command("import")(checkpoints.import_)
 app.command(context_settings={"allow_interspersed_args": False})(torture.torture)

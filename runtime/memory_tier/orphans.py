@@ -5,18 +5,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import errno
 import logging
 import os
 import re
 import stat
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from checkflow.core.errors import CorruptCheckpointError, LockedError, StorageError, first_fault
+from checkflow.core.errors import CheckflowError, CorruptCheckpointError, LockedError, StorageError, first_fault
 from checkflow.core.small_files import IrregularError
 from checkflow.runtime.format.manifest import MAX_MANIFEST_BYTES
 from checkflow.runtime.memory_tier import records
@@ -29,19 +32,108 @@ from checkflow.runtime.memory_tier.records import (
     PREFIX,
     RECORDS,
     Mark,
+    Owner,
     Record,
     boot_id,
 )
 from checkflow.runtime.store.discovery import find
-from checkflow.runtime.store.files import parse_step
+from checkflow.runtime.store.files import glance, parse_step
 from checkflow.runtime.system import fs
 
 logger = logging.getLogger("checkflow")
 
+FOLDER = re.compile(rf"{PREFIX}[0-9a-f]{{32}}", re.ASCII)
+YOUNG_SECONDS = 60.0  # a folder whose job may not have come to lock it
 _T = TypeVar("_T")
 _OTHERS = 0o077  # what a folder's mode must not let them do
 _RETRY_SECONDS = 0.05
 _RECORD = re.compile(r"buffer-([0-9]{1,9})\.json", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A job's folder in shared memory.
+
+    Attributes:
+        path: of the folder.
+        directory: of the job's checkpoints; None: it does not say, or is not ours to read, as all that may be None.
+        owner: whose it is, in words.
+        own: whether it is this user's to free: his own, or anyone's for root.
+        size_bytes: that it takes.
+        changed_unix_seconds: when the newest capture came, or the job began.
+        step: of the newest whole capture; None: there is none.
+        stored_step: the newest that storage has whole in that directory; None: none.
+        pid: of the job, as it saw itself.
+        lives: whether the job, or a child of it, holds it; None: not known, as in a job's first minute.
+    """
+
+    path: Path
+    owner: str
+    own: bool
+    changed_unix_seconds: float
+    directory: str | None = None
+    size_bytes: int | None = None
+    step: int | None = None
+    stored_step: int | None = None
+    pid: int | None = None
+    lives: bool | None = None
+
+    @property
+    def only_copy(self) -> bool:
+        """Whether storage has nothing as new as what is here."""
+        return self.step is not None and (self.stored_step is None or self.stored_step < self.step)
+
+
+def list_left() -> tuple[Left, ...]:
+    """All jobs' folders in this machine's shared memory, the oldest first: of jobs that live, and of those that died.
+
+    Raises:
+        StorageError: there is no shared memory.
+    """
+    try:
+        names = fs.folder_names(str(records.ROOT))
+    except OSError as error:
+        raise StorageError(f"cannot read {records.ROOT}: {error.strerror}") from error
+    found = [one for name in filter(FOLDER.fullmatch, names) if (one := _look_at(records.ROOT / name)) is not None]
+    return tuple(sorted(found, key=lambda one: one.changed_unix_seconds))
+
+
+def _look_at(path: Path) -> Left | None:
+    """None: it has gone meanwhile, or is no folder."""
+    try:
+        found = os.stat(path, follow_symlinks=False)
+        if not stat.S_ISDIR(found.st_mode):
+            return None
+        own = os.geteuid() in (0, found.st_uid)
+        left = Left(path, fs.user_name(found.st_uid), own, found.st_mtime)
+        with fs.folder(str(path)) as folder:
+            sizes = [status.st_blocks for _, status in fs.entries(folder)]
+            steps = [record.step for record in read_records(folder).values()]
+            left = dataclasses.replace(left, size_bytes=512 * sum(sizes), step=max(steps, default=None))
+            owner = understood(path / OWNER, OWNERS, read_kept(folder, OWNER, MOST_BYTES))
+            # A job that is just about to lock it would find it locked.
+            begun = os.stat(OWNER, dir_fd=folder, follow_symlinks=False).st_mtime
+            lives = None if time.time() - begun < YOUNG_SECONDS else not is_free(folder)
+    except FileNotFoundError:
+        return None
+    except (OSError, StorageError) as error:
+        logger.debug("%s: %s", path, words_of(error))
+        return left
+    return dataclasses.replace(
+        left, directory=owner.directory, pid=owner.pid or None, lives=lives, stored_step=stored_step(owner)
+    )
+
+
+def stored_step(owner: Owner) -> int | None:
+    """The newest step that storage has whole, as far as names and sizes tell, in the directory of a job that died."""
+    try:
+        if owner.is_of(owner.directory):
+            for path in find(owner.directory):
+                with contextlib.suppress(CheckflowError):
+                    return glance(path).step
+    except (OSError, ValueError, StorageError):  # gone, moved, or not ours to see; a NUL in it
+        pass
+    return None
 
 
 def left_step(directory: str | os.PathLike[str]) -> int | None:

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import mmap
 import os
-import re
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -26,12 +25,16 @@ from checkflow.runtime.format.layout import Layout, TensorRecord, make_layout
 from checkflow.runtime.format.manifest import MAX_EXTRA_BYTES, MAX_MANIFEST_BYTES, MAX_STEP
 from checkflow.runtime.memory_tier import records
 from checkflow.runtime.memory_tier.orphans import (
+    FOLDER,
+    YOUNG_SECONDS,
+    Left,
     distrust_of,
     find_left,
     is_free,
     read_kept,
     read_mark,
     read_records,
+    stored_step,
     told,
     understood,
     words_of,
@@ -60,9 +63,8 @@ from checkflow.runtime.system.aligned_memory import address_of
 
 logger = logging.getLogger("checkflow")
 
-_FOLDER = re.compile(rf"{PREFIX}[0-9a-f]{{32}}", re.ASCII)
-_YOUNG_SECONDS = 60.0  # a folder whose job may not have come to lock it
 _MOVED_SECONDS = 3600.0  # one whose checkpoints are not where they were: most often they have been deleted
+_STORED_SECONDS = 86400.0  # one of which storage has all that counts: its job has not come back in a day
 _OLD_SECONDS = 7 * 86400.0  # one whose checkpoints may be on a disk that is not mounted now
 _WAIT_SECONDS = 5.0  # for the last breath of the run before
 
@@ -307,7 +309,7 @@ def _tidy(own: Path | None, directory: Path) -> None:
         names = fs.folder_names(str(records.ROOT))
     except OSError:  # there is no shared memory
         return
-    for name in filter(_FOLDER.fullmatch, names):
+    for name in filter(FOLDER.fullmatch, names):
         path = records.ROOT / name
         try:
             if path != own and _is_orphan(path, directory):
@@ -321,7 +323,7 @@ def _is_orphan(path: Path, held: Path) -> bool:
         age_seconds = time.time() - os.fstat(folder).st_mtime
         if distrust_of(folder) is not None:
             return False
-        young, known = age_seconds < _YOUNG_SECONDS, fs.exists(OWNER, dir_fd=folder)
+        young, known = age_seconds < YOUNG_SECONDS, fs.exists(OWNER, dir_fd=folder)
         owner = OWNERS.validate_json(read_kept(folder, OWNER, MOST_BYTES)) if known else None
         if young and (owner is None or not owner.is_of(held)):
             return False  # nor is its lock looked at, which its job may be about to take
@@ -329,6 +331,7 @@ def _is_orphan(path: Path, held: Path) -> bool:
             return False
         if owner is None:
             return True
+        left = read_records(folder).values() if age_seconds > _STORED_SECONDS else ()
     try:
         there = owner.is_of(owner.directory)
     except (FileNotFoundError, NotADirectoryError):
@@ -339,7 +342,40 @@ def _is_orphan(path: Path, held: Path) -> bool:
         mark = read_mark(Path(owner.directory))
     except FileNotFoundError:
         return True
-    return path.name != f"{PREFIX}{mark.token}"
+    if path.name != f"{PREFIX}{mark.token}":
+        return True
+    if age_seconds <= _STORED_SECONDS:
+        return False
+    stored = stored_step(owner)
+    return max((record.step for record in left), default=NOTHING) <= (NOTHING if stored is None else stored)
+
+
+def free(left: Left, *, force: bool = False) -> str | None:
+    """Give a dead job's folder back; returns why it stays, or None: it has gone.
+
+    Args:
+        force: although it holds what storage does not have.
+    """
+    if not left.own:
+        return f"it is of {left.owner}"
+    if left.only_copy and not force:
+        return f"step {left.step} is nowhere else: --force gives it up"
+    try:
+        with fs.folder(str(left.path)) as folder, contextlib.ExitStack() as held:
+            if time.time() - os.fstat(folder).st_mtime < YOUNG_SECONDS and left.lives is None:
+                return "its job may be about to begin"
+            with contextlib.suppress(FileNotFoundError):  # it was killed before it said whose it is
+                lock = fs.open_claimed(OWNER, dir_fd=folder)
+                held.callback(fs.close_quietly, lock)
+                fs.flock(lock)
+            remove(left.path)
+    except BlockingIOError:
+        return "its job lives"
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return error.strerror or str(error)
+    return "it cannot be removed" if os.path.lexists(left.path) else None
 
 
 def _is_mounted(owner: Owner) -> bool:

@@ -31,7 +31,7 @@ from checkflow.core.plan import Plan
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.interval.controller import Controller
-from checkflow.runtime.memory_tier import records, recovery
+from checkflow.runtime.memory_tier import orphans, records
 from checkflow.runtime.memory_tier.records import LIFE, MARK, OWNER
 from checkflow.runtime.memory_tier.tier import MemoryTier
 from checkflow.runtime.persist import saver
@@ -121,7 +121,7 @@ BREAKS: dict[str, Callable[[], None]] = {"full": full_disk, "torn": tear, "audit
 
 
 def folders() -> set[Path]:
-    return {path for path in records.ROOT.glob("checkflow-*") if recovery._FOLDER.fullmatch(path.name)}
+    return {path for path in records.ROOT.glob("checkflow-*") if orphans.FOLDER.fullmatch(path.name)}
 
 
 def folder_of(directory: Path) -> Path:

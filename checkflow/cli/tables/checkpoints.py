@@ -1,4 +1,4 @@
-"""What ``checkflow ls``, ``verify``, ``diff`` and ``import`` print."""
+"""What ``checkflow ls``, ``verify``, ``diff``, ``memory`` and ``import`` print."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from checkflow.core.device import format_size
 
 if TYPE_CHECKING:
     from checkflow.runtime.inspect import Changed, Differences, Listed, Running, Verified
+    from checkflow.runtime.memory_tier.orphans import Left
     from checkflow.runtime.weights.importer import Imported
 
 MOST_ROWS = 30  # of what differs, in a table
@@ -77,6 +78,44 @@ def listed_tables(
     }
     for one in others:
         yield f"{one.path.name}: {format_size(one.size_bytes)}; {words[one.kind]}"
+
+
+def memory_json(found: Sequence[Left], outcomes: Sequence[str | None] | None = None) -> dict[str, Any]:
+    """The object that ``checkflow memory --json`` prints.
+
+    Args:
+        outcomes: of freeing each: why it stays, or None where it went; None: none was to be freed.
+    """
+    rows = [{**asdict(one), "path": str(one.path), "only_copy": one.only_copy} for one in found]
+    for row, reason in zip(rows, outcomes or (), strict=False):
+        row.update(freed=reason is None, kept_because=reason)
+    return {"folders": rows}
+
+
+def memory_tables(found: Sequence[Left], outcomes: Sequence[str | None] | None = None) -> Iterable[Table | str]:
+    """The folders, then what became of them, if that was asked; as :func:`memory_json`."""
+    if not found:
+        yield "no job has left anything in this machine's memory"
+        return
+    table = Table(title="jobs in this machine's memory", title_justify="left")
+    table.add_column("checkpoints in", overflow="fold")
+    table.add_column("owner", overflow="fold")
+    for column in ("size", "age", "step", "on storage"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("job", overflow="fold")
+    for one in found:
+        process = "" if one.pid is None else f"process {one.pid}, "
+        table.add_row(
+            one.directory or "?", one.owner, "?" if one.size_bytes is None else format_size(one.size_bytes),
+            _age(time.time() - one.changed_unix_seconds), _or_dash(one.step), _or_dash(one.stored_step),
+            process + {True: "lives", False: "dead", None: "not known"}[one.lives],
+        )  # fmt: skip
+    yield table
+    if outcomes is None:
+        yield "--free gives back what dead jobs hold; the next run in a job's directory goes on from its step otherwise"
+        return
+    for one, reason in zip(found, outcomes, strict=True):
+        yield f"{one.path}: {'freed' if reason is None else f'stays: {reason}'}"
 
 
 def imported_json(done: Imported) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,7 @@ def test_the_memory_of_a_dead_job_that_nobody_goes_on_from_is_given_back(
     (missing / OWNER).write_text(json.dumps({**owner, "device": owner["device"] + 1}))  # not mounted now
     with resume(tmp_path / "four"):
         assert unmarked.is_dir()  # it is young: its job may be just about to say whose it is
-    monkeypatch.setattr(recovery, "_YOUNG_SECONDS", 0.0)
+    monkeypatch.setattr(recovery, "YOUNG_SECONDS", 0.0)
     with resume(tmp_path / "four"):
         assert not unmarked.exists()
         assert not marked.exists()
@@ -198,7 +199,7 @@ def test_the_memory_of_a_dead_job_that_nobody_goes_on_from_is_given_back(
 def test_the_memory_of_other_users_is_theirs_to_give_back(
     tmp_path: Path, own_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovery, "_YOUNG_SECONDS", 0.0)
+    monkeypatch.setattr(recovery, "YOUNG_SECONDS", 0.0)
     theirs, ours = (killed(tmp_path / name) for name in ("theirs", "ours"))
     for directory in (theirs, ours):
         own = folder_of(directory)
@@ -244,7 +245,7 @@ def test_what_was_left_unmarked_goes_with_the_next_start_in_its_directory(tmp_pa
 def test_a_directory_that_was_moved_takes_its_own_however_old(
     tmp_path: Path, own_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for limit in ("_YOUNG_SECONDS", "_MOVED_SECONDS", "_OLD_SECONDS"):
+    for limit in ("YOUNG_SECONDS", "_MOVED_SECONDS", "_OLD_SECONDS"):
         monkeypatch.setattr(recovery, limit, 0.0)
     killed(tmp_path).rename(tmp_path / "moved")
     with resume(tmp_path / "moved") as checkpointer:
@@ -314,3 +315,100 @@ def test_torture_tells_what_its_last_life_left_in_memory(tmp_path: Path) -> None
     torture.remarks.clear()
     torture._look_at_memory()
     assert not torture.remarks
+
+
+# ------------------------------------------------------------------------------------------------- checkflow memory
+
+
+def memory(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict[str, Any]]:
+    assert main(["memory", *map(str, arguments), "--json"]) == 0
+    folders: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["folders"]
+    return folders
+
+
+@pytest.fixture
+def no_youth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock of a young job is looked at, too: here none is about to begin."""
+    monkeypatch.setattr(orphans, "YOUNG_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("no_youth")
+def test_memory_lists_what_lies_there_and_frees_what_storage_has(
+    tmp_path: Path, own_memory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ahead = killed(tmp_path / "ahead")  # step 7 is in memory alone
+    stored = killed(tmp_path / "stored", kill=("after step", 1, 2), stored=8)
+    places = {one["directory"]: one for one in memory(capsys)}
+    assert set(places) == {str(ahead), str(stored)}
+    one, other = places[str(ahead)], places[str(stored)]
+    assert (one["step"], one["stored_step"], one["only_copy"], one["lives"]) == (
+        7,
+        newest_on_storage(ahead),
+        True,
+        False,
+    )
+    assert (other["step"], other["stored_step"], other["only_copy"]) == (8, 8, False)
+    assert one["owner"] == orphans.fs.user_name(os.geteuid())
+    assert one["size_bytes"] >= sum(path.stat().st_size for path in folder_of(ahead).glob("buffer-?"))
+    assert abs(one["changed_unix_seconds"] - folder_of(ahead).stat().st_mtime) < 1
+    with resume(stored) as checkpointer:
+        (living,) = memory(capsys, stored, "--free", "--force")
+        assert (living["lives"], living["freed"], living["pid"]) == (True, False, os.getpid())
+        assert living["kept_because"] == "its job lives"
+        assert folder_of(stored).is_dir()
+        assert checkpointer.resumed_from == 8
+    stored = killed(tmp_path / "again", kill=("after step", 1, 2), stored=8)
+    freed = {one["directory"]: (one["freed"], one["kept_because"]) for one in memory(capsys, "--free")}
+    assert freed == {
+        str(stored): (True, None), str(ahead): (False, "step 7 is nowhere else: --force gives it up")
+    }  # fmt: skip
+    main(["memory", str(ahead)])
+    printed = " ".join(capsys.readouterr().out.split())
+    for said in ("dead", "--free gives back", str(7)):
+        assert said in printed
+    assert [one["freed"] for one in memory(capsys, ahead, "--free", "--force")] == [True]
+    assert memory(capsys) == []
+    main(["memory"])
+    assert "no job has left anything" in capsys.readouterr().out
+    with resume(ahead) as checkpointer:  # it goes on from storage
+        assert checkpointer.resumed_from == newest_on_storage(ahead)
+    assert main(["memory", "--force"]) == 2
+
+
+@pytest.mark.usefixtures("no_youth")
+def test_memory_frees_nobody_elses_and_shows_no_control_character(
+    tmp_path: Path, own_memory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = killed(tmp_path)
+    folder = folder_of(directory)
+    owner = json.loads((folder / OWNER).read_text())
+    (folder / OWNER).write_text(json.dumps({**owner, "directory": "/x\x1b[2J"}))
+    main(["memory"])
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert "/x\\x1b[2J" in printed
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+        (row,) = memory(capsys, "--free", "--force")
+        assert (row["own"], row["freed"]) == (False, False)
+        assert row["kept_because"].startswith("it is of user ")
+    assert folder.is_dir()
+    for name in ("checkflow-" + "0" * 32, "checkflow-" + "1" * 32):  # a link, a file: neither is a job's
+        path = own_memory / name
+        path.symlink_to(directory) if name.endswith("0") else path.touch()
+    assert len(memory(capsys)) == 1
+    assert main(["memory", "--free", "--force"]) == 0
+    assert not folder.exists()
+
+
+def test_a_start_gives_back_what_storage_has_when_its_job_has_not_come_back_in_a_day(
+    tmp_path: Path, own_memory: Path
+) -> None:
+    ahead = folder_of(killed(tmp_path / "ahead"))
+    stored = folder_of(killed(tmp_path / "stored", kill=("after step", 1, 2), stored=8))
+    for seconds, there in ((recovery._STORED_SECONDS - 3600, True), (recovery._STORED_SECONDS + 60, False)):
+        for folder in (ahead, stored):
+            os.utime(folder, (time.time() - seconds,) * 2)
+        with resume(tmp_path / "another"):
+            assert ahead.is_dir()
+            assert stored.is_dir() == there
