@@ -12,7 +12,8 @@ Where no boundary comes in time (a long validation, an iteration that outlasts t
 exception raised wherever the main thread is, so early that a commit fits into what is left: the ``with`` block then
 brings what is in flight to its end, as after any exception. Only the training thread ever reads live tensors; the
 watchdog moves nothing but snapshots. A main thread that runs no Python (it hangs in a collective) does not hear of it:
-at the end of the grace period, which begins with the signal, the process ends as that would have ended it.
+at the end of the grace period, which begins with the signal, the process ends as that would have ended it. Where
+training has ended by then, and only storage is slow, it ends with the exit code that :class:`Preempted` has.
 
 Where no boundary will come at all, since no loop goes on, the exception is raised at once. The same signal a second
 time acts as it would without this, at once; within ``ECHO_SECONDS`` it is taken for an echo: schedulers signal all
@@ -350,7 +351,7 @@ class Preemption:
         logger.warning("no boundary has come: training ends where it is, and what is in flight is saved")
 
     def _give_up(self, number: int) -> None:
-        """The time is over: end the process as the signal would have done."""
+        """The time is over: end the process as the signal would have done; with 75 where training itself has ended."""
         if number == signal.SIGINT:
             return  # whoever pressed it is still there
         # Of several, one that has a handler of the user's below may end nothing.
@@ -361,6 +362,8 @@ class Preemption:
             logger.error("%s, and what is in flight is not saved yet", over)
             return
         logger.error("%s: what is not on storage by now is given up", over)
+        if self._saving or self._raised:  # storage alone is slow: the job is to be tried again, as with its exception
+            os._exit(Preempted.EXIT_CODE)
         # signal.signal() is the main thread's alone, and that thread does not answer.
         ctypes.pythonapi.PyOS_setsig(ctypes.c_int(number), ctypes.c_void_p(None))
         os.kill(os.getpid(), number)

@@ -31,6 +31,7 @@ from checkflow.runtime.loop.preemption import Preemption
 from checkflow.runtime.persist.writer import Writer
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.store import Store
+from checkflow.runtime.system import fs
 from tests.runtime.state.test_restore import assert_same_end
 from tests.runtime.test_checkpointer import make, make_plan, steps
 
@@ -419,6 +420,31 @@ def in_a_child(run: Any) -> int:
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_storage_that_is_too_slow_for_the_grace_period_ends_it_with_75(tmp_path: Path) -> None:
+    """Training has ended in time: a script that starts the job again on 75 does so. A hung disk never answers."""
+
+    def run() -> None:
+        loop, sync = Loop(tmp_path, {"grace_seconds": 1.0}), fs.fsync
+
+        def stuck(fd: int) -> None:
+            if loop.checkpointer.preempted:
+                threading.Event().wait()
+            sync(fd)
+
+        fs.fsync = stuck
+        for act in ("_interrupt", "_give_up"):  # however long the machine takes to the boundary
+            acts_when(Preemption, act, lambda: loop.checkpointer._preemption._saving)
+        with loop.checkpointer as checkpointer:
+            for n in checkpointer.steps(9):
+                loop.iterate()
+                if n == 2:
+                    wait_until_saved(tmp_path, 2)
+                    signal.raise_signal(TERM)
+
+    assert in_a_child(run) == 75
+    assert steps(tmp_path) == [1, 2]
 
 
 def test_what_storage_does_not_take_at_the_end_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
