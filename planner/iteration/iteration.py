@@ -129,6 +129,10 @@ class Iteration:
         self._parameters = sum(whole.numel() for whole in {id(item.held): item.held for item in parameters}.values())
         return [(name, part) for name, tensor, _ in found for part in _without_wrapper(tensor)]
 
+    def state(self) -> list[tuple[str, torch.Tensor]]:
+        """The tensors of the state as they are now, by name."""
+        return [(item.name, item.tensor) for item in collect_state(self._models, self._optimizers).tensors]
+
     def enter(self, tensor: torch.Tensor, name: str, kind: StorageKind) -> None:
         """Enter what lives at the boundary, unless it lies in host memory."""
         for part in op.tensors_in(tensor):

@@ -109,6 +109,7 @@ class OptimizerSteps:
         """Run a step with nothing to update: only the hooks fire, and the pre-hook records the opaque operator."""
         lists = [group["params"] for group in optimizer.param_groups]
         self._stepping = [parameter for parameters in lists for parameter in parameters if parameter.grad is not None]
+        self._numbers.note("step", self._stepping)
         try:
             for group in optimizer.param_groups:
                 group["params"] = []

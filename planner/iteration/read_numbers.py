@@ -5,8 +5,9 @@ flow wherever numbers flow: into sums over many iterations, lists, messages, sch
 which operators run, since another number might have decided otherwise. Whether they do is tried: where numbers were
 read, the iteration runs once more with others (0.001 and 2), and with every comparison of one in the user's own code
 coming out the other way; and again with 100.0 where the step took some as plain numbers (``float(loss)``), of which it
-cannot be seen what they are compared to. The same operators, on tensors of the same shapes, must run; until the first
-error, as an iteration that ends training (a loss that is not finite) is no steady state.
+cannot be seen what they are compared to, and with 0 where it took whole ones, which may be the place of one of two
+modules. The same operators, on the same state and tensors of the same shapes, must run; until the first error, as an
+iteration that ends training (a loss that is not finite) is no steady state.
 
 What torch's own code decides is not turned around: it is taken as in an ordinary iteration (a gradient norm that is
 finite, an average that has members). A GradScaler finds no infinity, and so the optimizer steps.
@@ -22,7 +23,7 @@ import os
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -49,7 +50,8 @@ ADVICE: Final = (
     "move what depends on data (if, while, data-dependent sizes) out of the training step, metrics and logging too, "
     f"compute it with torch.where, or {RECORD}"
 )
-_USUAL: Final[Mapping[type, Any]] = {float: 0.7, int: 1}  # neither the real one, its logarithm nor 1 minus it is zero
+# Neither the real one, its logarithm nor 1 minus it is zero.
+_USUAL: Final[Mapping[type, Any]] = {bool: False, float: 0.7, int: 1}
 _PATIENCE = 10_000  # so often may one line of an iteration read or compare: a loop that waits for a number never ends
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _WINGS = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
@@ -76,9 +78,12 @@ class ReadNumbers:
     def __init__(self) -> None:
         self.count = 0  # numbers handed out that only data could tell
         self.plain = False  # some of them as plain numbers, whose comparisons are not seen
-        self._other = 0.001  # in the place of the usual one, in that iteration
+        self.whole = False  # some of them as whole numbers
+        self._other: Mapping[type, Any] = {}  # in the place of the usual ones, in that iteration
         self._turned = False  # in the iteration that tries other numbers
-        self._traced: list[tuple[Any, ...]] | None = None  # operators of the traced iteration, with shapes of results
+        self._traced: list[tuple[Any, ...]] | None = None  # operators of the traced iteration, on which tensors
+        self._state: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple
+        self._storages = _StorageNames(())
         self._tried = 0  # operators of the other one so far
         self._last: tuple[Any, str] | None = None  # operator and place of the newest number or decision
         self._odd: tuple[Any, str] | None = None  # as it was where the iterations first differed
@@ -90,8 +95,13 @@ class ReadNumbers:
 
     # The iterations of a trace
 
-    def begin_traced(self) -> None:
-        """The iteration that is traced begins."""
+    def begin_traced(self, state: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
+        """The iteration that is traced begins.
+
+        Args:
+            state: gives the tensors of the state as they are now, by name.
+        """
+        self._state = state
         self._forget_iteration()
         self._traced = []
         self._random = random.getstate()
@@ -105,8 +115,11 @@ class ReadNumbers:
         Raises:
             NumberError: other operators ran; it names the operator that gave the number, and the place.
         """
-        for other in (0.001, 100.0)[: self.plain + 1 if self.count else 0]:
-            self._other = other
+        if not self.count:
+            return
+        others = [(0.001, 2), *([(100.0, 2)] if self.plain else ()), *([(0.001, 0)] if self.whole else ())]
+        for real, whole in others:
+            self._other = {bool: True, float: real, int: whole}
             rewind()
             random.setstate(self._random)
             self._forget_iteration()
@@ -127,9 +140,15 @@ class ReadNumbers:
 
     def note_operator(self, func: OpOverload, args: tuple[Any, ...], result: Any) -> None:
         """An operator ran. In the iteration with other numbers: it must be the one that ran in the traced one."""
-        if self._traced is None or torch.Tag.data_dependent_output in func.tags:  # to look at a number changes nothing
+        if torch.Tag.data_dependent_output not in func.tags:  # to look at a number changes nothing
+            self.note(func, args, result)
+
+    def note(self, what: object, args: Any, result: Any = None) -> None:
+        """As :meth:`note_operator`, for anything that is done to a structure of tensors."""
+        if self._traced is None:
             return
-        ran = (func, *(tuple(leaf.shape) for leaf in pytree.tree_leaves((args, result)) if torch.is_tensor(leaf)))
+        place = self._tried if self._turned else len(self._traced)
+        ran = (what, *self._storages.on(args, (place, "argument")), *self._storages.on(result, (place, "result")))
         if not self._turned:
             self._traced.append(ran)
         elif self._odd is None:
@@ -187,7 +206,7 @@ class ReadNumbers:
         if isinstance(value, list):
             return [self.told(item) for item in value]
         if type(value) is bool:
-            return self.decide(value)
+            return self.decide(False)  # which is turned around there
         return _made(value, _USUAL.get(type(value)), self)
 
     def array(self, tensor: torch.Tensor) -> Any:
@@ -211,13 +230,12 @@ class ReadNumbers:
         return outcome is not self._turned
 
     def _ordinary(self, dtype: torch.dtype) -> bool | int | float | complex:
-        if dtype is torch.bool:
-            return False
+        numbers = self._other if self._turned else _USUAL
         if dtype.is_complex:
-            return complex(self._other if self._turned else _USUAL[float])
-        if dtype.is_floating_point:
-            return self._other if self._turned else _USUAL[float]
-        return 2 if self._turned else _USUAL[int]
+            return complex(numbers[float])
+        kind = bool if dtype is torch.bool else float if dtype.is_floating_point else int
+        self.whole |= kind is int
+        return numbers[kind]  # type: ignore[no-any-return]
 
     def _note(self, func: Any, place: str | None = None) -> None:
         place = place or user_place()[0]
@@ -232,6 +250,33 @@ class ReadNumbers:
         self._tried = 0
         self._last = self._odd = None
         self._decided = None
+        self._storages = _StorageNames(self._state())
+
+
+class _StorageNames:
+    """What a storage is called in each iteration: state by its name, others by where they first appear."""
+
+    def __init__(self, state: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._names: dict[int, tuple[weakref.ref[torch.UntypedStorage], Any]] = {}  # by address
+        for name, tensor in state:
+            for part in tensors_in(tensor):
+                self._name(part.untyped_storage(), name)
+
+    def on(self, structure: Any, place: tuple[int, str]) -> Iterator[tuple[Any, ...]]:
+        """The shapes of tensors and the names of their storages, which are numbered from this place if they are new."""
+        tensors = (leaf for leaf in pytree.tree_leaves(structure) if torch.is_tensor(leaf))
+        for number, tensor in enumerate(tensors):
+            yield (
+                tuple(tensor.shape),
+                *(self._name(part.untyped_storage(), (*place, number)) for part in tensors_in(tensor)),
+            )
+
+    def _name(self, storage: torch.UntypedStorage, name: Any) -> Any:
+        """The name of a storage, which is this one if it is new."""
+        names, address = self._names, storage._cdata
+        if address not in names:
+            names[address] = weakref.ref(storage, lambda _: names.pop(address, None)), name
+        return names[address][1]
 
 
 def format_number(tensor: torch.Tensor, specification: str) -> str:

@@ -55,7 +55,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def begin(self, proxies: ProxyTorchDispatchMode) -> None:
         """The traced run begins. What make_fx later removes from its graph as dead code is an operator all the same."""
         self._tracer = proxies.tracer
-        self._numbers.begin_traced()
+        self._numbers.begin_traced(self._iteration.state)
         self._failure = None  # where an optimizer's step broke off, the frames of its error hold gradients
 
     def end(self) -> None:

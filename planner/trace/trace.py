@@ -191,8 +191,12 @@ class _Tracing:
 
                 make_fx(iteration, _allow_fake_constant=True)()
             recorder.end()
-            with recorder:
-                numbers.try_others(lambda: self._step.run(self._batch), steady.restore)
+
+            def again() -> None:
+                with recorder:
+                    self._step.run(self._batch)
+
+            numbers.try_others(again, steady.restore)
         except NumberError as error:
             raise TraceError(_needs_values(self._name, error.operator, error.place)) from error
         except CheckflowError:

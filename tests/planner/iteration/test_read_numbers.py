@@ -224,6 +224,93 @@ def test_what_a_number_decides_is_refused_by_operator_and_line(
     assert "\n" not in message
 
 
+class Twins(nn.Module):
+    """Modules of the same shape, each with all kinds of state, of which the step may choose one."""
+
+    def __init__(self, choose: Callable[[Twins, torch.Tensor], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right = (nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(2))
+        self.choose = choose
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("spare", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean, self.spare = 0.9 * self.spare + 0.1 * x.mean(0).detach(), self.mean
+        return self.choose(self, x)(x) + self.mean  # type: ignore[no-any-return]
+
+
+def choosing(choose: Callable[[Twins, torch.Tensor], nn.Module]) -> TrainingStep:
+    model = Twins(choose)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # which makes no state for what was never chosen
+    return TrainingStep(model, optimizer, loss=lambda model, x: model(x).square().mean(), batch=torch.randn(8, 6))
+
+
+def by_sum(model: Twins, x: torch.Tensor) -> nn.Module:
+    return model.left if x.sum() > 0 else model.right  # the line
+
+
+def by_index(model: Twins, x: torch.Tensor) -> nn.Module:
+    return (model.left, model.right)[x.argmax().item()]  # type: ignore[index]  # the line
+
+
+def by_plain_index(model: Twins, x: torch.Tensor) -> nn.Module:
+    return {0: model.left, 1: model.right}[int(x.argmax())]  # the line
+
+
+def by_plain_truth(model: Twins, x: torch.Tensor) -> nn.Module:
+    return (model.left, model.right)[int(x.sum() > 0)]  # the line
+
+
+@pytest.mark.parametrize("choose", [by_sum, by_index, by_plain_index, by_plain_truth])
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_a_choice_between_modules_of_one_shape_is_refused(choose: Any, target: Any) -> None:
+    with pytest.raises(TraceError, match=r"default needs the values of tensors at .*# the line"):
+        trace(choosing(choose), name="n", target=target)
+
+
+@pytest.mark.parametrize("change", [lambda one, other: one.copy_(other), lambda one, other: other.mul_(one)])
+def test_a_choice_between_buffers_of_one_shape_is_refused(change: Any) -> None:
+    def choose(model: Twins, x: torch.Tensor) -> nn.Module:
+        change(*((model.mean, model.spare) if x.sum() > 0 else (model.spare, model.mean)))  # the line
+        return model.left
+
+    with pytest.raises(TraceError, match=r"default needs the values of tensors at .*# the line"):
+        trace(choosing(choose), name="n")
+
+
+def test_a_choice_between_optimizers_of_one_shape_is_refused_where_their_steps_are_opaque() -> None:
+    tables = nn.ModuleList(nn.Embedding(10, 3, sparse=True) for _ in range(2))
+    optimizers = {str(i): torch.optim.SparseAdam(table.parameters()) for i, table in enumerate(tables)}
+
+    def step(batch: torch.Tensor) -> None:
+        loss = sum(table(batch).sum() for table in tables)
+        loss.backward()
+        for optimizer in optimizers.values() if step.first else ():  # type: ignore[attr-defined]
+            optimizer.step()  # makes the state
+        step.first = False  # type: ignore[attr-defined]
+        optimizers["0" if loss > 0 else "1"].step()  # the line
+
+    step.first = True  # type: ignore[attr-defined]
+    job = TrainingStep(step=step, models={"m": tables}, optimizers=optimizers, batch=torch.arange(4))
+    with pytest.raises(TraceError, match=r"default needs the values of tensors at .*# the line"):
+        trace(job, name="n")
+
+
+def test_buffers_that_are_replaced_and_exchanged_are_the_same_state_in_each_iteration(tmp_path: Path) -> None:
+    kept: list[torch.Tensor] = []
+
+    def choose(model: Twins, x: torch.Tensor) -> nn.Module:
+        kept.append(x.sum())
+        (x * torch.stack(kept[-3:]).sum().item()).relu()  # one more is kept in each iteration
+        return nn.Sequential(model.left, model.right)
+
+    step = choosing(choose)
+    plan = plan_by_trace(step)
+    kept.clear()
+    assert_every_checkpoint_is_true(step, plan, tmp_path, iterations=3)
+
+
 def test_a_loop_that_is_not_entered_is_named_where_something_else_fails_for_it() -> None:
     model = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
