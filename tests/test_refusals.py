@@ -7,6 +7,7 @@ import collections
 import datetime
 import importlib
 import re
+import threading
 import zoneinfo
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -333,6 +334,12 @@ def branch(model: nn.Module, _: Any, x: torch.Tensor) -> None:
         model(x)
 
 
+def in_a_thread(model: nn.Module, _: Any, x: torch.Tensor) -> None:
+    thread = threading.Thread(target=model, args=(x,))
+    thread.start()
+    thread.join()
+
+
 TRACED: dict[str, tuple[Run, str]] = {
     "closure": (tracing(lambda m, o, x: o.step(lambda: m(x).sum())), "cannot trace SGD with a closure"),
     "growing state": (tracing(grow, lambda: with_buffer(torch.zeros(2))), r"model/odd is float32\[4\] before"),
@@ -355,6 +362,7 @@ TRACED: dict[str, tuple[Run, str]] = {
     "jagged": (tracing(jagged), "it makes sizes that only data tells"),
     "opaque": (tracing(branch, lambda: with_buffer(Opaque(torch.zeros(2)))), "cannot trace a Opaque"),
     "late state": (tracing(backward_and_step, optimizer=LateState), "cannot trace LateState: its state"),
+    "another thread": (tracing(in_a_thread), "model runs forward in another thread"),
     "no step, traced": (
         tracing(lambda m, o, x: m(x).sum().backward()),
         "no optimizer stepped in the iteration that was t",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import FrameType
@@ -75,6 +76,8 @@ class Whereabouts:
         self._brought_by: dict[str, str] = {}  # the same by the parameter's name, of those that had a gradient
         self._instead: dict[str, AnchorKey] = {}  # the anchor before a module's first forward in compiled code
         self._steps = UnseenSteps()
+        self._thread = threading.get_ident()  # that is watched: a dispatch mode sees one
+        self.elsewhere = ""  # the first module that ran forward in another thread
         #: Set for a live job, whose compiled code runs compiled: no hooks go into its regions.
         self.regions: RegionWatcher | None = None
         self._members: dict[str, dict[str, nn.Module]] = {}  # of each region, by name
@@ -91,7 +94,8 @@ class Whereabouts:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Hang the hooks in, and take them out again."""
+        """Hang the hooks in, and take them out again. Forward is watched in the thread that calls this."""
+        self._thread = threading.get_ident()
         with contextlib.ExitStack() as handles:
             for name, module in module_names(self._models):
                 region = self._regions.get(name)
@@ -108,6 +112,15 @@ class Whereabouts:
                     handles.callback(handle.remove)
             handles.callback(register_optimizer_step_pre_hook(step_hook(self._before_step, self._steps)).remove)
             handles.callback(register_optimizer_step_post_hook(step_hook(self._after_step, self._steps)).remove)
+            yield
+
+    @contextlib.contextmanager
+    def watching_threads(self) -> Iterator[None]:
+        """Of an iteration that is not watched otherwise: note what runs in another thread than the one that calls."""
+        self._thread = threading.get_ident()
+        with contextlib.ExitStack() as handles:
+            for name, module in module_names(self._models):
+                handles.callback(around_forward(module, self._noting_thread(name)).remove)
             yield
 
     @property
@@ -188,6 +201,8 @@ class Whereabouts:
 
         @uncompiled
         def reached() -> None:
+            if not self._seen(name):
+                return
             if not in_backward():  # activation checkpointing runs forward again there: no anchor
                 self._phase = "forward"
                 function = compiled_function()
@@ -219,6 +234,18 @@ class Whereabouts:
 
         return hook
 
+    def _noting_thread(self, name: str) -> Before:
+        def hook(_entry: nn.Module, _arguments: Any) -> None:
+            self._seen(name)
+
+        return hook
+
+    def _seen(self, module: str) -> bool:
+        """Whether the module's operators are seen; autograd takes the dispatch mode along to its own threads."""
+        seen = threading.get_ident() == self._thread or in_backward()
+        self.elsewhere = self.elsewhere or ("" if seen else module)
+        return seen
+
     def _enter_compiled(self, call: str, modules: Mapping[str, nn.Module]) -> None:
         """A compiled call begins, or within one a module's forward."""
         self.compiled.add(call)
@@ -234,7 +261,9 @@ class Whereabouts:
 
         @uncompiled
         def left(result: Any) -> None:
-            if self._running and self._running[-1] == name:  # hooks may have been hung in when it ran already
+            if (
+                self._seen(name) and self._running and self._running[-1] == name
+            ):  # hooks may have been hung in when it ran already
                 if region is not None and self.regions is not None and not in_backward():
                     self.regions.left(self._members[name], result)
                 self._running.pop()

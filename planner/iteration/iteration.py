@@ -196,8 +196,10 @@ class Iteration:
         """Everything that was seen, as plain data.
 
         Raises:
-            TraceError: state was made or taken away in this iteration, so that it is none like those to come.
+            TraceError: state was made or taken away in this iteration, so that it is none like those to come; or a
+                module ran in another thread.
         """
+        self.refuse_threads(name)
         have, had = {item.name for item in self._after.tensors}, {item.name for item in self._before}
         if odd := have ^ had:
             raise TraceError(
@@ -233,6 +235,18 @@ class Iteration:
             parameters=self._parameters,
             compiled=tuple(sorted(self.where.compiled)),
         )
+
+    def refuse_threads(self, name: str) -> None:
+        """Refuse an iteration of which a part ran where nothing was seen.
+
+        Raises:
+            TraceError: names the first module that ran in another thread.
+        """
+        if module := self.where.elsewhere.rstrip("/"):
+            raise TraceError(
+                f"cannot plan {name}: {module} runs forward in another thread, where no operator is seen: call it in "
+                "the thread that trains"
+            )
 
     def _index(self, tensor: torch.Tensor) -> int | None:
         return None if self.places.holds(tensor) else self.ledger.find(tensor)

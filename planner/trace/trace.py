@@ -164,7 +164,7 @@ class _Tracing:
         recorder, watched, numbers = self._recorder, self._iteration, self._stand_ins.numbers
         try:
             # A training loop holds what its last iteration returned until the next one returns.
-            with recorder:
+            with watched.where.watching_threads(), recorder:
                 previous = self._step.run(self._batch)
             self._stand_ins.forget_pending_symbols()
             self._stand_ins.host.conclude()
@@ -202,6 +202,7 @@ class _Tracing:
         except CheckflowError:
             raise
         except Exception as error:
+            watched.refuse_threads(self._name)  # what fails beside others may fail for them
             raise TraceError(_explain(self._name, error, recorder.culprit(error), numbers.blamed())) from error
 
     def _refuse_without_step(self) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from own_plans import Never
@@ -360,3 +363,37 @@ def test_a_counter_of_a_module_lies_on_the_device(target: Any) -> None:
     assert graph.operators[entry.first_write].target == "aten.add_.Tensor"
     assert "aten.remainder.Scalar" in [operator.target for operator in graph.operators]
     assert not [operator for operator in graph.operators if operator.link_bytes]
+
+
+# Threads
+
+
+class Threads(nn.Module):
+    """Runs its second layer in a thread of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            return pool.submit(self.second, self.first(x)).result()
+
+
+@pytest.mark.parametrize("run", [record_step, trace, functools.partial(trace, target="cpu")])
+def test_forward_in_another_thread_is_refused(run: Callable[..., Any]) -> None:
+    with pytest.raises(TraceError, match="cannot plan job: model/second runs forward in another thread"):
+        run(step_of(Threads(), torch.ones(2, 6)), name="job")
+
+
+def test_a_job_that_runs_forward_in_another_thread_trains_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Threads()
+    optimizer = momentum(model.parameters())
+    with checkflow.Checkpointer(model, optimizer, directory=tmp_path, every=1) as checkpointer:
+        for _ in checkpointer.steps(12):
+            optimizer.zero_grad()
+            model(torch.ones(2, 6)).square().mean().backward()
+            optimizer.step()
+    assert "could be recorded: cannot plan Threads: model/second runs forward in another thread" in caplog.text
+    newest = max(tmp_path.glob("step-*/model-*.safetensors"))
+    assert safetensors.torch.load_file(newest)["second.weight"].equal(model.second.weight)
