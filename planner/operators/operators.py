@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
@@ -51,6 +51,19 @@ BAGS = _named("_embedding_bag _embedding_bag_forward_only")  # likewise, a row f
 SCATTERS = _named("index_put_ _index_put_impl_ scatter_ scatter_add_ index_add_ index_copy_")
 # Operators that allocate without computing.
 ALLOCATIONS = _named("empty empty_like empty_strided new_empty new_empty_strided empty_permuted")
+
+
+def _grouped_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **_keywords: Any) -> int:
+    """A matrix of two dimensions is cut into groups, so that each of its rows (columns) meets one matrix."""
+    matrices = a.shape[0] if a.dim() == b.dim() == 3 else 1
+    return 2 * int(matrices * a.shape[-2] * a.shape[-1] * b.shape[-1])
+
+
+FLOPS: Mapping[OpOverloadPacket, Callable[..., int]] = {
+    **ATTENTION_FLOPS,
+    **CONVOLUTION_FLOPS,
+    aten._grouped_mm: _grouped_flops,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +117,7 @@ def _signature(func: OpOverload) -> _Signature:
         torch.Tag.inplace_view in func.tags,
         torch.Tag.data_dependent_output in func.tags,
         schema.name in BAGS | LOOKUPS | SCATTERS or schema.name == "aten::add_",
-        ATTENTION_FLOPS.get(packet) or CONVOLUTION_FLOPS.get(packet) or flop_registry.get(packet),
+        FLOPS.get(packet) or flop_registry.get(packet),
     )
 
 
@@ -245,8 +258,8 @@ def _restrict_to_rows(
 def flops(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
     """As ``torch.utils.flop_counter.FlopCounterMode`` counts on CUDA: a multiply-add is 2, what it does not know 0.
 
-    But for the backward of grouped convolutions, of which it counts too many, and attention with shared keys, which it
-    does not know before torch 2.13.
+    But for the backward of grouped convolutions, of which it counts too many, attention with shared keys, which it does
+    not know before torch 2.13, and grouped matrix products, which it does not know.
     """
     formula = _signature(func).flops
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))

@@ -36,6 +36,7 @@ from checkflow.core.graph import AnchorKind, TrainingGraph
 from checkflow.core.planner_api import Carried
 from checkflow.core.state import host_counters, optimizer_implementation, training_device
 from checkflow.core.training_step import TrainingStep
+from checkflow.planner.iteration.hooks import deeper
 from checkflow.planner.iteration.iteration import CAPTURED, Iteration
 from checkflow.planner.iteration.placement import NO_CROSSING, Crossing, crossing
 from checkflow.planner.operators import operators as op
@@ -98,6 +99,7 @@ class Recorder:
         known = {part.untyped_storage()._cdata for name, part in entered if name != CAPTURED}
         self._mode.carried = CarriedWatch(self._models, alive, known)
         del entered, alive  # would keep alive what the iteration drops
+        self._hooks.enter_context(deeper(2))
         self._hooks.enter_context(self._iteration.where.watching())
         self._regions.start()
         self._mode.enter()

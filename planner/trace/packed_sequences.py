@@ -115,9 +115,10 @@ def _ctc_loss_backward(_mode: Any, _func: Any, _gradient: Any, log_probabilities
 
 
 def _grouped_mm(
-    _mode: Any, _func: Any, a: torch.Tensor, b: torch.Tensor, offs: Any = None, _bias: Any = None, out_dtype: Any = None
+    mode: Any, _func: Any, a: torch.Tensor, b: torch.Tensor, offs: Any = None, _bias: Any = None, out_dtype: Any = None
 ) -> torch.Tensor:
     from torch._meta_registrations import _create_grouped_mm_output_tensor  # private: no other trace depends on it
 
-    made: torch.Tensor = _create_grouped_mm_output_tensor(a, b, offs, out_dtype or a.dtype)  # type: ignore[no-untyped-call]
+    with mode:  # a real tensor would have no gradient in a trace
+        made: torch.Tensor = _create_grouped_mm_output_tensor(a, b, offs, out_dtype or a.dtype)  # type: ignore[no-untyped-call]
     return made

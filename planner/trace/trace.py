@@ -13,7 +13,6 @@ import contextlib
 import gc
 import logging
 import os
-import sys
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -37,6 +36,7 @@ from checkflow.core.state import (
     refuse_hidden_state,
 )
 from checkflow.core.training_step import TrainingStep
+from checkflow.planner.iteration.hooks import deeper
 from checkflow.planner.iteration.iteration import Iteration
 from checkflow.planner.iteration.optimizers import (
     NEEDS_DATA,
@@ -111,7 +111,7 @@ def _environment(stand_ins: StandIns) -> Iterator[None]:
             torch.enable_grad(),
             torch.compiler.set_stance("force_eager"),  # compiled regions show their operators
             torch._dynamo.config.patch(error_on_nested_fx_trace=False),
-            _deep_enough(),
+            deeper(4),  # make_fx more than doubles the frames of each call
             _quiet(logging.getLogger("torch._subclasses.fake_tensor")),  # what it logs, it raises
             torch_redirected(),
             autocast_as_cuda() if isinstance(stand_ins, DeviceStandIns) else autocast_on_cpu(),
@@ -125,17 +125,6 @@ def _environment(stand_ins: StandIns) -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
-
-
-@contextlib.contextmanager
-def _deep_enough() -> Iterator[None]:
-    """Nested modules as deep as eager training allows: make_fx more than doubles the frames of each call."""
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(4 * before)
-    try:
-        yield
-    finally:
-        sys.setrecursionlimit(before)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from checkflow.core.errors import TraceError
 from checkflow.core.graph import BOUNDARY, Anchor, AnchorKey, AnchorKind, TrainingGraph
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.iteration.optimizers import Target
+from checkflow.planner.operators.operators import flops
 from checkflow.planner.record.recorder import record_step
 from checkflow.planner.trace.trace import trace
 from tests.support import training_steps as steps
@@ -432,6 +433,7 @@ def test_modules_are_nested_as_deep_as_they_train() -> None:
     step.run(step.batch)
     limit = sys.getrecursionlimit()
     assert len(trace(step, name="n").anchors) == 1 + 201 + 2 + 2
+    assert len(record_step(step, name="n").graph.anchors) == 1 + 201 + 2 + 2
     assert sys.getrecursionlimit() == limit
 
 
@@ -441,13 +443,13 @@ def test_experts_in_groups_of_any_type(dtype: torch.dtype) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(4, 16, 32, dtype=dtype))
+            self.before = nn.Parameter(torch.ones(16, dtype=dtype))
 
         def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-            return torch._grouped_mm(rows, self.weight, offs=ends)
+            return torch._grouped_mm(rows * self.before, self.weight, offs=ends)
 
-    def shown(graph: TrainingGraph) -> tuple[tuple[str, int], ...]:
-        forward = (o for o in graph.operators if "grouped" in o.target and o.phase == "forward")
-        return tuple((o.target, o.written_bytes) for o in forward)
+    def shown(graph: TrainingGraph) -> list[tuple[str, str, int, int]]:
+        return [(o.target, o.phase, o.written_bytes, o.flops) for o in graph.operators]
 
     model = Experts()
     batch = torch.ones(8, 16, dtype=dtype), torch.tensor([2, 4, 6, 8], dtype=torch.int32)
@@ -457,8 +459,22 @@ def test_experts_in_groups_of_any_type(dtype: torch.dtype) -> None:
         loss=lambda model, *groups: model(*groups).square().sum(),
         batch=batch,
     )
-    (made,) = {shown(record_step(step, name="n").graph), shown(trace(step, name="n", target="cpu"))}
-    assert made == (("aten._grouped_mm.default", 8 * 32 * dtype.itemsize),)
+    made = shown(trace(step, name="n", target="cpu"))
+    assert made == shown(record_step(step, name="n").graph)
+    grouped = [operator[1:] for operator in made if operator[0] == "aten._grouped_mm.default"]
+    flops = 2 * 8 * 16 * 32  # each row meets the matrix of its group
+    assert grouped[0] == ("forward", 8 * 32 * dtype.itemsize, flops)
+    assert sorted(grouped[1:]) == [
+        ("backward", 8 * 16 * dtype.itemsize, flops),
+        ("backward", 4 * 16 * 32 * dtype.itemsize, flops),
+    ]
+
+
+def test_matrices_in_pairs_and_columns_in_groups() -> None:
+    ends = torch.tensor([3, 4], dtype=torch.int32)
+    for left, right, products in (((2, 8, 16), (2, 16, 32), 2 * 8 * 16 * 32), ((2, 8, 16), (16, 4), 8 * 16 * 4)):
+        a, b = torch.ones(left), torch.ones(right)
+        assert flops(torch.ops.aten._grouped_mm.default, (a, b, ends), {}, None) == 2 * products
 
 
 def test_a_number_that_is_only_looked_at_does_not_end_the_trace() -> None:
