@@ -31,7 +31,7 @@ kills: $(STAMP)
 # Every fault that must lose nothing, thousands of each: hours. Goes on where it was interrupted; as root, or power cuts
 # are skipped. ONLY='F3 F5': these alone. SECONDS=600: begin nothing after ten minutes. FRESH=1: all anew.
 faults: $(STAMP)
-	@$(BIN)/python tests/faults/fault_run.py $(if $(ONLY),--only $(ONLY)) $(if $(FRESH),--fresh) $(if $(filter command line,$(origin SECONDS)),--seconds $(SECONDS)) --output benchmarks/results/faults.json --page docs/faults.md
+	@$(BIN)/python tests/faults/fault_run.py $(if $(ONLY),--only $(ONLY)) $(if $(FRESH),--fresh) $(if $(filter command line,$(origin SECONDS)),--seconds $(SECONDS)) --output benchmarks/results/faults.json --page docs/development/faults.md
 
 # Everything that reads files gets INPUTS damaged and hostile ones: tests/faults/fuzz.py says what must hold. BREAK=name gives
 # what reads them a fault first (tests/faults/fuzz_breaks.py), and the run must fail.
@@ -44,6 +44,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # What needs a GPU: with the Python and the torch that are there, and no network. WHEELS: a folder with what they lack.
 # CALL=1, 2, 3: a third each, in ten minutes at most. JOIN='FILE …': what the calls before have written.

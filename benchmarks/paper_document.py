@@ -1,4 +1,5 @@
-"""From the figures of ``benchmarks/results/paper-tables.json`` to ``docs/paper_tables.md``, by the template beside it.
+"""From the figures of ``benchmarks/results/paper-tables.json`` to ``docs/development/paper-tables.md``,
+by the template beside it.
 
 The paper: "Checkflow: Low-Overhead Checkpointing for Deep Learning Training", Liu, Luo, Li, Xing, Peng. Its own figures
 are written down here once, each with its place.

@@ -1,8 +1,8 @@
 """The Checkflow paper's evaluation, planned anew: Table I, Figure 2 and the analysis of storage, beside its figures.
 
 ``python -m benchmarks.paper_tables`` writes ``benchmarks/results/paper-tables.json`` and, from that alone,
-``docs/paper_tables.md``; ``--render`` only the second. Plans are for an RTX 3090 and need no GPU. No timing goes into
-either file: the same versions give the same figures on any machine.
+``docs/development/paper-tables.md``; ``--render`` only the second. Plans are for an RTX 3090 and need no GPU. No timing
+goes into either file: the same versions give the same figures on any machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from checkflow.planner.trace.trace import trace
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "paper-tables.json"
-DOCUMENT = ROOT / "docs" / "paper_tables.md"
+DOCUMENT = ROOT / "docs" / "development" / "paper-tables.md"
 
 DEVICE = "RTX 3090"
 LINKS_BYTES_PER_SECOND = (63e9, 40e9, 20e9)  # the paper's; the first is its default

@@ -1,8 +1,8 @@
 """The roofline against the world: public training throughputs of the catalogue's cards, beside the predicted ones.
 
 ``python -m benchmarks.throughputs`` prints the table, writes ``benchmarks/results/throughputs.json`` and, from that
-alone, ``docs/throughputs.md``; ``--render`` only the last. Nothing runs on a card: steps are traced. No timing goes
-into either file: the same versions give the same figures on any machine.
+alone, ``docs/development/throughputs.md``; ``--render`` only the last. Nothing runs on a card: steps are traced. No
+timing goes into either file: the same versions give the same figures on any machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from checkflow.planner.trace.trace import trace
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "throughputs.json"
-DOCUMENT = ROOT / "docs" / "throughputs.md"
+DOCUMENT = ROOT / "docs" / "development" / "throughputs.md"
 TEMPLATE = Path(__file__).with_name("throughputs_template.md")
 
 WITHIN = 1.5  # the factor by which a prediction may be off, either way

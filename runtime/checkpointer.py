@@ -379,8 +379,8 @@ class Checkpointer:
     def report(self) -> dict[str, Any]:
         """What checkpointing did and cost so far, beside what the plan promised: JSON values, in bytes and seconds.
 
-        Each field is in docs/run-report.md. ``report.json`` in the checkpoints' directory holds the same of the last
-        runs, this one last, as of its newest checkpoint, and of its end once it is closed.
+        Each field is in docs/reference/run-report.md. ``report.json`` in the checkpoints' directory holds the same of
+        the last runs, this one last, as of its newest checkpoint, and of its end once it is closed.
         """
         return to_dict(self._reporter.make(closed=self._held.closed))
 

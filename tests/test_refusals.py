@@ -1,4 +1,4 @@
-"""The list of refusals is closed: docs/refusals.md, the code, and what really happens say the same."""
+"""The list of refusals is closed: docs/reference/refusals.md, the code, and what really happens say the same."""
 
 from __future__ import annotations
 
@@ -94,13 +94,13 @@ def messages_of(path: Path) -> Iterator[str]:
 
 def in_the_code() -> set[str]:
     files = [path for folder in ("checkflow", "planner", "runtime") for path in sorted((ROOT / folder).rglob("*.py"))]
-    # What shards refuse, which no training job meets, is listed in docs/sharding.md.
+    # What shards refuse, which no training job meets, is listed in docs/how-to/shards.md.
     files = [path for path in files if not path.name.startswith("__") and path.parent.name != "shards"]
     return {message for path in files for message in messages_of(path)}
 
 
 def in_the_document() -> list[str]:
-    return re.findall(r"^- `(.+)`$", (ROOT / "docs" / "refusals.md").read_text(), re.MULTILINE)
+    return re.findall(r"^- `(.+)`$", (ROOT / "docs" / "reference" / "refusals.md").read_text(), re.MULTILINE)
 
 
 def test_the_document_lists_what_the_code_refuses_and_nothing_else() -> None:
@@ -111,7 +111,7 @@ def test_the_document_lists_what_the_code_refuses_and_nothing_else() -> None:
 
 
 def test_what_shards_refuse_is_listed_with_them() -> None:
-    listed = re.findall(r"^- `(.+)`$", (ROOT / "docs" / "sharding.md").read_text(), re.MULTILINE)
+    listed = re.findall(r"^- `(.+)`$", (ROOT / "docs" / "how-to" / "shards.md").read_text(), re.MULTILINE)
     files = sorted((ROOT / "runtime" / "shards").glob("*.py"))
     assert set(listed) == {message for path in files for message in messages_of(path)}
 

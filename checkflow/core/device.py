@@ -190,8 +190,9 @@ class Device:
                 raise CheckflowError(f"device {self.name}: {name} is a share of the peak, at most 1, not {number}")
 
 
-# Efficiencies. The paper gives none, so they are fitted to public training throughputs: docs/throughputs.md lists
-# these, six and more a card, with their sources and the predictions, all within a factor of 1.5. Each card has two:
+# Efficiencies. The paper gives none, so they are fitted to public training throughputs:
+# docs/development/throughputs.md lists these, six and more a card,
+# with their sources and the predictions, all within a factor of 1.5. Each card has two:
 # for its general units, by products and convolutions in float32 (V100: BERT and VGG-16), and for its matrix units, by
 # transformers and ResNets in TF32 and halves. Where no one factor fits, it is the larger one, which makes iterations
 # short and leaves the link less time: plans err to the safe side. General units of the A100, H100 and H200: as the

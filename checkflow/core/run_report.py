@@ -1,7 +1,7 @@
 """The report of a run: what checkpointing did and cost, beside what the plan had promised. Pure data, and its file.
 
 ``Checkpointer.report()`` gives one, as a dictionary; ``report.json`` beside the checkpoints holds those of the last
-runs. Every field is in docs/run-report.md. pydantic is imported where a file is read back, and nowhere else.
+runs. Every field is in docs/reference/run-report.md. pydantic is imported where a file is read back, and nowhere else.
 """
 
 from __future__ import annotations

@@ -195,7 +195,8 @@ class ResumableLoader(abc.ABC):
 
         These fetch batches ahead of using them: ``Checkpointer.step`` must be called after each optimizer step, and no
         boundary is found without it. A loop over ``Checkpointer.epochs`` goes on within the epoch; a library that
-        counts its epochs itself must skip what of an epoch was used, as for torch's loader (docs/integrations.md).
+        counts its epochs itself must skip what of an epoch was used, as for torch's loader
+        (docs/how-to/integrations.md).
         """
         return torch_view(self)
 

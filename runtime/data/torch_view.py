@@ -49,7 +49,7 @@ class _Loaded(Dataset[Any]):
         if isinstance(batch, _Used):
             raise UnsupportedError(
                 f"batch {batch.number} of epoch {batch.epoch} was used before this job resumed, and nothing skips it: "
-                "iterate checkpointer.epochs(), or have the library resume and skip too (docs/integrations.md)"
+                "iterate checkpointer.epochs(), or have the library resume and skip too (docs/how-to/integrations.md)"
             )
         return batch
 

@@ -15,7 +15,7 @@ and later on each of M::
     users = dict(zip(part.tables["users"].ids.tolist(), part.tables["users"].rows))
 
 Slices of tensors, as FSDP and ZeRO have them: ``slices={name: Slice(values, shape, offsets)}`` and ``load_slices``.
-docs/sharding.md has the rules.
+docs/how-to/shards.md has the rules.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def state_dicts(checkpoint: Checkpoint) -> dict[str, Any]:
     extra = codec.decode(checkpoint.extra_bytes)
     if not isinstance(extra, dict) or "job" not in extra:
         raise UnsupportedError(
-            f"{checkpoint.path} was saved by shards, which checkflow.shards reads (docs/sharding.md)"
+            f"{checkpoint.path} was saved by shards, which checkflow.shards reads (docs/how-to/shards.md)"
         )
     job = extra["job"]
     tensors = {name: _read(checkpoint, name) for name in checkpoint.tensors}

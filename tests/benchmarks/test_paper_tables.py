@@ -1,4 +1,4 @@
-"""docs/paper_tables.md is what its figures render to, and the figures are what the planner says today."""
+"""docs/development/paper-tables.md is what its figures render to, and the figures are what the planner says today."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.transfer import host
 
-PAGE = Path(__file__).parents[2] / "docs" / "run-report.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "run-report.md"
 
 
 @pytest.fixture(autouse=True)

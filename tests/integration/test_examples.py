@@ -112,10 +112,10 @@ def test_fewer_than_ten_lines_are_changed(example: Example) -> None:
     assert [name for name in files if name.replace(".py", "_checkflow.py") in files] == [example.before]
 
 
-def test_the_readme_shows_the_difference() -> None:
+def test_the_page_shows_the_difference() -> None:
     names = [f"examples/mnist/{name}" for name in ("main.py", "main_checkflow.py")]
     before, after = ((ROOT / name).read_text().splitlines() for name in names)
-    shown = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    shown = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/how-to/own-loop.md").read_text(), re.DOTALL)
     assert shown == ["\n".join(difflib.unified_diff(before, after, *names, n=1, lineterm="")) + "\n"]
 
 

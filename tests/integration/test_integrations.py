@@ -1,4 +1,4 @@
-"""Other people's loops: the programs of docs/integrations.md, run as they stand there, cut anywhere, started again.
+"""Other people's loops: the programs of docs/how-to/integrations.md, run as they stand there, cut anywhere.
 
 A program is cut by an error, or by SIGKILL in a process of its own, at a place of its work: where a batch is fetched
 (ahead of its use), in a forward pass, after an optimizer step. What a run used is written down when an optimizer has
@@ -33,7 +33,9 @@ from checkflow.core.errors import UnsupportedError
 from checkflow.core.state import as_optimizers
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = dict(re.findall(r"```python\n# ([^\n]+)\n(.*?)```", (ROOT / "docs/integrations.md").read_text(), re.DOTALL))
+PROGRAMS = dict(
+    re.findall(r"```python\n# ([^\n]+)\n(.*?)```", (ROOT / "docs/how-to/integrations.md").read_text(), re.DOTALL)
+)
 NEEDS = {"accelerate": "accelerate", "accelerate's loader": "accelerate", "trainer": "transformers"}
 LOADERLESS = ("get_batch", "get_batch, step")
 SAMPLES, BATCH, EPOCHS, ITERATIONS = 18, 4, 3, 12

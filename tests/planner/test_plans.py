@@ -42,7 +42,7 @@ def plan(model: str, batch_size: int, optimizer: str | None = None, bandwidth: s
 
 
 def assert_documented(planned: Planned, model: str, batch_size: int, optimizer: str) -> None:
-    """docs/paper_tables.md is made from this training step: if not, run python -m benchmarks.paper_tables."""
+    """docs/development/paper-tables.md is made from this step: if not, run python -m benchmarks.paper_tables."""
     figures = json.loads(paper_tables.RESULTS.read_text())
     if figures["inputs"] == paper_tables.inputs():  # another torch may trace other operators
         entry = paper_document.subject(figures, model, batch_size, optimizer)

@@ -1,4 +1,4 @@
-"""docs/weights.md: its blocks are run, one after the other, in a folder with checkpoints."""
+"""docs/how-to/weights.md: its blocks are run, one after the other, in a folder with checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import checkflow
 from checkflow.cli.main import main
 from checkflow.runtime.store.discovery import find
 
-PAGE = Path(__file__).parents[3] / "docs" / "weights.md"
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "weights.md"
 
 
 def test_the_page_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -254,7 +254,7 @@ def test_a_job_that_was_left_early_is_followed_by_a_whole_one(tmp_path: Path) ->
 
 
 def restarting(directory: Path, seed: int | None, stop: int | None = None) -> list[float]:
-    """As docs/integrations.md wants a loop over steps() that begins the loader anew by itself."""
+    """As docs/how-to/integrations.md wants a loop over steps() that begins the loader anew by itself."""
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
