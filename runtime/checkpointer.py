@@ -75,8 +75,9 @@ class Checkpointer:
             parameters unfrozen, another batch size, optimizer or autocast) gets a new plan. Or a plan file, or a Plan,
             made for this job (``checkflow plan``).
         state: further objects with ``state_dict`` and ``load_state_dict``, by name (schedulers, scalers).
-        overhead: what checkpoints may cost of training's time (0.035 are 3.5 %), stalls and whatever they slow down:
-            first of the plan that a job makes, then of the job itself. It is measured, and checkpoints are made less
+        overhead: what checkpoints may cost of training's own time, which it would take without them (0.035 are 3.5 %):
+            what holds it up and whatever they slow down, planning aside; first of the plan that a job makes, then of
+            the job itself. It is measured, and checkpoints are made less
             often while they cost more, and again more often when they do not.
         extra_memory: that snapshots may add to training's own peak, in bytes or as text ("2GB"), under a plan that the
             job makes; None: what the device has.

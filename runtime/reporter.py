@@ -43,6 +43,7 @@ from checkflow.runtime.system import fs
 logger = logging.getLogger("checkflow")
 
 MOST_SHARE = 0.02  # of the time, for reports while training goes on
+LEAST_SAID = 0.001  # of the time: smaller parts are not named in the last line
 _ASIDE = f".broken-{FILE}"
 
 
@@ -152,6 +153,8 @@ class Reporter:
             best_step=saving.metrics.best_step,
             reclaimed_step=self._reclaimed,
             memory_outlives_process=saving.tier.survives,
+            held_measuring_seconds=max(0.0, reading.parts.get("measuring", 0.0)),
+            held_at_ends_seconds=max(0.0, reading.parts.get("ends", 0.0)),
         )
 
     def write_in_time(self) -> None:
@@ -295,11 +298,39 @@ def end_line(report: RunReport, directory: Path) -> str:
         parts[0] += f", the newest of step {report.lag.durable_step}"
     if report.failed:
         parts.append(f"{report.failed} failed, the last one by {report.last_failure}")
-    if report.held_share is not None:
-        held = report.held_share * report.phases.iteration.total_seconds
-        parts.append(
-            f"training was held for {format_seconds(held)} in {report.phases.iterations} iterations, "
-            f"{100 * report.held_share:.2g} % of its time"
-        )
+    parts += _held_words(report)
     parts.append(f"see {directory / FILE}")
     return "; ".join(parts)
+
+
+def _held_words(report: RunReport) -> list[str]:
+    """What checkpoints held up: like ``overhead`` a share of training's own time, and without planning."""
+    own = report.own_seconds
+    if not own > 0:
+        return []
+
+    def share(seconds: float) -> str:
+        return f"{100 * seconds / own:.2g} %"
+
+    held = report.checkpoint_seconds
+    words = f"checkpoints held training for {format_seconds(held)} in {report.phases.iterations} iterations, "
+    words += f"{share(held)} of its own time"
+    of_it = [
+        f"{share(seconds)} {what}"
+        for seconds, what in (
+            (report.held_measuring_seconds, "to measure what they cost"),
+            (report.held_at_ends_seconds, "at the ends of epochs and of training"),
+        )
+        if seconds > LEAST_SAID * held
+    ]
+    words += f" ({', '.join(of_it)})" if of_it else ""
+    planning, often = report.phases.planning.total_seconds, report.frequency
+    found = [words]
+    if planning > LEAST_SAID * own:
+        found.append(f"planning held it for {format_seconds(planning)}")
+    if often.overhead_share is not None and often.reason != "every":
+        found.append(
+            f"at this interval they cost {100 * often.overhead_share:.2g} % with what they slow down, and overhead "
+            f"allows {100 * often.overhead_allowed:.3g} %"
+        )
+    return found

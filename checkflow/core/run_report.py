@@ -222,14 +222,18 @@ class RunReport:
     best_step: int | None = None
     reclaimed_step: int | None = None
     memory_outlives_process: bool = False
+    held_measuring_seconds: float = 0.0
+    held_at_ends_seconds: float = 0.0
 
     @property
-    def held_share(self) -> float | None:
-        """The part of training's time in which checkpointing held it; None: no iteration has ended."""
-        phases = self.phases
-        whole = phases.iteration.total_seconds
-        held = phases.snapshot_wait.total_seconds + phases.persist_wait.total_seconds + phases.planning.total_seconds
-        return held / whole if whole else None
+    def checkpoint_seconds(self) -> float:
+        """Seconds of whole iterations in which checkpoints, and looks for them, held training."""
+        return self.phases.snapshot_wait.total_seconds + self.phases.persist_wait.total_seconds
+
+    @property
+    def own_seconds(self) -> float:
+        """Of whole iterations, what nothing of ours held: training's own time, of which ``overhead`` is a share."""
+        return self.phases.iteration.total_seconds - self.checkpoint_seconds - self.phases.planning.total_seconds
 
 
 @dataclass(frozen=True)

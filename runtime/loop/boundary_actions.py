@@ -104,7 +104,7 @@ class BoundaryWork:
             explicit: the loop has said so itself.
             micro_batches: of the iteration, if it has said that.
         """
-        held_seconds = self._held_seconds()
+        held_seconds, measuring = self._held_seconds(), self._pace.measuring
         with self._clock.holding("boundary"):
             self._pace.ended(self.iteration + 1, epoch_end=epoch_end, held_seconds=held_seconds)
         ending = self._preemption.begin_ending()
@@ -112,7 +112,8 @@ class BoundaryWork:
             self._turn(micro_batches, explicit=explicit, ending=ending)
         with self._clock.holding("boundary"):
             due = self._at_boundary(epoch_end=epoch_end, last=last, ending=ending)
-        self._clock.end_iteration(captured=due, under_way=self.execution.capturer.under_way)
+        part = "ends" if due and (epoch_end or last) else "measuring" if measuring else ""
+        self._clock.end_iteration(captured=due, under_way=self.execution.capturer.under_way, part=part)
         if ending:
             self.end()
         if self._place.planning is not None and not last and (self._job.loader is None or explicit):

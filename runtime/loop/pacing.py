@@ -124,6 +124,11 @@ class Pace:
         """How often checkpoints are made, why, and what was measured."""
         return self.controller.report
 
+    @property
+    def measuring(self) -> bool:
+        """Whether checkpoints are made to find out what they cost."""
+        return self._asked.every_seconds is None and self.controller.intervals is None
+
     def saw(self, batch: Any) -> None:
         """What the job trains on."""
         if self._batch is None:

@@ -20,7 +20,7 @@ import math
 import statistics
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -96,6 +96,7 @@ class Reading:
     """What the clock says."""
 
     iterations: int  # whole ones
+    parts: Mapping[str, float]  # seconds of snapshot and persist waits, by what their iterations were for
     iteration: Times
     phases: Mapping[str, Times]
     # Since the plan in place was put there:
@@ -134,6 +135,7 @@ class PhaseClock:
         self._seconds = [0.0] * len(PHASES)  # of the iteration that goes on
         self._lock = threading.Lock()
         self._iterations, self._totals = 0, [0.0] * len(PHASES)
+        self._parts: defaultdict[str, float] = defaultdict(float)
         self._quantiles = [Quantiles() for _ in (*PHASES, "iteration")]
         self.held_seconds = dict.fromkeys(_HOLDS, 0.0)
         self.longest_hold_seconds = 0.0
@@ -179,12 +181,13 @@ class PhaseClock:
             self.held_seconds[what] += more
             self._seconds[_HOLDS[what]] += more
 
-    def end_iteration(self, *, captured: bool, under_way: bool = False) -> None:
+    def end_iteration(self, *, captured: bool, under_way: bool = False, part: str = "") -> None:
         """A boundary, and all that was to be done there: the next iteration begins.
 
         Args:
             captured: whether a checkpoint was begun here.
             under_way: whether the capture of an earlier boundary goes on.
+            part: what this iteration's waits are counted to.
         """
         self._charge()
         seconds, self._seconds = self._seconds, [0.0] * len(PHASES)
@@ -196,6 +199,7 @@ class PhaseClock:
         computing = seconds[FORWARD_BACKWARD] + seconds[UPDATE]
         with self._lock:
             self._iterations += 1
+            self._parts[part] += seconds[SNAPSHOT_WAIT] + seconds[PERSIST_WAIT]
             for index, (one, quantiles) in enumerate(zip(seconds, self._quantiles, strict=False)):
                 self._totals[index] += one
                 quantiles.add(one)
@@ -219,13 +223,14 @@ class PhaseClock:
     def read(self) -> Reading:
         """What is known of the iterations so far."""
         with self._lock:  # the training thread may be waiting for it
-            iterations, totals = self._iterations, self._totals.copy()
+            iterations, totals, parts = self._iterations, self._totals.copy(), dict(self._parts)
             *phases, iteration, computing, standing = (
                 quantiles.copy() for quantiles in (*self._quantiles, self._computing, self._standing)
             )
             stalls = list(self._stalls)
         return Reading(
             iterations,
+            parts,
             Times(sum(totals), iteration.at(0.5), iteration.at(0.99)),
             {
                 name: Times(max(total, 0.0), quantiles.at(0.5), quantiles.at(0.99))

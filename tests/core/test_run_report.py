@@ -43,6 +43,7 @@ from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.transfer import host
 
+HELD = "checkpoints held training for 700 ms in 3 iterations,"
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "run-report.md"
 
 
@@ -551,11 +552,72 @@ def test_a_line_at_the_begin_and_one_at_the_end(tmp_path: Path, caplog: pytest.L
         f"the given plan runs: a checkpoint every iteration, predicted stall none; checkpoints go to {tmp_path}; "
         "nothing to go on from, training begins anew"
     )
-    assert last.startswith("3 checkpoints committed, the newest of step 3; training was held for ")
-    assert last.endswith(f" of its time; see {tmp_path / 'report.json'}")
+    assert last.startswith("3 checkpoints committed, the newest of step 3; checkpoints held training for ")
+    assert re.search(r" % of its own time( \(.* at the ends of epochs and of training\))?; ", last)
+    assert last.endswith(f"; see {tmp_path / 'report.json'}")
     assert repr(checkpointer) == (
         f"<Checkpointer of Sequential on cpu, plan given: iteration 3, 3 checkpoints committed to {tmp_path}, closed>"
     )
+
+
+@pytest.mark.parametrize(
+    ("parts", "frequency", "says"),
+    [
+        ({}, {}, [f"{HELD} 7.8 % of its own time", "planning held it for 300 ms"]),
+        ({"planning": 0.0}, {}, [f"{HELD} 7.5 % of its own time"]),
+        (
+            {"held_measuring_seconds": 0.45, "held_at_ends_seconds": 0.18, "planning": 0.0},
+            {"overhead_share": 0.0312, "overhead_allowed": 0.035},
+            [
+                f"{HELD} 7.5 % of its own time (4.8 % to measure what they cost, 1.9 % at the ends of epochs and of "
+                "training)",
+                "at this interval they cost 3.1 % with what they slow down, and overhead allows 3.5 %",
+            ],
+        ),
+        ({"planning": 0.0}, {"overhead_share": 0.5, "reason": "every"}, [f"{HELD} 7.5 % of its own time"]),
+        ({"planning": 9.3}, {}, []),  # nothing but what held it was seen
+    ],
+)  # fmt: skip
+def test_what_held_training_is_named_by_its_parts(
+    parts: dict[str, float], frequency: dict[str, Any], says: list[str], tmp_path: Path
+) -> None:
+    """All of it as shares of training's own time, which ``overhead`` is a share of."""
+    (report,) = (train(tmp_path, 3), runs_of(tmp_path))[1]
+    seconds = {"iteration": 10.0, "snapshot_wait": 0.5, "persist_wait": 0.2, "planning": parts.pop("planning", 0.3)}
+    phases = {
+        name: dataclasses.replace(getattr(report.phases, name), total_seconds=total) for name, total in seconds.items()
+    }
+    report = dataclasses.replace(
+        report,
+        phases=dataclasses.replace(report.phases, iterations=3, **phases),
+        frequency=dataclasses.replace(report.frequency, **{"overhead_share": None, "reason": "overhead", **frequency}),
+        **{"held_measuring_seconds": 0.0, "held_at_ends_seconds": 0.0, **parts},
+    )
+    assert reporter.end_line(report, tmp_path).split("; ")[1:-1] == says
+
+
+@pytest.mark.parametrize("every", [None, 1, "1h"])
+def test_a_short_run_is_held_by_what_it_measures_and_by_its_ends(every: int | str | None, tmp_path: Path) -> None:
+    model, optimizer, scheduler = jobs.make()
+    loader = jobs.DataLoader(jobs.data(1), jobs.BATCH, shuffle=True, seed=3)
+    with Checkpointer(
+        model, optimizer, loader, directory=tmp_path, plan=jobs.make_plan(), state={"scheduler": scheduler}, every=every
+    ) as checkpointer:
+        for _ in checkpointer.epochs(2):
+            for _, x, _ in checkpointer.loader:
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+    (report,) = runs_of(tmp_path)
+    assert report.frequency.reason == ("profile" if every is None else "every")
+    named = report.held_measuring_seconds + report.held_at_ends_seconds
+    assert report.held_at_ends_seconds > 0
+    if every is None:
+        assert named == pytest.approx(report.checkpoint_seconds)
+    else:
+        assert report.held_measuring_seconds == 0
+        assert named < report.checkpoint_seconds
+    assert report.own_seconds + report.checkpoint_seconds < report.phases.iteration.total_seconds
 
 
 def test_the_line_at_the_begin_says_how_often(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
