@@ -133,6 +133,7 @@ def _root(
 
 @app.command()
 def plan(
+    context: typer.Context,
     model: options.Model,
     batch_size: options.BatchSize = None,
     settings: options.Settings = None,
@@ -160,6 +161,8 @@ def plan(
 
     options.check_solver_asked(formulation, solver)
     chosen = planning.device_of(device)
+    if not options.is_given(context, "device"):
+        complain(f"no --device given: this plan is for the {chosen.name}; --device auto: this machine, measured")
     request = planning.request_of(
         chosen,
         bandwidth,

@@ -118,6 +118,12 @@ def check_solver_asked(formulation: Formulation, solver: SolverName) -> None:
         )
 
 
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether this option, or argument, was given on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
 def refuse_given(context: typer.Context, *, besides: Sequence[str], why: str) -> None:
     """Refuse options that would do nothing.
 
@@ -126,8 +132,7 @@ def refuse_given(context: typer.Context, *, besides: Sequence[str], why: str) ->
     """
     for parameter in context.command.params:
         name = parameter.name or ""
-        source = context.get_parameter_source(name)
-        if name not in besides and source is not None and source.name != "DEFAULT":
+        if name not in besides and is_given(context, name):
             raise typer.BadParameter(f"{parameter.opts[0]} does nothing here: {why}")
 
 

@@ -185,6 +185,24 @@ def test_the_same_input_gives_the_same_bytes(call: Any, tmp_path: Path) -> None:
     assert (tmp_path / "3.json").read_bytes() == (tmp_path / "1.json").read_bytes()
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_plan_for_no_device_in_particular_says_which(call: Any, as_json: bool) -> None:
+    said = call("plan", "model.py", *(["--json"] if as_json else []))
+    assert said.code == FOUND
+    assert said.err == (
+        "checkflow: no --device given: this plan is for the RTX 3090; --device auto: this machine, measured\n"
+    )
+    assert not as_json or list(said.json) == KEYS
+    assert call("plan", "model.py", "--device", "RTX 3090").err == ""
+
+
+@pytest.mark.parametrize("command", ["plan", "compare"])
+def test_a_newcomer_is_told_what_checkfreq_is(call: Any, command: str) -> None:
+    said = call(command, "model.py", "--device", "slow.json")
+    (line,) = (line.strip() for line in said.out.splitlines() if line.startswith("CheckFreq"))
+    assert line == "CheckFreq: an earlier system (FAST 2021), which copies all state at once"
+
+
 def test_the_table_names_what_counts(call: Any) -> None:
     said = call("plan", "model.py", "--device", "slow.json")
     assert (said.code, said.err) == (FOUND, "")

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from checkflow.planner.schedule.compare import Comparison
 
 
+CHECKFREQ = "CheckFreq: an earlier system (FAST 2021), which copies all state at once"  # for who does not know it
+
+
 def plan_json(planned: Planned) -> dict[str, Any]:
     """The object that ``checkflow plan --json`` prints; units are in the names, null stands for what does not exist."""
     outcome, graph, base = planned.outcome, planned.graph, planned.baselines
@@ -92,6 +95,7 @@ def plan_table(planned: Planned) -> Table:
     outcome, timeline, graph, base = planned.outcome, planned.timeline, planned.graph, planned.baselines
     training = timeline.training_peak_bytes
     table = _facts(f"{planned.fingerprint.model} on {planned.device.name}, granularity: {timeline.granularity}")
+    table.caption, table.caption_justify = CHECKFREQ, "left"
     seconds = timeline.iteration_seconds
     table.add_row("status", outcome.status, f"{outcome.policy} policy, {certificate_line(outcome.solver)}")
     table.add_row(
@@ -212,7 +216,7 @@ def comparison_tables(rows: Sequence[Comparison]) -> Iterable[Table | Text]:
         table = Table(
             title=f"{row.model}, {row.batch}, {row.device}, {_link_text(row)}, {row.granularity}",
             title_justify="left",
-            caption=_comparison_caption(row.checkflow_interval or 1),
+            caption=f"{_comparison_caption(row.checkflow_interval or 1)}\n{CHECKFREQ}",
             caption_justify="left",
         )
         table.add_column("way", no_wrap=True)

@@ -179,7 +179,13 @@ def _text(row: Row, value: float | None) -> str:
 
 def _phases_table(run: RunReport) -> Table:
     phases, whole = run.phases, run.phases.iteration.total_seconds
-    table = Table(title="where an iteration's time goes", title_justify="left")
+    table = Table(
+        title="where an iteration's time goes",
+        title_justify="left",
+        caption="an iteration here is all from one boundary to the next; above, and in plans, "
+        "its forward, backward and update alone",
+        caption_justify="left",
+    )
     table.add_column("phase", no_wrap=True)
     for column in ("median", "99th percentile", "in all", "of the time"):
         table.add_column(column, justify="right", no_wrap=True)
