@@ -161,8 +161,6 @@ def plan(
 
     options.check_solver_asked(formulation, solver)
     chosen = planning.device_of(device)
-    if not options.is_given(context, "device"):
-        complain(f"no --device given: this plan is for the {chosen.name}; --device auto: this machine, measured")
     request = planning.request_of(
         chosen,
         bandwidth,
@@ -183,6 +181,8 @@ def plan(
     made = planned.outcome.plan
     if made is not None and file is not None:
         plans.save(made, file)
+    if not options.is_given(context, "device"):
+        complain(f"no --device given: this plan is for the {chosen.name}; --device auto: this machine, measured")
     if as_json:
         print_json(plan_table.plan_json(planned))
     else:
