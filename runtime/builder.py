@@ -18,7 +18,7 @@ import torch
 from checkflow.core import plan as plans
 from checkflow.core.plan import Plan
 from checkflow.core.planner_api import Planner
-from checkflow.core.state import collect_state, refuse_closures, refuse_hidden_state
+from checkflow.core.state import closures_repeat, collect_state, refuse_hidden_state
 from checkflow.runtime import resources
 from checkflow.runtime.arguments import Arguments, refuse_objects
 from checkflow.runtime.job import compatibility, hyperparameters
@@ -80,7 +80,6 @@ def check_job(job: Job, given: Plan | None) -> torch.device:
         MismatchError, PlanError: the plan was made for another job, or cannot be executed.
     """
     device = compatibility.copied_device(job.models, job.optimizers)
-    refuse_closures(job.optimizers)
     refuse_hidden_state(job.optimizers)
     refuse_objects(job.objects)
     if given is not None:
@@ -125,6 +124,8 @@ def assemble(
         if given is None:
             cache = PlanCache(store.directory, arguments.wishes)
             planning = Planning(job, cache, make_planner(), check_plan, arguments.wishes, follow=arguments.follow)
+            for name in [name for name, optimizer in job.optimizers.items() if closures_repeat(optimizer)][:1]:
+                planning.forgo(name)
         reclaimed = reclaim(store, arguments.resume)
         resumed_from, imported = _resume(store, arguments, job, progress, given)
         reclaimed.give_back(store.directory)

@@ -250,6 +250,8 @@ def start_line(report: RunReport, directory: Path) -> str:
 
 def _plan_words(report: RunReport) -> str:
     plan = report.plan
+    if plan is None and report.planning is not None and report.planning.failure is not None:
+        return f"no plan, since {report.planning.failure}: all state is copied at each boundary that is saved"
     if plan is None:
         return "no plan yet, one of the first iterations is recorded for it"
     whose = {"given": "the given plan", "cache": "a kept plan", "recorded": "a plan of this job"}[plan.source]

@@ -124,7 +124,7 @@ class UnseenSteps:
     taken: bool = False  # that it has stepped: from when its code has run
 
 
-def step_hook(reached: Callable[[Any, Any, Any], None], unseen: UnseenSteps) -> Callable[[Any, Any, Any], None]:
+def step_hook(reached: Callable[[Any, Any, Any], Any], unseen: UnseenSteps) -> Callable[[Any, Any, Any], Any]:
     """A hook of optimizers that compiled code is left for (a graph break, beside one that torch has in its own steps).
 
     In code that must be compiled in one piece (``fullgraph=True``), it takes note instead.
@@ -140,13 +140,48 @@ def step_hook(reached: Callable[[Any, Any, Any], None], unseen: UnseenSteps) -> 
         unseen.known |= whole
         return whole
 
-    def hook(optimizer: Any, arguments: Any, keywords: Any) -> None:
+    def hook(optimizer: Any, arguments: Any, keywords: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() and in_one_piece():
             unseen.taken = True  # torch does this when the compiled code has run
-        else:
-            outside(optimizer, arguments, keywords)
+            return None
+        return outside(optimizer, arguments, keywords)
 
     return hook
+
+
+def with_closure(
+    arguments: tuple[Any, ...], keywords: Mapping[str, Any], make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of an optimizer's step with another closure in place of its own; None: it has none.
+
+    Args:
+        make: makes that of the step's own.
+    """
+    closure = next((value for value in (*arguments, *keywords.values()) if callable(value)), None)
+    if closure is None:
+        return None
+    other = make(closure)
+    return (
+        tuple(other if value is closure else value for value in arguments),
+        {name: other if value is closure else value for name, value in keywords.items()},
+    )
+
+
+def noting(closure: Callable[..., Any], first: Callable[[], None], again: Callable[[], None]) -> Callable[..., Any]:
+    """A step's closure that tells when it has run for the first time, and before it runs once more."""
+    ran = False
+
+    def noted(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal ran
+        if ran:
+            again()
+        result = closure(*arguments, **keywords)
+        if not ran:
+            ran = True
+            first()
+        return result
+
+    return noted
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import inspect
 import itertools
 import sys
 import types
@@ -397,18 +396,23 @@ def _refuse_overlap(places: list[tuple[StateTensor, Region]]) -> None:
                 )
 
 
+def closures_repeat(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is known to run its closure several times in a step, and writes parameters in between."""
+    return isinstance(optimizer, torch.optim.LBFGS)
+
+
 def refuse_closures(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-    """Refuse optimizers that cannot step without a closure, as LBFGS.
+    """Refuse to plan for optimizers that run their closure several times in a step, as LBFGS.
 
     Raises:
         UnsupportedError: there is one; it is named.
     """
     for name, optimizer in optimizers.items():
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
+        if closures_repeat(optimizer):
             raise UnsupportedError(
-                f"optimizer {name} is {type(optimizer).__name__}, which cannot step without a closure that runs "
-                "forward again inside the step: choose an optimizer that can"
+                f"optimizer {name} is {type(optimizer).__name__}, which runs forward and backward several times in a "
+                "step, so that there is no plan for it: Checkpointer(plan=None) copies all state at the boundaries "
+                "that it saves"
             )
 
 

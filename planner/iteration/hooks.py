@@ -12,6 +12,7 @@ the whole of its backward has run. In a live job compiled code runs as ever, wit
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -30,13 +31,15 @@ from checkflow.core.compiled_regions import (
     anything_compiled,
     around_forward,
     compiled_regions,
+    noting,
     step_hook,
     uncompiled,
     while_compiling,
+    with_closure,
 )
+from checkflow.core.errors import TraceError
 from checkflow.core.graph import BOUNDARY, Anchor, AnchorKey, AnchorKind, Phase, StateKind
 from checkflow.core.state import module_names, parameter_paths
-from checkflow.planner.iteration.optimizers import refuse_closure
 
 
 class RegionWatcher(Protocol):
@@ -68,6 +71,8 @@ class Whereabouts:
         device_type: str = "cpu",
     ) -> None:
         self.autocast = ""
+        #: Why what was seen is no iteration to plan by, if that is so.
+        self.failure: TraceError | None = None
         self.compiled: set[str] = set()  # the compiled calls that were met: modules, and functions as "name()"
         self._anchors: list[Anchor] = [Anchor(BOUNDARY, 0)]
         self._models = models
@@ -284,9 +289,25 @@ class Whereabouts:
 
         return hook
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
-        if id(optimizer) in self._optimizers:  # of others nothing is saved: they may step as they like
-            refuse_closure(type(optimizer).__name__, (*arguments[1:], *keywords.values()))
+    def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> Any:
+        """A closure is a part of the iteration before the step: the optimizer writes when it has run."""
+        begins, again = (functools.partial(what, optimizer) for what in (self._step_begins, self._again))
+        noted = with_closure(arguments, keywords, lambda closure: noting(closure, begins, again))
+        if noted is None:
+            begins()
+        return noted
+
+    def _again(self, optimizer: torch.optim.Optimizer) -> None:
+        if id(optimizer) not in self._optimizers:  # of others nothing is saved: they may step as they like
+            return
+        self.failure = TraceError(
+            f"cannot plan a step in which {type(optimizer).__name__} runs its closure more than once, and writes "
+            "parameters in between: Checkpointer(plan=None) copies all state at the boundaries that it saves"
+        )
+        if self.regions is None:  # a live job goes on
+            raise self.failure
+
+    def _step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         self._phase = "optimizer"
         if (function := compiled_function()) is not None:
             self.compiled.add(f"{function}()")

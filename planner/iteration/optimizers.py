@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from checkflow.core.compiled_regions import with_closure
 from checkflow.core.errors import TraceError
 from checkflow.core.state import foreach_option
 from checkflow.planner.iteration.read_numbers import RECORD, ReadNumbers, UndecidedError
@@ -74,18 +75,20 @@ class OptimizerSteps:
         return self._stepping if id(optimizer) in self._opaque else None
 
     def _guarded(self, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-        step = optimizer.step
+        own = optimizer.step
         kind = type(optimizer).__name__
 
-        @functools.wraps(step)
+        @functools.wraps(own)
         def guarded(*arguments: Any, **keywords: Any) -> Any:
-            refuse_closure(kind, (*arguments, *keywords.values()))
+            if (evaluated := with_closure(arguments, keywords, _evaluated)) is not None:
+                arguments, keywords = evaluated
+            step = functools.partial(own, *arguments, **keywords)
             if id(optimizer) in self._opaque:
                 return self._run_opaque(optimizer, step)
             try:
                 self._know_averages(optimizer)
                 with _capturable(optimizer, self._target), self._numbers.in_step():
-                    return step(*arguments, **keywords)
+                    return step()
             except NEEDS_DATA as error:
                 if not _make_state(optimizer, step):
                     reason = str(error).partition("\n")[0]
@@ -120,26 +123,16 @@ class OptimizerSteps:
                 group["params"] = parameters
 
 
+def _evaluated(closure: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a step's closure now: forward and backward are no part of what is done differently in a step."""
+    with torch.enable_grad():
+        result = closure()
+    return lambda: result
+
+
 def _steps_done(optimizer: torch.optim.Optimizer) -> int:
     counters = (state["step"] for state in optimizer.state.values())
     return max((int(counter.constant) for counter in counters if is_host_scalar(counter)), default=_STEADY)
-
-
-def refuse_closure(kind: str, arguments: Iterable[Any]) -> None:
-    """Refuse a step that is given a closure, traced or recorded.
-
-    Args:
-        kind: the optimizer's class.
-        arguments: of the step, of either sort.
-
-    Raises:
-        TraceError: one is a closure.
-    """
-    if any(map(callable, arguments)):
-        raise TraceError(
-            f"cannot trace {kind} with a closure, which runs forward again inside the step: "
-            "call loss.backward() before optimizer.step(), without a closure"
-        )
 
 
 @contextlib.contextmanager

@@ -114,8 +114,8 @@ class Recorder:
             TraceError: the iteration was not like those to come: state was made or taken away, or no optimizer stepped.
         """
         self.abandon()
-        if self._mode.failure is not None:
-            raise self._mode.failure
+        if (failure := self._mode.failure or self._iteration.where.failure) is not None:
+            raise failure
         self._iteration.where.forget_running()
         self._iteration.end()
         stepped = {a.key.name for a in self._iteration.where.anchors if a.key.kind is AnchorKind.OPTIMIZER_POST}

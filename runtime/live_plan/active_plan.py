@@ -100,7 +100,10 @@ class PlanInPlace:
         if self.execution.distrusted and self.plan is not None and self._refuted != self.plan.digest:
             self._refuted = self.plan.digest
             self.planning.refuted(self.plan)
-        arrival = self.planning.boundary(self.execution.stepped, micro_batches)
+        if (repeated := self.execution.repeated) and not self.planning.forgone:
+            arrival = self.planning.forgo(min(repeated))
+        else:
+            arrival = self.planning.boundary(self.execution.stepped, micro_batches)
         if arrival is None:
             return
         plan = UNPLANNED if arrival.plan is None else arrival.plan
@@ -124,7 +127,7 @@ class PlanInPlace:
 
     def tell_unplanned(self) -> None:
         """A boundary is captured: if that is done without a plan, say so once."""
-        if self.plan is None and not self._told:
+        if self.plan is None and self.planning is not None and not (self._told or self.planning.forgone):
             self._told = True
             logger.info("there is no plan yet: all state is copied at a boundary that is saved, which holds training")
 

@@ -139,6 +139,8 @@ class Planning:
         self._making: Making | None = None
         self._begun = 0.0
         self._failures, self._again = 0, 0.0
+        #: Whether there can be no plan, whatever the job becomes.
+        self.forgone = False
         self._hopeless: Any = None  # the job for which planning was given up
         self._seen_hopeless: _Look | None = None  # what was last held against that
         self._saved: frozenset[int] = frozenset()  # what checkpoints hold, as the recorded iteration found it
@@ -165,7 +167,7 @@ class Planning:
 
     def find_kept(self) -> Arrival | None:
         """At the start: a kept plan that fits what there is of the job's state, put in place at once."""
-        return self._find(lambda plan: not self._state_differences(plan))
+        return None if self.forgone else self._find(lambda plan: not self._state_differences(plan))
 
     def batch_handed(self, batch: Any) -> None:
         """The loader hands out a batch."""
@@ -211,7 +213,7 @@ class Planning:
         elif self.stage is Stage.MAKING:
             return self._poll()
         elif (self.stage is Stage.LATER and time.monotonic() >= self._again) or (
-            self.stage is Stage.GIVEN_UP and self._follow and self._is_another()
+            self.stage is Stage.GIVEN_UP and self._follow and not self.forgone and self._is_another()
         ):
             self._record_next()
         elif self.stage is Stage.PLANNED and self._plan is not None:
@@ -224,11 +226,24 @@ class Planning:
         self._searched.clear()
         self._confirmed, self._kept = arrival.source == "recorded", arrival.source == "cache"
         if arrival.plan is None:
-            self._record_next()
+            if not self.forgone:
+                self._record_next()
             return
         self.stage, self._failures, self.reason = Stage.PLANNED, 0, ""
         if arrival.source == "recorded" and arrival.path is not None:
             self._cache.keep(arrival.path)
+
+    def forgo(self, optimizer: str) -> Arrival | None:
+        """There can be no plan because of how this optimizer steps, and none is looked for any more. Who calls says so.
+
+        Returns:
+            As :meth:`boundary`.
+        """
+        self.close()
+        had, self._plan, self.forgone = self._plan, None, True
+        self.reason = f"optimizer {optimizer} does not run its closure just once in a step"
+        self.stage, self.watch.timing = Stage.GIVEN_UP, False
+        return None if had is None else Arrival(None, None, None, 0.0)
 
     def refuted(self, plan: Plan) -> None:
         """The job has shown that the plan does not fit it: the next start must not begin with it."""

@@ -17,6 +17,7 @@ from typing import Any
 from checkflow.core.errors import CheckflowError
 from checkflow.core.graph import AnchorKey, AnchorKind
 from checkflow.core.plan import Plan
+from checkflow.core.state import closures_repeat
 from checkflow.runtime.interval.policy import Asked
 from checkflow.runtime.job import compatibility
 from checkflow.runtime.job.job import Job
@@ -75,7 +76,9 @@ class Boundaries:
         self.in_steps = False
         self.looping: bool | None = None  # whether epochs() or steps() goes on; None: neither was called
         self._left_epochs = False  # with ``break``, after the epoch's last batch
-        self._sightings = Sightings()
+        self._sightings = Sightings(
+            repeated={name for name, optimizer in job.optimizers.items() if closures_repeat(optimizer)}
+        )
         self._no_end_said = False
         self._unsaved = Unsaved()
         self.clock = PhaseClock()

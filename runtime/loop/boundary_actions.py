@@ -125,7 +125,7 @@ class BoundaryWork:
         held, planning = self._clock.held_seconds, self._place.planning
         since_seconds = held["planning"] - self._planning_seconds
         self._planning_seconds = held["planning"]
-        if planning is not None and planning.busy:
+        if planning is not None and (planning.busy or self.iteration == self.first_iteration + 1):
             self._no_cost_seconds += since_seconds
         return sum(held.values()) - self._no_cost_seconds
 
@@ -169,6 +169,8 @@ class BoundaryWork:
         planning = self._place.planning
         if planning is None:
             return
+        if self._place.plan is None and self.iteration == self.first_iteration and not ending:
+            self.execution.prepare()  # now: to touch so much memory takes long, and is no checkpoint's cost
         if ending:
             planning.abandon()
             return
@@ -180,8 +182,6 @@ class BoundaryWork:
         self._place.turn(micro_batches)
         if self.execution is not before:
             self._clock.new_plan()
-        if self._place.plan is None and self.iteration == self.first_iteration:
-            self.execution.prepare()  # now: to touch so much memory takes long, and is no checkpoint's cost
         error = planning.take_error()
         if error is not None and self._raising:
             raise error

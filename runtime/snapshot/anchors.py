@@ -3,6 +3,8 @@
 - Module hooks are forward-pre hooks, put before those of the user (old-style spectral_norm writes a buffer in its own).
   Hooks that fire inside backward (activation checkpointing runs forward again there) match no key.
 - Optimizer hooks are torch's global ones: pre-hooks of that kind run before an optimizer's own, post-hooks after.
+- A step that is given a closure runs forward and backward inside: its pre-hook's anchor fires when the closure has run
+  for the first time, since then the optimizer writes. One that runs it again, or not at all, has no such moment.
 - Occurrences are counted since the boundary, for hooked anchors alone.
 
 torch.compile: a module inside of a known region has no hook; the region's anchor hangs before it
@@ -14,6 +16,7 @@ has in their steps), so that they fire at their time, unless it must be compiled
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,11 +31,13 @@ from checkflow.core.compiled_regions import (
     anything_compiled,
     around_forward,
     compiled_regions,
+    noting,
     step_hook,
     uncompiled,
     while_compiling,
+    with_closure,
 )
-from checkflow.core.errors import MismatchError, UnsupportedError
+from checkflow.core.errors import MismatchError
 from checkflow.core.graph import AnchorKey, AnchorKind
 from checkflow.core.state import module_names, parameter_paths
 
@@ -57,6 +62,7 @@ class Sightings:
     fired: set[Place] = field(default_factory=set)  # in uncompiled code, at least once
     traced: set[Place] = field(default_factory=set)  # into compiled code, and not fired since
     steps: UnseenSteps = field(default_factory=UnseenSteps)
+    repeated: set[str] = field(default_factory=set)  # optimizers that run their closure more than once, or not
 
 
 class AnchorHooks:
@@ -69,6 +75,7 @@ class AnchorHooks:
         on_evaluation: called at each forward pass of a whole model in evaluation mode.
         on_training: called when a hooked module, or a whole model, runs forward in training mode, outside of backward.
         on_traced: called when a hook is compiled, before what it is compiled into runs.
+        on_repeated: called with an optimizer's name before it runs its closure again, or when it has stepped without.
         sightings: what earlier hooks of the job have seen.
 
     Raises:
@@ -85,8 +92,11 @@ class AnchorHooks:
         on_training: Callable[[], None],
         on_evaluation: Callable[[], None],
         on_traced: Callable[[], None] = lambda: None,
+        on_repeated: Callable[[str], None] = lambda _: None,
         sightings: Sightings | None = None,
     ) -> None:
+        self._on_repeated = on_repeated
+        self._unevaluated: set[str] = set()  # optimizers that step, and have not run their closure yet
         self._fire, self._on_training, self._on_traced = fire, on_training, on_traced
         self._on_forward, self._on_evaluation = on_forward, on_evaluation
         self.sightings = Sightings() if sightings is None else sightings
@@ -274,21 +284,30 @@ class AnchorHooks:
 
         return hook
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> Any:
         name = self._optimizers.get(id(optimizer))
         if name is None:
-            return
-        if any(callable(value) for value in (*arguments[1:], *keywords.values())):
-            raise UnsupportedError(
-                f"optimizer {name} steps with a closure, which runs forward again inside the step: "
-                "call loss.backward() before optimizer.step(), without a closure"
-            )
+            return None
+        begins, again = functools.partial(self._step_begins, name), functools.partial(self._on_repeated, name)
+        noted = with_closure(arguments, keywords, lambda closure: noting(closure, begins, again))
+        if noted is None:
+            begins()
+        else:
+            self._unevaluated.add(name)
+        return noted
+
+    def _step_begins(self, name: str) -> None:
+        self._unevaluated.discard(name)
         self._step_reached(AnchorKind.OPTIMIZER_PRE, name)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
         name = self._optimizers.get(id(optimizer))
-        if name is not None:
-            self._step_reached(AnchorKind.OPTIMIZER_POST, name)
+        if name is None:
+            return
+        if name in self._unevaluated:
+            self._unevaluated.discard(name)
+            self._on_repeated(name)
+        self._step_reached(AnchorKind.OPTIMIZER_POST, name)
 
 
 def in_backward() -> bool:

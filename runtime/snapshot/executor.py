@@ -273,8 +273,27 @@ class Execution:
         return AnchorHooks(
             self._models, self._optimizers, self._keys,
             listener.on_anchor, listener.on_forward, listener.on_training, listener.on_evaluation,
-            self._on_traced, self._sightings,
+            self._on_traced, self._on_repeated, self._sightings,
         )  # fmt: skip
+
+    def _on_repeated(self, optimizer: str) -> None:
+        """Parameters are written at moments that no anchor tells: nothing is copied later than at the boundary."""
+        if optimizer not in self._sightings.repeated:
+            self._sightings.repeated.add(optimizer)
+            logger.warning(
+                "optimizer %s does not run its closure just once in a step, so that there is no plan for it: from now "
+                "on all state is copied at each boundary that is saved, which holds training",
+                optimizer,
+            )  # fmt: skip
+        if self.plan is UNPLANNED or self.distrusted:
+            return
+        with self._one_hook, self.surviving():
+            step = self.capturer.step
+            if step is not None and self.capturer.abort():
+                self.aborted += 1
+                self.last_failure = (time.monotonic(), f"optimizer {optimizer} wrote before all was copied")
+            self.distrusted = True
+            self.capturer.distrust()
 
     def _on_traced(self) -> None:
         """A hook is being compiled into code, which will write what was to be copied there."""
@@ -318,6 +337,11 @@ class Execution:
         """The plan's work at the anchors that fire. Without optimizers none tells when what seems unwritten is safe."""
         silent, blind = self._unseen
         return compile_plan(self.plan, silent, blind=blind, undated_at_boundary=not self._optimizers)
+
+    @property
+    def repeated(self) -> Collection[str]:
+        """The optimizers for which there is no plan, by how they run their closures."""
+        return self._sightings.repeated
 
     @property
     def hooks(self) -> AnchorHooks:

@@ -315,11 +315,24 @@ def _capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str
             others[parameter] = table  # some optimizers also keep values of their own beside those of parameters
         elif isinstance(table, dict) and (name := names.get(id(parameter))) is not None:
             values[name] = {key: value for key, value in table.items() if not isinstance(value, torch.Tensor)}
-    leaves = enumerate(pytree.tree_leaves(others))
-    apart = [number for number, leaf in leaves if torch.is_tensor(leaf) and leaf.device.type != "cpu"]
     return {
-        "class": type(optimizer).__name__, "groups": groups, "values": values, "others": others, "others_apart": apart,
+        "class": type(optimizer).__name__, "groups": groups, "values": values, "values_apart": _apart(values),
+        "others": others, "others_apart": _apart(others),
     }  # fmt: skip
+
+
+def _apart(values: Any) -> list[int]:
+    """Which of the leaves are tensors that do not lie in host memory."""
+    leaves = enumerate(pytree.tree_leaves(values))
+    return [number for number, leaf in leaves if torch.is_tensor(leaf) and leaf.device.type != "cpu"]
+
+
+def _put_back(saved: Any, apart: Iterable[int], device: torch.device) -> Any:
+    """What was saved, with these leaves on the device: a checkpoint's tensors are read into host memory."""
+    leaves, structure = pytree.tree_flatten(saved)
+    for number in apart:
+        leaves[number] = leaves[number].to(device)
+    return pytree.tree_unflatten(leaves, structure)
 
 
 def _restore_optimizer(models: Models, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
@@ -332,13 +345,11 @@ def _restore_optimizer(models: Models, optimizer: torch.optim.Optimizer, saved: 
                 group[key].copy_(value)  # a tensor learning rate is captured by address in CUDA graphs
             else:
                 group[key] = value
-    for name, values in saved["values"].items():
+    device = training_device(models)
+    for name, values in _put_back(saved["values"], saved.get("values_apart", ()), device).items():
         if values:
             optimizer.state[parameters[name]].update(values)
-    leaves, structure = pytree.tree_flatten(saved["others"])
-    for number in saved.get("others_apart", ()):  # a checkpoint's tensors are read into host memory
-        leaves[number] = leaves[number].to(training_device(models))
-    optimizer.state.update(pytree.tree_unflatten(leaves, structure))
+    optimizer.state.update(_put_back(saved["others"], saved.get("others_apart", ()), device))
 
 
 def make_lazy_state(

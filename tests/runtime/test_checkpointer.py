@@ -488,16 +488,6 @@ def test_closing_ends_workers_that_persist(tmp_path: Path) -> None:
     loader.end_workers()
 
 
-def test_a_closure_is_refused(tmp_path: Path) -> None:
-    plan = make_plan()
-    model, optimizer, _ = make()
-    with (
-        Checkpointer(model, optimizer, directory=tmp_path, plan=plan),
-        pytest.raises(UnsupportedError, match="closure"),
-    ):
-        optimizer.step(lambda: model(torch.randn(6, 4)).sum())
-
-
 def test_state_that_the_plan_does_not_know_is_copied_at_the_boundary(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -73,7 +73,11 @@ SPARSE = {
     "Adagrad foreach": functools.partial(optim.Adagrad, foreach=True),
     "SGD": functools.partial(optim.SGD, lr=0.1),
 }
-ELSEWHERE = {"Muon", "SparseAdam", "LBFGS"}  # matrices only, sparse gradients only; LBFGS is refused (test_refusals.py)
+ELSEWHERE = {
+    "Muon",
+    "SparseAdam",
+    "LBFGS",
+}  # matrices only, sparse gradients only; LBFGS has no plan (test_closures.py)
 
 X, LABELS = torch.randn(8, 12, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 4
 

@@ -264,16 +264,20 @@ def test_what_an_optimizer_keeps_for_all_parameters_returns_where_it_lay() -> No
     model = nn.Sequential(nn.Embedding(2, 2), nn.Linear(2, 2, device="meta"))  # its table stays in host memory
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state["all"] = {"sum": torch.zeros(3, device="meta"), "seen": [torch.arange(2), 5]}  # type: ignore[index]
+    optimizer.state[model[1].bias]["al"] = [torch.zeros(2, device="meta"), None]  # as LBFGS
     walk = StateWalk({"model": model}, {"optimizer": optimizer})
     walk.current()
     extra = capture_extra(walk, {"optimizer": optimizer}, {})
     saved = extra["optimizers"]["optimizer"]
     saved["others"] = {"all": {"sum": torch.ones(3), "seen": [torch.arange(2), 5]}}
+    saved["values"]["1.bias"]["al"] = [torch.ones(2), None]
     optimizer.state.clear()
     restore_extra(extra, {"model": model}, {"optimizer": optimizer}, {})
     restored = optimizer.state["all"]  # type: ignore[index]
     assert (restored["sum"].device.type, restored["seen"][0].device.type) == ("meta", "cpu")
     assert restored["seen"][1] == 5
+    first, second = optimizer.state[model[1].bias]["al"]
+    assert (first.device.type, second) == ("meta", None)
     del saved["others_apart"]  # of an earlier release
     restore_extra(extra, {"model": model}, {"optimizer": optimizer}, {})
     assert optimizer.state["all"]["sum"].device.type == "cpu"  # type: ignore[index]
