@@ -293,15 +293,19 @@ def _resume_words(report: RunReport, directory: Path) -> str:
     return f"{resumed}, the run before has not told its end, what it did after that step is done again{known}"
 
 
-def end_line(report: RunReport, directory: Path) -> str:
-    """What was committed, what it cost, and where both are written down."""
+def end_line(report: RunReport, directory: Path, where: str) -> str:
+    """What was committed, what it cost, and where both are written down.
+
+    Args:
+        where: the directory is now, in words.
+    """
     parts = [f"{report.committed} checkpoint{'' if report.committed == 1 else 's'} committed"]
     if report.lag.durable_step is not None:
         parts[0] += f", the newest of step {report.lag.durable_step}"
     if report.failed:
         parts.append(f"{report.failed} failed, the last one by {report.last_failure}")
     parts += _held_words(report)
-    parts.append(f"see {directory / FILE}")
+    parts.append(f"see {directory / FILE}" if where == str(directory) else f"the directory is {where}")
     return "; ".join(parts)
 
 

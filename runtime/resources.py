@@ -69,8 +69,9 @@ class Holdings:
         self.lost = self.saving.close() or self.lost
         if self.store.locked:  # otherwise this was done already, and the directory may be somebody else's
             self.reporter.write(closed=True)
+            where = self.store.where
             self.store.close()
-            logger.info("%s", end_line(self.reporter.make(closed=True), self.store.directory))
+            logger.info("%s", end_line(self.reporter.make(closed=True), self.store.directory, where))
         self.preemption.close()
         if _held.get(self.store.directory) is self:
             del _held[self.store.directory]

@@ -167,7 +167,7 @@ class Saving:
         stays = f"; step {kept} stays in this machine's memory: the next run here saves it" if lost else ""
         return StorageError(
             f"the last checkpoint, of step {self.newest[0]}, is not on storage{why}: {rest} durable in "
-            f"{self._store.directory}{stays}"
+            f"{self._store.where}{stays}"
         )
 
     def _outlive(self, capture: Capture) -> None:

@@ -141,6 +141,14 @@ class Store:
         self.close()
 
     @property
+    def where(self) -> str:
+        """The directory in words: its path, or, if it was moved since this job began, where it is now."""
+        if self._root is None or fs.is_at(self._root, str(self.directory)):
+            return str(self.directory)
+        now = fs.path_of(self._root)
+        return f"{now}, moved there from {self.directory}" if now else f"no longer at {self.directory}"
+
+    @property
     def locked(self) -> bool:
         """Whether the directory is this process's to write."""
         return self._root is not None
@@ -361,7 +369,9 @@ class Store:
         with self._mutex, reported(what):
             root = self._open_root()
             if not fs.is_at(root, str(self.directory)):
-                raise StorageError(f"{what}: the directory was moved or replaced since this job began")
+                raise StorageError(
+                    f"{what}: the directory was moved or replaced since this job began: it is {self.where}"
+                )
             self._lock.renew()
             yield root
 

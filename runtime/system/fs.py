@@ -334,6 +334,15 @@ def is_at(fd: int, path: str) -> bool:
     return os.path.samestat(there, os.fstat(fd))
 
 
+def path_of(fd: int) -> str | None:
+    """Where an open directory is now; None: it was deleted, or the system does not tell."""
+    try:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return None
+    return path if is_at(fd, path) else None
+
+
 def regular_size(fd: int) -> int | None:
     """The size in bytes of an open regular file; None if it is anything else."""
     status = os.fstat(fd)

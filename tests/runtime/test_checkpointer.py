@@ -7,6 +7,7 @@ import errno
 import itertools
 import logging
 import multiprocessing
+import shutil
 import subprocess
 import sys
 import threading
@@ -753,3 +754,26 @@ def test_memory_that_was_changed_after_an_explicit_last_step_is_not_saved(
         shadow(model)
     assert steps(tmp_path) == [4]
     assert "the state was changed after step 6" in caplog.text
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_the_log_names_a_directory_where_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture, gone: bool) -> None:
+    """Moved while the job runs, or deleted: nothing is where it was."""
+    model, optimizer, iterate = make()
+    directory, moved = tmp_path / "ckpt", tmp_path / "moved"
+    where = f"no longer at {directory}" if gone else f"{moved}, moved there from {directory}"
+    with caplog.at_level(logging.INFO, "checkflow"):
+        with (
+            pytest.raises(StorageError, match=f"durable in {where}"),
+            Checkpointer(model, optimizer, directory=directory, plan=make_plan(), every=1) as checkpointer,
+        ):
+            for step in checkpointer.steps(4):
+                iterate()
+                if step == 2:
+                    wait_for(lambda: checkpointer.durable_step == 2)
+                    directory.rename(moved)
+                    if gone:
+                        shutil.rmtree(moved)
+        end = caplog.messages[-1]
+    assert end.endswith(f"; the directory is {where}")
+    assert f"{directory}/report.json" not in end

@@ -224,7 +224,8 @@ def test_nothing_is_acknowledged_in_a_directory_that_was_moved(directory: Path, 
             lambda: commit(store, 2, 2), lambda: store.annotate(1, {"loss": 0.1}), lambda: store.rewind(0),
             lambda: store.set_aside(directory / step_name(1)),
         ):  # fmt: skip
-            with pytest.raises(StorageError, match="moved or replaced since this job began"):
+            where = f"moved or replaced since this job began: it is {moved}, moved there from {directory}$"
+            with pytest.raises(StorageError, match=where):
                 act()
         assert steps(moved) == [1]
         if instead is not None:
