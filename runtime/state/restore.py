@@ -155,9 +155,12 @@ def _restore_newest(store: Store, found: _Restore, *, anew: bool) -> Resumed | N
     """
     unreadable: StorageError | None = None
     paths = store.checkpoints()
+    older = 0  # the number of the newest of those older ones that have a manifest; looked for once, there may be many
     for number, path in enumerate(paths, 1):
         try:
-            first = anew and not found.begun and not any(map(has_manifest, paths[number:]))
+            if older < number:
+                older = next((n for n in range(number, len(paths)) if has_manifest(paths[n])), len(paths))
+            first = anew and not found.begun and older == len(paths)
             with open_checkpoint(path, ahead=not first, trust=store.trust) as checkpoint:
                 if first:
                     checkpoint.verify()

@@ -330,6 +330,8 @@ class Store:
     def set_aside(self, path: Path) -> Path:
         """Rename a checkpoint that is proved damaged to ``.broken-…``, so that no restore meets it again.
 
+        Its new name is durable with the next commit: after a power cut before that it is found damaged again.
+
         Raises:
             StorageError: it cannot be renamed.
         """
@@ -347,14 +349,15 @@ class Store:
         """
         with self._writing(f"cannot rewind {self.directory} to step {step}") as root:
             later = [path for path in self.checkpoints() if (parse_step(path.name) or 0) > step]
-            return tuple(self._hide(root, path, SUPERSEDED) for path in later)
+            hidden = tuple(self._hide(root, path, SUPERSEDED) for path in later)
+            self._sync_folder(root)
+            return hidden
 
     def _hide(self, root: int, path: Path, prefix: str) -> Path:
         step = parse_step(path.name)
         if step is None or path.parent != self.directory:
             raise ValueError(f"{path} is no checkpoint of {self.directory}")
         hidden = cleanup.hide(root, path.name, prefix)
-        self._sync_folder(root)
         self._known.pop(step, None)
         return self.directory / hidden
 

@@ -35,9 +35,11 @@ from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.format import codec
 from checkflow.runtime.persist import writer
+from checkflow.runtime.state import restore as restores
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.store.store import Store
+from checkflow.runtime.system import fs
 
 Job = tuple[nn.Sequential, torch.optim.Optimizer, Any]
 
@@ -777,3 +779,43 @@ def test_the_log_names_a_directory_where_it_is(tmp_path: Path, caplog: pytest.Lo
         end = caplog.messages[-1]
     assert end.endswith(f"; the directory is {where}")
     assert f"{directory}/report.json" not in end
+
+
+def test_many_stray_folders_cost_a_start_one_look_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each was looked at once for every newer one, and synced by itself."""
+    looks: list[Path] = []
+    syncs: list[int] = []
+
+    def looked(path: Path, real: Any = restores.has_manifest) -> bool:
+        looks.append(path)
+        return bool(real(path))
+
+    def synced(fd: int, real: Any = fs.fsync) -> None:
+        syncs.append(fd)
+        real(fd)
+
+    monkeypatch.setattr(restores, "has_manifest", looked)
+    monkeypatch.setattr(fs, "fsync", synced)
+    counts = []
+    for strays, whole in ((30, False), (60, False), (60, True)):
+        directory = tmp_path / f"{strays} {whole}"
+        if whole:
+            model, optimizer, iterate = make()
+            with Checkpointer(model, optimizer, directory=directory, plan=make_plan(), every=1) as checkpointer:
+                for _ in checkpointer.steps(2):
+                    iterate()
+        for number in range(strays):
+            (directory / f"step-{number + 100:08d}").mkdir(parents=True)
+        looks.clear()
+        syncs.clear()
+        model, optimizer, _ = make()
+        with Checkpointer(model, optimizer, directory=directory, plan=make_plan(), every=1) as checkpointer:
+            counts.append(len(syncs))
+            assert checkpointer.resumed_from == (2 if whole else None)
+        assert len(looks) <= strays + 2
+        assert len(set(looks)) == len(looks)
+        assert len(list(directory.glob(".broken-*"))) == strays
+    assert counts[0] == counts[1]
+    assert caplog.text.count("is damaged") == 150
