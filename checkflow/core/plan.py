@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from checkflow.core.device import DeviceKind
 from checkflow.core.errors import PlanError, first_fault
 from checkflow.core.graph import BOUNDARY, STRICT, AnchorKey, AnchorKind, Many
-from checkflow.core.small_files import check_members, read_regular
+from checkflow.core.small_files import check_density, check_fields, check_members, read_regular
 from checkflow.core.timeline import MOST_SECONDS, Granularity, Timeline, check_timeline
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _ITEM_BYTES = {
 }
 _MOST_BYTES = 2**63 - 1  # what memory and files can count
 MOST_STEPS = 2**24  # of a horizon: it is walked through step by step
-MAX_BYTES = 1 << 28  # of a file
+MAX_BYTES = 1 << 27  # of a file: Llama 3 with 405 billion parameters, in chunks of 8 MiB, has one of 45 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,6 +378,11 @@ def dumps(plan: Plan) -> bytes:
     return data
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    check_members(pairs)
+    return dict(pairs)
+
+
 def loads(data: bytes, name: str = "plan") -> Plan:
     """Read a plan; any changed byte is refused.
 
@@ -389,7 +394,9 @@ def loads(data: bytes, name: str = "plan") -> Plan:
     if len(data) > MAX_BYTES:
         raise PlanError(f"{name}: not a valid plan: it has more than {MAX_BYTES} bytes")
     try:
-        json.loads(data, object_pairs_hook=check_members, parse_int=str, parse_float=str)  # all else is for pydantic
+        check_density(data)
+        # Forgotten before pydantic, which has all else to say, parses it again: of a hostile file it may be much.
+        check_fields(json.loads(data, object_pairs_hook=_object, parse_int=str, parse_float=str), Plan)
         plan: Plan = _adapter().validate_json(data)
     except ValidationError as error:
         raise PlanError(

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from checkflow.core.errors import ReportError, first_fault
 from checkflow.core.graph import STRICT, Many
 from checkflow.core.plan import Plan
-from checkflow.core.small_files import check_members, read_regular
+from checkflow.core.small_files import check_density, check_fields, check_members, read_regular
 
 FILE = "report.json"
 KEPT_RUNS = 32
@@ -309,6 +309,7 @@ def loads(data: bytes, name: str) -> tuple[RunReport, ...]:
     if len(data) > MAX_BYTES:
         raise ReportError(f"{name} is no run report: it has more than {MAX_BYTES} bytes")
     try:
+        check_density(data)
         plain = json.loads(data, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise ReportError(f"{name} is no run report: {_one_line(error)}") from None
@@ -316,9 +317,13 @@ def loads(data: bytes, name: str) -> tuple[RunReport, ...]:
     if isinstance(version, int) and 0 <= version < 10**6 and version != VERSION:
         raise ReportError(f"{name} is a report of version {version}; this checkflow reads version {VERSION}")
     try:
+        check_fields(plain, ReportFile)
+        del plain  # of a hostile file it may be much
         runs: tuple[RunReport, ...] = TypeAdapter(ReportFile).validate_json(data).runs
     except ValidationError as error:
         raise ReportError(f"{name} is no run report: {first_fault(error)}") from None
+    except ValueError as error:
+        raise ReportError(f"{name} is no run report: {error}") from None
     for index, run in enumerate(runs):
         if problem := _contradiction(run):
             raise ReportError(f"{name} contradicts itself: runs.{index}.{problem}")

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import functools
 import os
 import re
 import stat
-from collections.abc import Sized
+import types
+import typing
+from collections.abc import Callable, Sized
+from typing import Any
 
 MOST_MEMBERS = 64  # of an object that has fields of its own: the largest has some forty
+MOST_TIMES = 40  # its own size, that reading a hostile file takes of memory; `make fuzz` holds every reader to it
+# An element of JSON (a comma, a colon, a bracket) has some 70 bytes in memory. Real files have one in 5 bytes or more,
+# for which the smallest have their way.
+_LEAST_BYTES = 4
+_FREE_ELEMENTS = 1 << 16
 
 
 _KINDS = {
@@ -72,3 +82,68 @@ def check_members(found: Sized) -> None:
     """
     if len(found) > MOST_MEMBERS:
         raise ValueError(f"an object of it has {len(found)} members")
+
+
+def check_density(data: bytes) -> None:
+    """For JSON of any origin, before anything is made of it: millions of empty lists take many times their own bytes.
+
+    Raises:
+        ValueError: it has more elements than any real file of its size.
+    """
+    elements = sum(map(data.count, (b",", b":", b"[", b"{")))
+    if elements > _FREE_ELEMENTS + len(data) // _LEAST_BYTES:
+        raise ValueError(f"it has {elements} elements in {len(data)} bytes")
+
+
+def check_fields(plain: Any, kind: type) -> None:
+    """For an object of JSON that stands for a dataclass, before pydantic reads it.
+
+    It would keep all that an object holds once for each field that the object lacks.
+
+    Args:
+        plain: the object, its own objects included.
+
+    Raises:
+        ValueError: a field that has no default is missing, here or in an object inside.
+    """
+    check = _check_of(kind)
+    if check is not None and (missing := check(plain)) is not None:
+        raise ValueError(f"{missing}: Field required")
+
+
+_Check = Callable[[Any], str | None]  # gives the place of a field that is missing
+
+
+@functools.cache
+def _check_of(kind: Any) -> _Check | None:
+    """None: a type without fields."""
+    if not dataclasses.is_dataclass(kind):
+        inside = [check for part in typing.get_args(kind) if (check := _check_of(part)) is not None]
+        if not inside:
+            return None
+        (within,) = inside
+        return (
+            within if typing.get_origin(kind) in (typing.Union, types.UnionType) else functools.partial(_first, within)
+        )
+    hints = typing.get_type_hints(kind)
+    none = dataclasses.MISSING
+    needed = {one.name for one in dataclasses.fields(kind) if one.default is none and one.default_factory is none}
+    checks = {name: check for name, hint in hints.items() if (check := _check_of(hint)) is not None}
+
+    def missing(plain: Any) -> str | None:
+        if not isinstance(plain, dict):
+            return None
+        if not needed <= plain.keys():
+            return min(needed - plain.keys())
+        for name, check in checks.items():
+            if (place := check(plain.get(name))) is not None:
+                return f"{name}.{place}"
+        return None
+
+    return missing
+
+
+def _first(within: _Check, plain: Any) -> str | None:
+    """The first that an item of a collection lacks."""
+    items = plain.items() if isinstance(plain, dict) else enumerate(plain) if isinstance(plain, list) else ()
+    return next((f"{name}.{place}" for name, one in items if (place := within(one)) is not None), None)

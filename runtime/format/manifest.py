@@ -19,7 +19,7 @@ from pydantic_core import PydanticSerializationError
 
 from checkflow.core.errors import CorruptCheckpointError, MismatchError, UnsupportedError, first_fault
 from checkflow.core.graph import STRICT, Many, Named
-from checkflow.core.small_files import MOST_MEMBERS, check_members
+from checkflow.core.small_files import MOST_MEMBERS, check_density, check_fields, check_members
 from checkflow.runtime.format.layout import STORED_TYPES, Layout
 
 VERSION = 1
@@ -206,7 +206,9 @@ def _check_plain(text: bytes) -> None:
             large.append(found)
         return found
 
+    check_density(text)
     plain = json.loads(text, object_pairs_hook=no_duplicates_and, parse_constant=_refuse_constant)
+    check_fields(plain, Manifest)
     named = (plain.get("files"), plain.get("tensors")) if isinstance(plain, dict) else ()
     if not all(any(one is other for other in named) for one in large):
         _check_objects(plain)
@@ -214,8 +216,11 @@ def _check_plain(text: bytes) -> None:
 
 def _end_of_files(text: bytes) -> int:
     """Where the object ends with which this begins: what a manifest says of files, checked as :func:`loads` does."""
+    check_density(text)
     decoder = json.JSONDecoder(object_pairs_hook=no_duplicates, parse_constant=_refuse_constant)
     plain, end = decoder.raw_decode(text.decode("ascii"))
+    for entry in plain.values() if isinstance(plain, dict) else ():
+        check_fields(entry, FileEntry)
     _check_objects({"files": plain})
     return end
 

@@ -11,8 +11,9 @@ its reader again.
 They are made here, and read in another process (:mod:`fuzz_reader`). What must hold: no other exception, and no other
 end of that process; a valid result encodes to bytes that give the same result again, and damage that nobody sealed
 gives what was written, or an error; no input takes more than some seconds of its time; and its memory grows by less
-than 64 MiB from the end of the warm-up to the highest moment of all that follows. ``--break NAME`` gives it a fault
-first (:mod:`fuzz_breaks`), and the run must fail.
+than 64 MiB from the end of the warm-up to the highest moment of all that follows. Before all that it reads large files
+of hostile shapes (:func:`large_files`), which may take ``MOST_TIMES`` their own size of memory, and so many seconds a
+MiB. ``--break NAME`` gives it a fault first (:mod:`fuzz_breaks`), and the run must fail.
 """
 
 # ruff: noqa: T201
@@ -23,6 +24,7 @@ import argparse
 import collections
 import gc
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -30,6 +32,7 @@ import secrets
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,13 +44,18 @@ from fuzz_breaks import BREAKS
 from fuzz_feeds import make_feeds
 from fuzz_mutation import Raw
 from fuzz_process import Reader, ReaderDied, reading
-from fuzz_targets import Target, make_corpus, make_targets
+from fuzz_targets import Corpus, Target, make_corpus, make_targets
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import seed as hypothesis_seed
 from hypothesis import settings as hypothesis_settings
+from xxhash import xxh3_128_hexdigest
+
+from checkflow.core.small_files import MOST_TIMES
 
 MOST_GROWTH_BYTES = 64 * 2**20
-MOST_SECONDS = 5.0  # of processor time, for one input
+MOST_SECONDS = 5.0  # of processor time, for one input, or for a MiB of a large one; a twentieth of it is usual
+LARGE_BYTES = 2**20
+FREE_BYTES = 16 * 2**20  # that reading takes of any file: code that is first imported, what the allocator keeps
 MOST_FINDINGS = 20
 HYPOTHESIS_SHARE = 10  # of so many inputs one comes from hypothesis
 _HYPOTHESIS_BATCH = 250  # examples; it remembers them
@@ -106,6 +114,10 @@ class Fuzz:
     highest_bytes: int = 0
     highest: str = ""
     deaths: int = 0
+    most_times: float = 0.0  # its own size, that a large file took of memory, and which
+    most_times_of: str = ""
+    slowest_large: float = 0.0  # seconds a MiB
+    slowest_large_of: str = ""
     _seen: set[str] = field(default_factory=set)
 
     def give(self, target: Target, item: Any, name: str) -> None:
@@ -130,6 +142,32 @@ class Fuzz:
         if answer.seconds > MOST_SECONDS:
             self._note(name, item, f"slow: {target.name}", f"{name} took {answer.seconds:.1f} s of processor time")
         self._weigh(item, name)
+
+    def give_large(self, target: str, item: Any, name: str) -> None:
+        """Give an input whose size is what its memory and its time are held against."""
+        if not self.reader.running:
+            self.reader.start()
+        size = len(item[0] if isinstance(item, tuple) else item)
+        before = self.reader.resident_bytes()
+        self.reader.forget_highest()
+        try:
+            answer = self.reader.give(target, item)
+        except ReaderDied as end:
+            self._note(name, item, f"{target}: the reader {end.how}", end.details)
+            self.deaths += 1
+            return
+        if answer.found:
+            self._note(name, item, answer.found, answer.details)
+        times = max(0, self.reader.highest_bytes() - before - FREE_BYTES) / size
+        rate = answer.seconds / max(1.0, size / 2**20)
+        if times > self.most_times:
+            self.most_times, self.most_times_of = times, name
+        if rate > self.slowest_large:
+            self.slowest_large, self.slowest_large_of = rate, name
+        if times > MOST_TIMES:
+            self._note(name, item, f"memory of a large {target}", f"{times:.0f} bytes a byte, at most {MOST_TIMES}")
+        if rate > MOST_SECONDS:
+            self._note(name, item, f"slow: a large {target}", f"{rate:.1f} s of processor time a MiB")
 
     @property
     def enough(self) -> bool:
@@ -166,6 +204,56 @@ class Fuzz:
         path.with_suffix(".txt").write_text(f"{name}, seed {self.seed}: {what}\n\n{details}", errors="backslashreplace")
         self.findings.append(Finding(name, what, str(path)))
         print(f"found: {name}: {what} ({path})", file=sys.stderr, flush=True)
+
+
+# What is repeated in a large file, a comma after each; spaces make a file no denser than real ones are.
+_UNITS = (
+    *("[]", "{}", "1", "1e999", "1.5", '"a"', '{"a":0}', "[]      ", "{}      ", '{"a":0}       ', "1    "),
+    *("9" * 4000, '"' + "a" * 4000 + '"', "[" * 900 + "]" * 900),
+)
+
+
+def large_files(corpus: Corpus) -> Iterator[tuple[str, str, Any]]:
+    """Target, name and input of files that are a MiB of the same, alone and as one field of a real file."""
+    shapes = {unit[:14]: f"[{f'{unit},' * (LARGE_BYTES // (len(unit) + 1))}0]" for unit in _UNITS}
+    shapes["members"] = "{" + ",".join(f'"{n}":0' for n in range(LARGE_BYTES // 11)) + "}"
+    shapes |= {"text": f'"{"a" * LARGE_BYTES}"', "digits": "9" * LARGE_BYTES, "deep": "[" * LARGE_BYTES}
+    plan, report, manifest = (json.loads(data) for data in (corpus.plans[0], corpus.report, corpus.manifests[0]))
+    del manifest["digest"]
+    run, tensor = report["runs"][0], next(iter(manifest["tensors"].values()))
+    header = {"a": {"shape": [2], "dtype": "U8", "data_offsets": [0, 2]}}
+    real: list[tuple[str, Any, tuple[tuple[dict[str, Any], str], ...]]] = [
+        ("plan", plan, ((plan, "chunks"), (plan, "wait"), (plan["timeline"], "steps"), (plan["chunks"][0], "tensor"))),
+        ("report", report, ((report, "runs"), (run, "phases"), (run["frequency"], "changes"))),
+        ("manifest", manifest, ((manifest, "info"), (manifest, "tensors"), (tensor, "pieces"), (tensor, "shape"))),
+        ("safetensors header", header, ((header, "a"), (header["a"], "shape"))),
+    ]
+    for (target, whole, places), (what, shape) in itertools.product(real, shapes.items()):
+        yield target, f"{what} alone", _input(target, shape)
+        for held, name in places:
+            kept = dict(held)
+            for others in (kept, {}):  # of each field that is not there, an error could hold all that is
+                held.clear()
+                held.update({**others, name: "?"})
+                text = json.dumps(whole).replace('"?"', shape)
+                yield target, f"{what} in {name}, {len(held)} fields", _input(target, text)
+            held.clear()
+            held.update(kept)
+
+
+def _input(target: str, text: str) -> Any:
+    data = text.encode()
+    if target == "manifest":
+        return data[:-1] + b',"digest":"' + xxh3_128_hexdigest(data[:-1]).encode() + b'"}\n'
+    return (data, 8 + len(data) + 2) if target == "safetensors header" else data
+
+
+def run_large(fuzz: Fuzz, files: Iterable[tuple[str, str, Any]]) -> None:
+    """Each large file may take so many times its own size of memory, and so much time."""
+    for target, what, item in files:
+        if fuzz.enough:
+            return
+        fuzz.give_large(target, item, f"{target}:{what}")
 
 
 def draw(target: Target, seed: int, number: int) -> Any:
@@ -244,7 +332,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
     with tempfile.TemporaryDirectory() as kept:
-        targets = make_targets(make_corpus(Path(kept) / "corpus"))
+        corpus = make_corpus(Path(kept) / "corpus")
+        targets = make_targets(corpus)
         if arguments.only:
             name, _, number = arguments.only.partition(":")
             target = next(target for target in targets if target.name == name)
@@ -252,7 +341,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
     print(f"seed {seed}", flush=True)
     with reading(arguments.fault) as reader:
-        return _run(Fuzz(seed, arguments.findings, reader), targets, arguments)
+        return _run(Fuzz(seed, arguments.findings, reader), corpus, targets, arguments)
 
 
 def run_measured(fuzz: Fuzz, targets: tuple[Target, ...], inputs: int) -> None:
@@ -270,8 +359,9 @@ def run_measured(fuzz: Fuzz, targets: tuple[Target, ...], inputs: int) -> None:
             print(f"{done} inputs, memory {now / 2**20:+.1f} MiB, at most {most / 2**20:+.1f}", flush=True)
 
 
-def _run(fuzz: Fuzz, targets: tuple[Target, ...], arguments: argparse.Namespace) -> int:
+def _run(fuzz: Fuzz, corpus: Corpus, targets: tuple[Target, ...], arguments: argparse.Namespace) -> int:
     begun = time.perf_counter()
+    run_large(fuzz, large_files(corpus))
     run_measured(fuzz, targets, arguments.inputs)
     figures = figures_of(fuzz, time.perf_counter() - begun)
     show(figures)
@@ -292,6 +382,10 @@ def figures_of(fuzz: Fuzz, seconds: float) -> dict[str, Any]:
         "memory_growth_bytes": fuzz.growth_bytes,
         "memory_highest": fuzz.highest,
         "memory_at_the_end_bytes": fuzz.reader.resident_bytes() if fuzz.reader.running else None,
+        "most_times_its_size": round(fuzz.most_times, 1),
+        "most_times_its_size_of": fuzz.most_times_of,
+        "slowest_large_seconds_a_mib": round(fuzz.slowest_large, 3),
+        "slowest_large_of": fuzz.slowest_large_of,
         "targets": {
             name: {
                 "inputs": tally.inputs,
@@ -308,6 +402,11 @@ def show(figures: dict[str, Any]) -> None:
     for name, row in figures["targets"].items():
         outcomes = ", ".join(f"{count} {what}" for what, count in row["outcomes"].items())
         print(f"{name:19s}{row['inputs']:8d}  slowest {row['slowest_seconds']:6.3f} s  {outcomes}")
+    print(
+        f"large files: at most {figures['most_times_its_size']} times their size of memory"
+        f" ({figures['most_times_its_size_of']}), {figures['slowest_large_seconds_a_mib']} s a MiB"
+        f" ({figures['slowest_large_of']})"
+    )
     growth = figures["memory_growth_bytes"]
     memory = "unknown: its reader died" if growth is None else f"at most {growth / 2**20:+.1f} MiB after the warm-up"
     print(f"{figures['inputs']} inputs in {figures['seconds']} s, {len(figures['findings'])} findings, memory {memory}")

@@ -25,6 +25,7 @@ from checkflow.core.errors import CorruptCheckpointError, PlanError, ReportError
 from checkflow.core.plan import Plan
 from checkflow.core.planner_api import Handover
 from checkflow.core.run_report import ReportFile
+from checkflow.core.small_files import MOST_TIMES
 from checkflow.runtime.format import codec, manifest
 from checkflow.runtime.interval.profile import KeptProfile
 from checkflow.runtime.shards.rendezvous import Board, Record
@@ -34,7 +35,6 @@ from tests.core.test_plan import good_plan
 INPUTS = 400  # by each of the two seeds
 # As with hypothesis's examples (conftest.py): the same in every run, unless others are asked for.
 DRAWN = secrets.randbelow(2**32) if os.environ.get("HYPOTHESIS_PROFILE") == "random" else 1
-MOST_TIMES = 40  # its own size, that reading a hostile file takes of memory
 
 
 @pytest.fixture(scope="module")
@@ -282,6 +282,25 @@ def test_of_a_million_faults_one_is_told(reader: Reader) -> None:
         answer = reader.give(name, data)
         assert (answer.outcome.endswith("Error"), answer.found) == (True, "")
         assert reader.highest_bytes() - before < MOST_TIMES * len(data), (name, data[:100])
+
+
+LARGE = ("1.5 ", "[]       ", '{"a":0}  ', "members ")  # of each target, in each place
+
+
+def test_large_files_of_hostile_shapes_take_so_many_times_their_size(reader: Reader, tmp_path: Path) -> None:
+    """Those that are no denser than real ones, and lack fields or have them all; ``make fuzz`` gives the others too."""
+    run = fuzz.Fuzz(0, tmp_path / "found", reader)
+    files = [one for one in fuzz.large_files(make_corpus(tmp_path)) if one[1].startswith(LARGE)]
+    assert len(files) == len(LARGE) * (4 + 2 * (4 + 3 + 4 + 2))
+    fuzz.run_large(run, files)
+    assert [(one.where, one.what) for one in run.findings] == []
+
+
+def test_memory_that_a_large_file_takes_is_found(tmp_path: Path) -> None:
+    with reading("memory") as reader:
+        run = fuzz.Fuzz(0, tmp_path, reader)
+        fuzz.run_large(run, [("manifest", "text", b"x" * fuzz.LARGE_BYTES)])
+    assert [(one.where, one.what) for one in run.findings] == [("manifest:text", "memory of a large manifest")]
 
 
 def test_own_random_numbers_alone_decide() -> None:
