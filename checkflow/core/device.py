@@ -26,6 +26,7 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _MOST_FILE_BYTES = 1 << 16
 MOST_BYTES = 2**63  # sizes stay below: files and memory count no further
 _MOST = 1e18  # of bytes, bytes per second, or operations per second: an exabyte; no device comes near
+_LEAST_SHARE = 1e-6  # of a peak that anything reaches; times the least peak it still is a number to divide by
 RESERVED_SHARE = 0.05  # of a device's memory: what its driver and its allocator's gaps take
 _PREFIX = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
@@ -137,8 +138,8 @@ class Device:
     """A device to plan for.
 
     Raises:
-        CheckflowError: a number is not positive (``copy_seconds``: negative), an efficiency is above 1, or the float32
-            peak is missing.
+        CheckflowError: a number is not positive (``copy_seconds``: negative) or beyond all measure, a rate is below 1,
+            an efficiency below a millionth or above 1, or the float32 peak is missing.
 
     A device file (``checkflow probe -o``, :func:`read_device`) is a JSON object with these fields.
     """
@@ -185,9 +186,15 @@ class Device:
             if name != "copy_seconds" and not 0 < number < math.inf:
                 raise CheckflowError(f"device {self.name}: {name} must be a number above zero")
             if number >= _MOST:
-                raise CheckflowError(f"device {self.name}: {name} is {number:g}, more than any device has")
-            if name.endswith("efficiency") and number > 1:
-                raise CheckflowError(f"device {self.name}: {name} is a share of the peak, at most 1, not {number}")
+                raise CheckflowError(
+                    f"device {self.name}: {name} is more than any device has, which is below {_MOST:g}"
+                )
+            if "_per_second" in name and number < 1:
+                raise CheckflowError(f"device {self.name}: {name} must be at least 1, not {number}")
+            if name.endswith("efficiency") and not _LEAST_SHARE <= number <= 1:
+                raise CheckflowError(
+                    f"device {self.name}: {name} is a share of the peak, from {_LEAST_SHARE:g} to 1, not {number}"
+                )
 
 
 # Efficiencies. The paper gives none, so they are fitted to public training throughputs:

@@ -122,6 +122,53 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return run
 
 
+EXTREMES = [
+    "1e308",
+    "5e-324",
+    "1e-300",
+    "-0.0",
+    "1" + "0" * 400,
+    "1" + "0" * 5000,
+    "1e999",
+    "1e-6",
+    "1",
+    f"{10**18 - 1}",
+]
+
+
+@pytest.mark.parametrize("value", EXTREMES, ids=lambda text: text if len(text) < 20 else f"{len(text)} digits")
+def test_a_device_file_with_an_extreme_number_is_planned_with_or_refused_in_one_line(
+    call: Any, tmp_path: Path, value: str
+) -> None:
+    plain = json.loads((tmp_path / "slow.json").read_text())
+    rates = ("plain_flops_per_second", "matrix_flops_per_second")
+    names = [name for name, one in plain.items() if one is None or isinstance(one, float | int) or name in rates]
+    for name in sorted({*names} - {"compute_capability"}):
+        changed = {**plain, name: {"float32": "?"} if name in rates else "?"}
+        (tmp_path / "odd.json").write_text(json.dumps(changed).replace('"?"', value))
+        said = call("plan", "model.py", "--device", "odd.json", "--json")
+        assert said.code in (0, FAILED, INFEASIBLE), (name, said.err)
+        assert "internal error" not in said.err
+        if said.code == FAILED:
+            assert said.err.startswith("checkflow: odd.json: ")
+            assert said.err.count("\n") == 1
+            assert name in said.err or "JSON" in said.err
+
+
+def test_a_device_file_of_the_least_and_the_largest_numbers_is_planned_with(call: Any, tmp_path: Path) -> None:
+    plain = json.loads((tmp_path / "slow.json").read_text())
+    for rate, share, bytes_, seconds in ((1, 1e-6, 1, 5e-324), (9e17, 1, 10**17, 1e-9), (1, 1e-6, 10**17, 9e17)):
+        of_rates = {name: rate for name in plain if "bytes_per_second" in name}
+        changed = {**plain, **of_rates, "plain_flops_per_second": {"float32": rate}, "matrix_flops_per_second": {}}
+        changed |= {"compute_efficiency": share, "memory_efficiency": share, "memory_bytes": bytes_}
+        changed |= {"launch_seconds": seconds, "copy_seconds": seconds}
+        (tmp_path / "odd.json").write_text(json.dumps(changed))
+        said = call("plan", "model.py", "--device", "odd.json")
+        assert said.code in (0, FAILED, INFEASIBLE)
+        assert "internal error" not in said.err
+        assert said.err.count("\n") <= 1
+
+
 def process(arguments: Sequence[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-P", "-m", "checkflow", *arguments],
