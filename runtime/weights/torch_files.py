@@ -40,6 +40,8 @@ from checkflow.runtime.weights.source import (
 _USUAL = ("model", "state_dict", "model_state_dict", "module")  # what holds the weights, where several could
 _MAX_METADATA_BYTES = 1 << 30
 _MAX_DEPTH = 4
+_MOST_VIEWS = 4  # times the bytes of a file, that its tensors have: several may be views of one memory
+_FREE_BYTES = 1 << 24  # that they may have anyway, such as an expanded mask
 # What the contents of a damaged or a foreign file may raise in those who take it apart.
 _BROKEN = (
     pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError, KeyError,
@@ -69,6 +71,17 @@ def _describe(where: str, name: str, tensor: torch.Tensor) -> Described:
         kind = "a tensor without values" if tensor.is_meta else f"{dtype}, {tensor.layout}"
         raise MismatchError(f"{where}: {name!r} is {kind}, which a checkpoint's files cannot hold")
     return Described(dtype, tuple(tensor.shape))
+
+
+def _refuse_claims(where: str, tensors: Mapping[str, Described], held_bytes: int) -> None:
+    """A few bytes can describe a tensor of any size, for which memory would be taken.
+
+    Raises:
+        CorruptCheckpointError: the tensors have more bytes than what their files hold.
+    """
+    claimed_bytes = sum(described.size_bytes for described in tensors.values())
+    if claimed_bytes > _MOST_VIEWS * held_bytes + _FREE_BYTES:
+        raise CorruptCheckpointError(f"{where} claims tensors of {claimed_bytes} bytes, and has {held_bytes}")
 
 
 # -------------------------------------------------------------------------------------------- which part is a model
@@ -128,7 +141,7 @@ def _left_out(found: Mapping[Any, Any], chosen: Mapping[str, Any], place: str, n
 
 def open_torch(path: Path, key: str | None) -> Weights:
     """A file of ``torch.save``. It is mapped, not read, where its format allows that (it does since torch 1.6)."""
-    zipped, found = _load(path)
+    zipped, found, held_bytes = _load(path)
     where = str(path)
     chosen, place = _pick(where, found, key, lambda value: isinstance(value, torch.Tensor))
     tensors: dict[str, Described] = {}
@@ -148,6 +161,8 @@ def open_torch(path: Path, key: str | None) -> Weights:
                 first[here] = name
                 tensors[name], live[name] = described, value
 
+    _refuse_claims(where, tensors, held_bytes)
+
     def verify() -> None:
         if zipped:
             _verify_zip(path)
@@ -158,14 +173,20 @@ def open_torch(path: Path, key: str | None) -> Weights:
     )
 
 
-def _load(path: Path) -> tuple[bool, Any]:
-    fd, _ = open_regular(path)
+def _load(path: Path) -> tuple[bool, Any, int]:
+    """Whether a file is an archive, what it holds, and its size."""
+    fd, size = open_regular(path)
     fs.close(fd)
     try:
         zipped = zipfile.is_zipfile(path)
+        if zipped:
+            with zipfile.ZipFile(path) as archive:  # torch.save compresses nothing: what is unpacked is as large
+                unpacked_bytes = sum(record.file_size for record in archive.infolist())
+            if unpacked_bytes > size:
+                raise CorruptCheckpointError(f"{path} claims records of {unpacked_bytes} bytes, and has {size}")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of storages of old types
-            return zipped, torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+            return zipped, torch.load(path, map_location="cpu", weights_only=True, mmap=zipped), size
     except _BROKEN as error:
         raise _refusal(str(path), error) from None
 
@@ -213,6 +234,7 @@ def open_dcp(path: Path, key: str | None) -> Weights:
         nested, tensors, chunks, values = _take_apart(where, metadata)
     except (AttributeError, TypeError, KeyError, ValueError, IndexError) as error:
         raise CorruptCheckpointError(f"{path / DCP_METADATA} contradicts itself: {error}") from None
+    _refuse_claims(where, tensors, sum(file.stat().st_size for file in path.iterdir() if file.is_file()))
     chosen, place = _pick(where, nested, key, lambda leaf: leaf in tensors if isinstance(leaf, str) else False)
     names = {name: leaf for name, leaf in chosen.items() if isinstance(leaf, str)}
     extras: dict[str, Any] = {}

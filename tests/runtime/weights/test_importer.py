@@ -8,6 +8,7 @@ import os
 import pickle
 import time
 import tracemalloc
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.weights.importer import import_weights
+from checkflow.runtime.weights.load import load_weights
 from checkflow.runtime.weights.source import open_weights
 from tests.runtime.test_inspect import as_json, damage, run
 from tests.runtime.weights.test_exporter import Tied, optimizer_of
@@ -221,6 +223,34 @@ def test_files_that_are_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture
         refused(capsys, tmp_path / "x.pt", tmp_path, says)
     refused(capsys, tmp_path / "x.pt", tmp_path, "no weights under 'e', but under g, d", "--key", "e")
     assert run(capsys, "import", tmp_path / "x.pt", tmp_path / "ckpt", "--key", "g")[0] == 0
+
+
+@quiet
+def test_files_that_claim_more_than_they_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mask = torch.ones(1).expand(2**22)  # 16 MiB, in 4 bytes
+    file = tmp_path / "x.pt"
+    torch.save({"w": mask}, file)
+    assert run(capsys, "import", file, tmp_path / "small")[0] == 0
+    for zipped in (True, False):
+        torch.save({"w": torch.ones(1).expand(16 * 10**9)}, file, _use_new_zipfile_serialization=zipped)
+        size = file.stat().st_size
+        refused(capsys, file, tmp_path, f"claims tensors of 64000000000 bytes, and has {size}")
+        with pytest.raises(CorruptCheckpointError, match="claims tensors of 64000000000 bytes"):
+            load_weights(nn.Linear(2, 2), file)
+    torch.save({"w": torch.ones(100_003)}, file)
+    larger = b"\x8a\x05" + (16 * 10**9).to_bytes(5, "little")  # as pickle writes such a number
+    (tmp_path / "y.pt").write_bytes(file.read_bytes().replace(pickle.dumps(100_003, protocol=2)[2:-1], larger))
+    refused(capsys, tmp_path / "y.pt", tmp_path, "is damaged, or no file of torch.save")
+    with zipfile.ZipFile(file) as whole, zipfile.ZipFile(tmp_path / "z.pt", "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in whole.namelist():
+            packed.writestr(name, whole.read(name) + bytes(2**20))
+    refused(capsys, tmp_path / "z.pt", tmp_path, "claims records of")
+    save_dcp({"w": torch.ones(4)}, tmp_path / "dcp")
+    metadata = pickle.loads((tmp_path / "dcp" / ".metadata").read_bytes())
+    entry = metadata.state_dict_metadata["w"]
+    entry.size = entry.chunks[0].sizes = torch.Size([16 * 10**9])
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(metadata))
+    refused(capsys, tmp_path / "dcp", tmp_path, "claims tensors of 64000000000 bytes")
 
 
 class Code:
