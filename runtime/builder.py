@@ -166,10 +166,11 @@ def _resume(
         host_tensors=None if plan is None else plan.host_tensors,
         place=lambda extra: progress.resume(hyperparameters.placed(job, asked, extra, script=script)),
     )  # fmt: skip
-    progress.hyperparameters = asked
+    progress.hyperparameters = hyperparameters.record(asked)
     if resumed is None:
         progress.begin_anew()
         return None, False
     if not resumed.imported:
-        progress.hyperparameters = hyperparameters.settle(job, asked, resumed.extra, script=script)
+        goes_on = hyperparameters.settle(job, asked, resumed.extra, script=script)
+        progress.hyperparameters = hyperparameters.record(goes_on)
     return resumed.extra["iteration"], resumed.imported

@@ -101,7 +101,7 @@ def settle(job: Job, asked: Asked, extra: Mapping[str, Any], *, script: bool) ->
         return asked
     then, live = _then(extra), _of_state(job)
     lines: dict[tuple[str, str, int], list[int]] = {}
-    record = dict(asked)
+    goes_on = dict(asked)
     for key, now in asked.items():
         # What the state has already is no difference: a Checkpointer may be made anew for objects that have trained.
         if not _changed(key, asked, then) or (key in live and live[key] == now):
@@ -114,7 +114,7 @@ def settle(job: Job, asked: Asked, extra: Mapping[str, Any], *, script: bool) ->
         else:
             runs = _set(job, key, now, then[key], moved=moved) if script else ""
         if not runs:
-            level, record[key] = logging.WARNING, then[key]
+            level, goes_on[key] = logging.WARNING, then[key]
             runs = f'{_text(then[key])} goes on (hyperparameters="script" takes the script\'s)'
             if script:
                 runs = f"{_text(live[key])}, which the scheduler has come to, goes on"
@@ -122,12 +122,25 @@ def settle(job: Job, asked: Asked, extra: Mapping[str, Any], *, script: bool) ->
         lines.setdefault((f"{name.lstrip('_')} of {owner}", words, level), []).append(group)
     for (what, words, level), groups in lines.items():
         logger.log(level, "%s%s: %s", what, _numbers(groups), words)
-    return record
+    return goes_on
+
+
+def record(asked: Asked) -> dict[str, dict[int, dict[str, Any]]]:
+    """As checkpoints have it: encoded at each, for which few keys are cheap."""
+    nested: dict[str, dict[int, dict[str, Any]]] = {}
+    for (owner, name, number), value in asked.items():
+        nested.setdefault(owner, {}).setdefault(number, {})[name] = value
+    return nested
 
 
 def _then(extra: Mapping[str, Any]) -> Asked:
     """What the script asked for when this checkpoint was made, as far as it says that."""
-    then: Asked = dict(extra.get(ENTRY, {}))
+    then: Asked = {
+        (owner, name, number): value
+        for owner, groups in extra.get(ENTRY, {}).items()
+        for number, values in groups.items()
+        for name, value in values.items()
+    }
     if extra.get("loader") and "seed" in extra["loader"]:
         then[_ORDER] = extra["loader"]["seed"]
     return then

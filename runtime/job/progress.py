@@ -32,7 +32,7 @@ class Progress:
         # The same of those that were taken for used when a further batch was asked for, and the place before them.
         self._assumed: list[tuple[int, int]] = []
         self._before = 0, 0
-        self.hyperparameters: Mapping[Any, Any] = {}  # that checkpoints say the script asked for
+        self.hyperparameters: Mapping[str, Any] = {}  # that checkpoints say the script asked for
         self._generators: Mapping[str, Any] | None = None  # to be restored when training goes on
 
     @property
