@@ -603,6 +603,10 @@ RUNTIME: dict[str, tuple[Callable[[Path, Plan], Any], str]] = {
     "wrapper, traced": (lambda _, __: trace(run_with_wrapper(), name="n"), "optimizer optimizer is Around around SGD"),
     "wrapper, run": (lambda _, __: measure_step(run_with_wrapper(), name="n"), "is Around around SGD"),
     "meta": (open_with(nn.Linear(2, 2, device="meta")), "model/weight is on the meta device"),
+    "hogwild": (
+        open_with(nn.Linear(2, 2).share_memory()),
+        "parameter model/weight lies in memory that processes share",
+    ),
     "device": (on_devices("cpu", "xpu:0"), "model/state1 lies on xpu:0: this version trains on one NVIDIA GPU"),
     "two devices": (on_devices("cpu", "cuda:0", "cuda:1"), "model/state2 lies on cuda:1, and what is copied on cuda:0"),
     "opaque": (open_with(with_buffer(Opaque(torch.zeros(2)))), "model/odd is a Opaque"),

@@ -55,13 +55,25 @@ def copied_device(models: Models, optimizers: Optimizers) -> torch.device:
     """The device whose memory a job's state is copied from: its GPU, or the CPU where no state lies on one.
 
     Raises:
-        UnsupportedError: state that no copy engine of this version can copy.
+        UnsupportedError: state that no copy engine of this version can copy, or that other processes may write.
     """
     state = collect_state(models, optimizers)
+    _refuse_shared(state)
     elsewhere = (item.tensor.device for item in state.tensors if item.tensor.device.type not in ("cpu", "meta"))
     device = next(elsewhere, torch.device("cpu"))
     refuse_other_memory(state, device)
     return device
+
+
+def _refuse_shared(state: TrainingState) -> None:
+    """Refuse parameters that several processes train. Buffers in shared memory, a counter for workers, are as good."""
+    for item in state.tensors:
+        if item.kind == "parameter" and item.tensor.device.type == "cpu" and item.tensor.untyped_storage().is_shared():
+            raise UnsupportedError(
+                f"parameter {item.name} lies in memory that processes share (share_memory(), or a model that was "
+                "passed to a process), where another one may write it while it is copied: train in one process, and "
+                "make the optimizer and the Checkpointer of copy.deepcopy(model), which is that process's own"
+            )
 
 
 def refuse_other_memory(state: TrainingState, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import itertools
 import logging
@@ -489,6 +490,22 @@ def test_closing_ends_workers_that_persist(tmp_path: Path) -> None:
     loader.set_epoch(5)
     assert [len(x) for x, _ in loader] == [4, 4]  # and can be used again
     loader.end_workers()
+
+
+def test_only_parameters_that_processes_share_are_refused(tmp_path: Path) -> None:
+    """Not a counter in shared memory, nor a copy of a model that came from another process."""
+    shared = make()[0].share_memory()
+    with pytest.raises(UnsupportedError, match=r"parameter model/\S+ lies in memory that processes share"):
+        checkflow.Checkpointer(shared, torch.optim.SGD(shared.parameters(), 0.1), directory=tmp_path)
+    assert not any(tmp_path.iterdir())
+    model = copy.deepcopy(shared)
+    model.register_buffer("seen", torch.zeros(3).share_memory_())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with checkflow.Checkpointer(model, optimizer, directory=tmp_path, every=1, on_error="raise") as checkpointer:
+        for _ in checkpointer.steps(2):
+            model(torch.randn(6, 4)).sum().backward()
+            optimizer.step()
+    assert len(find(tmp_path)) == 2
 
 
 def test_state_that_the_plan_does_not_know_is_copied_at_the_boundary(
