@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import TypeAdapter
 from store_tools import record
 
+import checkflow
 from checkflow.cli.main import FAILED, FOUND, INFEASIBLE, USAGE, main
 from checkflow.core import plan as plans
 from checkflow.core.device import CATALOGUE, Device, format_rate
@@ -702,8 +704,12 @@ def test_control_characters_of_files_are_shown_and_not_obeyed(call: Any, tmp_pat
             staging = memoryview(bytearray([step]) * layout.buffer_bytes)
             store.commit(step, layout, staging, b"\xc0", {"metrics": {evil: 1.0 * step}})
     device.write_text('{"name": "x"}')
+    model = type(f"Net{evil}", (torch.nn.Linear,), {})(2, 2)
+    with checkflow.Checkpointer(model, directory=tmp_path / "run") as checkpointer:
+        checkpointer.step()
     for arguments in (
         ("ls", str(directory)), ("diff", f"{directory}@1", f"{directory}@2"), ("show", str(directory)),
+        ("compare", str(tmp_path / "run" / "report.json")),
         ("plan", "model.py:build", "--device", str(device)),
     ):  # fmt: skip
         said = call(*arguments)
