@@ -17,8 +17,8 @@ from benchmarks.gpu_figures import Row
 
 ROOT = Path(__file__).parent.parent
 LEAST_TORCH = (2, 11)
-#: Of the package's dependencies, what only other commands use: a solver with its own licence, and the demo's data.
-NOT_NEEDED = frozenset(("gurobipy", "scikit-learn"))
+#: Of the package's dependencies, what only other commands use: a solver with its own licence.
+NOT_NEEDED = frozenset(("gurobipy",))
 #: Of those for development, what tests use.
 FOR_TESTS = frozenset(("pytest", "pytest-timeout", "hypothesis"))
 #: What a package is imported as, where that is not its name.

@@ -1,4 +1,4 @@
-"""The demo's network: 8x8 handwritten digits (scikit-learn ships them) to ten classes, with batch norm and dropout.
+"""The demo's network: 8x8 handwritten digits to ten classes, with batch norm and dropout.
 
 Sized for a CPU: at batch 32 an iteration takes some 20 ms on two cores, long enough to copy its state behind it.
 """

@@ -32,16 +32,15 @@ Sample = tuple[torch.Tensor, int, int]  # image 1,8,8; label; index in the data 
 
 
 class Digits(Dataset[Sample]):
-    """scikit-learn's digits: the first share of them for training, with random noise, or the rest for validation."""
+    """UCI's digits (digits.md): the first share of them for training, with random noise, or the rest for validation."""
 
     def __init__(self, *, training: bool) -> None:
-        from sklearn.datasets import load_digits
-
-        data = load_digits()
-        border = int(len(data.target) * TRAINING_SHARE)
+        with np.load(Path(__file__).with_name("digits.npz")) as data:
+            images, labels = data["images"], data["labels"]
+        border = int(len(labels) * TRAINING_SHARE)
         chosen = slice(0, border) if training else slice(border, None)
-        self.images = torch.from_numpy((data.images[chosen] / 16).astype(np.float32)).unsqueeze(1)
-        self.labels = [int(label) for label in data.target[chosen]]
+        self.images = torch.from_numpy((images[chosen] / 16).astype(np.float32)).unsqueeze(1)
+        self.labels = [int(label) for label in labels[chosen]]
         self.training = training
 
     def __len__(self) -> int:

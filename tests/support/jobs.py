@@ -195,9 +195,7 @@ def in_a_process(function: Callable[..., None], *arguments: Any) -> int:
     """Call a function of an importable module in a process of its own; returns its exit code."""
     context = multiprocessing.get_context("forkserver")
     # Imported once, in the server that every job is forked from.
-    context.set_forkserver_preload(
-        ["torch", "torch._dynamo", "checkflow.runtime.checkpointer", "pydantic", "sklearn.datasets"]
-    )
+    context.set_forkserver_preload(["torch", "torch._dynamo", "checkflow.runtime.checkpointer", "pydantic"])
     process = context.Process(target=function, args=arguments)
     process.start()
     process.join()
