@@ -309,6 +309,10 @@ def end_line(report: RunReport, directory: Path, where: str) -> str:
     return "; ".join(parts)
 
 
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.995 else f"{100 * share:.2g} %"
+
+
 def _held_words(report: RunReport) -> list[str]:
     """What checkpoints held up: like ``overhead`` a share of training's own time, and without planning."""
     own = report.own_seconds
@@ -316,7 +320,7 @@ def _held_words(report: RunReport) -> list[str]:
         return []
 
     def share(seconds: float) -> str:
-        return f"{100 * seconds / own:.2g} %"
+        return _percent(seconds / own)
 
     held = report.checkpoint_seconds
     words = f"checkpoints held training for {format_seconds(held)} in {report.phases.iterations} iterations, "
@@ -336,7 +340,7 @@ def _held_words(report: RunReport) -> list[str]:
         found.append(f"planning held it for {format_seconds(planning)}")
     if often.overhead_share is not None and often.reason != "every":
         found.append(
-            f"at this interval they cost {100 * often.overhead_share:.2g} % with what they slow down, and overhead "
+            f"at this interval they cost {_percent(often.overhead_share)} with what they slow down, and overhead "
             f"allows {100 * often.overhead_allowed:.3g} %"
         )
     return found

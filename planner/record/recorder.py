@@ -93,12 +93,13 @@ class Recorder:
         apart = self._device.type != "cpu"  # on the CPU, a job's data sets are no part of what it computes with
         alive = held_tensors(self._device)
         entered = self._iteration.begin(batch, held, alive if apart else ())
+        storages = [(name, part.untyped_storage()) for name, one in entered for part in op.tensors_in(one)]
         if apart:
-            seen = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for _, part in entered}
+            seen = {storage._cdata: storage.nbytes() for _, storage in storages}
             self._iteration.ledger.enter_unseen("other", allocated(self._device).now_bytes - sum(seen.values()))
-        known = {part.untyped_storage()._cdata for name, part in entered if name != CAPTURED}
+        known = {storage._cdata for name, storage in storages if name != CAPTURED}
         self._mode.carried = CarriedWatch(self._models, alive, known)
-        del entered, alive  # would keep alive what the iteration drops
+        del entered, storages, alive  # would keep alive what the iteration drops
         self._hooks.enter_context(deeper(2))
         self._hooks.enter_context(self._iteration.where.watching())
         self._regions.start()

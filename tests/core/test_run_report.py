@@ -547,7 +547,7 @@ def test_the_lag_is_what_storage_has_not_got_yet(tmp_path: Path, monkeypatch: py
 def test_a_line_at_the_begin_and_one_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "checkflow"):
         checkpointer = train(tmp_path, 3)
-    first, last = (record.getMessage() for record in caplog.records)
+    first, *_, last = (record.getMessage() for record in caplog.records)
     assert first == (
         f"the given plan runs: a checkpoint every iteration, predicted stall none; checkpoints go to {tmp_path}; "
         "nothing to go on from, training begins anew"
@@ -593,7 +593,7 @@ def test_what_held_training_is_named_by_its_parts(
         frequency=dataclasses.replace(report.frequency, **{"overhead_share": None, "reason": "overhead", **frequency}),
         **{"held_measuring_seconds": 0.0, "held_at_ends_seconds": 0.0, **parts},
     )
-    assert reporter.end_line(report, tmp_path).split("; ")[1:-1] == says
+    assert reporter.end_line(report, tmp_path, str(tmp_path)).split("; ")[1:-1] == says
 
 
 @pytest.mark.parametrize("every", [None, 1, "1h"])

@@ -18,5 +18,5 @@ def test_killed_three_times_it_ends_as_if_it_had_not(name: str, tmp_path: Path) 
     for iterations in KILLS:
         assert jobs.in_a_process(run, name, Life(tmp_path / "killed", iterations)) == -9
     assert jobs.in_a_process(run, name, Life(tmp_path / "killed")) == 0
-    killed, whole = (torch.load(tmp_path / life / "result.pt") for life in ("killed", "whole"))
+    killed, whole = (torch.load(tmp_path / life / "result.pt", weights_only=True) for life in ("killed", "whole"))
     torch.testing.assert_close(killed, whole, rtol=0, atol=0)

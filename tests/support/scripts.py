@@ -44,6 +44,13 @@ class Life:
 Script = Callable[[Life], Any]
 
 
+def saved_model(path: str, like: nn.Module) -> nn.Module:
+    """A model that was saved whole, of the same modules as this one."""
+    with torch.serialization.safe_globals([*{type(module) for module in like.modules()}]):
+        model: nn.Module = torch.load(path, weights_only=True)
+    return model
+
+
 def images(count: int, size: int = 8) -> TensorDataset:
     generator = torch.Generator().manual_seed(5)
     return TensorDataset(
@@ -97,7 +104,7 @@ def word_language_model(life: Life) -> Any:
                 else:
                     kept.lr /= 4
             life.iterated(checkpointer)
-    best = torch.load("best.pt", weights_only=False)
+    best = saved_model("best.pt", model)
     return model.state_dict(), best.state_dict(), kept.state_dict()
 
 
@@ -116,7 +123,7 @@ def super_resolution(life: Life) -> Any:
                 optimizer.step()
                 life.iterated(checkpointer)
             torch.save(model, f"model_epoch_{epoch}.pth")
-    saved = [torch.load(f"model_epoch_{epoch}.pth", weights_only=False).state_dict() for epoch in range(8)]
+    saved = [saved_model(f"model_epoch_{epoch}.pth", model).state_dict() for epoch in range(8)]
     return saved, optimizer.state_dict()["state"]
 
 
