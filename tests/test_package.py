@@ -93,7 +93,7 @@ def names_in_wheel(wheel: Path) -> set[str]:
 
 def test_wheel_holds_every_source_file_once(wheel: Path) -> None:
     expected = {path.relative_to(ROOT).as_posix() for path in (ROOT / "checkflow").rglob("*.py")}
-    expected |= {"checkflow/py.typed"}
+    expected |= {"checkflow/py.typed", "checkflow/demo/digits.npz", "checkflow/demo/digits.md"}
     for wing in WINGS:
         expected |= {f"checkflow/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / wing).rglob("*.py")}
     assert {name for name in names_in_wheel(wheel) if ".dist-info/" not in name} == expected
