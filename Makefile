@@ -22,22 +22,22 @@ test: $(STAMP)
 test-again: $(STAMP)
 	@$(BIN)/pytest --numprocesses 0 --last-failed --last-failed-no-failures none -rA
 
-# A training job killed KILLS times at random moments: what must hold is in tests/faults/kill_checks.py. BREAK=name takes
-# something away of the runtime first (tests/faults/kill_breaks.py), and the run must fail.
+# A training job killed KILLS times at random moments: what must hold is in tests/faults/kills/checks.py. BREAK=name takes
+# something away of the runtime first (tests/faults/kills/breaks.py), and the run must fail.
 KILLS ?= 200
 kills: $(STAMP)
-	@$(BIN)/python tests/faults/kills.py --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(if $(BREAK),--break $(BREAK),--output benchmarks/results/kills.json)
+	@$(BIN)/python -m tests.faults.kills.run --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(if $(BREAK),--break $(BREAK),--output benchmarks/results/kills.json)
 
 # Every fault that must lose nothing, thousands of each: hours. Goes on where it was interrupted; as root, or power cuts
 # are skipped. ONLY='F3 F5': these alone. SECONDS=600: begin nothing after ten minutes. FRESH=1: all anew.
 faults: $(STAMP)
-	@$(BIN)/python tests/faults/fault_run.py $(if $(ONLY),--only $(ONLY)) $(if $(FRESH),--fresh) $(if $(filter command line,$(origin SECONDS)),--seconds $(SECONDS)) --output benchmarks/results/faults.json --page docs/development/faults.md
+	@$(BIN)/python -m tests.faults.fault_run $(if $(ONLY),--only $(ONLY)) $(if $(FRESH),--fresh) $(if $(filter command line,$(origin SECONDS)),--seconds $(SECONDS)) --output benchmarks/results/faults.json --page docs/development/faults.md
 
-# Everything that reads files gets INPUTS damaged and hostile ones: tests/faults/fuzz.py says what must hold. BREAK=name gives
-# what reads them a fault first (tests/faults/fuzz_breaks.py), and the run must fail.
+# Everything that reads files gets INPUTS damaged and hostile ones: tests/faults/fuzz/run.py says what must hold. BREAK=name gives
+# what reads them a fault first (tests/faults/fuzz/breaks.py), and the run must fail.
 INPUTS ?= 100000
 fuzz: $(STAMP)
-	@$(BIN)/python tests/faults/fuzz.py --inputs $(INPUTS) $(if $(SEED),--seed $(SEED)) $(if $(BREAK),--break $(BREAK),--output benchmarks/results/fuzz.json)
+	@$(BIN)/python -m tests.faults.fuzz.run --inputs $(INPUTS) $(if $(SEED),--seed $(SEED)) $(if $(BREAK),--break $(BREAK),--output benchmarks/results/fuzz.json)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -128,7 +128,7 @@ def test_what_is_unsafe_is_seen(bad: str) -> None:
 
 def test_files_that_try_to_run_code(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "faults" / "hostile_files.py"), str(tmp_path)],
+        [sys.executable, "-m", "tests.faults.hostile_files", str(tmp_path)],
         capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

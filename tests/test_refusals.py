@@ -17,14 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from planned_jobs import plan_by_trace
-from store_tools import record, small_layout
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
-from training_steps import sgd
 
 from checkflow.core.errors import CheckflowError, ModelError, TraceError, UnsupportedError
 from checkflow.core.plan import Plan
@@ -44,6 +41,9 @@ from checkflow.runtime.snapshot.chunk_map import planned_records
 from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.weights.exporter import optimizer_state, state_dicts
+from tests.support.planned_jobs import plan_by_trace
+from tests.support.steps.training_steps import sgd
+from tests.support.store_tools import record, small_layout
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("UnsupportedError", "TraceError", "ModelError")

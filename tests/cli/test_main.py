@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from pydantic import TypeAdapter
-from store_tools import record
 
 import checkflow
 from checkflow.cli.main import FAILED, FOUND, INFEASIBLE, USAGE, main
@@ -26,6 +25,7 @@ from checkflow.planner.ilp import solvers
 from checkflow.runtime import log_handler
 from checkflow.runtime.format.layout import make_layout
 from checkflow.runtime.store.store import Store
+from tests.support.store_tools import record
 
 ROOT = Path(__file__).parents[2]
 KEYS = [

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from waiting import wait_for
+
+from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 # `checkflow plan`, whose ILP is one that takes hours; it says when the solver is asked.

@@ -20,16 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
-import jobs
 import pytest
 import torch
-from faults import Faults, Killed
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
-from oracle import random_plan
-from simulated import rule_pace
 from torch import nn
-from waiting import wait_for
 
 import checkflow
 from checkflow.cli.main import FAILED, FOUND, USAGE, main
@@ -42,6 +37,11 @@ from checkflow.runtime import log_handler, reporter, resources
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.transfer import host
+from tests.support import jobs
+from tests.support.faults import Faults, Killed
+from tests.support.oracle import random_plan
+from tests.support.simulated import rule_pace
+from tests.support.waiting import wait_for
 
 HELD = "checkpoints held training for 700 ms in 3 iterations,"
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "run-report.md"

@@ -1,4 +1,4 @@
-"""Parts of ``make faults`` that are functions: ``python tests/faults/fault_parts.py WHAT SCENARIO NUMBER FOLDER``.
+"""Parts of ``make faults`` that are functions: ``python -m tests.faults.fault_parts WHAT SCENARIO NUMBER FOLDER``.
 
 ``calls``: every call of a scenario (:mod:`call_faults`) fails with the errno NUMBER, or kills (0). ``plans``: of what
 keeps plans. ``two``: 100 pairs of faults, drawn with seed NUMBER. ``plan bits``: every bit of a plan's file.

@@ -42,8 +42,8 @@ class Part:
     mounts: bool = False
 
 
-def _program(fault: str, name: str, file: str, *arguments: object, mounts: bool = False) -> Part:
-    return Part(fault, name, "json", (PYTHON, f"tests/faults/{file}", *map(str, arguments)), mounts)
+def _program(fault: str, name: str, module: str, *arguments: object, mounts: bool = False) -> Part:
+    return Part(fault, name, "json", (PYTHON, "-m", f"tests.faults.{module}", *map(str, arguments)), mounts)
 
 
 def _tests(fault: str, name: str, *arguments: str) -> Part:
@@ -53,19 +53,19 @@ def _tests(fault: str, name: str, *arguments: str) -> Part:
 def parts() -> list[Part]:
     """All of them, in the order in which they run: a row's own together, the long ones in pieces."""
     rows: list[Part] = []
-    rows += [_program("F1", f"jobs {n}", "kills.py", "--kills", 50, "--seed", n, "--output", "{answer}")
+    rows += [_program("F1", f"jobs {n}", "kills", "--kills", 50, "--seed", n, "--output", "{answer}")
              for n in range(40)]  # fmt: skip
-    rows += [_program("F1", f"writers {n}", "kill_writer.py", "{folder}/checkpoints", 100, n) for n in range(10)]
+    rows += [_program("F1", f"writers {n}", "kill_writer", "{folder}/checkpoints", 100, n) for n in range(10)]
     for name in SCENARIOS:
-        rows += [_program("F2", f"{name}: kills", "fault_parts.py", "calls", name, 0, "{folder}")]
-        rows += [_program("F2", f"{name}: {errno.errorcode[e]}", "fault_parts.py", "calls", name, e, "{folder}")
+        rows += [_program("F2", f"{name}: kills", "fault_parts", "calls", name, 0, "{folder}")]
+        rows += [_program("F2", f"{name}: {errno.errorcode[e]}", "fault_parts", "calls", name, e, "{folder}")
                  for e in ERRORS]  # fmt: skip
-    rows += [_program("F2", "plans", "fault_parts.py", "plans", "-", 0, "{folder}")]
+    rows += [_program("F2", "plans", "fault_parts", "plans", "-", 0, "{folder}")]
     rows += [_tests("F2", "the plan file's writer", "tests/core/test_plan_faults.py", "-k", "writer")]
     for kind in ("ext4", "xfs"):
         for more in ((), ("--direct",), ("--fresh",), ("--survives",), ("--fresh", "--survives")):
-            rows += [_program("F3", " ".join((kind, *more)), "power_cuts.py", kind, *more, mounts=True)]
-    rows += [_program("F5", f"random damage {n}", "damage.py", "{folder}", 1000, n) for n in range(20)]
+            rows += [_program("F3", " ".join((kind, *more)), "power_cuts", kind, *more, mounts=True)]
+    rows += [_program("F5", f"random damage {n}", "damage", "{folder}", 1000, n) for n in range(20)]
     rows += [
         _tests(
             "F5",
@@ -75,17 +75,17 @@ def parts() -> list[Part]:
             "flipped or length or files_of or later_block",
         )
     ]
-    rows += [_program("F6", "full disks", "full_disks.py", "sizes", "--count", 512, mounts=True)]
-    rows += [_program("F6", "file size limits", "full_disks.py", "limits", "--count", 512, mounts=True)]
-    rows += [_program("F7", "read-only", "full_disks.py", "read-only", "--count", 30, mounts=True)]
-    rows += [_program("F7", "strangers", "full_disks.py", "strangers", mounts=True)]
+    rows += [_program("F6", "full disks", "full_disks", "sizes", "--count", 512, mounts=True)]
+    rows += [_program("F6", "file size limits", "full_disks", "limits", "--count", 512, mounts=True)]
+    rows += [_program("F7", "read-only", "full_disks", "read-only", "--count", 30, mounts=True)]
+    rows += [_program("F7", "strangers", "full_disks", "strangers", mounts=True)]
     rows += [_tests("F7", "directories, shared memory", "tests/runtime/store/test_store.py",
                     "tests/runtime/transfer/test_engine.py", "-k",
                     "read_only or cannot_be_used or volatile or memory")]  # fmt: skip
     rows += [_tests("F7", "host memory that outlives its job", "tests/runtime/memory_tier/test_records.py",
                     "tests/runtime/memory_tier/test_tier.py", "tests/runtime/memory_tier/test_orphans.py",
                     "tests/runtime/memory_tier/test_recovery.py")]  # fmt: skip
-    rows += [_program("F8", f"rivals {n}", "rivals.py", "{folder}/checkpoints", 100, n * 1000) for n in range(10)]
+    rows += [_program("F8", f"rivals {n}", "rivals", "{folder}/checkpoints", 100, n * 1000) for n in range(10)]
     rows += [_tests("F8", "locks", "tests/runtime/store/test_store.py", "-k", "writer or forked or reader")]
     rows += [_tests("F9", "names", "tests/runtime/store/test_store.py", "tests/runtime/store/test_reader.py",
                     "tests/runtime/store/test_discovery.py", "-k",
@@ -96,7 +96,7 @@ def parts() -> list[Part]:
         _tests("F10", "extra state", "tests/runtime/format/test_codec.py", "-k", "refuse or mutated or random_bytes")
     ]
     rows += [_tests("F11", "headers", "tests/runtime/store/test_reader.py", "-k", "header or sparse_files")]
-    rows += [_program("F12", "every bit", "fault_parts.py", "plan bits", "-", 0, "{folder}")]
+    rows += [_program("F12", "every bit", "fault_parts", "plan bits", "-", 0, "{folder}")]
     rows += [_tests("F12", "plans", "tests/core/test_plan_faults.py", "tests/core/test_plan.py",
                     "tests/planner/schedule/test_replay.py", "-k",
                     "not writer")]  # fmt: skip
@@ -104,9 +104,9 @@ def parts() -> list[Part]:
                     "tests/planner/ilp/test_highs.py", "-k",
                     "solver or licence or time_out or infeasible or missing or cbc or numbers or sense or unbounded "
                     "or lies or least or left_behind or fails")]  # fmt: skip
-    rows += [_program("F15", f"pairs {n}", "fault_parts.py", "two", "-", n, "{folder}") for n in range(10)]
+    rows += [_program("F15", f"pairs {n}", "fault_parts", "two", "-", n, "{folder}") for n in range(10)]
     rows += [_tests("F15", "recovery", "tests/runtime/store/test_store.py", "-k", "second_fault or settled")]
-    rows += [_program("F16", kind, "mutations.py", "--kind", kind)
+    rows += [_program("F16", kind, "mutations", "--kind", kind)
              for kind in ("fsync", "fsync of a file", "fsync of an exchange", "fsync of a new directory", "write",
                           "no-follow", "checksum", "digest", "plan: flush, fsync")]  # fmt: skip
     return rows

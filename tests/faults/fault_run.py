@@ -1,4 +1,4 @@
-"""The long run of faults: ``make faults``, or ``python tests/faults/fault_run.py --help``.
+"""The long run of faults: ``make faults``, or ``python -m tests.faults.fault_run --help``.
 
 Runs every part of :mod:`fault_rows`, one process after the other, and prints a table of faults tried, passed and
 seconds; the same as JSON and as a page of docs/. A run that is interrupted goes on where it was: what passed is kept in
@@ -23,10 +23,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fault_rows import TITLES, Part, parts
-from mounting import in_namespace, must_mount, why_not
 from rich.console import Console
 from rich.table import Table
+
+from tests.faults.fault_rows import TITLES, Part, parts
+from tests.faults.mounting import in_namespace, must_mount, why_not
 
 ROOT = Path(__file__).parents[2]
 STATE = ROOT / ".faults.json"

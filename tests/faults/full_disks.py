@@ -1,6 +1,6 @@
 """Disks that are full, files that may not grow, and directories that turn read-only or are another user's.
 
-``unshare -m python tests/faults/full_disks.py sizes|limits|read-only|strangers [--count N]`` prints one line of JSON.
+``unshare -m python -m tests.faults.full_disks sizes|limits|read-only|strangers [--count N]`` prints one line of JSON.
 Free of torch. Needs root.
 """
 

@@ -1,6 +1,6 @@
 """Checkpoints and plans that try to run code, read by a process that watches itself. Run as a program by test_no_code.
 
-``python tests/faults/hostile_files.py DIRECTORY`` makes each of them, reads it as a job would, and prints one line of
+``python -m tests.faults.hostile_files DIRECTORY`` makes each of them, reads it as a job would, and prints one line of
 JSON: what became of each, and every attempt to unpickle or to start something that Python's audit events told of.
 """
 

@@ -1,7 +1,7 @@
 """Writers that are killed at random moments, and what is found afterwards. Run as a program by test_store.py.
 
 A process of its own, free of torch and threads, so that a writer is a plain fork and a round takes milliseconds:
-``python tests/faults/kill_writer.py DIRECTORY ROUNDS SEED`` prints one line of JSON.
+``python -m tests.faults.kill_writer DIRECTORY ROUNDS SEED`` prints one line of JSON.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def why_not(kind: str) -> str | None:
         if shutil.which(tool) is None:
             return f"there is no {tool}: apt-get install {PACKAGE[kind]} mount util-linux"
     done = subprocess.run(
-        in_namespace(sys.executable, str(Path(__file__)), kind),
+        in_namespace(sys.executable, "-m", __spec__.name, kind),
         capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     return None if done.returncode == 0 else f"mounting {kind} is not allowed here: {done.stderr.strip()[-300:]}"

@@ -1,6 +1,6 @@
 """The tests are tested: what keeps data safe is deleted from the source, one thing at a time; the suite must go red.
 
-``python tests/faults/mutations.py [--all]`` prints one line of JSON; the tests run the first of each kind. Places are
+``python -m tests.faults.mutations [--all]`` prints one line of JSON; the tests run the first of each kind. Places are
 found in the syntax tree, not listed: an fsync that is added is deleted here, too, from then on.
 
 Nothing on disk is changed: the module is compiled from the changed tree when a test run of its own imports it.

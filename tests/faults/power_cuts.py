@@ -1,6 +1,6 @@
 """Power cuts of a real file system: everything that was not synced is lost, at a call of the store after the other.
 
-``unshare -m python tests/faults/power_cuts.py ext4 [--first 1] [--every 1] [--most N] [--fresh] [--survives] [--lie
+``unshare -m python -m tests.faults.power_cuts ext4 [--first 1] [--every 1] [--most N] [--fresh] [--survives] [--lie
 file|folder|root]`` prints one line of JSON. Needs root; :mod:`mounting` says what else. Free of torch and of threads.
 
 With ``--survives`` the process lives on when the disk goes, as after an error of the disk: every call may fail then,

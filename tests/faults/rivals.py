@@ -1,6 +1,6 @@
 """Several processes at one directory: two writers, writers and readers, retention under a reader, the same step twice.
 
-``python tests/faults/rivals.py DIRECTORY ROUNDS SEED`` prints one line of JSON. Free of torch and threads, as
+``python -m tests.faults.rivals DIRECTORY ROUNDS SEED`` prints one line of JSON. Free of torch and threads, as
 kill_writer.py.
 
 A round is two writers that open the store in turns, each to commit a step or two, and two readers that look for the

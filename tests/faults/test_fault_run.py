@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -10,9 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import fault_run
 import pytest
-from fault_rows import TITLES, Part, parts
+
+from tests.faults import fault_run
+from tests.faults.fault_rows import TITLES, Part, parts
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,17 +107,17 @@ def test_every_row_has_parts_of_its_own() -> None:
     assert {part.fault for part in everything} == set(TITLES)
     assert len({fault_run.key(part) for part in everything}) == len(everything)
     for part in everything:
-        files = [word for word in part.command if word.startswith("tests/")]
-        assert files, part
-        assert all((ROOT / name).is_file() for name in files), part
+        names = [word for word in part.command if word.startswith(("tests/", "tests."))]
+        assert names, part
+        assert all((ROOT / name).is_file() or importlib.util.find_spec(name) for name in names), part
 
 
 @pytest.mark.parametrize(
-    "script", sorted(set(re.findall(r"python (tests/[\w/]+\.py)", (ROOT / "Makefile").read_text())))
+    "module", sorted(set(re.findall(r"python -m (tests\.[\w.]+)", (ROOT / "Makefile").read_text())))
 )
-def test_what_make_runs_begins_without_the_tests_around_it(script: str) -> None:
+def test_what_make_runs_begins_without_the_tests_around_it(module: str) -> None:
     """The long runs are started by hand, and seldom."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, script, "--help"]
+    command = [sys.executable, "-m", module, "--help"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

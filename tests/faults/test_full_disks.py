@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mounting import in_namespace, need_mount, why_not
+
+from tests.faults.mounting import in_namespace, need_mount, why_not
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +27,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 def run(program: str, *arguments: str, mounts: bool = False) -> dict[str, Any]:
     """What a program of tests/ prints."""
-    command = [sys.executable, str(ROOT / "tests" / "faults" / program), *arguments]
+    command = [sys.executable, "-m", f"tests.faults.{program}", *arguments]
     done = subprocess.run(
         in_namespace(*command) if mounts else command,
         capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -40,17 +41,17 @@ def run(program: str, *arguments: str, mounts: bool = False) -> dict[str, Any]:
 @pytest.mark.parametrize(("way", "count"), [("sizes", 8), ("limits", 12), ("read-only", 6), ("strangers", 4)])
 def test_disks_and_directories(way: str, count: int) -> None:
     need_mount(why_not("ext4"))
-    assert run("full_disks.py", way, "--count", str(count), mounts=True)["tried"] == count
+    assert run("full_disks", way, "--count", str(count), mounts=True)["tried"] == count
 
 
 def test_random_damage(folder: Path) -> None:
     """``make faults`` has 20,000."""
-    found = run("damage.py", str(folder), "500", "1")
+    found = run("damage", str(folder), "500", "1")
     assert (found["tried"], found["refused"] > 400) == (500, True)
 
 
 def test_rivals(folder: Path) -> None:
     """``make faults`` has 1,000 rounds."""
-    found = run("rivals.py", str(folder / "checkpoints"), "20", "1")
+    found = run("rivals", str(folder / "checkpoints"), "20", "1")
     assert found["tried"] == 20
     assert found["commits"] > 100

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from mutations import FILES, FS, KINDS, MANIFEST, PLAN, SUITE, Mutation, find_all, is_noticed
+
+from tests.faults.mutations import FILES, FS, KINDS, MANIFEST, PLAN, SUITE, Mutation, find_all, is_noticed
 
 POWER = ("tests/runtime/store/test_store.py", "power_cut_at_any_call")
 # A kind, the function that something is deleted of, and the least part of the suite that sees it. ``make faults``

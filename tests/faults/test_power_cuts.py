@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from _pytest.outcomes import Failed, Skipped
-from mounting import MUST_MOUNT, in_namespace, need_mount, why_not
+
+from tests.faults.mounting import MUST_MOUNT, in_namespace, need_mount, why_not
 
 ROOT = Path(__file__).parents[2]
 reason = functools.cache(why_not)
@@ -22,7 +23,7 @@ def cut(*arguments: str) -> dict[str, Any]:
     """What ``tests/faults/power_cuts.py`` finds. Skips where mounting is not allowed, and fails there in CI."""
     need_mount(reason(arguments[0]))
     done = subprocess.run(
-        in_namespace(sys.executable, str(ROOT / "tests" / "faults" / "power_cuts.py"), *arguments),
+        in_namespace(sys.executable, "-m", "tests.faults.power_cuts", *arguments),
         capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.stderr == ""

@@ -14,12 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from locked_memory import LockedMemory, skip_where_unable
-from oracle import assert_checkpoint_is, clone_state, random_plan, run_oracle, same_bits
 from torch import nn
 
 from benchmarks.gpu_figures import BATCHES, LOCKED_MEMORY
@@ -40,6 +37,9 @@ from checkflow.runtime.store.discovery import find
 from checkflow.runtime.transfer.cuda_device import CudaDevice
 from checkflow.runtime.transfer.cudart import load_runtime
 from checkflow.runtime.transfer.engine import Transfer
+from tests.support import oracle
+from tests.support.locked_memory import LockedMemory, skip_where_unable
+from tests.support.oracle import assert_checkpoint_is, clone_state, random_plan, run_oracle, same_bits
 
 pytestmark = pytest.mark.cuda
 

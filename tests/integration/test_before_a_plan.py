@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from cut_job import FINAL, PLANNERS, TOTAL, outcome, run
-from oracle import same_bits
 
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import parse_step
+from tests.support.oracle import same_bits
+from tests.support.programs.cut_job import FINAL, PLANNERS, TOTAL, outcome, run
 
 ROOT = Path(__file__).parents[2]
 LIFE = 6  # iterations
@@ -25,8 +25,8 @@ LIFE = 6  # iterations
 def live(loop: str, planner: str, directory: Path) -> int:
     """One life of the job; returns its exit code."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/support/cut_job.py"), loop, planner, str(directory), str(LIFE)],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/support'}"},
+        [sys.executable, "-m", "tests.support.programs.cut_job", loop, planner, str(directory), str(LIFE)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode in (0, -signal.SIGKILL), done.stderr

@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from oracle import assert_checkpoint_is, clone_state
 from torch.optim import optimizer as optimizers
 from torch.utils.data import TensorDataset
 
@@ -41,6 +40,7 @@ from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.transfer.host import HostCopyEngine
 from tests.runtime.test_checkpointer import make, make_plan, steps
+from tests.support.oracle import assert_checkpoint_is, clone_state
 
 ROOT = Path(__file__).parents[2]
 Job = tuple[torch.nn.Sequential, torch.optim.Optimizer, Any]
@@ -380,8 +380,6 @@ def test_a_forked_child_gives_nothing_back(tmp_path: Path) -> None:
 
 
 FORGETFUL = """
-import sys
-sys.path.insert(0, sys.argv[1])
 from tests.runtime.test_checkpointer import make, make_plan
 from checkflow.core import plan as plans
 from checkflow.runtime import checkpointer as checkpointers
@@ -400,7 +398,7 @@ print("end")
 
 def test_a_script_that_forgets_to_close(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", FORGETFUL, str(ROOT / "tests" / "support")],
+        [sys.executable, "-c", FORGETFUL],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "end\n")

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Truth, assert_checkpoint_is, clone_state
-from own_plans import Beside, all_planned, check, kept
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -28,6 +26,8 @@ from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.snapshot.executor import Execution
 from checkflow.runtime.store.discovery import find
 from tests.planner.iteration.test_optimizers import LABELS, OPTIMIZERS, X, assert_works, network, training
+from tests.support.oracle import Truth, assert_checkpoint_is, clone_state
+from tests.support.own_plans import Beside, all_planned, check, kept
 
 Make = Callable[..., torch.optim.Optimizer]
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fake_device import simulate_gpu
-from oracle import assert_checkpoint_is, clone_state, random_plan, run_oracle, same_bits
 from torch import nn
 
 from checkflow.core.errors import ConsistencyError, MismatchError
 from checkflow.core.plan import Plan
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.store.discovery import find
+from tests.support.fake_device import simulate_gpu
+from tests.support.oracle import assert_checkpoint_is, clone_state, random_plan, run_oracle, same_bits
 
 
 class ConvNet(nn.Module):

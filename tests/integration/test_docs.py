@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import jobs
 import pytest
-from pages import run_page
+
+from tests.support import jobs
+from tests.support.pages import run_page
 
 DOCS = Path(__file__).parents[2] / "docs"
 ELSEWHERE = {"integrations.md", "weights.md", "shards.md"}  # have tests of their own

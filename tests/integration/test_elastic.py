@@ -1,6 +1,7 @@
 """Real ranks under torchrun, stopped within an epoch and gone on by others: 4, then 2, then 3, then 4 again.
 
-What each rank does is in tests/support/elastic_worker.py; here it is held against one process that is never stopped.
+What each rank does is in tests/support/programs/elastic_worker.py. Here it is held against one process that is never
+stopped.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_worker import BATCH_SIZE, SCENARIOS, STOPPED, Scenario
+
+from tests.support.programs.elastic_worker import BATCH_SIZE, SCENARIOS, STOPPED, Scenario
 
 pytestmark = pytest.mark.timeout(3600)  # thirteen processes import torch before the first test
 
@@ -24,15 +26,14 @@ Seen = list[list[dict[str, Any]]]  # by start, and by rank
 
 
 def start(before: Path, after: Path, ranks: int, steps: int) -> list[dict[str, Any]]:
-    paths = [str(ROOT), str(ROOT / "tests" / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     after.mkdir()
     done = subprocess.run(
         [
             sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0",
-            f"--nproc-per-node={ranks}", str(ROOT / "tests" / "support" / "elastic_worker.py"), str(before), str(after),
+            f"--nproc-per-node={ranks}", "-m", "tests.support.programs.elastic_worker", str(before), str(after),
             str(steps),
         ],
         env=environment, capture_output=True, text=True, check=False,

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jobs
 import numpy
 import pytest
 import torch
@@ -23,6 +22,7 @@ from checkflow.runtime.format import codec
 from checkflow.runtime.format.manifest import EXTRA
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import glance
+from tests.support import jobs
 
 EPOCHS, BATCHES = 3, jobs.BATCHES
 

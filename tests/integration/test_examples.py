@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import example_runs
 import pytest
 import torch
-from oracle import same_bits
+
+from tests.support import example_runs
+from tests.support.oracle import same_bits
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -15,14 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from horizons import MEMORY_BANDWIDTH, make_step, spread_plan, trace_job
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import Truth, assert_checkpoint_is, clone_state, random_plan, run_oracle
-from simulated import rest, rule_pace
 from torch import nn
 from torch.utils.data import TensorDataset
-from waiting import wait_for
 
 from checkflow.core import plan as plans
 from checkflow.core.graph import BOUNDARY, AnchorKind
@@ -38,6 +34,10 @@ from checkflow.runtime.snapshot.capturer import Capturer, CaptureReport
 from checkflow.runtime.snapshot.program import compile_plan
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.transfer import host
+from tests.support.horizons import MEMORY_BANDWIDTH, make_step, spread_plan, trace_job
+from tests.support.oracle import Truth, assert_checkpoint_is, clone_state, random_plan, run_oracle
+from tests.support.simulated import rest, rule_pace
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture(autouse=True)

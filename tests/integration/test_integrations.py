@@ -19,18 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jobs
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import clone_state, same_bits
-from planned_jobs import plan_by_trace
 from torch import nn
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import checkflow
 from checkflow.core.errors import UnsupportedError
 from checkflow.core.state import as_optimizers
+from tests.support import jobs
+from tests.support.oracle import clone_state, same_bits
+from tests.support.planned_jobs import plan_by_trace
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = dict(

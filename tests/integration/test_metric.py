@@ -15,10 +15,6 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from metric_job import BATCHES, Job, make_plan, run
-from oracle import assert_checkpoint_is, clone_state
-from simulated import rule_pace
-from waiting import wait_until_saved
 
 from checkflow.cli.main import main
 from checkflow.core import plan as plans
@@ -30,8 +26,12 @@ from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import glance, step_name
 from checkflow.runtime.store.retention import read_metrics
 from checkflow.runtime.store.store import Store
+from tests.support.oracle import assert_checkpoint_is, clone_state
+from tests.support.programs.metric_job import BATCHES, Job, make_plan, run
+from tests.support.simulated import rule_pace
+from tests.support.waiting import wait_until_saved
 
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -68,10 +68,10 @@ def test_the_best_epoch_survives_a_kill(tmp_path: Path, plan: Plan, capsys: pyte
     plans.save(plan, file)
     done = subprocess.run(
         [
-            sys.executable, str(TESTS / "support" / "metric_job.py"), str(directory), str(file),
+            sys.executable, "-m", "tests.support.programs.metric_job", str(directory), str(file),
             json.dumps({"losses": losses, "die_in": 3, "options": options}),
         ],
-        env={**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == -9, done.stderr
     assert steps(directory) == [8, 10, 15]

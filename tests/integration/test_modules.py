@@ -13,10 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import clone_state
-from planned_jobs import assert_every_checkpoint_is_true, plan_graph
 from torch import nn
-from writes import assert_writes_are_those_of_reality
 
 from checkflow.core.graph import BOUNDARY, AnchorKey, AnchorKind, StateEntry, TrainingGraph
 from checkflow.core.state import collect_state
@@ -25,9 +22,12 @@ from checkflow.planner.record.recorder import record_step
 from checkflow.planner.timeline.steps import make_timeline
 from checkflow.planner.trace.trace import trace
 from checkflow.runtime.checkpointer import Checkpointer
-from tests.support import autograd_steps as own
-from tests.support import layer_steps as layers
-from tests.support import loop_steps as loops
+from tests.support.oracle import clone_state
+from tests.support.planned_jobs import assert_every_checkpoint_is_true, plan_graph
+from tests.support.steps import autograd_steps as own
+from tests.support.steps import layer_steps as layers
+from tests.support.steps import loop_steps as loops
+from tests.support.writes import assert_writes_are_those_of_reality
 
 Build = layers.Build
 EXACT: Mapping[str, Build] = {

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import assert_checkpoint_is, run_oracle
 from torch import nn
 
 from checkflow.core.device import find_device
@@ -29,6 +28,7 @@ from checkflow.planner.trace.trace import trace
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.job.compatibility import Guards
 from checkflow.runtime.store.discovery import find
+from tests.support.oracle import assert_checkpoint_is, run_oracle
 
 ITERATIONS = 30
 

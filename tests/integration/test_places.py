@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fuzz_targets import make_corpus
-from shard_tools import World
 
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.weights.exporter import export
+from tests.faults.fuzz.targets import make_corpus
+from tests.support.shard_tools import World
 
 # Who may read what is written
 

@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import planted_job
 import pytest
 
+from tests.support.programs import planted_job
+
+ROOT = Path(__file__).parents[2]
 HANG_SECONDS = 300.0  # which no machine needs for all names of a kind, however busy
 
 
@@ -19,11 +21,10 @@ def test_a_start_neither_hangs_at_what_is_planted_nor_trusts_it(tmp_path: Path, 
     """It takes its place, or passes it over, or refuses: by its name, and with what to do."""
     if kind in ("device", "stranger") and os.geteuid() != 0:
         pytest.skip("only root makes devices, and gives files away")
-    paths = [str(Path(planted_job.__file__).parent), *filter(None, sys.path)]
     done = subprocess.run(
-        [sys.executable, planted_job.__file__, str(tmp_path), kind],
+        [sys.executable, "-m", "tests.support.programs.planted_job", str(tmp_path), kind],
         capture_output=True, text=True, check=False, timeout=HANG_SECONDS,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import clone_state, same_bits
-from planned_jobs import assert_every_checkpoint_is_true, plan_by_trace
 from torch import nn
 from torch.optim import lr_scheduler as torchs
 from torch.optim.swa_utils import SWALR
 
 from checkflow.core.training_step import TrainingStep
 from checkflow.runtime.checkpointer import Checkpointer
+from tests.support.oracle import clone_state, same_bits
+from tests.support.planned_jobs import assert_every_checkpoint_is_true, plan_by_trace
 
 ITERATIONS, CUT = 12, 7
 Make = Callable[[torch.optim.Optimizer], Any]

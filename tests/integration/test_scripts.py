@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import jobs
 import pytest
 import torch
-from scripts import SCRIPTS, Life, run
+
+from tests.support import jobs
+from tests.support.scripts import SCRIPTS, Life, run
 
 KILLS = (7, 8, 9)  # iterations of a life: from the first ones on, something is on its way to storage
 

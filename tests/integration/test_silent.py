@@ -12,7 +12,6 @@ from typing import Any, Self
 import pytest
 import torch
 import torch.nn.functional as F
-from own_plans import Never
 from torch import nn
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import TensorDataset
@@ -22,6 +21,7 @@ from checkflow.core.errors import UnsupportedError
 from checkflow.planner.live.planner import LivePlanner
 from checkflow.runtime.job.progress import Progress
 from checkflow.runtime.store.discovery import find
+from tests.support.own_plans import Never
 
 
 @pytest.fixture(autouse=True)

@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from oracle import clone_state, same_bits
-from planned_jobs import assert_every_checkpoint_is_true, plan_graph
 from torch import nn
 from torch.utils import _pytree as pytree
-from training_steps import sgd
 
 from checkflow.core.graph import TrainingGraph
 from checkflow.core.plan import Plan
@@ -26,6 +23,9 @@ from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.format.layout import STORED_TYPES
 from checkflow.runtime.store.discovery import find
+from tests.support.oracle import clone_state, same_bits
+from tests.support.planned_jobs import assert_every_checkpoint_is_true, plan_graph
+from tests.support.steps.training_steps import sgd
 
 Build = Callable[[], TrainingStep]
 momentum = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)

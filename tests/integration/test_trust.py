@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_checkpoint_is, same_bits
-from own_plans import Beside, Job, check, kept, nothing_left, open_job, train
 
 from checkflow.planner.live import planner
 from checkflow.planner.live.bandwidth import Bandwidths
@@ -24,6 +22,8 @@ from checkflow.runtime.live_plan import planning
 from checkflow.runtime.persist.writer import Writer
 from checkflow.runtime.snapshot.capturer import Capture
 from checkflow.runtime.store.discovery import find
+from tests.support.oracle import assert_checkpoint_is, same_bits
+from tests.support.own_plans import Beside, Job, check, kept, nothing_left, open_job, train
 
 DISTRUSTED = "the plan does not fit this job: from now on"
 

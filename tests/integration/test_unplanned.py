@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import assert_checkpoint_is, clone_state, random_plan, same_bits, undated
-from planned_jobs import plan_by_trace
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import TensorDataset, default_collate
@@ -27,6 +25,8 @@ from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.snapshot.executor import Execution
 from checkflow.runtime.store.discovery import find
+from tests.support.oracle import assert_checkpoint_is, clone_state, random_plan, same_bits, undated
+from tests.support.planned_jobs import plan_by_trace
 
 Truths = dict[int, dict[str, torch.Tensor]]
 

@@ -13,10 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
-from own_plans import Never
-from planned_jobs import assert_every_checkpoint_is_true, plan_by_trace, plan_graph
 from torch import nn
-from writes import WatchedWrites
 
 import checkflow
 from checkflow.core.errors import TraceError, UnsupportedError
@@ -27,8 +24,11 @@ from checkflow.planner.record.recorder import record_step
 from checkflow.planner.trace.trace import trace
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.store.discovery import find
-from tests.support.autograd_steps import Statistics, triple
-from tests.support.layer_steps import adam, mean_square, momentum, perceptron, step_of
+from tests.support.own_plans import Never
+from tests.support.planned_jobs import assert_every_checkpoint_is_true, plan_by_trace, plan_graph
+from tests.support.steps.autograd_steps import Statistics, triple
+from tests.support.steps.layer_steps import adam, mean_square, momentum, perceptron, step_of
+from tests.support.writes import WatchedWrites
 
 
 def skipping() -> TrainingStep:

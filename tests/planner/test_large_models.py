@@ -16,7 +16,7 @@ from checkflow.planner.model_file.load import load_training_step
 from checkflow.planner.pipeline import Planned, Subject, default_memory_limit_bytes, plan_model
 from checkflow.planner.schedule.scheduler import Request
 from checkflow.planner.trace.trace import trace
-from tests.support.training_steps import flop_counter
+from tests.support.steps.training_steps import flop_counter
 
 TINY: dict[str, dict[str, Any]] = {
     "llama": {"batch_size": 2, "sequence": 8, "layers": 2, "width": 64, "vocabulary": 50},

@@ -24,7 +24,7 @@ from checkflow.planner.pipeline import Planned, Subject, default_memory_limit_by
 from checkflow.planner.schedule.replay import check_plan
 from checkflow.planner.schedule.scheduler import Request
 from tests.support.memory_tracking import on_fake_memory
-from tests.support.training_steps import flop_counter
+from tests.support.steps.training_steps import flop_counter
 
 MODELS = ("alexnet", "mnasnet", "resnet18", "vgg11", "vit", "resnet3d", "transformer", "bert")
 RTX_3090 = find_device("RTX 3090")

@@ -21,11 +21,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import assert_checkpoint_is, clone_state, random_plan, same_bits
-from simulated import rule_pace
 from torch import nn
 from torch.utils.data import TensorDataset
-from waiting import wait_for
 
 import checkflow
 from checkflow.core import plan as plans
@@ -41,6 +38,9 @@ from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.system import fs
+from tests.support.oracle import assert_checkpoint_is, clone_state, random_plan, same_bits
+from tests.support.simulated import rule_pace
+from tests.support.waiting import wait_for
 
 Job = tuple[nn.Sequential, torch.optim.Optimizer, Any]
 

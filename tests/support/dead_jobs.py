@@ -17,13 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jobs
 import numpy
 import pytest
 import torch
-from oracle import random_plan
 from torch import nn
-from waiting import wait_for
 
 from checkflow.core import plan as plans
 from checkflow.core.errors import StorageError
@@ -38,6 +35,9 @@ from checkflow.runtime.persist import saver
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import parse_step
 from checkflow.runtime.store.store import Store
+from tests.support import jobs
+from tests.support.oracle import random_plan
+from tests.support.waiting import wait_for
 
 RARE = 4  # iterations from one durable checkpoint to the next
 PER_EPOCH = jobs.BATCHES

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import jobs
 import torch
-from waiting import PATIENCE_SECONDS
+
+from tests.support import jobs
+from tests.support.waiting import PATIENCE_SECONDS
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,8 @@ from typing import Any
 import psutil
 import torch
 import torch.nn.functional as F
-from oracle import clone_state, random_plan
 from torch import nn
 from torch.utils.data import TensorDataset
-from waiting import wait_for
 
 from checkflow.core import plan as plans
 from checkflow.core.plan import Plan
@@ -26,6 +24,8 @@ from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import reporter
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
+from tests.support.oracle import clone_state, random_plan
+from tests.support.waiting import wait_for
 
 EPOCHS, SAMPLES, BATCH = 3, 22, 4
 GRACE_SECONDS = 3600.0  # from a signal to the end: a boundary comes sooner, however busy the machine is

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from oracle import Truth, assert_checkpoint_is, clone_state, run_oracle
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -20,6 +19,7 @@ from checkflow.planner.record.recorder import Recorded
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.reader import open_checkpoint
+from tests.support.oracle import Truth, assert_checkpoint_is, clone_state, run_oracle
 
 RECORDED_BY = (
     4  # iterations: one that makes the state, one recorded, two timed; the plan is in place at the fifth's end

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from oracle import assert_checkpoint_is, run_oracle
-
 from checkflow.core.device import find_device
 from checkflow.core.graph import TrainingGraph
 from checkflow.core.plan import Plan
@@ -19,6 +17,7 @@ from checkflow.planner.timeline.steps import make_timeline
 from checkflow.planner.trace.trace import trace
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.store.discovery import find
+from tests.support.oracle import assert_checkpoint_is, run_oracle
 
 
 def plan_graph(graph: TrainingGraph, *, link_use: float = 0.9, chunk_bytes: int = 64 * 1024, **limits: Any) -> Plan:

@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
-from waiting import wait_for
 
 import checkflow
 from checkflow import Checkpointer
+from tests.support.waiting import wait_for
 
 
 @dataclass

@@ -18,8 +18,6 @@ from typing import Any
 import psutil
 import pytest
 from rich.console import Console
-from tortured_job import FAILURE, flip_a_byte
-from waiting import wait_for
 
 from checkflow.cli.main import main
 from checkflow.cli.tables.torture import torture_tables
@@ -33,7 +31,9 @@ from checkflow.torture.checks import Found, check_audits, check_replayed, check_
 from checkflow.torture.life import Aim
 from checkflow.torture.processes import below, members, nothing_left
 from tests.cli.test_main import Said
+from tests.support.programs.tortured_job import FAILURE, flip_a_byte
 from tests.support.store_tools import fill, small_layout
+from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 NOTHING_LOST, WRONG_USAGE, LOST, UNTRIED = 0, 2, 3, 4

@@ -6,11 +6,11 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from tortured_job import flip_a_byte
 
 from checkflow.core.errors import LockedError
 from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.torture.checks import Found, check_found, check_leftovers, examine, look, refuse_locked, vanished
+from tests.support.programs.tortured_job import flip_a_byte
 from tests.support.store_tools import tree
 from tests.torture.test_campaign import commit, make_store
 

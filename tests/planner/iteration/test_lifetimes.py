@@ -14,7 +14,7 @@ from checkflow.core.graph import Storage, TrainingGraph
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.iteration.lifetimes import StorageLedger
 from checkflow.planner.trace.trace import trace
-from tests.support import training_steps as steps
+from tests.support.steps import training_steps as steps
 
 
 def shipped(name: str) -> TrainingStep:

@@ -24,8 +24,8 @@ from checkflow.core.training_step import TrainingStep
 from checkflow.planner.iteration.optimizers import Target
 from checkflow.planner.operators.attention import cuda_kernels
 from checkflow.planner.trace.trace import trace
-from tests.support import training_steps as steps
 from tests.support.memory_tracking import Comparison, Moment, compare, on_fake_memory, tracked
+from tests.support.steps import training_steps as steps
 
 MODELS = ("alexnet", "mnasnet", "resnet18", "vgg11", "vit", "resnet3d", "transformer", "bert")
 OPTIMIZERS = {"sgd": functools.partial(torch.optim.SGD, lr=0.1), "adam": functools.partial(torch.optim.Adam, lr=1e-3)}

@@ -18,8 +18,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import assert_checkpoint_is, clone_state, same_bits
-from planned_jobs import assert_every_checkpoint_is_true, plan_by_trace, plan_graph
 from torch import nn, optim
 
 from checkflow.core.errors import MismatchError, StorageError, TraceError
@@ -30,6 +28,8 @@ from checkflow.planner.record.recorder import record_step
 from checkflow.planner.trace.trace import trace
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.store.discovery import find
+from tests.support.oracle import assert_checkpoint_is, clone_state, same_bits
+from tests.support.planned_jobs import assert_every_checkpoint_is_true, plan_by_trace, plan_graph
 
 Optimizer = torch.optim.Optimizer
 Make = Callable[[Iterable[torch.Tensor]], Optimizer]

@@ -22,7 +22,7 @@ from checkflow.planner.pipeline import Planned, Subject, plan_model
 from checkflow.planner.schedule.replay import check_plan, simulate
 from checkflow.planner.schedule.scheduler import Outcome, Request, make_plan
 from checkflow.planner.trace.trace import trace
-from tests.support import training_steps as steps
+from tests.support.steps import training_steps as steps
 
 ROWS, WIDTH = 8, 16
 SIZE = ROWS * WIDTH * 4  # of one activation
@@ -366,7 +366,7 @@ DEVICE = dataclasses.replace(find_device("RTX 3090"), launch_seconds=5e-5)
 
 def planned(offload: str, bandwidth: float, **limits: Any) -> Planned:
     request = Request(bandwidth, DEVICE.memory_bandwidth_bytes_per_second, **limits)
-    subject = Subject("tests.support.training_steps:offloading", 16, {"offload": offload}, None)
+    subject = Subject("tests.support.steps.training_steps:offloading", 16, {"offload": offload}, None)
     return plan_model(subject, DEVICE, request, "segment")
 
 

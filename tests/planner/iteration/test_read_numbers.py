@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from planned_jobs import assert_every_checkpoint_is_true, plan_by_trace
 from torch import nn
 
 from checkflow.core.errors import ModelError, TraceError
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.trace.trace import trace
+from tests.support.planned_jobs import assert_every_checkpoint_is_true, plan_by_trace
 
 X, LABELS = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
 Look = Callable[[torch.Tensor, nn.Linear], Any]

@@ -13,9 +13,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from own_plans import Beside, Job, all_planned, check, kept, open_job, train
-from timelines import make_fingerprint, make_timeline
-from waiting import wait_for
 
 from checkflow.core import plan as plans
 from checkflow.core.errors import PlanError
@@ -28,6 +25,9 @@ from checkflow.planner.schedule.scheduler import Request, bandwidth_in_pieces
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.live_plan import planning
+from tests.support.own_plans import Beside, Job, all_planned, check, kept, open_job, train
+from tests.support.timelines import make_fingerprint, make_timeline
+from tests.support.waiting import wait_for
 
 PATIENCE_SECONDS = 600.0  # for what must come
 CHILD = [sys.executable, "-P", "-m", "checkflow.planner.live.process"]

@@ -23,7 +23,7 @@ from checkflow.planner.measure.machine import Machine
 from checkflow.planner.operators.attention import ATTENTION_FLOPS, cuda_kernels
 from checkflow.planner.schedule.scheduler import Request
 from checkflow.planner.trace.trace import trace
-from tests.support import training_steps as steps
+from tests.support.steps import training_steps as steps
 
 HALF, FULL = torch.bfloat16, torch.float32
 CUDNN, FLASH, EFFICIENT, PLAIN = "cudnn", "flash", "efficient", "plain"

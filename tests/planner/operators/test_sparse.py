@@ -12,7 +12,7 @@ from checkflow.core.errors import UnsupportedError
 from checkflow.core.graph import AnchorKind, Storage, TrainingGraph
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.trace.trace import trace
-from tests.support import training_steps as steps
+from tests.support.steps import training_steps as steps
 
 ROWS, WIDTH, LOOKUPS = 1000, 8, 64
 ROW_BYTES = WIDTH * 4

@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import training_steps as steps
-from planned_jobs import assert_every_checkpoint_is_true, plan_by_trace, plan_graph
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.registry import lookup_backend
@@ -31,6 +29,8 @@ from checkflow.planner.trace.trace import trace
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.snapshot.capturer import Capturer
 from checkflow.runtime.snapshot.program import compile_plan
+from tests.support.planned_jobs import assert_every_checkpoint_is_true, plan_by_trace, plan_graph
+from tests.support.steps import training_steps as steps
 
 BACKEND = "aot_eager"
 BACKEND_IN_USE: Any = BACKEND

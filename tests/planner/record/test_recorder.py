@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import clone_state, same_bits
-from planned_jobs import assert_every_checkpoint_is_true, plan_graph
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -25,7 +23,9 @@ from checkflow.core.training_step import TrainingStep
 from checkflow.planner.iteration.lifetimes import StorageLedger
 from checkflow.planner.record.recorder import Recorder, held_tensors, record_step
 from checkflow.planner.trace.trace import trace
-from tests.support import training_steps as steps
+from tests.support.oracle import clone_state, same_bits
+from tests.support.planned_jobs import assert_every_checkpoint_is_true, plan_graph
+from tests.support.steps import training_steps as steps
 
 adam = functools.partial(torch.optim.Adam, lr=1e-3)
 adam_foreach = functools.partial(torch.optim.Adam, lr=1e-3, foreach=True)

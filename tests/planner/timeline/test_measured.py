@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import training_steps as steps
 from hypothesis import given
 from hypothesis import strategies as st
-from planned_jobs import assert_every_checkpoint_is_true, plan_graph
 
 from checkflow.cli.main import FAILED, FOUND, main
 from checkflow.core import plan as plans
@@ -34,6 +32,8 @@ from checkflow.planner.timeline.roofline import durations_seconds
 from checkflow.planner.timeline.steps import make_timeline
 from checkflow.planner.trace.trace import trace
 from tests.planner.measure.test_probe import TINY, FakeClock
+from tests.support.planned_jobs import assert_every_checkpoint_is_true, plan_graph
+from tests.support.steps import training_steps as steps
 
 CPU = torch.device("cpu")
 MODEL = """

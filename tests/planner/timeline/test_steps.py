@@ -22,7 +22,7 @@ from checkflow.planner.schedule.scheduler import Request, fingerprint_of, make_p
 from checkflow.planner.timeline.steps import make_timeline
 from checkflow.planner.trace.trace import trace
 from checkflow.runtime.job.compatibility import make_guards
-from tests.support import training_steps as steps
+from tests.support.steps import training_steps as steps
 
 GRANULARITIES: tuple[Granularity, ...] = ("segment", "operator")
 

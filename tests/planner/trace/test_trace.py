@@ -27,8 +27,8 @@ from checkflow.planner.iteration.optimizers import Target
 from checkflow.planner.operators.operators import flops
 from checkflow.planner.record.recorder import record_step
 from checkflow.planner.trace.trace import trace
-from tests.support import training_steps as steps
-from tests.support.training_steps import BUILDERS, on_meta
+from tests.support.steps import training_steps as steps
+from tests.support.steps.training_steps import BUILDERS, on_meta
 
 
 class _Real(TorchDispatchMode):

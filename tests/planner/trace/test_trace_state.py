@@ -16,8 +16,8 @@ from checkflow.core.graph import AnchorKey, AnchorKind, TrainingGraph
 from checkflow.core.state import collect_state
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.trace.trace import trace
-from tests.support import training_steps as steps
-from tests.support.training_steps import BUILDERS, on_meta
+from tests.support.steps import training_steps as steps
+from tests.support.steps.training_steps import BUILDERS, on_meta
 
 SGD, ADAM = torch.optim.SGD, torch.optim.Adam
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
-from waiting import wait_for
 
 from checkflow.core.errors import MismatchError, UnsupportedError
 from checkflow.runtime.data.adapters.resumable import resumable
@@ -31,6 +30,7 @@ from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.data.sample_rng import derived_seed
 from checkflow.runtime.data.worker_signals import WorkerShield, has_ended
 from checkflow.runtime.format import codec
+from tests.support.waiting import wait_for
 
 
 class Augmented:

@@ -22,13 +22,13 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, WeightedRandomSampler
-from waiting import PATIENCE_SECONDS
 
 from checkflow.core.errors import MismatchError, UnsupportedError
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.data.order import Share
 from checkflow.runtime.data.samplers import BLOCK
 from checkflow.runtime.format import codec
+from tests.support.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker:UserWarning")
 

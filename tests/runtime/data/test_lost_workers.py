@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jobs
 import psutil
 import pytest
 import torch
@@ -31,6 +30,7 @@ from checkflow.runtime.loop.preemption import Preemption
 from tests.runtime.loop.test_preemption import newest, uninterrupted
 from tests.runtime.state.test_restore import assert_same_end
 from tests.runtime.test_checkpointer import make, make_plan, steps
+from tests.support import jobs
 
 TERM = signal.SIGTERM
 LOST = "DataLoader worker (pid 1) is killed by signal: Terminated. "

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import SimulatedJob
 
 from checkflow.runtime.interval.adjustment import BAND
 from checkflow.runtime.interval.controller import HISTORY
 from checkflow.runtime.interval.measurements import Iteration, Samples
 from checkflow.runtime.interval.overhead_budget import INTERVALS, WINDOW
 from checkflow.runtime.interval.policy import Asked, Costs, choose
+from tests.support.simulated import SimulatedJob
 
 PROFILE = 110  # iterations after which every simulated job here is profiled
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from simulated import SimulatedJob
 
 from checkflow.runtime.interval.measurements import Iteration
 from checkflow.runtime.interval.overhead_budget import FORGIVEN_EVERY, INTERVALS, NEAR, SLACK, WINDOW, Budget
 from checkflow.runtime.interval.policy import Asked, Costs, choose
+from tests.support.simulated import SimulatedJob
 
 P = 0.05
 FREE = (1.0, 0.0)  # an iteration takes a second, and no two differ

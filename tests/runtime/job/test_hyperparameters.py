@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import random_plan
 from torch import nn
 from torch.optim import lr_scheduler as torchs
 from torch.utils.data import TensorDataset
@@ -26,6 +25,7 @@ from checkflow.runtime.data.base import ResumableLoader
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.job import hyperparameters
 from checkflow.runtime.job.progress import Progress
+from tests.support.oracle import random_plan
 
 SAMPLES = 24
 TAKES = ' (hyperparameters="script" takes the script\'s)'

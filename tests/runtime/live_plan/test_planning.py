@@ -13,12 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import assert_checkpoint_is, run_oracle, same_bits
-from own_plans import Beside, Job, all_planned, check, kept, nothing_left, open_job, remove_checkpoints, train
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import TensorDataset
-from waiting import wait_until_saved
 
 from checkflow.core import plan as plans
 from checkflow.core.errors import PlanError, TraceError
@@ -43,6 +40,19 @@ from checkflow.runtime.state.collect import StateWalk
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.store import Store
 from tests.runtime.loop.test_phase_clock import Hand
+from tests.support.oracle import assert_checkpoint_is, run_oracle, same_bits
+from tests.support.own_plans import (
+    Beside,
+    Job,
+    all_planned,
+    check,
+    kept,
+    nothing_left,
+    open_job,
+    remove_checkpoints,
+    train,
+)
+from tests.support.waiting import wait_until_saved
 
 RECORDED_BY = 4  # iterations: one makes the state, one is recorded, two are timed; the next one waits for the plan
 

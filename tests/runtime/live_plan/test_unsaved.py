@@ -10,7 +10,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from own_plans import Beside
 from torch import nn
 
 import checkflow
@@ -18,6 +17,7 @@ from checkflow.planner.live import planner
 from checkflow.planner.live.bandwidth import Bandwidths
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.checkpointer import Checkpointer
+from tests.support.own_plans import Beside
 
 ITERATIONS = 6  # the second is recorded
 

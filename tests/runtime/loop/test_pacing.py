@@ -14,9 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_checkpoint_is, clone_state, random_plan
-from own_plans import Beside, Job, Never
-from simulated import rest
 from torch.utils.data import TensorDataset
 
 from checkflow.core import plan as plans
@@ -33,6 +30,9 @@ from checkflow.runtime.loop import pacing
 from checkflow.runtime.persist.writer import Persisted, Writer
 from checkflow.runtime.store.discovery import find
 from tests.runtime.test_checkpointer import make, make_plan
+from tests.support.oracle import assert_checkpoint_is, clone_state, random_plan
+from tests.support.own_plans import Beside, Job, Never
+from tests.support.simulated import rest
 
 
 class World:

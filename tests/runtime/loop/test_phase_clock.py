@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
-from oracle import random_plan
-from planned_jobs import plan_by_trace
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -34,6 +32,8 @@ from checkflow.runtime.loop.phase_clock import (
     PhaseClock,
     Quantiles,
 )
+from tests.support.oracle import random_plan
+from tests.support.planned_jobs import plan_by_trace
 
 
 class Hand:

@@ -15,11 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jobs
 import pytest
 import torch
-from oracle import assert_checkpoint_is, clone_state
-from waiting import wait_for, wait_until_saved
 
 import checkflow
 from checkflow.core import plan as plans
@@ -34,6 +31,9 @@ from checkflow.runtime.store.store import Store
 from checkflow.runtime.system import fs
 from tests.runtime.state.test_restore import assert_same_end
 from tests.runtime.test_checkpointer import make, make_plan, steps
+from tests.support import jobs
+from tests.support.oracle import assert_checkpoint_is, clone_state
+from tests.support.waiting import wait_for, wait_until_saved
 
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 ROOT = Path(__file__).parents[3]

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from waiting import wait_for, wait_until_saved
 
 import checkflow
 from checkflow.core import plan as plans
@@ -19,6 +18,7 @@ from checkflow.runtime.loop import preemption, signal_wakeup
 from checkflow.runtime.loop.preemption import Preemption
 from tests.runtime.loop.test_preemption import WAITED_FOR, Loop, in_a_child
 from tests.runtime.test_checkpointer import steps
+from tests.support.waiting import wait_for, wait_until_saved
 
 TERM, USR2 = signal.SIGTERM, signal.SIGUSR2
 

@@ -19,7 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dead_jobs import (
+
+from checkflow.cli.main import main
+from checkflow.core.errors import LockedError
+from checkflow.runtime.memory_tier import orphans, records, recovery
+from checkflow.runtime.memory_tier.records import LIFE, MARK, MOST_BYTES, OWNER
+from checkflow.torture.campaign import Request, Torture
+from tests.support.dead_jobs import (
     folder_of,
     kept_in,
     killed,
@@ -29,12 +35,6 @@ from dead_jobs import (
     resume,
     train,
 )
-
-from checkflow.cli.main import main
-from checkflow.core.errors import LockedError
-from checkflow.runtime.memory_tier import orphans, records, recovery
-from checkflow.runtime.memory_tier.records import LIFE, MARK, MOST_BYTES, OWNER
-from checkflow.torture.campaign import Request, Torture
 
 pytestmark = needs_memory
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import xxhash
-from dead_jobs import folder_of, folders_below, give_back, kept_in, needs_memory
-from store_tools import record
 
 from checkflow.core.errors import StorageError
 from checkflow.runtime.format.digest import Digest
@@ -26,6 +24,8 @@ from checkflow.runtime.memory_tier.staging import StagingBuffer, StagingBuffers
 from checkflow.runtime.memory_tier.tier import MemoryTier
 from checkflow.runtime.snapshot.capturer import Capture
 from checkflow.runtime.system import fs
+from tests.support.dead_jobs import folder_of, folders_below, give_back, kept_in, needs_memory
+from tests.support.store_tools import record
 
 pytestmark = needs_memory
 

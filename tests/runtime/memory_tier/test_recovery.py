@@ -14,10 +14,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jobs
 import pytest
 import torch
-from dead_jobs import (
+
+from checkflow.core.errors import CorruptCheckpointError, MismatchError, StorageError
+from checkflow.runtime.checkpointer import Checkpointer
+from checkflow.runtime.memory_tier import recovery
+from checkflow.runtime.memory_tier.records import LIFE, MARK, NOTHING, Life, Record
+from checkflow.runtime.store.discovery import find
+from checkflow.runtime.store.files import glance, parse_step
+from checkflow.runtime.store.retention import METRICS, read_metrics, write_metrics
+from checkflow.runtime.store.store import Store
+from tests.support import jobs
+from tests.support.dead_jobs import (
     PER_EPOCH,
     Death,
     die,
@@ -35,17 +44,8 @@ from dead_jobs import (
     train,
     train_tied,
 )
-from oracle import assert_checkpoint_is, clone_state, random_plan
-from store_tools import fill, small_layout
-
-from checkflow.core.errors import CorruptCheckpointError, MismatchError, StorageError
-from checkflow.runtime.checkpointer import Checkpointer
-from checkflow.runtime.memory_tier import recovery
-from checkflow.runtime.memory_tier.records import LIFE, MARK, NOTHING, Life, Record
-from checkflow.runtime.store.discovery import find
-from checkflow.runtime.store.files import glance, parse_step
-from checkflow.runtime.store.retention import METRICS, read_metrics, write_metrics
-from checkflow.runtime.store.store import Store
+from tests.support.oracle import assert_checkpoint_is, clone_state, random_plan
+from tests.support.store_tools import fill, small_layout
 
 pytestmark = needs_memory
 

@@ -15,21 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jobs
 import pytest
 import torch
-from dead_jobs import (
-    PER_EPOCH,
-    folder_of,
-    full_disk,
-    kept_in,
-    needs_memory,
-    newest_on_storage,
-    random_plans_and_nothing_left,
-    resume,
-    train,
-)
-from mounting import in_namespace
 
 from checkflow.core.errors import ConsistencyError, StorageError
 from checkflow.runtime.checkpointer import Checkpointer
@@ -40,6 +27,19 @@ from checkflow.runtime.persist.saver import Saving
 from checkflow.runtime.persist.writer import Writer
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.system import fs
+from tests.faults.mounting import in_namespace
+from tests.support import jobs
+from tests.support.dead_jobs import (
+    PER_EPOCH,
+    folder_of,
+    full_disk,
+    kept_in,
+    needs_memory,
+    newest_on_storage,
+    random_plans_and_nothing_left,
+    resume,
+    train,
+)
 
 pytestmark = needs_memory
 
@@ -234,8 +234,8 @@ def test_too_little_shared_memory_is_said_and_does_without(tmp_path: Path, share
         pytest.skip("mounting is not allowed")
     script = f"""
 import sys
-sys.path[:0] = {[str(Path(__file__).parents[2] / "support")]!r}
-import logging, pathlib, dead_jobs as t
+import logging, pathlib
+from tests.support import dead_jobs as t
 from checkflow.runtime.memory_tier import tier as tier_module
 tier_module.SHARE = {share}
 logging.basicConfig()

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dead_jobs import (
+
+from checkflow.core.errors import CheckflowError, StorageError
+from checkflow.runtime.format.layout import make_layout
+from checkflow.runtime.memory_tier.tier import MemoryTier
+from checkflow.runtime.persist.saver import Saving
+from checkflow.runtime.snapshot.capturer import Capture
+from checkflow.runtime.store.store import Store
+from tests.support.dead_jobs import (
     folder_of,
     folders_below,
     kept_in,
@@ -20,14 +27,7 @@ from dead_jobs import (
     resume,
     train,
 )
-from store_tools import record
-
-from checkflow.core.errors import CheckflowError, StorageError
-from checkflow.runtime.format.layout import make_layout
-from checkflow.runtime.memory_tier.tier import MemoryTier
-from checkflow.runtime.persist.saver import Saving
-from checkflow.runtime.snapshot.capturer import Capture
-from checkflow.runtime.store.store import Store
+from tests.support.store_tools import record
 
 pytestmark = needs_memory
 PLAN = "a plan"

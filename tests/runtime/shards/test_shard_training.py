@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from shard_worker import INITIALIZER, WIDTH, fresh_row, work
 
 from checkflow import shards
 from checkflow.runtime.store.discovery import find
+from tests.support.programs.shard_worker import INITIALIZER, WIDTH, fresh_row, work
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(3600)  # eleven processes import torch, one after the other where there is one core

@@ -6,15 +6,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import jobs
 import psutil
 import pytest
 import torch
-from oracle import same_bits
-from waiting import wait_for
 
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.reader import open_checkpoint
+from tests.support import jobs
+from tests.support.oracle import same_bits
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture(scope="module")

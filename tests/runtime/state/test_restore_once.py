@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import same_bits
 from torch import nn
 
 from checkflow.core.errors import CheckflowError, CorruptCheckpointError, MismatchError, StorageError
@@ -28,6 +27,7 @@ from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.system import fs
 from checkflow.runtime.system.aligned_memory import scratch
+from tests.support.oracle import same_bits
 
 WIDTH = 1700  # 11.6 MB each of two layers: more than two blocks of the model's file, and as many of the optimizer's
 

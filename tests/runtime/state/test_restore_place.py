@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import same_bits
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -24,6 +23,7 @@ from checkflow.runtime.store.store import Store
 from checkflow.runtime.system import fs
 from checkflow.runtime.weights.importer import import_weights
 from checkflow.runtime.weights.source import open_weights
+from tests.support.oracle import same_bits
 
 
 class Shared(torch.optim.Optimizer):

@@ -16,17 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reading_tools import (
-    BLOCKS,
-    CONTENT,
-    EXPECTED,
-    LAYOUT,
-    SIZE_BYTES,
-    STAGING,
-    interrupt_before,
-    opened,
-    targets,
-)
 
 from checkflow.core.errors import CorruptCheckpointError, StorageError
 from checkflow.runtime.format.layout import PAGE_BYTES
@@ -38,6 +27,17 @@ from checkflow.runtime.store.store import Store
 from checkflow.runtime.system import fs
 from checkflow.runtime.system.aligned_memory import no_collection
 from tests.support.faults import all_direct
+from tests.support.reading_tools import (
+    BLOCKS,
+    CONTENT,
+    EXPECTED,
+    LAYOUT,
+    SIZE_BYTES,
+    STAGING,
+    interrupt_before,
+    opened,
+    targets,
+)
 from tests.support.store_tools import read_all
 from tests.support.waiting import wait_for
 

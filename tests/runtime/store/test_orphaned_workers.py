@@ -10,19 +10,20 @@ from pathlib import Path
 
 import psutil
 import pytest
-from waiting import wait_for
 
 from checkflow.runtime.format.manifest import MANIFEST
 from checkflow.runtime.store.discovery import find, recover
 from checkflow.runtime.store.lock import claimed
 from checkflow.runtime.store.store import Store
+from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
 # The last commit but one of the first epoch comes to no end before the workers of the second one are forked.
 JOB = """
 import os, sys, threading
 from pathlib import Path
-import jobs, torch, torch.nn.functional as F
+import torch, torch.nn.functional as F
+from tests.support import jobs
 from checkflow.core import plan as plans
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.system import fs
@@ -70,7 +71,7 @@ def test_orphaned_workers_hold_no_lock_and_no_file(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     trainer = subprocess.Popen(
         [sys.executable, "-c", JOB, str(directory)], text=True, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "support"))),
+        env={**os.environ, "PYTHONPATH": str(ROOT),
              "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     workers: list[psutil.Process] = []

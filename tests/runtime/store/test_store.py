@@ -320,7 +320,7 @@ def test_a_forked_child_cannot_write(directory: Path) -> None:
 
 def test_killed_writers_lose_nothing(directory: Path) -> None:
     result = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "faults" / "kill_writer.py"), str(directory), "40", "1"],
+        [sys.executable, "-m", "tests.faults.kill_writer", str(directory), "40", "1"],
         capture_output=True, text=True, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     answer = json.loads(result.stdout)

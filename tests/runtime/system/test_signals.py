@@ -12,7 +12,6 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from oracle import assert_checkpoint_is, clone_state
 
 import checkflow
 from checkflow.core import plan as plans
@@ -23,6 +22,7 @@ from checkflow.runtime.persist.writer import Writer
 from checkflow.runtime.system.signals import raised_by_handler
 from checkflow.runtime.transfer.host import HostCopyEngine
 from tests.runtime.test_checkpointer import make, make_plan, steps
+from tests.support.oracle import assert_checkpoint_is, clone_state
 
 USR2 = signal.SIGUSR2
 

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fake_device import FakeDevice, simulate_gpu
-from oracle import Truth, assert_checkpoint_is, clone_state, random_plan, run_oracle
 from torch import nn
 
 from checkflow.core import plan as plans
@@ -31,6 +29,8 @@ from checkflow.runtime.snapshot.executor import Execution
 from checkflow.runtime.state.collect import capture_generators, restore_generators
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.transfer.cuda import CudaCopyEngine
+from tests.support.fake_device import FakeDevice, simulate_gpu
+from tests.support.oracle import Truth, assert_checkpoint_is, clone_state, random_plan, run_oracle
 
 
 @pytest.fixture(autouse=True)

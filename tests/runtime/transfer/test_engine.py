@@ -10,17 +10,17 @@ import traceback
 from collections.abc import Iterator
 from types import FrameType
 
-import fake_device
 import pytest
 import torch
-from fake_device import FakeDevice
-from locked_memory import LockedMemory, device_of
-from waiting import PATIENCE_SECONDS
 
 from checkflow.runtime.persist.saver import make_engine
 from checkflow.runtime.transfer import cuda, host
 from checkflow.runtime.transfer.cuda import CudaCopyEngine
 from checkflow.runtime.transfer.engine import CopyEngine, Transfer
+from tests.support import fake_device
+from tests.support.fake_device import FakeDevice
+from tests.support.locked_memory import LockedMemory, device_of
+from tests.support.waiting import PATIENCE_SECONDS
 
 TARGETS: list[LockedMemory] = []  # of the test that runs
 

@@ -17,7 +17,6 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
-from store_tools import small_layout
 from torch import nn
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -27,7 +26,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
-from waiting import wait_for
 
 import checkflow
 from checkflow.core.errors import CorruptCheckpointError, LockedError, MismatchError, StorageError
@@ -40,6 +38,8 @@ from checkflow.runtime.weights.load import load_weights
 from checkflow.runtime.weights.source import open_weights
 from tests.runtime.test_inspect import as_json, damage, run
 from tests.runtime.weights.test_exporter import Tied, optimizer_of
+from tests.support.store_tools import small_layout
+from tests.support.waiting import wait_for
 
 KINDS = [name for name, stored in STORED_TYPES.items() if not stored.pair]
 quiet = pytest.mark.filterwarnings("ignore::UserWarning")  # DCP's, that it runs in one process

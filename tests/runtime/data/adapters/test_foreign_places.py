@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import foreign
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -15,6 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import checkflow
 from checkflow.runtime.data.adapters.replay import SkippingLoader
+from tests.support import foreign
 
 # Places that are behind
 

@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import foreign
 import pytest
 import torch
-from oracle import clone_state, random_plan, same_bits
 from torch import nn
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler, get_worker_info
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -33,6 +31,8 @@ from checkflow.runtime.data.adapters.stateful import WAITING, StateLoader
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.data.worker_signals import WorkerShield
 from checkflow.runtime.format import codec
+from tests.support import foreign
+from tests.support.oracle import clone_state, random_plan, same_bits
 
 
 def check_every_capture(kind: Callable[[], Any], *, take: int | None = None, **loop: Any) -> None:

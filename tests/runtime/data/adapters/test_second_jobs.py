@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from foreign import Loop
 from torch import nn
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import RandomSampler
 
 import checkflow
 from tests.runtime.data.test_loader import Augmented, rows
+from tests.support.foreign import Loop
 
 SAMPLES = 12
 

@@ -10,13 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fuzz
-import fuzz_mutation as mutation
 import msgpack
 import numpy as np
 import pytest
-from fuzz_process import Reader, reading
-from fuzz_targets import Target, make_corpus, make_targets
 from pydantic import TypeAdapter
 
 from checkflow.core import plan as plans
@@ -31,6 +27,10 @@ from checkflow.runtime.interval.profile import KeptProfile
 from checkflow.runtime.shards.rendezvous import Board, Record
 from checkflow.runtime.store import files as store_files
 from tests.core.test_plan import good_plan
+from tests.faults.fuzz import mutation
+from tests.faults.fuzz import run as fuzz
+from tests.faults.fuzz.process import Reader, reading
+from tests.faults.fuzz.targets import Target, make_corpus, make_targets
 
 INPUTS = 400  # by each of the two seeds
 # As with hypothesis's examples (conftest.py): the same in every run, unless others are asked for.
@@ -61,7 +61,7 @@ def test_any_file_gives_a_valid_result_or_an_error_of_ours(
     run = fuzz.Fuzz(seed, tmp_path / "found", reader)
     fuzz.run_all(run, targets, INPUTS)
     assert [(one.where, one.what) for one in run.findings] == [], (
-        f"python tests/faults/fuzz.py --seed {seed} --only TARGET:NUMBER"
+        f"python -m tests.faults.fuzz.run --seed {seed} --only TARGET:NUMBER"
     )
     assert sum(tally.inputs for tally in run.tallies.values()) >= INPUTS
     for name, tally in run.tallies.items():

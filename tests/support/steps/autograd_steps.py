@@ -13,7 +13,7 @@ from torch import nn
 from torch.func import functional_call, grad, grad_and_value, jacrev, vmap
 
 from checkflow.core.training_step import TrainingStep
-from tests.support.layer_steps import Build, adam, mean_square, perceptron, step_of
+from tests.support.steps.layer_steps import Build, adam, mean_square, perceptron, step_of
 
 # Functions and operators of the user's own
 

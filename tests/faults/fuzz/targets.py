@@ -1,4 +1,4 @@
-"""Inputs for everything that reads files, made from real files. What reads them: :mod:`fuzz_feeds`."""
+"""Inputs for everything that reads files, made from real files. What reads them: ``feeds``."""
 
 from __future__ import annotations
 
@@ -13,16 +13,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import fuzz_mutation as mutation
 import numpy as np
 import torch
 import xxhash
-from fuzz_feeds import IDENTITY, Folder, content_of
-from fuzz_mutation import Pairs, Raw
-from oracle import random_plan
-from plan_faults import good_plan
 from pydantic import TypeAdapter, ValidationError
-from store_tools import fill, record, small_layout
 from torch import nn
 
 from checkflow.core import plan as plans
@@ -35,6 +29,12 @@ from checkflow.runtime.interval.profile import ProfileCache
 from checkflow.runtime.store import files as store_files
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.store import Store
+from tests.faults.fuzz import mutation
+from tests.faults.fuzz.feeds import IDENTITY, Folder, content_of
+from tests.faults.fuzz.mutation import Pairs, Raw
+from tests.faults.plan_faults import good_plan
+from tests.support.oracle import random_plan
+from tests.support.store_tools import fill, record, small_layout
 
 _DATA_START = 8
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn
 
 from checkflow.core.training_step import TrainingStep
-from tests.support.layer_steps import Build, adam, mean_square, momentum, perceptron, step_of
+from tests.support.steps.layer_steps import Build, adam, mean_square, momentum, perceptron, step_of
 
 # Writes after the step
 

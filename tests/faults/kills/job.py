@@ -1,4 +1,4 @@
-"""The training job that :mod:`kills` kills: what it trains, and what it notes for those who find it dead.
+"""The training job that ``run`` kills: what it trains, and what it notes for those who find it dead.
 
 Everything draws random numbers: augmentation in loader workers, dropout, mixing in the loop, validation.
 """
@@ -16,15 +16,15 @@ from typing import Any
 import numpy
 import torch
 import torch.nn.functional as F
-from jobs import ahead
-from kill_notes import Notes, Whereabouts, digest, digest_state, tensor_bytes, watch_storage
-from kill_processes import children
-from planned_jobs import plan_by_trace
 from torch import nn
 from torch.utils.data import Dataset
 
 import checkflow
 from checkflow.core import plan as plans
+from tests.faults.kills.notes import Notes, Whereabouts, digest, digest_state, tensor_bytes, watch_storage
+from tests.faults.kills.processes import children
+from tests.support.jobs import ahead
+from tests.support.planned_jobs import plan_by_trace
 
 EPOCHS, SAMPLES, BATCH, KEEP = 6, 62, 4, 2
 BATCHES = -(-SAMPLES // BATCH)

@@ -1,4 +1,4 @@
-"""What a series of kills came to: counted (:mod:`kills`), as JSON, and as a table."""
+"""What a series of kills came to: counted (``run``), as JSON, and as a table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kill_notes import KINDS
+from tests.faults.kills.notes import KINDS
 
 
 @dataclass

@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-from kill_notes import Notes, Whereabouts, digest_tensors, read_notes
-from killed_job import BATCHES, EPOCHS, KEEP, SAMPLES, Training, Variant
-from oracle import read_tensor
 
 from checkflow.core.errors import CheckflowError, CorruptCheckpointError
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import parse_step
 from checkflow.runtime.store.reader import open_checkpoint
+from tests.faults.kills.job import BATCHES, EPOCHS, KEEP, SAMPLES, Training, Variant
+from tests.faults.kills.notes import Notes, Whereabouts, digest_tensors, read_notes
+from tests.support.oracle import read_tensor
 
 MIB = 2**20
 STATE = ("place", "tensors", "extra", "generators")

@@ -1,19 +1,19 @@
 """Give damaged and hostile files to everything that reads files, and accept a valid result or a CheckflowError alone.
 
-``make fuzz [INPUTS=100000] [SEED=n]``, or ``python tests/faults/fuzz.py --help``: a table of what each target made of
-its inputs, and the same as JSON. The tests run a short form (``test_fuzz.py``).
+``make fuzz [INPUTS=100000] [SEED=n]``, or ``python -m tests.faults.fuzz.run --help``: a table of what each target made
+of its inputs, and the same as JSON. The tests run a short form (``test_fuzz.py``).
 
-Inputs are changed real files (:mod:`fuzz_mutation`), nine of ten from a generator of our own that knows their structure
+Inputs are changed real files (``mutation``), nine of ten from a generator of our own that knows their structure
 and seals most of them anew, so that they get past digests and checksums; one of ten from hypothesis, a value of its at
 some place of a real file. Each follows from the seed, the target and its number: ``--only TARGET:NUMBER`` gives one to
 its reader again.
 
-They are made here, and read in another process (:mod:`fuzz_reader`). What must hold: no other exception, and no other
+They are made here, and read in another process (``reader``). What must hold: no other exception, and no other
 end of that process; a valid result encodes to bytes that give the same result again, and damage that nobody sealed
 gives what was written, or an error; no input takes more than some seconds of its time; and its memory grows by less
 than 64 MiB from the end of the warm-up to the highest moment of all that follows. Before all that it reads large files
 of hostile shapes (:func:`large_files`), which may take ``MOST_TIMES`` their own size of memory, and so many seconds a
-MiB. ``--break NAME`` gives it a fault first (:mod:`fuzz_breaks`), and the run must fail.
+MiB. ``--break NAME`` gives it a fault first (``breaks``), and the run must fail.
 """
 
 # ruff: noqa: T201
@@ -37,20 +37,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))  # it is a program, too
-
 import hypothesis.strategies as st
-from fuzz_breaks import BREAKS
-from fuzz_feeds import make_feeds
-from fuzz_mutation import Raw
-from fuzz_process import Reader, ReaderDied, reading
-from fuzz_targets import Corpus, Target, make_corpus, make_targets
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import seed as hypothesis_seed
 from hypothesis import settings as hypothesis_settings
 from xxhash import xxh3_128_hexdigest
 
 from checkflow.core.small_files import MOST_TIMES
+from tests.faults.fuzz.breaks import BREAKS
+from tests.faults.fuzz.feeds import make_feeds
+from tests.faults.fuzz.mutation import Raw
+from tests.faults.fuzz.process import Reader, ReaderDied, reading
+from tests.faults.fuzz.targets import Corpus, Target, make_corpus, make_targets
 
 MOST_GROWTH_BYTES = 64 * 2**20
 MOST_SECONDS = 5.0  # of processor time, for one input, or for a MiB of a large one; a twentieth of it is usual

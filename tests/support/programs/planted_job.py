@@ -1,6 +1,6 @@
 """Starts of a small job in directories where something has been planted, in a process of their own: a start may hang.
 
-``python planted_job.py FOLDER KIND`` prints one line of JSON for each name that a store uses.
+``python -m tests.support.programs.planted_job FOLDER KIND`` prints one line of JSON for each name that a store uses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 
 import torch
-from fuzz_feeds import IDENTITY
 from torch import nn
 
 from checkflow import Checkpointer
@@ -30,6 +29,7 @@ from checkflow.runtime.shards import rendezvous
 from checkflow.runtime.store.cleanup import DRAFT
 from checkflow.runtime.store.lock import LOCK
 from checkflow.runtime.system import fs
+from tests.faults.fuzz.feeds import IDENTITY
 
 STRANGER = 65534
 NEWEST, SHARD = "step-00000002", "model-00000-of-00001.safetensors"

@@ -1,4 +1,4 @@
-"""Readers at fault, so that what :mod:`fuzz` looks for can be seen to be found: ``make fuzz BREAK=name``.
+"""Readers at fault, so that what ``run`` looks for can be seen to be found: ``make fuzz BREAK=name``.
 
 Each changes the manifest's reader, or what it says, in the process that reads.
 """
@@ -10,9 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from fuzz_feeds import Feed
-
 from checkflow.core.errors import CheckflowError
+from tests.faults.fuzz.feeds import Feed
 
 Feeds = dict[str, Feed]
 _LARGE_BYTES = 100 * 2**20

@@ -11,16 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import kill_checks
 import pytest
-from kill_checks import Record, make_record
-from kill_notes import Whereabouts
-from killed_job import BATCH, BATCHES, EPOCHS, KEEP, SAMPLES, VARIANTS
 
 import checkflow
 from checkflow.runtime.store.discovery import find
+from tests.faults.kills import checks as kill_checks
+from tests.faults.kills.checks import Record, make_record
+from tests.faults.kills.job import BATCH, BATCHES, EPOCHS, KEEP, SAMPLES, VARIANTS
+from tests.faults.kills.notes import Whereabouts
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 KILLS = 12
 JOB = VARIANTS[1]  # an iteration for each batch
 Notes = list[dict[str, Any]]
@@ -30,7 +30,7 @@ def test_killed_jobs_lose_nothing(tmp_path: Path) -> None:
     """The long form is ``make kills``."""
     done = subprocess.run(
         [
-            sys.executable, ROOT / "tests" / "faults" / "kills.py", "--kills", str(KILLS), "--variants", "2",
+            sys.executable, "-m", "tests.faults.kills.run", "--kills", str(KILLS), "--variants", "2",
             "--seed", "1",
             "--hang-seconds", "300", "--output", tmp_path / "result",
         ],

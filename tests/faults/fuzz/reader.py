@@ -1,6 +1,6 @@
 """The process that reads what fuzzing gives it, and does nothing else: what its memory does is the readers' own doing.
 
-``python tests/faults/fuzz_reader.py CONNECTION DIRECTORY [BREAK]`` is started by :mod:`fuzz_process`. It says "ready",
+``python -m tests.faults.fuzz.reader CONNECTION DIRECTORY [BREAK]`` is started by ``process``. It says "ready",
 and answers each [target, input] with [outcome, what was found or "", details, seconds of processor time], all in
 msgpack. It ends when the connection does.
 """
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
-from fuzz_breaks import BREAKS
-from fuzz_feeds import Feed, make_feeds
 
 from checkflow.core.errors import CheckflowError
+from tests.faults.fuzz.breaks import BREAKS
+from tests.faults.fuzz.feeds import Feed, make_feeds
 
 READY = b"ready"
 _ADDRESS_SPACE_BYTES = 4 * 2**30  # beyond what is there at the start: memory that nobody touches counts here

@@ -1,11 +1,11 @@
 """Kill a real training job at random moments, again and again, and hold what is left against L1 to L6.
 
-``make kills [KILLS=200] [SEED=n] [BREAK=name]``, or ``python tests/faults/kills.py --help``: a table of where the job
-was when it was killed, and the same as JSON. The tests run a short form (``test_kills.py``).
+``make kills [KILLS=200] [SEED=n] [BREAK=name]``, or ``python -m tests.faults.kills.run --help``: a table of where the
+job was when it was killed, and the same as JSON. The tests run a short form (``test_kills.py``).
 
-Jobs (:mod:`killed_job`) train with loader workers, by a plan that was given or one that they make. SIGKILL meets the
+Jobs (``job``) train with loader workers, by a plan that was given or one that they make. SIGKILL meets the
 training process at a random time, or in a phase drawn by lot; or one of its loader workers, or the process that plans
-for it. After each kill a fresh process examines a copy of the directory (:mod:`kill_checks`): what storage has. Then
+for it. After each kill a fresh process examines a copy of the directory (``checks``): what storage has. Then
 the job is started again, which may find more in host memory, until it comes to its end, and another one begins.
 
 All processes are forked from this one, which has imported what they need and computes nothing: a life costs what it
@@ -29,11 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))  # it is a program, too
-
-import kill_processes
-from kill_breaks import BREAKS
-from kill_checks import (
+from checkflow.runtime.store.discovery import find
+from tests.faults.kills import processes as kill_processes
+from tests.faults.kills.breaks import BREAKS
+from tests.faults.kills.checks import (
     Record,
     check_disk,
     check_end,
@@ -45,12 +44,10 @@ from kill_checks import (
     size_bytes,
     step_of,
 )  # fmt: skip
-from kill_notes import STORAGE, TRAINING, Whereabouts, read_notes
-from kill_processes import abort, adopt_orphans, bury, children, descendants, fork, run, run_for, tail
-from kill_tally import Tally, as_json, table
-from killed_job import PLANNER, VARIANTS, Variant, live, make_plan, preload
-
-from checkflow.runtime.store.discovery import find
+from tests.faults.kills.job import PLANNER, VARIANTS, Variant, live, make_plan, preload
+from tests.faults.kills.notes import STORAGE, TRAINING, Whereabouts, read_notes
+from tests.faults.kills.processes import abort, adopt_orphans, bury, children, descendants, fork, run, run_for, tail
+from tests.faults.kills.tally import Tally, as_json, table
 
 LOOK_SECONDS = 0.001
 SHARED_MEMORY = Path("/dev/shm")

@@ -1,4 +1,6 @@
-"""A job without a plan whose lives are short: ``python tests/support/cut_job.py LOOP PLANNER DIRECTORY ITERATIONS``.
+"""A job without a plan whose lives are short.
+
+``python -m tests.support.programs.cut_job LOOP PLANNER DIRECTORY ITERATIONS``
 
 It kills itself after so many iterations of this life, or ends: then its outcome goes to ``FINAL`` in the directory.
 """
@@ -13,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from own_plans import Job, Never
-from simulated import rest
 from torch.utils.data import TensorDataset
 
 from checkflow.core.errors import TraceError
@@ -22,6 +22,8 @@ from checkflow.planner.live.planner import LivePlanner
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
+from tests.support.own_plans import Job, Never
+from tests.support.simulated import rest
 
 TOTAL = 13  # iterations
 FINAL = "final.pt"

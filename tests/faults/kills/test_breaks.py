@@ -7,8 +7,9 @@ import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import kill_breaks
 import pytest
+
+from tests.faults.kills import breaks as kill_breaks
 
 
 def taken(function: ast.FunctionDef) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Jobs for ``checkflow torture``: good ones, and ones that break what is promised, each in its own way.
 
-``python tests/support/tortured_job.py KIND DIRECTORY``. They make real checkpoints with the real store, as fast as it
-goes, and know nothing of torch. Those of ``TRAINING`` are training jobs with a Checkpointer.
+``python -m tests.support.programs.tortured_job KIND DIRECTORY``. They make real checkpoints with the real store, as
+fast as it goes, and know nothing of torch. Those of ``TRAINING`` are training jobs with a Checkpointer.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ def train(kind: str, directory: Path) -> None:
     """A small network, with a loader's worker."""
     import torch
     import torch.nn.functional as F
-    from jobs import Net, data
-    from oracle import random_plan
 
     from checkflow.core import plan as plans
     from checkflow.runtime import checkpointer as checkpointers
     from checkflow.runtime.checkpointer import Checkpointer
     from checkflow.runtime.data.loader import DataLoader
     from checkflow.runtime.memory_tier.records import MARK
+    from tests.support.jobs import Net, data
+    from tests.support.oracle import random_plan
 
     there = find_in(directory)
     if kind == "goes back" and len(there) > 1:

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from oracle import random_plan
 from torch import nn
 from torch.utils.data import TensorDataset
-from waiting import wait_until_saved
 
 from checkflow.core import plan as plans
 from checkflow.core.plan import Plan
 from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
+from tests.support.oracle import random_plan
+from tests.support.waiting import wait_until_saved
 
 BATCHES = 4  # an epoch
 

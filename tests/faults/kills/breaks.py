@@ -1,4 +1,4 @@
-"""Ways to break the runtime, so that what :mod:`kills` checks can be seen to fail: ``make kills BREAK=name``.
+"""Ways to break the runtime, so that what ``run`` checks can be seen to fail: ``make kills BREAK=name``.
 
 Each takes away one thing that a promise rests on, in the processes that train and restore; nothing on disk is changed.
 """
@@ -9,8 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
-
-from killed_job import BATCH
 
 from checkflow.runtime.data import sample_rng
 from checkflow.runtime.format import manifest
@@ -24,6 +22,7 @@ from checkflow.runtime.store import files as store_files
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.system import fs
 from checkflow.runtime.transfer.host import HostCopyEngine
+from tests.faults.kills.job import BATCH
 
 
 def manifest_late() -> None:

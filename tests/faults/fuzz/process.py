@@ -18,7 +18,6 @@ import msgpack
 
 HANG_SECONDS = 60.0  # for one input: then the process says where it is, and is ended
 _START_SECONDS = 300.0
-_PROGRAM = Path(__file__).with_name("fuzz_reader.py")
 
 
 class ReaderDied(Exception):  # noqa: N818 - what it was doing at its end is in ``details``
@@ -45,7 +44,7 @@ class Reader:
     """A process that reads. After a ReaderDied there is none until :meth:`start`."""
 
     directory: Path
-    fault: str | None = None  # a name of :mod:`fuzz_breaks`
+    fault: str | None = None  # a name of ``breaks``
     hang_seconds: float = HANG_SECONDS
     _process: subprocess.Popen[bytes] | None = None
     _connection: Connection[Any, Any] | None = None
@@ -62,7 +61,13 @@ class Reader:
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         self._connection, theirs = Pipe()
-        command = [sys.executable, str(_PROGRAM), str(theirs.fileno()), str(self.directory / "inputs")]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.faults.fuzz.reader",
+            str(theirs.fileno()),
+            str(self.directory / "inputs"),
+        ]
         with self._messages.open("wb") as messages:
             self._process = subprocess.Popen(
                 [*command, *([self.fault] if self.fault else [])],

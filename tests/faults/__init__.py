@@ -1,0 +1,1 @@
+"""Kills, power cuts, full disks, damage and fuzzing: programs, and the tests that run each in short."""

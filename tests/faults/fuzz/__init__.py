@@ -1,0 +1,1 @@
+"""Damaged and hostile inputs for everything that reads files."""

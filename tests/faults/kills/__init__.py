@@ -1,0 +1,1 @@
+"""Training jobs that are killed, and what must be left of them."""

@@ -1,0 +1,1 @@
+"""Jobs, models, devices and tools that several tests share."""

@@ -1,0 +1,1 @@
+"""Training steps of many kinds, as tables that tests go through."""
