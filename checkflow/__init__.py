@@ -17,6 +17,7 @@ if not os.path.isdir(os.path.join(_here, "planner")):
     )
 
 if TYPE_CHECKING:
+    from checkflow.api import Checkpointer
     from checkflow.core.errors import (
         CheckflowError,
         ConsistencyError,
@@ -35,10 +36,8 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from checkflow.core.plan import Plan
-    from checkflow.core.planner_api import Planner
     from checkflow.core.training_step import TrainingStep
     from checkflow.runtime import shards
-    from checkflow.runtime.checkpointer import Checkpointer
     from checkflow.runtime.data.adapters.resumable import resumable
     from checkflow.runtime.data.loader import DataLoader
     from checkflow.runtime.state.variables import Variables
@@ -74,7 +73,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Checkpointer": "checkflow.runtime.checkpointer",
+    "Checkpointer": "checkflow.api",
     "DataLoader": "checkflow.runtime.data.loader",
     "LoadReport": "checkflow.runtime.weights.load",
     "Plan": "checkflow.core.plan",
@@ -85,22 +84,9 @@ _HOMES = {
 }
 
 
-def _live_planner() -> Planner:
-    from checkflow.planner.live.planner import LivePlanner
-
-    return LivePlanner()
-
-
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'checkflow' has no attribute {name!r}")
-    if name == "Checkpointer":
-        # The wings do not know each other: here the runtime is handed the planner's replay of plans, and a planner for
-        # jobs that make their own.
-        from checkflow.planner.schedule.replay import check_plan
-        from checkflow.runtime import checkpointer
-
-        checkpointer.check_plan, checkpointer.make_planner = check_plan, _live_planner
     if name == "shards":
         return importlib.import_module("checkflow.runtime.shards")
     return getattr(importlib.import_module(_HOMES.get(name, "checkflow.core.errors")), name)

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self, SupportsFloat
 
@@ -47,16 +47,6 @@ from checkflow.runtime.store import retention
 from checkflow.runtime.store.retention import Rules
 
 logger = logging.getLogger("checkflow")
-
-
-def _no_planner() -> Planner:
-    raise PlanError("a job that makes its own plan needs the planner: use checkflow.Checkpointer")
-
-
-# Set by the package's face (the runtime knows nothing of the planner): what replays a plan before it is executed, and
-# what makes the planner of a job that brings no plan.
-check_plan: Callable[[Plan], object] = plans.validate
-make_planner: Callable[[], Planner] = _no_planner
 
 
 class Checkpointer:
@@ -184,9 +174,11 @@ class Checkpointer:
         models = as_models(model)
         optimizers = as_optimizers(optimizer, models)
         self._job = job = Job(models, optimizers, dict(state or {}), loader, StateWalk(models, optimizers))
-        given = read_plan(plan, asked.every, check_plan)
+        given = read_plan(plan, asked.every, self._check_plan)
         device = check_job(job, given)
-        parts = assemble(job, given, arguments, device, check_plan=check_plan, make_planner=make_planner)
+        parts = assemble(
+            job, given, arguments, device, check_plan=self._check_plan, make_planner=self._make_planner
+        )  # fmt: skip
         self._progress, self._preemption, self._store = parts.progress, parts.preemption, parts.store
         self._saving, self._boundaries, self._reporter = parts.saving, parts.boundaries, parts.reporter
         self.resumed_from = parts.resumed_from
@@ -196,6 +188,18 @@ class Checkpointer:
         )
         weakref.finalize(self, resources.dropped, self._held).atexit = False  # at exit all that is held is given back
         self._begin()
+
+    # The runtime does not know the planner: checkflow.api overrides both.
+
+    @staticmethod
+    def _check_plan(plan: Plan) -> None:
+        """Replay a plan before it is executed."""
+        plans.validate(plan)
+
+    @staticmethod
+    def _make_planner() -> Planner:
+        """The planner of a job that brings no plan."""
+        raise PlanError("a job that makes its own plan needs the planner: use checkflow.Checkpointer")
 
     def _begin(self) -> None:
         """Write the first report, and follow the loader and the signals."""

@@ -27,14 +27,14 @@ from hypothesis import settings as hypothesis_settings
 from torch import nn
 
 import checkflow
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.cli.main import FAILED, FOUND, USAGE, main
 from checkflow.core import plan as plans
 from checkflow.core import run_report
 from checkflow.core.errors import ReportError
 from checkflow.core.run_report import RunReport
-from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import log_handler, reporter, resources
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.transfer import host
 from tests.support import jobs
@@ -49,7 +49,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "run-report.md"
 
 @pytest.fixture(autouse=True)
 def _random_plans_have_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointers, "check_plan", plans.validate)
+    monkeypatch.setattr(api, "check_plan", plans.validate)
 
 
 class Job:
@@ -89,7 +89,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The file of a real run."""
     directory = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpointers, "check_plan", plans.validate)
+        patch.setattr(api, "check_plan", plans.validate)
         train(directory, 6)
     return (directory / "report.json").read_bytes()
 

@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.gpu_figures import BATCHES, LOCKED_MEMORY
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
 from checkflow.core.device import find_device
 from checkflow.core.errors import CheckflowError
@@ -30,8 +32,6 @@ from checkflow.planner.schedule.scheduler import Request, fingerprint_of, make_p
 from checkflow.planner.timeline.roofline import durations_seconds
 from checkflow.planner.timeline.steps import make_timeline
 from checkflow.planner.trace.trace import trace
-from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.persist.saver import FIRST_AUDITS, make_engine
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.transfer.cuda_device import CudaDevice
@@ -112,7 +112,7 @@ class Job:
 
 @pytest.fixture(autouse=True)
 def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(checkpointers, "check_plan", plans.validate)  # random plans obey deadlines, and no link
+    monkeypatch.setattr(api, "check_plan", plans.validate)  # random plans obey deadlines, and no link
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     yield
@@ -363,9 +363,6 @@ def test_a_plan_without_snapshots_adds_nothing_to_the_peak(tmp_path: Path) -> No
 
 
 def test_a_job_that_makes_its_own_plan(tmp_path: Path) -> None:
-    import checkflow
-
-    _ = checkflow.Checkpointer  # hands the runtime its planner
     job = Job("adam foreach")
     with Checkpointer(job.model, job.optimizer, directory=tmp_path, every=1, on_error="raise") as checkpointer:
         planning = checkpointer._boundaries.place.planning

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkflow.runtime import checkpointer as checkpointers
+from checkflow import api
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import parse_step
 from tests.support.oracle import same_bits
@@ -44,7 +44,7 @@ def test_a_job_that_is_killed_again_and_again_comes_to_its_end(
         assert newest > saved
         saved = newest
     assert 0 < saved < TOTAL
-    monkeypatch.setattr(checkpointers, "make_planner", PLANNERS[planner])
+    monkeypatch.setattr(api, "make_planner", PLANNERS[planner])
     with caplog.at_level(logging.INFO, "checkflow"):
         whole = outcome(run(loop, tmp_path / "whole", TOTAL + 1))
     final = torch.load(cut / FINAL, weights_only=True)

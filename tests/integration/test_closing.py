@@ -22,12 +22,11 @@ import torch
 from torch.optim import optimizer as optimizers
 from torch.utils.data import TensorDataset
 
-import checkflow
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
 from checkflow.core.errors import LockedError, StorageError
-from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import resources
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.loop.boundaries import Boundaries
 from checkflow.runtime.loop.preemption import Preemption
@@ -48,7 +47,7 @@ Job = tuple[torch.nn.Sequential, torch.optim.Optimizer, Any]
 
 @pytest.fixture(autouse=True)
 def _random_plans_have_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointers, "check_plan", plans.validate)
+    monkeypatch.setattr(api, "check_plan", plans.validate)
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +118,6 @@ def open_one(job: Job, directory: Path, loader: DataLoader | None = None, **opti
 
 @pytest.mark.parametrize("planned", [True, False])
 def test_closing_gives_everything_back(planned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointers, "make_planner", checkflow._live_planner)
     job = make()
     loader = DataLoader(TensorDataset(torch.randn(40, 4), torch.randint(0, 3, (40,))), 4)
     before, listener = held(job), loader.listener
@@ -146,7 +144,6 @@ def test_closing_gives_everything_back(planned: bool, tmp_path: Path, monkeypatc
 
 
 def test_host_memory_goes_back_to_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointers, "make_planner", checkflow._live_planner)
     torch.manual_seed(0)
     model = torch.nn.Linear(1024, 4096, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -382,11 +379,11 @@ def test_a_forked_child_gives_nothing_back(tmp_path: Path) -> None:
 FORGETFUL = """
 from tests.runtime.test_checkpointer import make, make_plan
 from checkflow.core import plan as plans
-from checkflow.runtime import checkpointer as checkpointers
+from checkflow import api
 
-checkpointers.check_plan = plans.validate
+api.check_plan = plans.validate
 model, optimizer, iterate = make()
-checkpointer = checkpointers.Checkpointer(model, optimizer, directory="checkpoints", plan=make_plan(), every=1)
+checkpointer = api.Checkpointer(model, optimizer, directory="checkpoints", plan=make_plan(), every=1)
 loop = checkpointer.steps(9)
 for n in loop:
     iterate()

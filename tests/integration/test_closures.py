@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.core.errors import TraceError
 from checkflow.core.graph import AnchorKey, AnchorKind
 from checkflow.core.training_step import TrainingStep
@@ -21,8 +23,6 @@ from checkflow.planner.live import planner
 from checkflow.planner.live.bandwidth import Bandwidths
 from checkflow.planner.record.recorder import record_step
 from checkflow.planner.trace.trace import trace
-from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.snapshot.executor import Execution
 from checkflow.runtime.store.discovery import find
 from tests.planner.iteration.test_optimizers import LABELS, OPTIMIZERS, X, assert_works, network, training
@@ -92,7 +92,7 @@ class Job:
 @pytest.fixture(autouse=True)
 def _planner(monkeypatch: pytest.MonkeyPatch) -> None:
     Beside.recordings = 0
-    monkeypatch.setattr(checkpointers, "make_planner", Beside)
+    monkeypatch.setattr(api, "make_planner", Beside)
     monkeypatch.setattr(planner, "_bandwidths", lambda _: Bandwidths(1e10, 2e10))
 
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from checkflow.api import Checkpointer
 from checkflow.core.errors import ConsistencyError, MismatchError
 from checkflow.core.plan import Plan
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.store.discovery import find
 from tests.support.fake_device import simulate_gpu
 from tests.support.oracle import assert_checkpoint_is, clone_state, random_plan, run_oracle, same_bits
@@ -74,10 +74,10 @@ def warmed_plan(optimizer: str, seed: int) -> Plan:
 
 @pytest.fixture(autouse=True)
 def _random_plans_have_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    from checkflow import api
     from checkflow.core import plan as plans
-    from checkflow.runtime import checkpointer
 
-    monkeypatch.setattr(checkpointer, "check_plan", plans.validate)
+    monkeypatch.setattr(api, "check_plan", plans.validate)
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
-from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.manifest import EXTRA
@@ -29,7 +29,7 @@ EPOCHS, BATCHES = 3, jobs.BATCHES
 
 @pytest.fixture(autouse=True)
 def _a_random_plan_obeys_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointers, "check_plan", plans.validate)
+    monkeypatch.setattr(api, "check_plan", plans.validate)
 
 
 def train(

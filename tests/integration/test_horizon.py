@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
 from checkflow.core.graph import BOUNDARY, AnchorKind
 from checkflow.core.plan import Plan
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.schedule.replay import check_plan
 from checkflow.planner.schedule.scheduler import Request, make_plan
-from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.persist.writer import Writer
 from checkflow.runtime.snapshot.capturer import Capturer, CaptureReport
@@ -42,7 +42,7 @@ from tests.support.waiting import wait_for
 
 @pytest.fixture(autouse=True)
 def _plans_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointers, "check_plan", check_plan)
+    monkeypatch.setattr(api, "check_plan", check_plan)
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_every_checkpoint_is_the_truth_of_its_boundary(interval: int, seed: int,
     step = make_step()
     plan = spread_plan(*_traced(), interval, seed, waits=waits)
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpointers, "check_plan", check_plan)
+        patch.setattr(api, "check_plan", check_plan)
         patch.setattr(host, "SMALL_BYTES", 0 if seed % 2 else host.SMALL_BYTES)
         with open_job(step, Path(directory), plan, audit=int(audit)) as checkpointer:
             truths = oracle(checkpointer, step, last := 5 * interval + seed % interval)
@@ -493,7 +493,7 @@ def late_plan(interval: int = 3, seed: int = 0) -> Plan:
 def late_job(directory: Path, **options: Any) -> Iterator[tuple[TrainingStep, Checkpointer]]:
     step = side_step()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpointers, "check_plan", lambda plan: None)  # its link could not take so much at the end
+        patch.setattr(api, "check_plan", lambda plan: None)  # its link could not take so much at the end
         with open_job(step, directory, late_plan(), on_error="warn", audit=0, **options) as checkpointer:
             yield step, checkpointer
 
@@ -643,7 +643,7 @@ def test_a_breach_voids_what_was_begun_in_the_same_way(
         dataclasses.replace(chunk, offload_step=due[chunk.tensor], snapshot_step=None) if chunk.tensor in due else chunk
         for chunk in plan.chunks
     )
-    monkeypatch.setattr(checkpointers, "check_plan", lambda plan: None)
+    monkeypatch.setattr(api, "check_plan", lambda plan: None)
     gate, audit = threading.Event(), Writer._audit
 
     def late_audit(self: Writer, capture: Any) -> None:
@@ -695,7 +695,7 @@ def test_a_deadline_whose_anchor_did_not_fire_ends_with_the_iteration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An optimizer that steps in every second iteration: not in the one in which its tensors are due."""
-    monkeypatch.setattr(checkpointers, "check_plan", plans.validate)
+    monkeypatch.setattr(api, "check_plan", plans.validate)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
     often = torch.optim.Adam(model[0].parameters())

@@ -16,11 +16,11 @@ import pytest
 import safetensors.torch
 import torch
 
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.cli.main import main
 from checkflow.core import plan as plans
 from checkflow.core.plan import Plan
-from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.inspect import choose, compare, list_directory
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import glance, step_name
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def _random_plans_have_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointers, "check_plan", plans.validate)
+    monkeypatch.setattr(api, "check_plan", plans.validate)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from checkflow.api import Checkpointer
 from checkflow.core.device import find_device
 from checkflow.core.errors import ConsistencyError, MismatchError, PlanError
 from checkflow.core.plan import Plan
@@ -25,7 +26,6 @@ from checkflow.planner.schedule.scheduler import Request, fingerprint_of, make_p
 from checkflow.planner.timeline.roofline import durations_seconds
 from checkflow.planner.timeline.steps import make_timeline
 from checkflow.planner.trace.trace import trace
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.job.compatibility import Guards
 from checkflow.runtime.store.discovery import find
 from tests.support.oracle import assert_checkpoint_is, run_oracle
@@ -114,7 +114,7 @@ def checkpointer_for(step: TrainingStep, directory: Path, plan: Plan) -> Checkpo
 
 @pytest.fixture(autouse=True)
 def _plans_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("checkflow.runtime.checkpointer.check_plan", check_plan)
+    monkeypatch.setattr("checkflow.api.check_plan", check_plan)
 
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
@@ -192,7 +192,7 @@ def test_an_event_moved_after_its_write_is_refused_and_if_forced_caught(
     undated = dataclasses.replace(groups[-1], first_write=None, members=tuple(sorted(loose)))
     timeline = dataclasses.replace(plan.timeline, groups=(*groups, undated))
     forced = dataclasses.replace(plan, timeline=timeline, chunks=moved).sealed()
-    monkeypatch.setattr("checkflow.runtime.checkpointer.check_plan", lambda plan: None)
+    monkeypatch.setattr("checkflow.api.check_plan", lambda plan: None)
     # The guards beyond the plan would save it: without them, the audit must tell.
     monkeypatch.setattr(
         "checkflow.runtime.job.compatibility.make_guards", lambda *_: Guards({"optimizer": ()}, {"optimizer": ()}, {})

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from checkflow import api
 from checkflow.planner.live import planner
 from checkflow.planner.live.bandwidth import Bandwidths
 from checkflow.planner.schedule.replay import check_plan
-from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.format.digest import Digests
 from checkflow.runtime.live_plan import planning
 from checkflow.runtime.persist.writer import Writer
@@ -31,8 +31,8 @@ DISTRUSTED = "the plan does not fit this job: from now on"
 @pytest.fixture(autouse=True)
 def _planner(monkeypatch: pytest.MonkeyPatch) -> None:
     Beside.recordings = 0
-    monkeypatch.setattr(checkpointers, "check_plan", check_plan)
-    monkeypatch.setattr(checkpointers, "make_planner", Beside)
+    monkeypatch.setattr(api, "check_plan", check_plan)
+    monkeypatch.setattr(api, "make_planner", Beside)
     monkeypatch.setattr(planning, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(planner, "_bandwidths", lambda _: Bandwidths(1e10, 2e10))
 

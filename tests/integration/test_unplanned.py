@@ -15,13 +15,13 @@ from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import TensorDataset, default_collate
 
 import checkflow
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
 from checkflow.core.errors import CorruptCheckpointError, StorageError
 from checkflow.core.graph import AnchorKind
 from checkflow.core.plan import Plan
 from checkflow.core.training_step import TrainingStep
-from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.snapshot.executor import Execution
 from checkflow.runtime.store.discovery import find
@@ -33,7 +33,7 @@ Truths = dict[int, dict[str, torch.Tensor]]
 
 @pytest.fixture(autouse=True)
 def _random_plans_have_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointers, "check_plan", plans.validate)
+    monkeypatch.setattr(api, "check_plan", plans.validate)
 
 
 class Job:
@@ -433,7 +433,7 @@ def test_errors_on_the_way_out_close_and_never_hide_the_users(tmp_path: Path, mo
         for _ in checkpointer.steps(1):
             job.iterate()
     monkeypatch.undo()
-    monkeypatch.setattr(checkpointers, "check_plan", plans.validate)
+    monkeypatch.setattr(api, "check_plan", plans.validate)
     with open_job(job, tmp_path, plan):  # the lock was given back each time
         pass
     assert not any(module._forward_pre_hooks for module in job.model.modules())

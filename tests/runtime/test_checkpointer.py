@@ -25,11 +25,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import checkflow
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
 from checkflow.core.errors import MismatchError, PlanError, StorageError, UnsupportedError
 from checkflow.core.plan import Plan
-from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.format import codec
 from checkflow.runtime.persist import writer
@@ -47,7 +47,7 @@ Job = tuple[nn.Sequential, torch.optim.Optimizer, Any]
 
 @pytest.fixture(autouse=True)
 def _random_plans_have_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointers, "check_plan", plans.validate)
+    monkeypatch.setattr(api, "check_plan", plans.validate)
 
 
 def make(width: int = 16) -> Job:

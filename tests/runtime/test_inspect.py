@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.cli.main import main
 from checkflow.core import plan as plans
-from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import inspect
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import make_layout
 from checkflow.runtime.store.store import Store
@@ -31,7 +31,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model, optimizer, iterate = make()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpointers, "check_plan", plans.validate)
+        patch.setattr(api, "check_plan", plans.validate)
         with Checkpointer(
             model, optimizer, directory=directory, plan=plan, every=1, keep_latest=3, state={"scheduler": scheduler}
         ) as checkpointer:

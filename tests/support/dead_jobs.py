@@ -22,11 +22,11 @@ import pytest
 import torch
 from torch import nn
 
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
 from checkflow.core.errors import StorageError
 from checkflow.core.plan import Plan
-from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.interval.controller import Controller
 from checkflow.runtime.memory_tier import orphans, records
 from checkflow.runtime.memory_tier.records import LIFE, MARK, OWNER
@@ -192,7 +192,7 @@ def folders_below(tmp_path: Path) -> list[Path]:
 def random_plans_and_nothing_left(tmp_path: Path) -> Iterator[None]:
     """For a test in whose process jobs run by random plans."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpointers, "check_plan", plans.validate)  # a random plan obeys deadlines, and no link
+        patch.setattr(api, "check_plan", plans.validate)  # a random plan obeys deadlines, and no link
         yield
     give_back(tmp_path)
 
@@ -238,7 +238,7 @@ def train_tied(directory: Path, steps: int, every: int | None = 1, last: Callabl
     Args:
         last: called in the iteration after so many, when it has stepped.
     """
-    checkpointers.check_plan = plans.validate  # a random plan obeys deadlines, and no link
+    api.check_plan = plans.validate  # a random plan obeys deadlines, and no link
     model, optimizer = tied()
     with Checkpointer(model, optimizer, directory=directory, plan=tied_plan(), every=every) as checkpointer:
         for step in checkpointer.steps(steps + 1):

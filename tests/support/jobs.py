@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
 from checkflow.core.plan import Plan
 from checkflow.planner.live.process import LOWEST_PRIORITY
-from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import reporter
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
 from tests.support.oracle import clone_state, random_plan
 from tests.support.waiting import wait_for
@@ -96,7 +96,7 @@ def run(job: Job) -> None:
     if job.group:
         os.setpgid(0, 0)
     torch.set_num_threads(1)
-    checkpointers.check_plan = plans.validate  # a random plan obeys deadlines, and no link
+    api.check_plan = plans.validate  # a random plan obeys deadlines, and no link
     if job.reports:
         reporter.MOST_SHARE = math.inf
     model, optimizer, scheduler = make()
@@ -106,10 +106,6 @@ def run(job: Job) -> None:
     loader = DataLoader(
         data(1), BATCH, shuffle=True, seed=3, num_workers=job.workers, multiprocessing_context=fork
     )  # fmt: skip
-    if job.planless:
-        import checkflow
-
-        _ = checkflow.Checkpointer  # hands the runtime its planner
     plan = make_plan(interval=job.interval)  # in any case: it draws numbers
     with Checkpointer(
         model, optimizer, loader, directory=job.directory / "checkpoints", plan=None if job.planless else plan,

@@ -19,10 +19,10 @@ import xxhash
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
 from checkflow.core.plan import Plan
-from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.format import codec, layout, manifest
 from checkflow.runtime.interval.policy import Costs
 from checkflow.runtime.interval.profile import ProfileCache
@@ -109,7 +109,7 @@ def make_corpus(directory: Path) -> Corpus:
     made = [random_plan({"model": model}, {"optimizer": optimizer}, seed, interval=1 + seed) for seed in range(3)]
     job, kinds = directory / "job", directory / "kinds"
     with (
-        mock.patch.object(checkpointers, "check_plan", plans.validate),  # random plans have no link
+        mock.patch.object(api, "check_plan", plans.validate),  # random plans have no link
         Checkpointer(model, optimizer, directory=job, plan=made[0], every=1, audit=1) as checkpointer,
     ):
         for _ in checkpointer.steps(4):

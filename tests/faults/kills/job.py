@@ -105,7 +105,6 @@ def preload() -> None:
 
     import checkflow.planner.live.planner
 
-    # The first hands the runtime its planner.
     _ = checkflow.Checkpointer, checkflow.DataLoader, torch._dynamo, checkflow.planner.live.planner
 
 

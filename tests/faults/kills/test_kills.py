@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-import checkflow
 from checkflow.runtime.store.discovery import find
 from tests.faults.kills import checks as kill_checks
 from tests.faults.kills.checks import Record, make_record
@@ -212,7 +211,6 @@ def test_l5_what_a_directory_may_hold(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Record]:
     """Three iterations of a job that has no plan yet."""
-    _ = checkflow.Checkpointer  # hands the runtime its planner
     folder = tmp_path_factory.mktemp("trained")
     _, record = kill_checks.restore_somewhere(JOB, folder / "directory", None, folder, iterations=3)
     return folder / "directory", record

@@ -14,6 +14,8 @@ import psutil
 import pytest
 import torch
 
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
 from checkflow.core.errors import PlanError
 from checkflow.core.planner_api import Answer, Handover, Wishes
@@ -22,8 +24,6 @@ from checkflow.planner.live.bandwidth import Bandwidths, measure_bandwidths
 from checkflow.planner.live.planner import LivePlanner, PlanProcess
 from checkflow.planner.schedule.replay import check_plan
 from checkflow.planner.schedule.scheduler import Request, bandwidth_in_pieces
-from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.live_plan import planning
 from tests.support.own_plans import Beside, Job, all_planned, check, kept, open_job, train
 from tests.support.timelines import make_fingerprint, make_timeline
@@ -35,8 +35,8 @@ CHILD = [sys.executable, "-P", "-m", "checkflow.planner.live.process"]
 
 @pytest.fixture(autouse=True)
 def _planner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointers, "check_plan", check_plan)
-    monkeypatch.setattr(checkpointers, "make_planner", LivePlanner)
+    monkeypatch.setattr(api, "check_plan", check_plan)
+    monkeypatch.setattr(api, "make_planner", LivePlanner)
     monkeypatch.setattr(planning, "RETRY_SECONDS", 0.0)
 
 
@@ -225,7 +225,7 @@ def test_the_link_is_measured() -> None:
 
 def test_what_pieces_cost_is_planned_with(tmp_path: Path, monkeypatch: Any) -> None:
     """From the measurement, through what the process that plans is told, into the plan."""
-    monkeypatch.setattr(checkpointers, "make_planner", Beside)
+    monkeypatch.setattr(api, "make_planner", Beside)
     monkeypatch.setattr(planner, "_bandwidths", lambda _: Bandwidths(1e10, 2e10, 1e-6))
     job = Job()
     with open_job(job, tmp_path, every=1) as checkpointer:

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import _utils
 
 import checkflow
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
-from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.adapters.replay import SkippingLoader
 from checkflow.runtime.data.adapters.resumable import resumable
 from checkflow.runtime.data.loader import DataLoader
@@ -38,7 +38,7 @@ LOST = "DataLoader worker (pid 1) is killed by signal: Terminated. "
 
 @pytest.fixture(autouse=True)
 def _random_plans_have_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointers, "check_plan", plans.validate)
+    monkeypatch.setattr(api, "check_plan", plans.validate)
 
 
 class Busy(torch.utils.data.Dataset[Any]):

@@ -16,10 +16,10 @@ from torch import nn
 from torch.optim import lr_scheduler as torchs
 from torch.utils.data import TensorDataset
 
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
 from checkflow.core.errors import MismatchError
-from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.adapters.resumable import resumable
 from checkflow.runtime.data.base import ResumableLoader
 from checkflow.runtime.data.loader import DataLoader
@@ -48,7 +48,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 
 @pytest.fixture(autouse=True)
 def _random_plans_have_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointers, "check_plan", plans.validate)
+    monkeypatch.setattr(api, "check_plan", plans.validate)
 
 
 @dataclass(frozen=True)

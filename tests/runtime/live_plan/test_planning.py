@@ -17,6 +17,8 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import TensorDataset
 
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
 from checkflow.core.errors import PlanError, TraceError
 from checkflow.core.planner_api import Handover
@@ -25,9 +27,7 @@ from checkflow.planner.live.bandwidth import Bandwidths
 from checkflow.planner.live.planner import LivePlanner
 from checkflow.planner.record.recorder import Recorded, Recorder
 from checkflow.planner.schedule.replay import check_plan
-from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import reporter
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.job import compatibility
 from checkflow.runtime.live_plan import planning
@@ -60,8 +60,8 @@ RECORDED_BY = 4  # iterations: one makes the state, one is recorded, two are tim
 @pytest.fixture(autouse=True)
 def _planner(monkeypatch: pytest.MonkeyPatch) -> None:
     Beside.recordings = 0
-    monkeypatch.setattr(checkpointers, "check_plan", check_plan)
-    monkeypatch.setattr(checkpointers, "make_planner", Beside)
+    monkeypatch.setattr(api, "check_plan", check_plan)
+    monkeypatch.setattr(api, "make_planner", Beside)
     monkeypatch.setattr(planning, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(planner, "_bandwidths", lambda _: Bandwidths(1e10, 2e10))
 

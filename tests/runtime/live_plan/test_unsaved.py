@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import checkflow
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.planner.live import planner
 from checkflow.planner.live.bandwidth import Bandwidths
-from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime.checkpointer import Checkpointer
 from tests.support.own_plans import Beside
 
 ITERATIONS = 6  # the second is recorded
@@ -24,7 +24,7 @@ ITERATIONS = 6  # the second is recorded
 
 @pytest.fixture(autouse=True)
 def _planner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointers, "make_planner", Beside)
+    monkeypatch.setattr(api, "make_planner", Beside)
     monkeypatch.setattr(planner, "_bandwidths", lambda _: Bandwidths(1e10, 2e10))
 
 

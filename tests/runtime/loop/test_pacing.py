@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
 from checkflow.core.errors import TraceError
 from checkflow.core.plan import Plan
 from checkflow.planner.live.planner import LivePlanner
-from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.interval.controller import GAP, Controller
 from checkflow.runtime.interval.policy import Costs
@@ -67,7 +67,7 @@ def rule(world: World, patch: pytest.MonkeyPatch) -> None:
     def timed(self: Writer, capture: Any) -> Persisted:
         return dataclasses.replace(persist(self, capture), seconds=world.persist_seconds)
 
-    patch.setattr(checkpointers, "check_plan", plans.validate)
+    patch.setattr(api, "check_plan", plans.validate)
     patch.setattr(pacing, "clock", world)
     patch.setattr(pacing.Pace, "ended", held)
     patch.setattr(Writer, "_persist", timed)
@@ -458,7 +458,7 @@ class _Refusing(Beside):
 def test_a_job_that_gets_no_plan_has_a_period(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(checkpointers, "make_planner", _Refusing)
+    monkeypatch.setattr(api, "make_planner", _Refusing)
     job = Job()
     world.added_seconds = 0.5
     with Checkpointer(job.models, job.optimizers, directory=tmp_path, keep_latest=50) as checkpointer:
@@ -491,7 +491,7 @@ def test_before_the_plan_is_there_the_first_checkpoint_comes_early(
 ) -> None:  # fmt: skip
     """After the iterations that are recorded and timed, or ten seconds; the next one when this is paid for."""
     monkeypatch.setattr(LivePlanner, "start", lambda self, recorded, **asked: Never())
-    monkeypatch.setattr(checkpointers, "make_planner", LivePlanner)
+    monkeypatch.setattr(api, "make_planner", LivePlanner)
     world.added_seconds = world.held_seconds = 5.0
     job = Job()
 

@@ -16,10 +16,10 @@ from hypothesis import settings as hypothesis_settings
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
 from checkflow.core.training_step import TrainingStep
-from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.loop import boundaries as boundary_module
 from checkflow.runtime.loop.phase_clock import (
@@ -320,7 +320,7 @@ class SlowData(TensorDataset):
 @pytest.fixture
 def hand(monkeypatch: pytest.MonkeyPatch) -> Hand:
     made = Hand()
-    monkeypatch.setattr(checkpointers, "check_plan", plans.validate)
+    monkeypatch.setattr(api, "check_plan", plans.validate)
     monkeypatch.setattr(boundary_module, "PhaseClock", lambda: PhaseClock(made))
     return made
 

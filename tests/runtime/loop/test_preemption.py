@@ -19,10 +19,10 @@ import pytest
 import torch
 
 import checkflow
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
 from checkflow.core.errors import StorageError
-from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.loop import preemption
 from checkflow.runtime.loop.preemption import Preemption
 from checkflow.runtime.persist.writer import Writer
@@ -42,7 +42,7 @@ End = tuple[Any, list[list[int]]]
 
 @pytest.fixture(autouse=True)
 def _random_plans_have_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointers, "check_plan", plans.validate)
+    monkeypatch.setattr(api, "check_plan", plans.validate)
 
 
 @pytest.fixture(autouse=True)

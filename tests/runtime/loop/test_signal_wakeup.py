@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import checkflow
+from checkflow import api
 from checkflow.core import plan as plans
-from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.loop import preemption, signal_wakeup
 from checkflow.runtime.loop.preemption import Preemption
 from tests.runtime.loop.test_preemption import WAITED_FOR, Loop, in_a_child
@@ -25,7 +25,7 @@ TERM, USR2 = signal.SIGTERM, signal.SIGUSR2
 
 @pytest.fixture(autouse=True)
 def _random_plans_have_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointers, "check_plan", plans.validate)
+    monkeypatch.setattr(api, "check_plan", plans.validate)
 
 
 @pytest.fixture

@@ -25,13 +25,13 @@ from pathlib import Path
 import torch, torch.nn.functional as F
 from tests.support import jobs
 from checkflow.core import plan as plans
-from checkflow.runtime import checkpointer as checkpointers
+from checkflow import api
 from checkflow.runtime.system import fs
 from checkflow.runtime.store import store
-from checkflow.runtime.checkpointer import Checkpointer
+from checkflow.api import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
 
-checkpointers.check_plan = plans.validate
+api.check_plan = plans.validate
 directory = Path(sys.argv[1])
 model, optimizer, scheduler = jobs.make()
 loader = DataLoader(jobs.data(1), jobs.BATCH, shuffle=True, seed=3, num_workers=2, multiprocessing_context="fork")

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import checkflow
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
 from checkflow.planner.record.recorder import Recorder
-from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.persist.writer import Writer
 from checkflow.runtime.system.signals import raised_by_handler
 from checkflow.runtime.transfer.host import HostCopyEngine
@@ -56,7 +56,7 @@ def _handler() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _random_plans_have_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointers, "check_plan", plans.validate)
+    monkeypatch.setattr(api, "check_plan", plans.validate)
 
 
 @pytest.mark.parametrize("handler", [function, Handlers().method, Handlers(), lambda number, frame: helper()])

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
 from checkflow.core.errors import CheckflowError
 from checkflow.core.graph import BOUNDARY, AnchorKey, AnchorKind
 from checkflow.core.plan import Plan
 from checkflow.core.state import TrainingState
-from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.format import digest
 from checkflow.runtime.memory_tier.staging import StagingBuffers
 from checkflow.runtime.snapshot import capturer as capturer_module
@@ -35,7 +35,7 @@ from tests.support.oracle import Truth, assert_checkpoint_is, clone_state, rando
 
 @pytest.fixture(autouse=True)
 def _random_plans_have_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointers, "check_plan", plans.validate)
+    monkeypatch.setattr(api, "check_plan", plans.validate)
 
 
 class Net(nn.Module):

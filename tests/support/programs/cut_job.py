@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.core.errors import TraceError
 from checkflow.planner.live.planner import LivePlanner
-from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
 from tests.support.own_plans import Job, Never
 from tests.support.simulated import rest
@@ -91,6 +91,6 @@ def outcome(job: Job) -> dict[str, torch.Tensor]:
 
 if __name__ == "__main__":
     loop, planner, directory, life = sys.argv[1:]
-    checkpointers.make_planner = PLANNERS[planner]
+    api.make_planner = PLANNERS[planner]
     job = run(loop, Path(directory), int(life))
     torch.save(outcome(job), Path(directory) / FINAL)

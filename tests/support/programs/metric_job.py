@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
 from checkflow.core.plan import Plan
-from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
 from tests.support.oracle import random_plan
 from tests.support.waiting import wait_until_saved
@@ -78,6 +78,6 @@ def run(
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    checkpointers.check_plan = plans.validate
+    api.check_plan = plans.validate
     given = json.loads(sys.argv[3])
     run(Path(sys.argv[1]), Path(sys.argv[2]), given["losses"], die_in=given["die_in"], **given["options"])

@@ -91,9 +91,9 @@ def train(kind: str, directory: Path) -> None:
     import torch
     import torch.nn.functional as F
 
+    from checkflow import api
+    from checkflow.api import Checkpointer
     from checkflow.core import plan as plans
-    from checkflow.runtime import checkpointer as checkpointers
-    from checkflow.runtime.checkpointer import Checkpointer
     from checkflow.runtime.data.loader import DataLoader
     from checkflow.runtime.memory_tier.records import MARK
     from tests.support.jobs import Net, data
@@ -105,7 +105,7 @@ def train(kind: str, directory: Path) -> None:
         (directory / MARK).unlink(missing_ok=True)  # host memory has a newer one
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    checkpointers.check_plan = plans.validate  # a random plan obeys deadlines, and no link
+    api.check_plan = plans.validate  # a random plan obeys deadlines, and no link
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     model(torch.randn(4, 8)).sum().backward()

@@ -20,10 +20,10 @@ from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import checkflow
+from checkflow import api
+from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
 from checkflow.core.errors import MismatchError, UnsupportedError
-from checkflow.runtime import checkpointer as checkpointers
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.adapters.base import ForeignLoader
 from checkflow.runtime.data.adapters.freeze import freeze, thaw
 from checkflow.runtime.data.adapters.replay import SkippingLoader
@@ -281,7 +281,7 @@ def rows_of(directory: Path) -> dict[str, str]:
     ],
 )
 def test_a_job_ends_bit_identically(kind: str, ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointers, "check_plan", plans.validate)
+    monkeypatch.setattr(api, "check_plan", plans.validate)
     plan()
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     state, generator = train(kind, whole, ahead=ahead)
