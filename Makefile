@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Made last by a successful installation; older than what it was installed from, it is made anew.
 STAMP := .venv/.installed
 
-.PHONY: demo mnist nanogpt test test-again check kills faults fuzz test-gpu
+.PHONY: demo mnist nanogpt test test-all test-again check kills faults fuzz test-gpu
 
 demo: $(STAMP)
 	@$(BIN)/checkflow demo
@@ -15,7 +15,12 @@ mnist: $(STAMP)
 nanogpt: $(STAMP)
 	@$(BIN)/python examples/nanogpt/train_checkflow.py
 
+# One case of each test, in some five minutes on two cores: what a change must pass before it is shown to others.
 test: $(STAMP)
+	@$(BIN)/pytest --numprocesses auto --dist loadfile --quick
+
+# Every case of every test.
+test-all: $(STAMP)
 	@$(BIN)/pytest --numprocesses auto --dist loadfile
 
 # What failed in the last run, one after the other; it is an error if that was nothing.

@@ -1,7 +1,7 @@
-"""What holds in every test: one thread for torch, the same examples of hypothesis in every run.
+"""What holds in every test: one thread for torch, and the same examples of hypothesis in every run.
 
-The machines that run them have two cores, and spinning threads are no test. Other examples every time:
-``HYPOTHESIS_PROFILE=random``, with ``--hypothesis-seed`` for the same ones again.
+``--quick`` (``make test``) runs one case of each test, or every case where a test is marked so, and nothing that is
+marked slow. ``HYPOTHESIS_PROFILE=random`` draws other examples every time.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ torch.set_num_threads(1)
 # No deadline, and no complaint of slow examples: how fast the machine is, is no property of the code.
 _PATIENT = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True)
 hypothesis.settings.register_profile("fixed", _PATIENT, derandomize=True, database=None)
+hypothesis.settings.register_profile("quick", _PATIENT, derandomize=True, database=None, max_examples=10)
 hypothesis.settings.register_profile("random", _PATIENT, derandomize=False)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
@@ -44,10 +45,34 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     give_back_memory(lambda directory: directory.is_relative_to(ours))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="one case of each test, and nothing that is marked slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--quick"):
+        hypothesis.settings.load_profile("quick")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked ``cuda`` need a GPU; those marked ``alone`` come last."""
+    if config.getoption("--quick"):
+        _leave_the_quick(config, items)
     items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+
+
+def _leave_the_quick(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seen: set[str] = set()
+    quick: list[pytest.Item] = []
+    slow: list[pytest.Item] = []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        another = test in seen and not item.get_closest_marker("every_case")
+        seen.add(test)
+        (slow if another or item.get_closest_marker("slow") else quick).append(item)
+    config.hook.pytest_deselected(items=slow)
+    items[:] = quick

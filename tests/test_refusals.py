@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from checkflow.api import Checkpointer
 from checkflow.core.errors import CheckflowError, ModelError, TraceError, UnsupportedError
 from checkflow.core.plan import Plan
 from checkflow.core.training_step import TrainingStep
@@ -30,7 +31,6 @@ from checkflow.planner.live.planner import scaled_seconds
 from checkflow.planner.record.recorder import Recorded, record_step
 from checkflow.planner.timeline.measured import measure_step
 from checkflow.planner.trace.trace import trace
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.adapters.resumable import resumable
 from checkflow.runtime.data.base import ResumableLoader
 from checkflow.runtime.data.loader import DataLoader

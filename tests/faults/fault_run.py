@@ -183,9 +183,8 @@ def page(rows: list[dict[str, Any]], tried: str) -> str:
     lines = [
         "# Faults: what was tried, and what came of it", "",
         "Made by `make faults` (`tests/faults/fault_run.py`), which tries every fault that store, plans and solvers "
-        "are to"
-        " survive, and goes on where it was interrupted. `make test` runs a short form. What must hold after each:"
-        " the newest acknowledged checkpoint is there; what is restored is, bit for bit, one state that was"
+        "are to survive, and goes on where it was interrupted. `make test-all` runs a short form. What must hold after"
+        " each: the newest acknowledged checkpoint is there; what is restored is, bit for bit, one state that was"
         " written; damage is refused by the name of a file and never returned as good; the next save works; nothing"
         " hangs.", "",
         f"Of {tried}, on {machine()}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}. Seconds are wall time beside"

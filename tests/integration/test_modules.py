@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from checkflow.api import Checkpointer
 from checkflow.core.graph import BOUNDARY, AnchorKey, AnchorKind, StateEntry, TrainingGraph
 from checkflow.core.state import collect_state
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.record.recorder import record_step
 from checkflow.planner.timeline.steps import make_timeline
 from checkflow.planner.trace.trace import trace
-from checkflow.runtime.checkpointer import Checkpointer
 from tests.support.oracle import clone_state
 from tests.support.planned_jobs import assert_every_checkpoint_is_true, plan_graph
 from tests.support.steps import autograd_steps as own

@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim import lr_scheduler as torchs
 from torch.optim.swa_utils import SWALR
 
+from checkflow.api import Checkpointer
 from checkflow.core.training_step import TrainingStep
-from checkflow.runtime.checkpointer import Checkpointer
 from tests.support.oracle import clone_state, same_bits
 from tests.support.planned_jobs import assert_every_checkpoint_is_true, plan_by_trace
 

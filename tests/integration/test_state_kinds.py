@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from checkflow.api import Checkpointer
 from checkflow.core.graph import TrainingGraph
 from checkflow.core.plan import Plan
 from checkflow.core.state import collect_state
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.record.recorder import record_step
 from checkflow.planner.trace.trace import trace
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.format.layout import STORED_TYPES
 from checkflow.runtime.store.discovery import find

@@ -16,11 +16,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from checkflow.api import Checkpointer
 from checkflow.core.graph import BOUNDARY, AnchorKey, AnchorKind
 from checkflow.core.plan import Certificate, Chunk, Fingerprint, Plan, StateSpec
 from checkflow.core.state import collect_state, dtype_name
 from checkflow.core.timeline import StateGroup, Step, Timeline
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.job.compatibility import implementations
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
 

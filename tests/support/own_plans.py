@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from checkflow.api import Checkpointer
 from checkflow.core.planner_api import Answer, Handover
 from checkflow.planner.live import process
 from checkflow.planner.live.planner import LivePlanner
 from checkflow.planner.record.recorder import Recorded
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.reader import open_checkpoint
 from tests.support.oracle import Truth, assert_checkpoint_is, clone_state, run_oracle

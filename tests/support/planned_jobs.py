@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from checkflow.api import Checkpointer
 from checkflow.core.device import find_device
 from checkflow.core.graph import TrainingGraph
 from checkflow.core.plan import Plan
@@ -15,7 +16,6 @@ from checkflow.planner.schedule.scheduler import Request, fingerprint_of, make_p
 from checkflow.planner.timeline.roofline import durations_seconds
 from checkflow.planner.timeline.steps import make_timeline
 from checkflow.planner.trace.trace import trace
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.store.discovery import find
 from tests.support.oracle import assert_checkpoint_is, run_oracle
 

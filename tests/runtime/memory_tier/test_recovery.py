@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from checkflow.api import Checkpointer
 from checkflow.core.errors import CorruptCheckpointError, MismatchError, StorageError
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.memory_tier import recovery
 from checkflow.runtime.memory_tier.records import LIFE, MARK, NOTHING, Life, Record
 from checkflow.runtime.store.discovery import find

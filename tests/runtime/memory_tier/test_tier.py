@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from checkflow.api import Checkpointer
 from checkflow.core.errors import ConsistencyError, StorageError
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.memory_tier import tier as tier_module
 from checkflow.runtime.memory_tier.records import MARK
 from checkflow.runtime.memory_tier.tier import MemoryTier

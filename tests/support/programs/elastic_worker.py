@@ -22,8 +22,8 @@ import torch.distributed
 from torch.utils.data import BatchSampler, RandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from checkflow.api import Checkpointer
 from checkflow.core.errors import UnsupportedError
-from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.data.order import TAILS
 from checkflow.runtime.format import codec
