@@ -144,7 +144,7 @@ def claimed(name: str, manifest: str, *, dir_fd: int) -> Iterator[bool]:
             fd = fs.open_claimed(manifest, dir_fd=folder)
         finally:
             fs.close_quietly(folder)
-    except IrregularError:
+    except IrregularError:  # no job can open that as a manifest, so nobody reads the checkpoint
         pass
     except OSError as error:
         if error.errno not in _NO_MANIFEST:
