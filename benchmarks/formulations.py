@@ -27,10 +27,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from checkflow.core.device import find_device, parse_bandwidth
+from checkflow.core.device import find_device
 from checkflow.core.errors import SolverError
 from checkflow.core.plan import Policy
 from checkflow.core.timeline import Timeline
+from checkflow.core.units import parse_bandwidth
 from checkflow.planner.exact import greedy
 from checkflow.planner.exact.problem import Problem, make_problem
 from checkflow.planner.exact.shrink import shrink

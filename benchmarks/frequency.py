@@ -45,7 +45,7 @@ import torch
 import checkflow
 from benchmarks.cpu_overhead import RawLimits, timed
 from benchmarks.ways import BASELINES, Plain, Planned, Staged, TorchSave, Way, own_plan, real_step
-from checkflow.core.device import format_seconds, format_size
+from checkflow.core.units import format_seconds, format_size
 from checkflow.planner.measure.timing import Spread, spread_of
 from checkflow.runtime.interval import policy
 

@@ -41,7 +41,7 @@ import checkflow
 from benchmarks.frequency import CASES, share_text
 from benchmarks.neighbour import Kind, Neighbour
 from benchmarks.ways import Plain, Planned, own_plan, real_step
-from checkflow.core.device import format_rate, format_seconds, format_size
+from checkflow.core.units import format_rate, format_seconds, format_size
 from checkflow.planner.measure.timing import spread_of
 
 PHASES = ("alone", "disturbed", "alone again")

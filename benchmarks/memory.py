@@ -28,8 +28,9 @@ from typing import Any
 import torch
 
 import checkflow
-from checkflow.core.device import Device, find_device, format_size, read_device
+from checkflow.core.device import Device, find_device, read_device
 from checkflow.core.errors import CheckflowError, UnsupportedError
+from checkflow.core.units import format_size
 from checkflow.planner.measure.machine import this_machine
 from checkflow.planner.model_file.load import OPTIMIZERS, load_training_step
 from checkflow.planner.pipeline import Subject, plan_model

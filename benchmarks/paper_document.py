@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from checkflow.core.device import format_seconds, format_size
+from checkflow.core.units import format_seconds, format_size
 
 Data = dict[str, Any]
 

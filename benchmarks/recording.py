@@ -29,7 +29,7 @@ import torch
 from step_time import BATCHES
 
 import checkflow
-from checkflow.core.device import format_seconds
+from checkflow.core.units import format_seconds
 
 MOST_RATIO = 2.0
 WARM_UP = 2  # iterations that are not counted

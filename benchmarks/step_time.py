@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from checkflow.core.device import Device, format_seconds
+from checkflow.core.device import Device
+from checkflow.core.units import format_seconds
 from checkflow.planner.measure.probe import FULL, QUICK, probe
 from checkflow.planner.measure.torch_settings import torch_settings_kept
 from checkflow.planner.pipeline import Subject, measure_model

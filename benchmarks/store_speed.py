@@ -42,7 +42,7 @@ from typing import Any
 
 import torch
 
-from checkflow.core.device import format_size
+from checkflow.core.units import format_size
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import Layout, TensorRecord, make_layout, write_headers
 from checkflow.runtime.state.restore import resume_from

@@ -25,11 +25,11 @@ import torch.distributed
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from checkflow.core.device import parse_seconds, parse_size
 from checkflow.core.errors import CheckflowError, UnsupportedError
 from checkflow.core.plan import Plan
 from checkflow.core.planner_api import Wishes
 from checkflow.core.state import as_models, as_optimizers, optimizer_parameters, unwrap
+from checkflow.core.units import parse_seconds, parse_size
 from checkflow.runtime.data.base import ResumableLoader
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import OWNER

@@ -5,9 +5,7 @@ Nothing is changed or renamed here, whatever is found; that is a training job's 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +21,7 @@ from checkflow.runtime.memory_tier.orphans import left_step
 from checkflow.runtime.store.cleanup import BROKEN, SUPERSEDED, is_leftover
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import glance, parse_step, step_name
-from checkflow.runtime.store.lock import LOCK
+from checkflow.runtime.store.lock import locked_since
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.store.retention import Known, Rules, best, known, read_metrics, rules_of, write_metrics
 from checkflow.runtime.system import fs
@@ -384,32 +382,14 @@ class Running:
 def running_job(directory: str | os.PathLike[str]) -> Running | None:
     """The job that holds the directory's lock; None if there is none, or it has not reported yet."""
     root = Path(directory)
-    locked_since = _locked_since(root / LOCK)
-    if locked_since is None:
+    since = locked_since(root)
+    if since is None:
         return None
     try:
         runs = run_report.load(root / run_report.FILE)
     except ReportError:  # written a moment after the lock was taken; of a damaged one nothing is known
         return None
     newest = runs[-1] if runs else None
-    if newest is None or newest.closed or newest.started_unix_seconds < locked_since - _CLOCK_SECONDS:
+    if newest is None or newest.closed or newest.started_unix_seconds < since - _CLOCK_SECONDS:
         return None  # the report is an earlier run's
     return Running(newest.run_id, newest.lag.captured_step, newest.written_unix_seconds)
-
-
-def _locked_since(path: Path) -> float | None:
-    """When the lock was taken that another process holds now; None: nobody holds it."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return None  # never locked, or not ours to see
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a job that starts in this instant tries again
-    except BlockingIOError:
-        return os.fstat(fd).st_mtime  # the holder signs the file
-    except OSError:
-        return None  # no locks on this file system
-    finally:
-        with contextlib.suppress(OSError):
-            os.close(fd)
-    return None

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from checkflow.core import run_report
-from checkflow.core.device import format_seconds, format_stall
 from checkflow.core.errors import ReportError
 from checkflow.core.run_report import (
     FILE,
@@ -32,6 +31,7 @@ from checkflow.core.run_report import (
     RunReport,
 )
 from checkflow.core.state import training_device, unwrap
+from checkflow.core.units import format_seconds, format_stall
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.job.traits import allocated_peak_bytes, device_name
 from checkflow.runtime.loop.boundaries import Boundaries

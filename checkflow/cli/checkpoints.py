@@ -46,7 +46,7 @@ def ls(directory: Where = ".", as_json: options.Json = False) -> None:
 def verify(path: Where = ".", as_json: options.Json = False) -> int:
     """Hold every byte against its checksum. Exit code 1 if one is damaged."""
     from checkflow.cli.tables import checkpoints as checkpoints_table
-    from checkflow.core.device import format_size
+    from checkflow.core.units import format_size
     from checkflow.runtime.inspect import choose_all
     from checkflow.runtime.inspect import verify as hold
 

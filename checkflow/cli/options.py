@@ -64,7 +64,7 @@ def refuse_plan_file(model: str) -> None:
 
 
 def _size(text: str) -> int:
-    from checkflow.core.device import parse_size
+    from checkflow.core.units import parse_size
 
     _want_unit(text, "GB")
     try:
@@ -142,7 +142,7 @@ def read_bandwidth(text: str) -> float:
     Raises:
         typer.BadParameter: no bandwidth, or one that lacks its unit.
     """
-    from checkflow.core.device import parse_bandwidth
+    from checkflow.core.units import parse_bandwidth
 
     _want_unit(text.removesuffix("/s"), "GB/s")
     try:

@@ -24,7 +24,7 @@ _MOST_SECONDS = 1e10  # three hundred years
 
 
 def _time(text: str | float) -> float:
-    from checkflow.core.device import parse_seconds
+    from checkflow.core.units import parse_seconds
 
     if isinstance(text, float):  # a default
         return text

@@ -49,27 +49,45 @@ def refuse_irregular(mode: int, advice: str = "") -> None:
         raise IrregularError(errno.EINVAL, f"it is {kind}, no regular file{advice}")
 
 
-def read_regular(path: str | os.PathLike[str], most_bytes: int) -> bytes:
-    """The beginning of a regular file, ``most_bytes`` of it at most.
+def open_regular(
+    path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, dir_fd: int | None = None, advice: str = ""
+) -> tuple[int, int]:
+    """Open a regular file that anyone may have put there; its descriptor and its size.
 
     Devices have no end, and the open of a FIFO would wait for ever: neither is opened.
+
+    Args:
+        flags: of the open; with ``O_NOFOLLOW`` a symbolic link is no regular file.
+        advice: added to the message of an IrregularError.
+
+    Raises:
+        IrregularError: it is no regular file.
+        OSError: it cannot be opened.
+    """
+    try:
+        refuse_irregular(os.stat(path, dir_fd=dir_fd, follow_symlinks=not flags & os.O_NOFOLLOW).st_mode, advice)
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=dir_fd)
+    except ValueError as error:  # a NUL in the path
+        raise OSError(errno.EINVAL, str(error)) from None
+    try:
+        found = os.fstat(fd)  # what has that name by now
+        refuse_irregular(found.st_mode, advice)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, found.st_size
+
+
+def read_regular(path: str | os.PathLike[str], most_bytes: int) -> bytes:
+    """The beginning of a regular file, ``most_bytes`` of it at most; links are followed.
 
     Raises:
         IrregularError: it is no regular file.
         OSError: it cannot be read.
     """
-    try:
-        refuse_irregular(os.stat(path).st_mode)
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except ValueError as error:  # a NUL in the path
-        raise OSError(errno.EINVAL, str(error)) from None
-    try:
-        found = os.fstat(fd)  # what has that name by now
-        refuse_irregular(found.st_mode)
-        with open(fd, "rb", closefd=False) as file:
-            return file.read(min(found.st_size, most_bytes))
-    finally:
-        os.close(fd)
+    fd, size_bytes = open_regular(path)
+    with open(fd, "rb") as file:
+        return file.read(min(size_bytes, most_bytes))
 
 
 def check_members(found: Sized) -> None:

@@ -13,9 +13,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from checkflow.core.device import MOST_BYTES
 from checkflow.core.errors import PlanError
 from checkflow.core.graph import STRICT, AnchorKey, Many
+from checkflow.core.units import MOST_BYTES
 
 StepKind = Literal["anchor", "segment", "operator"]
 Granularity = Literal["segment", "operator"]

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from checkflow.core.device import format_time
 from checkflow.core.errors import PlanError
+from checkflow.core.units import format_time
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from checkflow.core.device import MOST_BYTES, format_time
 from checkflow.core.errors import PlanError
 from checkflow.core.plan import Plan
 from checkflow.core.timeline import Timeline
+from checkflow.core.units import MOST_BYTES, format_time
 from checkflow.planner.schedule.compare import Comparison, compare_plan
 from checkflow.planner.schedule.replay import simulate as replay_of
 from checkflow.planner.schedule.replay import snapshot_stall_seconds

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from checkflow.core.device import format_size
 from checkflow.core.errors import Preempted
 from checkflow.core.run_report import RunReport
+from checkflow.core.units import format_size
 from checkflow.runtime.memory_tier.orphans import memory_of
 from checkflow.runtime.store.files import step_name
 from checkflow.torture.checks import (

@@ -15,7 +15,6 @@ returns what is wrong. That a job which was killed ends as one that was not (L4)
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from checkflow.core.run_report import RunReport
 from checkflow.runtime.format.manifest import MANIFEST
 from checkflow.runtime.store.cleanup import BROKEN, DRAFT, SUPERSEDED, is_leftover
 from checkflow.runtime.store.files import REPLACED, parse_step, step_name
-from checkflow.runtime.store.lock import LOCK, claimed
+from checkflow.runtime.store.lock import claimed, locked_since
 from checkflow.runtime.store.reader import open_checkpoint
 
 WRITING = ".tmp-"
@@ -127,18 +126,8 @@ def refuse_locked(directory: Path, what: str) -> None:
     Raises:
         LockedError: somebody does.
     """
-    try:
-        fd = os.open(directory / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return  # never locked
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise LockedError(f"{directory} is being written by {what}; stop it first") from None
-    except OSError:  # no locks on this file system
-        return
-    finally:
-        os.close(fd)
+    if locked_since(directory) is not None:
+        raise LockedError(f"{directory} is being written by {what}; stop it first")
 
 
 def examine(directory: Path, before: Found) -> Found:

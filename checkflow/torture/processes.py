@@ -21,13 +21,13 @@ from typing import Any
 import psutil
 
 from checkflow.core.errors import CheckflowError
-from checkflow.runtime.store.lock import LOCK
+from checkflow.core.small_files import read_regular
+from checkflow.runtime.store.lock import LOCK, MAX_HOLDER_BYTES
 
 DEATH_SECONDS = 60.0  # that a killed process may take: what waits for a disk ends late
 _POLL_SECONDS = 0.005
 _EMPTY_LOOKS = 2  # one alone may miss a process whose parent dies in the middle of it
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
-_MOST_HOLDER_BYTES = 4096
 _TAIL_LINES, _TAIL_BYTES = 8, 16384
 
 Process = Any  # psutil's, which has no types
@@ -179,9 +179,7 @@ def _locks_of(pid: int) -> Iterator[Path]:
 def _signed_by(lock: Path, pid: int) -> bool:
     """Whether the lock says that this process holds it: others wait for one, and other tools have such files too."""
     try:
-        # What only has the name, a pipe, must not hold this process up.
-        with open(os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            return bool(json.loads(file.read(_MOST_HOLDER_BYTES))["pid"] == pid)
+        return bool(json.loads(read_regular(lock, MAX_HOLDER_BYTES))["pid"] == pid)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -15,9 +15,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from checkflow.core.device import MOST_BYTES
 from checkflow.core.errors import PlanError
 from checkflow.core.timeline import Timeline, check_timeline
+from checkflow.core.units import MOST_BYTES
 
 SMALLEST_UNIT_BYTES = 512  # what CUDA allocators hand out
 MOST_UNITS = 2**24  # whole numbers up to here survive every solver's text files and tolerances

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from checkflow.core.device import format_size
 from checkflow.core.errors import StorageError
+from checkflow.core.units import format_size
 from checkflow.planner.measure.probe import LEAST_REPETITIONS, Effort, Figure, rate
 from checkflow.planner.measure.timing import Clock, spread_of
 

@@ -29,9 +29,10 @@ from typing import Literal
 
 import torch
 
-from checkflow.core.device import Device, format_size
+from checkflow.core.device import Device
 from checkflow.core.errors import CheckflowError
 from checkflow.core.host_memory import free_host_memory_bytes
+from checkflow.core.units import format_size
 from checkflow.planner.measure.machine import Machine, free_memory_bytes, this_machine
 from checkflow.planner.measure.timing import Clock, HostClock, Spread, Work, clock_of, spread_of
 from checkflow.planner.measure.torch_settings import torch_settings_kept

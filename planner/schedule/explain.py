@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from checkflow.core.device import MOST_BYTES, format_seconds, format_size, round_up
 from checkflow.core.timeline import Timeline
+from checkflow.core.units import MOST_BYTES, format_seconds, format_size, round_up
 from checkflow.planner.exact import greedy
 from checkflow.planner.exact.interval import Question
 from checkflow.planner.exact.problem import Problem

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from checkflow.core.device import format_size
 from checkflow.core.errors import PlanError
 from checkflow.core.plan import Chunk, Plan, validate
+from checkflow.core.units import format_size
 
 
 @dataclass(frozen=True)

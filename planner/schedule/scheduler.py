@@ -16,11 +16,12 @@ import time
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from checkflow.core.device import MOST_BYTES, Device, DeviceKind, format_rate, format_size
+from checkflow.core.device import Device, DeviceKind
 from checkflow.core.errors import PlanError
 from checkflow.core.graph import TrainingGraph
 from checkflow.core.plan import Fingerprint, Plan, Policy, StateSpec, Wait
 from checkflow.core.timeline import Timeline, check_timeline
+from checkflow.core.units import MOST_BYTES, format_rate, format_size
 from checkflow.planner.exact.interval import FrontierRow, Question, frontier, longest_interval, smallest_interval
 from checkflow.planner.exact.problem import check_bandwidth, unit_for
 from checkflow.planner.ilp.solvers import SolverChoice, SolveStatus

@@ -28,8 +28,8 @@ import logging
 import math
 from collections import deque
 
-from checkflow.core.device import format_seconds, format_time
 from checkflow.core.run_report import Frequency, FrequencyChange
+from checkflow.core.units import format_seconds, format_time
 from checkflow.runtime.interval.adjustment import BOLD, Review, Verdict, longer
 from checkflow.runtime.interval.calibration import Control
 from checkflow.runtime.interval.clock_schedule import ByTime

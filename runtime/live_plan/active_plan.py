@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from checkflow.core.device import format_seconds, format_stall
 from checkflow.core.errors import CheckflowError, MismatchError, PlanError
 from checkflow.core.plan import Plan
 from checkflow.core.run_report import PlanInForce, PlanningReport, PlanSource, promises_of
+from checkflow.core.units import format_seconds, format_stall
 from checkflow.runtime.job import compatibility
 from checkflow.runtime.live_plan.planning import Arrival, Planning
 from checkflow.runtime.snapshot.executor import UNPLANNED, Execution

@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from checkflow.core import plan as plans
-from checkflow.core.device import format_seconds
 from checkflow.core.errors import CheckflowError, PlanError, TraceError
 from checkflow.core.plan import Plan
 from checkflow.core.planner_api import Answer, Making, Planner, Recorder, Wishes
 from checkflow.core.run_report import PlanSource
 from checkflow.core.state import TrainingState, implementation_options, training_device, unwrap
+from checkflow.core.units import format_seconds
 from checkflow.runtime.job import compatibility
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.job.traits import Seen, Traits, Watch, as_tensors, device_name

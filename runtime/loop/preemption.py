@@ -39,8 +39,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
-from checkflow.core.device import format_seconds
 from checkflow.core.errors import Preempted
+from checkflow.core.units import format_seconds
 from checkflow.runtime.data.worker_signals import WorkerShield
 from checkflow.runtime.loop import signal_wakeup
 

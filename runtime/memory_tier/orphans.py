@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import logging
 import os
 import re
@@ -235,20 +234,28 @@ def read_kept(folder: int, name: str, most_bytes: int) -> bytes:
         CorruptCheckpointError: it is not there, or no regular file of this size.
         OSError: it cannot be read now.
     """
+    fd, size_bytes = open_kept(folder, name)
     try:
-        fd = fs.open_read(name, dir_fd=folder)
-    except FileNotFoundError:
-        raise CorruptCheckpointError(f"{name} is missing") from None
-    except OSError as error:
-        raise told(name, error) from error
-    try:
-        size_bytes = fs.regular_size(fd)
-        if size_bytes is None or size_bytes > most_bytes:
+        if size_bytes > most_bytes:
             raise CorruptCheckpointError(f"{name} is no file of at most {most_bytes} bytes")
-        data = bytearray(size_bytes)
-        return bytes(data[: fs.read_all(fd, memoryview(data), 0)])
+        return fs.read_begin(fd, size_bytes)
     finally:
         fs.close_quietly(fd)
+
+
+def open_kept(folder: int, name: str) -> tuple[int, int]:
+    """A file of such a folder, open, and its size.
+
+    Raises:
+        CorruptCheckpointError: it is not there, or no regular file.
+        OSError: it cannot be opened now.
+    """
+    try:
+        return fs.open_regular(name, dir_fd=folder)
+    except FileNotFoundError:
+        raise CorruptCheckpointError(f"{name} is missing") from None
+    except IrregularError as error:
+        raise CorruptCheckpointError(f"{name}: {error.strerror}") from None
 
 
 def distrust_of(folder: int) -> str | None:
@@ -295,11 +302,6 @@ def is_free(folder: int) -> bool:
     finally:
         fs.close_quietly(fd)
     return True
-
-
-def told(name: str, error: OSError) -> OSError | CorruptCheckpointError:
-    """Why a file cannot be opened: what has taken its place will be there the next time, too."""
-    return CorruptCheckpointError(f"{name} is a link") if error.errno == errno.ELOOP else error
 
 
 def words_of(error: Exception) -> str:

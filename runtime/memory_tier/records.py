@@ -213,10 +213,10 @@ def remove(path: Path) -> None:
 
 def _empty(folder: int, name: str) -> None:
     """A child that a dead job has forked may hold its buffers open: their pages would stay for as long as it lives."""
-    fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    fd = fs.open_claimed(name, dir_fd=folder)
     try:
-        if size_bytes := fs.regular_size(fd):
+        if size_bytes := os.fstat(fd).st_size:
             with mmap.mmap(fd, size_bytes) as memory:
                 give_pages_back(memory)
     finally:
-        os.close(fd)
+        fs.close_quietly(fd)

@@ -31,11 +31,11 @@ from checkflow.runtime.memory_tier.orphans import (
     distrust_of,
     find_left,
     is_free,
+    open_kept,
     read_kept,
     read_mark,
     read_records,
     stored_step,
-    told,
     understood,
     words_of,
 )
@@ -252,15 +252,9 @@ def _load(folder: int, index: int, record: Record) -> tuple[Layout, bytes, mmap.
 
 
 def _map(folder: int, name: str, least_bytes: int) -> mmap.mmap:
+    fd, size_bytes = open_kept(folder, name)
     try:
-        fd = fs.open_read(name, dir_fd=folder)
-    except FileNotFoundError:
-        raise CorruptCheckpointError("its buffer is missing") from None
-    except OSError as error:
-        raise told(name, error) from error
-    try:
-        size_bytes = fs.regular_size(fd)
-        if size_bytes is None or size_bytes < max(1, least_bytes):
+        if size_bytes < max(1, least_bytes):
             raise CorruptCheckpointError("its buffer is too small")
         return mmap.mmap(fd, size_bytes, access=mmap.ACCESS_READ)
     finally:

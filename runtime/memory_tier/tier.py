@@ -26,8 +26,8 @@ from typing import Any
 import xxhash
 from pydantic import ValidationError
 
-from checkflow.core.device import format_size
 from checkflow.core.errors import CheckflowError, StorageError
+from checkflow.core.units import format_size
 from checkflow.runtime.format.layout import Layout
 from checkflow.runtime.format.manifest import to_info
 from checkflow.runtime.memory_tier import records

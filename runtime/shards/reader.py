@@ -37,21 +37,26 @@ from checkflow.runtime.shards.writer import DENSE, IDS, INFO, ROWS, SLICES, TABL
 from checkflow.runtime.store.discovery import find, find_valid
 from checkflow.runtime.store.files import glance, step_name
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
+from checkflow.runtime.store.trust import Trust
 
 _FILE = re.compile(r".*-([0-9]{5,})-of-([0-9]{5,})\.safetensors", re.ASCII)
 _TABLES: TypeAdapter[dict[str, tuple[int, str, str]]] = TypeAdapter(Named[str, tuple[int, str, str]])
 
 
-def newest_step(directory: str | os.PathLike[str]) -> int | None:
+def newest_step(directory: str | os.PathLike[str], *, trust: str | None = None) -> int | None:
     """The newest version that is whole, every byte of it verified; None if there is none.
 
     Of several processes one asks, and tells the others: if each looked for itself, damage might send one to an older
     version than the rest.
 
+    Args:
+        trust: whose versions it may be beside root's and this user's: "anyone", or a group's name for its members.
+
     Raises:
+        ForeignError: another user may have written one.
         StorageError: the directory, or every version, cannot be read.
     """
-    found = find_valid(directory)
+    found = find_valid(directory, Trust(Path(directory), trust))
     if found is None:
         return None
     with found:
@@ -91,14 +96,17 @@ def load_shard(
     step: int | None = None,
     *,
     arrays: Kind = "numpy",
+    trust: str | None = None,
 ) -> Shard:
     """What shard ``rank`` of ``world_size`` owns of a version, whatever number of shards wrote it.
 
     Args:
         step: None: the newest by name; where others may be writing, tell all processes one step (``newest_step``).
         arrays: "torch": tensors, in host memory; bfloat16 and the like need it, as numpy does not have them.
+        trust: as :func:`newest_step`.
 
     Raises:
+        ForeignError: another user may have written it.
         StorageError: there is no such version, or it cannot be read.
         MismatchError: it was saved otherwise than by shards.
         CorruptCheckpointError: what this shard reads of it is damaged; the message names the file.
@@ -106,7 +114,10 @@ def load_shard(
     """
     check_rank(rank, world_size)
     path = _path(directory, step)
-    with open_checkpoint(path, lambda whole: _narrow_to_shard(whole, rank, world_size, path)) as checkpoint:
+    trusted = Trust(path.parent, trust)
+    with open_checkpoint(
+        path, lambda whole: _narrow_to_shard(whole, rank, world_size, path), trust=trusted
+    ) as checkpoint:
         dense = {
             name.removeprefix(f"{DENSE}/"): _read_whole(checkpoint, name, arrays)
             for name in checkpoint.tensors
@@ -128,20 +139,22 @@ def load_slices(
     step: int | None = None,
     *,
     arrays: Kind = "numpy",
+    trust: str | None = None,
 ) -> dict[str, Array]:
     """Rows ``[begin, end)`` of tensors that were saved as slices, whatever boxes the ranks cut them into.
 
     Args:
         ranges: (begin, end) in the first dimension, by name; of a flat tensor these are elements.
-        step, arrays: as :func:`load_shard`.
+        step, arrays, trust: as :func:`load_shard`.
 
     Raises:
         MismatchError: the version has no such slices, or not such rows.
-        StorageError, CorruptCheckpointError, UnsupportedError: as :func:`load_shard`.
+        ForeignError, StorageError, CorruptCheckpointError, UnsupportedError: as :func:`load_shard`.
     """
     path = _path(directory, step)
     wanted = {f"{SLICES}/{name}": rows for name, rows in ranges.items()}
-    with open_checkpoint(path, lambda whole: _narrow_to_ranges(whole, wanted, path)) as checkpoint:
+    trusted = Trust(path.parent, trust)
+    with open_checkpoint(path, lambda whole: _narrow_to_ranges(whole, wanted, path), trust=trusted) as checkpoint:
         return {
             name: _read_range(checkpoint, f"{SLICES}/{name}", begin, end, arrays)
             for name, (begin, end) in ranges.items()

@@ -252,11 +252,8 @@ def _write_manifest(folder: int, step: int, run_id: str, extra: bytes, records: 
 
 def _refuse_size(folder: int, name: str, entry: manifest.FileEntry) -> None:
     """That the file of a record is here, as long as it says."""
-    fd = fs.open_read(name, dir_fd=folder)
-    try:
-        size = fs.regular_size(fd)
-    finally:
-        fs.close_quietly(fd)
+    fd, size = fs.open_regular(name, dir_fd=folder)
+    fs.close_quietly(fd)
     if size != entry.size_bytes:
         raise StorageError(
             f"{name} has {size} bytes, and {entry.size_bytes} by its record: do all ranks see one directory?"

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from checkflow.core.device import format_size
 from checkflow.core.errors import UnsupportedError
 from checkflow.core.plan import Plan
 from checkflow.core.state import StateTensor, TrainingState, dtype_name, memory_order
+from checkflow.core.units import format_size
 from checkflow.runtime.format.layout import STORED_TYPES, Layout, TensorRecord, make_layout
 
 logger = logging.getLogger("checkflow")

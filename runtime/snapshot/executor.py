@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol
 
-from checkflow.core.device import format_size
 from checkflow.core.errors import CheckflowError, ConsistencyError
 from checkflow.core.graph import BOUNDARY, AnchorKey, AnchorKind
 from checkflow.core.plan import Certificate, Fingerprint, Plan
 from checkflow.core.timeline import Step, Timeline
+from checkflow.core.units import format_size
 from checkflow.runtime.job import compatibility
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.memory_tier.staging import StagingBuffers

@@ -341,17 +341,38 @@ def _refuse_mismatch(
         if name not in live and name not in tied and owner not in optimizers:
             raise MismatchError(f"{checkpoint.path}: the checkpoint's {name} is not in the job")
         other = sources.get(tied.get(name, name), name)
-        if other != name and _digest(checkpoint, name) != _digest(checkpoint, other):
-            raise MismatchError(
-                f"{checkpoint.path} has different values for {other} and {name}, which are one tensor in the job"
-            )
+        if other != name:
+            refuse_difference(checkpoint.path, other, name, lambda one: _read(checkpoint, one), "job")
 
 
-def _digest(checkpoint: Checkpoint, name: str) -> str:
+def refuse_difference(
+    where: str | Path, name: str, further: str, read: Callable[[str], tuple[str, bytearray]], owner: str
+) -> None:
+    """Two names of one tensor must have one value in what it is set from.
+
+    Args:
+        read: gives a tensor's dtype and shape, in words, and its bytes.
+        owner: of the tensor.
+
+    Raises:
+        MismatchError: they do not.
+    """
+
+    def digest(one: str) -> str:
+        kind, data = read(one)  # one after the other: such a tensor may be a model's largest
+        return f"{kind} {xxhash.xxh3_128_hexdigest(data)}"
+
+    if digest(name) != digest(further):
+        raise MismatchError(
+            f"{where} has different values for {name} and {further}, which are one tensor in the {owner}"
+        )
+
+
+def _read(checkpoint: Checkpoint, name: str) -> tuple[str, bytearray]:
     data = bytearray(checkpoint.size_bytes(name))
     checkpoint.read_into(name, memoryview(data))
     entry = checkpoint.tensors[name]
-    return f"{entry.dtype}{list(entry.shape)} {xxhash.xxh3_128_hexdigest(data)}"
+    return f"{entry.dtype}{list(entry.shape)}", data
 
 
 def _compare(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, entry: TensorEntry) -> None:

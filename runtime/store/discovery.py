@@ -52,7 +52,7 @@ def open_verified(path: Path, trust: Trust | None = None) -> Checkpoint:
     return checkpoint
 
 
-def find_valid(directory: str | os.PathLike[str]) -> Checkpoint | None:
+def find_valid(directory: str | os.PathLike[str], trust: Trust | None = None) -> Checkpoint | None:
     """The newest checkpoint of a directory that is whole, byte for byte; nothing is renamed.
 
     A checkpoint that vanishes while it is looked at (a running job's retention) is passed over.
@@ -71,7 +71,7 @@ def find_valid(directory: str | os.PathLike[str]) -> Checkpoint | None:
         passed.clear()
         found, failed = None, None
         try:
-            found = _newest_valid(paths, pass_over)
+            found = _newest_valid(paths, pass_over, trust)
         except StorageError as error:
             failed = error
         if found is not None and not passed:

@@ -9,7 +9,6 @@ read alone. One that went before the lock was taken is gone, which is no damage.
 
 from __future__ import annotations
 
-import errno
 import json
 import mmap
 import os
@@ -23,6 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import xxhash
 
 from checkflow.core.errors import CheckflowError, CorruptCheckpointError, StorageError
+from checkflow.core.small_files import IrregularError
+from checkflow.runtime.format.layout import MAX_HEADER_BYTES
 from checkflow.runtime.format.manifest import (
     BLOCK_BYTES,
     MANIFEST,
@@ -117,11 +118,32 @@ def _stored(entry: Any, data: int) -> StoredTensor:
     return StoredTensor(str(entry["dtype"]), shape, data + begin, data + end)
 
 
-def parse_header(path: Path, text: bytes, size_bytes: int) -> dict[str, StoredTensor]:
-    """All tensors of a safetensors file by key; their ranges follow each other without holes up to the file's end."""
+def read_header(path: Path, size_bytes: int, read: Callable[[int, memoryview], None]) -> bytes:
+    """The text of a safetensors file's header. Its length is checked before memory is taken for it.
+
+    Args:
+        read: fills a buffer with the file's bytes from an offset on.
+    """
+    if size_bytes < 8:
+        raise CorruptCheckpointError(f"{path} is no safetensors file: it has {size_bytes} bytes")
+    prefix = bytearray(8)
+    read(0, memoryview(prefix))
+    length = int.from_bytes(prefix, "little")
+    if length > min(MAX_HEADER_BYTES, size_bytes - 8):
+        raise CorruptCheckpointError(f"{path} is no safetensors file: it claims a header of {length} bytes")
+    text = bytearray(length)
+    read(8, memoryview(text))
+    return bytes(text)
+
+
+def parse_header(path: Path, text: bytes, size_bytes: int) -> tuple[dict[str, StoredTensor], Any]:
+    """All tensors of a safetensors file by key, and its metadata, which is not looked at.
+
+    The tensors' ranges follow each other without holes up to the file's end.
+    """
     try:
         header = json.loads(text.decode(), object_pairs_hook=no_duplicates)  # str: json would guess UTF-16 of bytes
-        header.pop("__metadata__", None)
+        metadata = header.pop("__metadata__", None)
         data = 8 + len(text)
         found = {str(key): _stored(entry, data) for key, entry in header.items()}
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
@@ -135,7 +157,7 @@ def parse_header(path: Path, text: bytes, size_bytes: int) -> dict[str, StoredTe
         reached = end
     if reached != size_bytes:
         raise CorruptCheckpointError(f"{path} has {size_bytes} bytes, its header describes {reached}")
-    return found
+    return found, metadata
 
 
 def _range(item: tuple[str, StoredTensor]) -> tuple[int, int]:
@@ -252,22 +274,16 @@ def close_all(opened: Mapping[str, OpenFile]) -> None:
 def _open_regular(folder: int, path: Path, trust: Trust | None = None, *, passing: bool) -> tuple[int, int]:
     """A regular file in an open directory, and its size."""
     try:
-        fd = fs.open_read(path.name, dir_fd=folder)
+        fd, size = fs.open_regular(path.name, dir_fd=folder)
+    except FileNotFoundError:
+        raise CorruptCheckpointError(f"{path} is missing") from None
+    except IrregularError as error:
+        raise CorruptCheckpointError(f"{path}: {error.strerror}") from None
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
-            reason = {errno.ENOENT: "is missing", errno.ELOOP: "is a symbolic link"}.get(error.errno, "is no file")
-            raise CorruptCheckpointError(f"{path} {reason}") from None
         raise StorageError(f"cannot open {path}: {error.strerror}") from error
     if passing:
         fs.pass_by(fd)
     try:
-        size = fs.regular_size(fd)
-    except OSError as error:
-        fs.close_quietly(fd)
-        raise StorageError(f"cannot open {path}: {error.strerror}") from error
-    try:
-        if size is None:
-            raise CorruptCheckpointError(f"{path} is no regular file")
         if trust is not None:
             trust.check(path, os.fstat(fd))
     except BaseException:
@@ -324,11 +340,9 @@ def _read_small(fd: int, size: int, name: Path) -> bytes:
     try:
         if size > MAX_MANIFEST_BYTES:
             raise CorruptCheckpointError(f"{name} has {size} bytes, more than {MAX_MANIFEST_BYTES}")
-        data = bytearray(size)
-        count = fs.read_all(fd, memoryview(data), 0)
+        return fs.read_begin(fd, size)
     except OSError as error:
         raise StorageError(f"cannot read {name}: {error.strerror}") from error
-    return bytes(data[:count])
 
 
 def has_manifest(path: Path) -> bool:

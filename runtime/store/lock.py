@@ -28,7 +28,7 @@ from checkflow.core.small_files import IrregularError
 from checkflow.runtime.system import fs
 
 LOCK = ".lock"
-_MAX_HOLDER_BYTES = 4096
+MAX_HOLDER_BYTES = 4096
 _RETRY_SECONDS = 0.05
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF)
 _NO_MANIFEST = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EISDIR)
@@ -113,6 +113,23 @@ def share(fd: int) -> None:
             raise
 
 
+def locked_since(directory: Path) -> float | None:
+    """When the lock of a directory was taken that another process holds now; None: nobody holds it."""
+    try:
+        fd, _ = fs.open_regular(str(directory / LOCK))
+    except OSError:
+        return None  # never locked, or not ours to see
+    try:
+        fs.flock_shared(fd)  # a job that starts in this instant tries again
+    except BlockingIOError:
+        return os.fstat(fd).st_mtime  # the holder signs the file
+    except OSError:
+        return None  # no locks on this file system
+    finally:
+        fs.close_quietly(fd)
+    return None
+
+
 @contextlib.contextmanager
 def claimed(name: str, manifest: str, *, dir_fd: int) -> Iterator[bool]:
     """Whether nobody reads the checkpoint of this name; nobody begins to before the block ends.
@@ -127,7 +144,7 @@ def claimed(name: str, manifest: str, *, dir_fd: int) -> Iterator[bool]:
             fd = fs.open_claimed(manifest, dir_fd=folder)
         finally:
             fs.close_quietly(folder)
-    except IrregularError:
+    except IrregularError:  # no job can open that as a manifest, so nobody reads the checkpoint
         pass
     except OSError as error:
         if error.errno not in _NO_MANIFEST:
@@ -181,8 +198,7 @@ def _sign(fd: int, path: Path) -> None:
 def _holder(fd: int) -> str:
     """Who holds the lock: by the kernel, where that tells, or by what the file says, which may be an earlier holder."""
     try:
-        data = bytearray(_MAX_HOLDER_BYTES)
-        record = json.loads(bytes(data[: fs.read_all(fd, memoryview(data), 0)]))
+        record = json.loads(fs.read_begin(fd, MAX_HOLDER_BYTES))
         pid, host = int(record["pid"]), str(record["host"])[:255]
     except (OSError, ValueError, KeyError, TypeError):
         pid, host = 0, ""

@@ -20,10 +20,19 @@ from typing import Any
 import numpy as np
 
 from checkflow.core.errors import CorruptCheckpointError, StorageError
-from checkflow.runtime.format.layout import MAX_HEADER_BYTES, STORED_TYPES, element
+from checkflow.runtime.format.layout import STORED_TYPES, element
 from checkflow.runtime.format.manifest import BLOCK_BYTES, EXTRA, MAX_EXTRA_BYTES, Manifest, Piece, TensorEntry
 from checkflow.runtime.store.block_reader import THREADS, Ahead, Block, read_blocks, read_one
-from checkflow.runtime.store.files import Narrow, OpenFile, StoredTensor, close_all, open_files, parse_header, whole
+from checkflow.runtime.store.files import (
+    Narrow,
+    OpenFile,
+    StoredTensor,
+    close_all,
+    open_files,
+    parse_header,
+    read_header,
+    whole,
+)
 from checkflow.runtime.store.trust import Trust
 from checkflow.runtime.system import fs
 from checkflow.runtime.system.aligned_memory import copy_bytes, no_collection
@@ -90,7 +99,8 @@ class Checkpoint:
         manifest, opened = self.manifest, self._files
         self._names = dict(manifest.ties)
         self._stored = {
-            name: parse_header(opened[name].path, text, opened[name].entry.size_bytes) for name, text in headers.items()
+            name: parse_header(opened[name].path, text, opened[name].entry.size_bytes)[0]
+            for name, text in headers.items()
         }
         order: list[tuple[str, int, str]] = []
         for name, tensor in manifest.tensors.items():
@@ -362,20 +372,10 @@ class Checkpoint:
             return self._cache.get(key)
 
     def _header(self, file: OpenFile) -> bytes:
-        """The text of a safetensors header. Its length is checked before memory is taken for it."""
+        """The text of a safetensors header."""
         if (head := self._unproved.get(file.path.name)) is not None:
             return head[8:]
-        size = file.entry.size_bytes
-        if size < 8:
-            raise CorruptCheckpointError(f"{file.path} is no safetensors file: it has {size} bytes")
-        prefix = bytearray(8)
-        self._read(file, 0, memoryview(prefix))
-        length = int.from_bytes(prefix, "little")
-        if length > min(MAX_HEADER_BYTES, size - 8):
-            raise CorruptCheckpointError(f"{file.path} claims a header of {length} bytes")
-        text = bytearray(length)
-        self._read(file, 8, memoryview(text))
-        return bytes(text)
+        return read_header(file.path, file.entry.size_bytes, lambda begin, out: self._read(file, begin, out))
 
     def _piece(self, name: str, tensor: TensorEntry, piece: Piece) -> StoredTensor:
         """The header's entry for a piece; it must say the same as the manifest."""

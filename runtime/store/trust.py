@@ -33,12 +33,12 @@ class Trust:
     """What may be read of one directory.
 
     Args:
-        directory: of checkpoints; exists, and no part of it is a link.
+        directory: of checkpoints; exists.
         who: beside root and this process's user: a group's name, "anyone", or None for nobody.
     """
 
     def __init__(self, directory: Path, who: str | None) -> None:
-        self._directory, self._who = directory, who
+        self._directory, self._who = directory.resolve(), who
         self._trusted = {0, os.geteuid()}
 
     @property
@@ -92,13 +92,13 @@ class Trust:
         if not known and found.st_uid != self._probe.st_uid:
             return (
                 f"belongs to {fs.user_name(found.st_uid)} (mode {mode:o}), and would decide what this job goes on "
-                'from: pass trust="anyone", or trust= a group of that user, to checkflow.Checkpointer, or remove it'
+                'from: pass trust="anyone", or trust= a group of that user, or remove it'
             )
         open_to_all = files and stat.S_ISREG(found.st_mode) and mode & stat.S_IWOTH
         if open_to_all and not self._probe.st_mode & stat.S_IWOTH:
             return (
                 f"of {fs.user_name(found.st_uid)} may be written by everyone (mode {mode:o}), who would decide what "
-                'this job goes on from: chmod o-w it if nobody has, or pass trust="anyone" to checkflow.Checkpointer'
+                'this job goes on from: chmod o-w it if nobody has, or pass trust="anyone"'
             )
         return None
 

@@ -15,11 +15,12 @@ import pathlib
 import stat
 from collections.abc import Callable, Iterator, Sequence
 
+from checkflow.core import small_files
 from checkflow.core.small_files import refuse_irregular
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-# Not blocking, or the open of a planted FIFO would wait for ever; regular files do not care.
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_READ = os.O_RDONLY | os.O_NOFOLLOW
+_CLAIM = os.O_RDWR | os.O_NOFOLLOW
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 MODE = 0o664  # of a new file, less the umask: what everyone may write to is trusted by no start
 _passing: set[int] = set()  # open descriptors that a forked child must not keep
@@ -133,17 +134,6 @@ def make_way(draft: str, name: str, *, dir_fd: int) -> None:
                 unlink(draft, dir_fd=dir_fd)
 
 
-@contextlib.contextmanager
-def _said_what_it_is(name: str, dir_fd: int | None = None) -> Iterator[None]:
-    """Of what cannot be opened: a system's own words for links, sockets and directories are hard to understand."""
-    try:
-        yield
-    except OSError:
-        with contextlib.suppress(FileNotFoundError):
-            refuse_irregular(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode, ": remove it")
-        raise
-
-
 def read_small(name: str, most_bytes: int, *, dir_fd: int) -> bytes:
     """The beginning of a regular file of a fixed name, ``most_bytes`` of it at most; no link is followed.
 
@@ -151,20 +141,22 @@ def read_small(name: str, most_bytes: int, *, dir_fd: int) -> bytes:
         IrregularError: something else has its name.
         OSError: it cannot be read.
     """
-    with _said_what_it_is(name, dir_fd):
-        fd = open_read(name, dir_fd=dir_fd)
+    fd, size_bytes = open_regular(name, dir_fd=dir_fd, advice=": remove it")
     try:
-        status = os.fstat(fd)
-        refuse_irregular(status.st_mode, ": remove it")
-        data = bytearray(min(status.st_size, most_bytes))
-        return bytes(data[: read_all(fd, memoryview(data), 0)])
+        return read_begin(fd, min(size_bytes, most_bytes))
     finally:
         close_quietly(fd)
 
 
-def open_read(name: str, *, dir_fd: int) -> int:
-    """An existing file for reading; a symbolic link is not followed (ELOOP)."""
-    return os.open(name, _READ, dir_fd=dir_fd)
+def read_begin(fd: int, size_bytes: int) -> bytes:
+    """The first bytes of an open file; fewer where it has become shorter."""
+    data = bytearray(size_bytes)
+    return bytes(data[: read_all(fd, memoryview(data), 0)])
+
+
+def open_regular(name: str, *, dir_fd: int | None = None, advice: str = "") -> tuple[int, int]:
+    """An existing regular file for reading, and its size; as :func:`.small_files.open_regular`, following no link."""
+    return small_files.open_regular(name, _READ, dir_fd=dir_fd, advice=advice)
 
 
 def open_direct(fd: int) -> int:
@@ -181,16 +173,10 @@ def open_claimed(name: str, *, dir_fd: int) -> int:
     Raises:
         IrregularError: something else has its name; a device is not opened.
     """
-    refuse_irregular(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode)
     try:
-        fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=dir_fd)
+        fd, _ = small_files.open_regular(name, _CLAIM, dir_fd=dir_fd)
     except PermissionError:
-        fd = open_read(name, dir_fd=dir_fd)
-    try:
-        refuse_irregular(os.fstat(fd).st_mode)
-    except BaseException:
-        close_quietly(fd)
-        raise
+        fd, _ = open_regular(name, dir_fd=dir_fd)
     return pass_by(fd)
 
 
@@ -203,8 +189,12 @@ def open_lock(path: str, mode: int = 0o600, group: int = -1) -> int:
     Raises:
         IrregularError: something else has its name.
     """
-    with _said_what_it_is(path):
+    try:
         fd = pass_by(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode))
+    except OSError:  # a system's own words for links, sockets and directories are hard to understand
+        with contextlib.suppress(FileNotFoundError):
+            refuse_irregular(os.stat(path, follow_symlinks=False).st_mode, ": remove it")
+        raise
     try:
         found = os.fstat(fd)
         refuse_irregular(found.st_mode, ": remove it")
@@ -341,12 +331,6 @@ def path_of(fd: int) -> str | None:
     except OSError:
         return None
     return path if is_at(fd, path) else None
-
-
-def regular_size(fd: int) -> int | None:
-    """The size in bytes of an open regular file; None if it is anything else."""
-    status = os.fstat(fd)
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:

@@ -13,8 +13,8 @@ from typing import cast
 
 import torch
 
-from checkflow.core.device import format_size
 from checkflow.core.errors import CheckflowError
+from checkflow.core.units import format_size
 from checkflow.runtime.system import numa
 from checkflow.runtime.transfer.cuda_capture import merged
 from checkflow.runtime.transfer.cudart import HOST_POINTERS, Copies, InvalidCopyError, load_runtime

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-import xxhash
 from torch import nn
 
 from checkflow.core.errors import MismatchError
 from checkflow.core.state import DEFAULT_MODEL, collect_state, dtype_name
 from checkflow.runtime.format.layout import STORED_TYPES
 from checkflow.runtime.state.collect import modules_with_extra_state
+from checkflow.runtime.state.restore import refuse_difference
 from checkflow.runtime.weights.source import EXTRA_STATE, Described, Weights, clean, open_weights, renamed
 from checkflow.runtime.weights.torch_files import as_tensor
 
@@ -158,18 +158,12 @@ def _names(live: Mapping[str, torch.Tensor], aliases: Mapping[str, str], weights
         if alias not in weights.tensors and alias not in weights.ties:
             continue
         other = names.setdefault(first, alias)
-        if weights.ties.get(alias, alias) != weights.ties.get(other, other) and _digest(weights, alias) != _digest(
-            weights, other
-        ):
-            raise MismatchError(
-                f"{weights.where} has different values for {other} and {alias}, which are one tensor in the model"
-            )
+        if weights.ties.get(alias, alias) != weights.ties.get(other, other):
+            refuse_difference(
+                weights.where, other, alias,
+                lambda name: (str(weights.tensors[weights.ties.get(name, name)]), weights.read(name)), "model",
+            )  # fmt: skip
     return names
-
-
-def _digest(weights: Weights, name: str) -> str:
-    described = weights.tensors[weights.ties.get(name, name)]
-    return f"{described} {xxhash.xxh3_128_hexdigest(weights.read(name))}"
 
 
 def _compare(

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
 import os
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from checkflow.core import small_files
 from checkflow.core.errors import CorruptCheckpointError, MismatchError, StorageError
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import MAX_HEADER_BYTES, STORED_TYPES
 from checkflow.runtime.format.manifest import MANIFEST
 from checkflow.runtime.store.discovery import find
-from checkflow.runtime.store.files import StoredTensor, parse_header, parse_step
+from checkflow.runtime.store.files import StoredTensor, parse_header, parse_step, read_header
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.system import fs
 
@@ -233,7 +234,9 @@ def _open_safetensors(path: Path, closing: contextlib.ExitStack) -> Weights:
     for shard, expected in shards.items():
         fd, size = open_regular(shard)
         closing.callback(fs.close, fd)
-        found, pairs = _read_header(shard, fd, size)
+        text = read_header(shard, size, functools.partial(read_exactly, shard, fd))
+        found, metadata = parse_header(shard, text, size)
+        pairs = metadata if isinstance(metadata, dict) else {}
         if expected is not None:
             if missing := sorted(expected - found.keys()):
                 raise CorruptCheckpointError(f"{shard} lacks {missing[0]!r}, which {file.name} places there")
@@ -299,20 +302,11 @@ def plain_name(name: str) -> bool:
 def open_regular(path: Path) -> tuple[int, int]:
     """A file that may be behind a link, as in the caches of model hubs, and its size."""
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise CorruptCheckpointError(f"{path} is no regular file")
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            size = fs.regular_size(fd)  # what has that name by now
-        except BaseException:
-            fs.close_quietly(fd)
-            raise
-    except (OSError, ValueError) as error:
-        raise StorageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    if size is None:
-        fs.close_quietly(fd)
-        raise CorruptCheckpointError(f"{path} is no regular file")
-    return fd, size
+        return small_files.open_regular(path)
+    except small_files.IrregularError:
+        raise CorruptCheckpointError(f"{path} is no regular file") from None
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from error
 
 
 def read_exactly(path: Path, fd: int, begin: int, out: memoryview) -> None:
@@ -323,22 +317,6 @@ def read_exactly(path: Path, fd: int, begin: int, out: memoryview) -> None:
         raise StorageError(f"cannot read {path}: {error.strerror}") from error
     if count != len(flat):
         raise CorruptCheckpointError(f"{path} is truncated at byte {begin + count}")
-
-
-def _read_header(path: Path, fd: int, size: int) -> tuple[dict[str, StoredTensor], Mapping[str, Any]]:
-    """Its tensors, and its metadata."""
-    prefix = bytearray(8)
-    if size < len(prefix):
-        raise CorruptCheckpointError(f"{path} is no safetensors file: it has {size} bytes")
-    read_exactly(path, fd, 0, memoryview(prefix))
-    length = int.from_bytes(prefix, "little")
-    if length > min(MAX_HEADER_BYTES, size - 8):
-        raise CorruptCheckpointError(f"{path} is no safetensors file: it claims a header of {length} bytes")
-    text = bytearray(length)
-    read_exactly(path, fd, 8, memoryview(text))
-    found = parse_header(path, bytes(text), size)
-    metadata = json.loads(text).get("__metadata__")
-    return found, metadata if isinstance(metadata, dict) else {}
 
 
 def _describe(path: Path, name: str, stored: StoredTensor, pair: object) -> Described:

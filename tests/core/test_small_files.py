@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from checkflow.core.graph import Many, Named
-from checkflow.core.small_files import check_density, check_fields
+from checkflow.core.small_files import IrregularError, check_density, check_fields, open_regular
 
 
 @dataclass(frozen=True)
@@ -58,3 +60,36 @@ def test_files_denser_than_real_ones_are_refused_but_for_small_ones() -> None:
     check_density(b"[]     ," * 10**5)
     with pytest.raises(ValueError, match="it has 100000 elements in 100000 bytes"):
         check_density(b"[" * 10**5)
+
+
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDONLY | os.O_NOFOLLOW], ids=["links", "no links"])
+def test_what_takes_a_file_s_place_while_it_is_opened(
+    flags: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = tmp_path / "file", os.open
+    path.write_bytes(b"x")
+
+    def swap(*args: Any, **named: Any) -> int:
+        path.unlink()
+        os.mkfifo(path)
+        return real(*args, **named)
+
+    monkeypatch.setattr(os, "open", swap)
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(IrregularError, match="it is a FIFO, no regular file, remove it"):
+        open_regular(path, flags, advice=", remove it")
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_link_that_takes_a_file_s_place_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real = tmp_path / "file", os.open
+    path.write_bytes(b"x")
+
+    def swap(*args: Any, **named: Any) -> int:
+        path.rename(tmp_path / "aside")
+        path.symlink_to(tmp_path / "aside")
+        return real(*args, **named)
+
+    monkeypatch.setattr(os, "open", swap)
+    with pytest.raises(OSError, match="symbolic links"):
+        open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)

@@ -17,8 +17,9 @@ import torch
 
 from benchmarks import paper_document, paper_tables
 from checkflow.core import plan as plans
-from checkflow.core.device import find_device, parse_bandwidth
+from checkflow.core.device import find_device
 from checkflow.core.training_step import TrainingStep
+from checkflow.core.units import parse_bandwidth
 from checkflow.planner.operators.attention import cuda_kernels
 from checkflow.planner.pipeline import Planned, Subject, default_memory_limit_bytes, plan_model
 from checkflow.planner.schedule.replay import check_plan

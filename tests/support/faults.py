@@ -23,13 +23,13 @@ from checkflow.runtime.system import fs
 from checkflow.runtime.system.aligned_memory import address_of
 
 CALLS = (
-    "open_folder", "make_folders", "mkdir", "open_new", "open_read", "open_lock", "flock", "truncate", "pwrite",
-    "preadv", "fsync", "close", "rename", "unlink", "rmdir", "names", "folder_names", "exists", "regular_size",
+    "open_folder", "make_folders", "mkdir", "open_new", "open_regular", "open_lock", "flock", "truncate", "pwrite",
+    "preadv", "fsync", "close", "rename", "unlink", "rmdir", "names", "folder_names", "exists",
     "link", "flock_shared", "open_claimed", "is_at", "set_direct", "open_direct",
 )  # fmt: skip
 
 
-OPENING = ("open_folder", "open_new", "open_read", "open_lock", "open_claimed", "open_direct")
+OPENING = ("open_folder", "open_new", "open_regular", "open_lock", "open_claimed", "open_direct")
 
 
 class Killed(BaseException):
@@ -83,8 +83,9 @@ class Faults:
             if (self.after and self.count == self.at) or name == "close":  # a failed close closes all the same
                 result = real(*args, **named)
                 if self.after and name in OPENING:
-                    fs._passing.discard(result)
-                    os.close(result)
+                    fd = result[0] if isinstance(result, tuple) else result
+                    fs._passing.discard(fd)
+                    os.close(fd)
             if self.error is None:
                 raise Killed
             raise OSError(self.error, os.strerror(self.error))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from checkflow.core.device import format_size
+from checkflow.core.units import format_size
 
 if TYPE_CHECKING:
     from checkflow.runtime.inspect import Changed, Differences, Listed, Running, Verified

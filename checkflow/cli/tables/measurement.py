@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from checkflow.core.device import format_flops, format_rate, format_seconds, format_size
+from checkflow.core.units import format_flops, format_rate, format_seconds, format_size
 
 if TYPE_CHECKING:
     from checkflow.planner.measure.probe import Figure, Probed

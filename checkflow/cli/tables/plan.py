@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from checkflow.cli.tables.measurement import measured_json, measured_rows
-from checkflow.core.device import format_rate, format_seconds, format_size, format_stall, round_up
+from checkflow.core.units import format_rate, format_seconds, format_size, format_stall, round_up
 
 if TYPE_CHECKING:
     from checkflow.demo.kills import Result

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from rich.table import Table
 
 from checkflow.cli.tables.plan import iterations
-from checkflow.core.device import format_rate, format_seconds, format_size
 from checkflow.core.run_report import PlanInForce, RunReport
+from checkflow.core.units import format_rate, format_seconds, format_size
 
 Unit = Literal["seconds", "bytes", "bytes_per_second", "iterations"]
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from checkflow.cli.tables import chart
 from checkflow.cli.tables.plan import added, iterations
-from checkflow.core.device import format_rate, format_seconds, format_size, format_stall, round_up
+from checkflow.core.units import format_rate, format_seconds, format_size, format_stall, round_up
 
 if TYPE_CHECKING:
     from checkflow.core.plan import Plan

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from checkflow.core.device import format_rate, format_seconds, format_size, format_time
+from checkflow.core.units import format_rate, format_seconds, format_size, format_time
 
 if TYPE_CHECKING:
     from checkflow.core.plan import Plan

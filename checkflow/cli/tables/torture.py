@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from checkflow.core.device import format_seconds, format_size
+from checkflow.core.units import format_seconds, format_size
 
 if TYPE_CHECKING:
     from checkflow.torture.campaign import Kill, Torture

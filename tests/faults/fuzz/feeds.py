@@ -62,7 +62,7 @@ def feed_manifest(data: bytes) -> str:
 def feed_header(item: tuple[bytes, int]) -> str:
     """The text of a safetensors file's header, and the size of the file."""
     text, size_bytes = item
-    found = store_files.parse_header(Path("x.safetensors"), text, size_bytes)
+    found, _ = store_files.parse_header(Path("x.safetensors"), text, size_bytes)
     data = _DATA_START + len(text)
     again = {
         key: {"dtype": one.code, "shape": one.shape, "data_offsets": [one.begin - data, one.end - data]}
@@ -70,7 +70,7 @@ def feed_header(item: tuple[bytes, int]) -> str:
     }
     spelled = json.dumps(again).encode().ljust(len(text))
     shift = len(spelled) - len(text)
-    read = store_files.parse_header(Path("again"), spelled, size_bytes + shift)
+    read, _ = store_files.parse_header(Path("again"), spelled, size_bytes + shift)
     moved = {key: store_files.StoredTensor(one.code, one.shape, one.begin - shift, one.end - shift)
              for key, one in read.items()}  # fmt: skip
     assert moved == found

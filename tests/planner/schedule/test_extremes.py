@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from checkflow.core.device import parse_bandwidth
 from checkflow.core.errors import PlanError
 from checkflow.core.graph import BOUNDARY
 from checkflow.core.plan import Plan
 from checkflow.core.timeline import StateGroup, Step, Timeline
+from checkflow.core.units import parse_bandwidth
 from checkflow.planner.exact import bounds, greedy
 from checkflow.planner.exact.interval import Question
 from checkflow.planner.exact.problem import Problem

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings, strategies
 from pydantic import AfterValidator, TypeAdapter, ValidationError
 
-from checkflow.core.device import CATALOGUE, Device, format_size, parse_size, read_device, round_up
+from checkflow.core.device import CATALOGUE, Device, read_device
 from checkflow.core.errors import CheckflowError, PlanError, first_fault
 from checkflow.core.timeline import StateGroup, Timeline
+from checkflow.core.units import format_size, parse_size, round_up
 from checkflow.planner.schedule.certify import Formulation
 from checkflow.planner.schedule.scheduler import Outcome, Request, make_plan
 from tests.support.timelines import make_fingerprint, make_timeline, timelines

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkflow.core.device import parse_seconds
 from checkflow.core.errors import CheckflowError
+from checkflow.core.units import parse_seconds
 from checkflow.runtime.interval.policy import (
     Choice,
     Costs,

@@ -91,7 +91,7 @@ def test_links_in_the_place_of_what_a_capture_needs_are_passed_over(
         path.symlink_to(tmp_path / path.name)
     with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
         assert checkpointer.resumed_from == before
-    assert "is a link" in caplog.text
+    assert "a symbolic link" in caplog.text
 
 
 def test_a_directory_that_was_moved_takes_its_own(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_versions_are_retained_as_checkpoints_are(directory: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- faults
 
 WRITES = ("mkdir", "make_folders", "open_new", "open_lock", "pwrite", "fsync", "rename", "unlink", "rmdir", "truncate")
-OFTEN = tuple(call for call in CALLS if call not in ("preadv", "regular_size", "exists"))  # those follow these
+OFTEN = tuple(call for call in CALLS if call not in ("preadv", "exists"))  # those follow these
 
 
 class FaultsOfOne(Faults):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
 import tempfile
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from checkflow.core.errors import (
 from checkflow.runtime.shards.ownership import may_hold
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.store import Store
+from checkflow.runtime.store.trust import ForeignError
 from tests.support.shard_tools import World, together
 
 ROOT = Path(__file__).parents[3]
@@ -41,6 +43,21 @@ ROOT = Path(__file__).parents[3]
 def directory() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="checkflow-test-") as folder:
         yield Path(folder) / "versions"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_another_user_s_version_is_refused(directory: Path) -> None:
+    together(1, lambda rank: shards.save_shard(directory, 1, rank, 1, run_id="run"))
+    os.chown(directory / "step-00000001" / "manifest.json", 65534, 65534)
+    reads: list[Callable[..., Any]] = [
+        lambda **named: shards.newest_step(directory, **named),
+        lambda **named: shards.load_shard(directory, 0, 1, **named).step,
+        lambda **named: shards.load_slices(directory, {}, **named) == {},
+    ]
+    for read in reads:
+        with pytest.raises(ForeignError, match=r"manifest\.json belongs to"):
+            read()
+        assert read(trust="anyone") == 1
 
 
 # --------------------------------------------------------------------------------------------------------- placement

@@ -111,7 +111,7 @@ def test_everything_damaged_is_nothing_found(directory: Path) -> None:
     assert find(directory) == ()
 
 
-@pytest.mark.parametrize("call", ["preadv", "open_read", "open_folder", "regular_size"])
+@pytest.mark.parametrize("call", ["preadv", "open_regular", "open_folder"])
 def test_a_read_error_sets_nothing_aside(
     directory: Path, call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
