@@ -42,7 +42,7 @@ Call = Callable[..., Said]
 
 
 def job(kind: str, directory: object) -> list[str]:
-    return ["--", sys.executable, str(ROOT / "tests" / "support" / "tortured_job.py"), kind, str(directory)]
+    return ["--", sys.executable, "-m", "tests.support.programs.tortured_job", kind, str(directory)]
 
 
 def running_in(folder: Path) -> list[int]:
