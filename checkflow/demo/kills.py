@@ -216,7 +216,7 @@ def _steps(lines: list[Line]) -> list[Line]:
 def _median_seconds(lines: list[Line]) -> float:
     """From one step to the next, where nothing came in between."""
     return statistics.median(
-        line["at_seconds"] - before["at_seconds"]
+        float(line["at_seconds"] - before["at_seconds"])
         for before, line in itertools.pairwise(lines)
         if before["event"] == line["event"] == "step"
     )
