@@ -21,21 +21,22 @@ if TYPE_CHECKING:
 LOST, UNTRIED = 3, 4
 
 
-def _share(text: str | float) -> float:
+def _number(text: str | float, what: str) -> float:
     try:
-        share = float(text)  # the default comes here too, as a number
+        return float(text)  # the default comes here too, as a number
     except ValueError:
-        raise typer.BadParameter(f"not a share: {text!r} (write it like 0.2)") from None
+        raise typer.BadParameter(f"not a {what}") from None
+
+
+def _share(text: str | float) -> float:
+    share = _number(text, f"share: {text!r} (write it like 0.2)")
     if not 0 <= share <= 1:
         raise typer.BadParameter(f"a share of the kills is from 0 to 1, not {text}")
     return share
 
 
 def _seconds(text: str | float) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        raise typer.BadParameter(f"not a number of seconds: {text!r}") from None
+    seconds = _number(text, f"number of seconds: {text!r}")
     if not 0 < seconds < float("inf"):  # NaN neither
         raise typer.BadParameter(f"a number of seconds above 0, not {text}")
     return seconds
@@ -102,30 +103,17 @@ def torture(
         raise typer.BadParameter(fault, param_hint="COMMAND")
     if directory is not None and directory.exists() and not directory.is_dir():
         raise typer.BadParameter(f"{directory} is no directory", param_hint="--directory")
+    from checkflow.torture.campaign import Campaign, Torture
+
+    home = None if directory is None else Path(os.path.abspath(directory))
     chosen = random.SystemRandom().randrange(2**32) if seed is None else seed
     with tempfile.TemporaryDirectory(prefix="checkflow-torture-") as folder:
         said = Path(folder) / "log" if log is None else log
-        return _try(command, directory, kills, seconds, chosen, patience, children, terms, said, as_json=as_json)
+        tried = Torture(Campaign(tuple(command), home, kills, seconds, chosen, patience, terms, children, said))
+        return _try(tried, as_json=as_json)
 
 
-def _try(
-    command: list[str],
-    directory: Path | None,
-    kills: int,
-    seconds: float | None,
-    seed: int,
-    patience: float,
-    children: float,
-    terms: float,
-    log: Path,
-    *,
-    as_json: bool,
-) -> int:
-    from checkflow.torture.campaign import Request, Torture
-
-    home = None if directory is None else Path(os.path.abspath(directory))
-    request = Request(tuple(command), home, kills, seconds, seed, patience, terms, children, log)
-    torture = Torture(request)
+def _try(torture: Torture, *, as_json: bool) -> int:
     try:
         with working("torturing") as torture.say:
             torture.run()

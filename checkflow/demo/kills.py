@@ -1,19 +1,17 @@
-"""The main job, for anyone to see: training that is killed with SIGKILL three times, and what that cost.
+"""Training that is killed with SIGKILL three times, and what that cost: ``checkflow demo``.
 
-:mod:`checkflow.demo.training` runs as a process of its own: uninterrupted and without checkpoints, which gives the true
-result, and with a checkpoint every iteration while this module kills it. What is compared afterwards comes from the
-journals and the final states; only that no checkpoint failed is the checkpointer's own word.
+:mod:`checkflow.demo.training` runs as a process of its own, uninterrupted and without checkpoints, which gives the true
+result, and again with a checkpoint every iteration while this module kills it. What is compared comes from the journals
+and the final states; only that no checkpoint failed is the checkpointer's own word.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -23,9 +21,10 @@ from typing import Any
 
 import checkflow
 from checkflow.core.errors import CheckflowError
+from checkflow.torture.journal import JournalReader, Line, read_journal
+from checkflow.torture.processes import POLL_SECONDS, Child, below, nothing_left, start, tail
 
 RUN_LIMIT_SECONDS = 900.0  # a run that has not ended by then hangs, on a slow machine too
-POLL_SECONDS = 0.002
 # While an iteration runs, one checkpoint is gathered, one may be committed, and its own step may be in the journal.
 MOST_REPLAYED_ITERATIONS = 3
 
@@ -72,7 +71,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class KillPoint:
     """When to kill: after a step (of an iteration) or a validation (of an epoch) has begun, and a little later."""
 
     event: str  # "step" or "validation"
@@ -80,135 +79,77 @@ class Moment:
     delay_seconds: float
 
 
-class Watch:
-    """Follows a journal while another process writes it."""
-
-    def __init__(self, path: Path, *, from_the_end: bool = False) -> None:
-        self.lines: list[dict[str, Any]] = []
-        self._path = path
-        self._offset = path.stat().st_size if from_the_end and path.exists() else 0
-
-    def look(self) -> None:
-        """Add the lines that are new; one that is not finished waits, one that a kill cut off is no line."""
-        if not self._path.exists():
-            return
-        with open(self._path, "rb") as file:
-            file.seek(self._offset)
-            new = file.read()
-        whole = new[: new.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        self.lines += [json.loads(line) for line in whole.splitlines() if line.endswith(b"}")]
-
-
 class Run:
     """The training script as a child process, started as often as it takes."""
 
     def __init__(self, folder: Path, name: str, epochs: int, seed: int, plan: Path | None) -> None:
         self.journal, self.result = folder / f"{name}.jsonl", folder / f"{name}.safetensors"
-        self._output = folder / f"{name}.log"
+        self._log = folder / f"{name}.log"
         self._command = [sys.executable, "-P", "-m", "checkflow.demo.training"]
         self._command += ["--journal", str(self.journal), "--result", str(self.result)]
         self._command += ["--epochs", str(epochs), "--seed", str(seed)]
         if plan is not None:
             self._command += ["--plan", str(plan), "--directory", str(folder / "checkpoints")]
+        # The child finds the checkflow that runs here, whether it is installed or not, and nothing of this folder.
+        paths = [str(Path(checkflow.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         self._deadline = time.monotonic() + RUN_LIMIT_SECONDS
 
-    def start(self) -> subprocess.Popen[bytes]:
-        # The child finds the checkflow that runs here, whether it is installed or not, and nothing of this folder.
-        home = str(Path(checkflow.__file__).parent.parent)
-        paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
-        with open(self._output, "ab") as output:
-            return subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            )
-
-    def finish(self) -> None:
-        """Run to the end.
+    def train(self, point: KillPoint | None = None) -> None:
+        """Run until the point comes, and kill; without one, to the end.
 
         Raises:
-            CheckflowError: the training fails, or hangs.
+            CheckflowError: the training fails, ends before its kill, or hangs.
         """
-        with self.start() as process:
-            try:
-                code = process.wait(max(0.0, self._deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                raise CheckflowError(f"the training did not end within {RUN_LIMIT_SECONDS:.0f} s") from None
-            finally:
-                process.kill()  # nothing, if it has ended
-            if code:
-                raise self._failed(code)
-
-    def kill_at(self, moment: Moment) -> None:
-        """Run until the moment comes, and kill.
-
-        Raises:
-            CheckflowError: the training fails or ends before, or hangs.
-        """
-        watch = Watch(self.journal, from_the_end=True)
-        with self.start() as process:
-            try:
-                while not _kill_if_due(process, moment, watch):
-                    if (code := process.poll()) is not None:
-                        raise self._failed(code)
-                    if time.monotonic() > self._deadline:
-                        raise CheckflowError(f"the training did not end within {RUN_LIMIT_SECONDS:.0f} s")
-                    time.sleep(POLL_SECONDS)
-            finally:
-                process.kill()
-
-    def lines(self) -> list[dict[str, Any]]:
-        """The whole journal."""
-        watch = Watch(self.journal)
-        watch.look()
-        return watch.lines
-
-    def _failed(self, code: int) -> CheckflowError:
-        said = self._output.read_text(errors="replace").strip().splitlines()
-        return CheckflowError(f"the training ended with exit code {code}: {said[-1] if said else 'it said nothing'}")
+        journal, strangers = JournalReader(self.journal, from_the_end=True), below()
+        with nothing_left(strangers):
+            job = start(self._command, self._log, strangers, env=self._env)
+            while (code := job.process.poll()) is None:
+                if point is not None and _kill_if_due(job.process, point, journal):
+                    return
+                if time.monotonic() > self._deadline:
+                    raise CheckflowError(f"the training did not end within {RUN_LIMIT_SECONDS:.0f} s")
+                time.sleep(POLL_SECONDS)
+        if code or point is not None:
+            said = tail(job, lines=1) or "it said nothing"
+            raise CheckflowError(f"the training ended with exit code {code}: {said}")
 
 
-def _kill_if_due(process: subprocess.Popen[bytes], moment: Moment, watch: Watch) -> bool:
-    watch.look()
-    if not any(_reached(line, moment) for line in watch.lines):
+def _kill_if_due(process: Child, point: KillPoint, journal: JournalReader) -> bool:
+    journal.look()
+    if not any(_reached(line, point) for line in journal.lines):
         return False
-    if moment.event == "step":
-        time.sleep(moment.delay_seconds)
-        process.kill()
-        return True
-    if watch.lines[-1]["event"] != "validation":
+    if point.event == "validation" and journal.lines[-1]["event"] != "validation":
         return False  # this validation has passed: wait for the next one
-    time.sleep(moment.delay_seconds)
-    # A process that is stopped cannot leave validation between the look and the kill.
-    process.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-    watch.look()
-    if watch.lines[-1]["event"] == "validation":
-        process.kill()
-        return True
-    process.send_signal(signal.SIGCONT)
-    return False
+    time.sleep(point.delay_seconds)
+    if point.event == "validation":
+        # A process that is stopped cannot leave validation between the look and the kill.
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        journal.look()
+        if journal.lines[-1]["event"] != "validation":
+            os.kill(process.pid, signal.SIGCONT)
+            return False
+    os.kill(process.pid, signal.SIGKILL)
+    return True
 
 
-def _reached(line: dict[str, Any], moment: Moment) -> bool:
-    """Whether this line of the journal is the moment, or a later one of its kind."""
-    number = line.get("iteration" if moment.event == "step" else "epoch", -1)
-    return bool(line["event"] == moment.event and number >= moment.number)
+def _reached(line: Line, point: KillPoint) -> bool:
+    """Whether this line of the journal is the point, or a later one of its kind."""
+    number = line.get("iteration" if point.event == "step" else "epoch", -1)
+    return bool(line["event"] == point.event and number >= point.number)
 
 
-def choose_moments(seed: int, epochs: int, steps_per_epoch: int, iteration_seconds: float) -> list[Moment]:
-    """Three moments in order: early in training, inside a validation, late in training."""
+def choose_points(seed: int, epochs: int, steps_per_epoch: int, iteration_seconds: float) -> list[KillPoint]:
+    """Three points in order: early in training, inside a validation, late in training."""
     chance = random.Random(seed)
     steps, middle = epochs * steps_per_epoch, (epochs - 1) // 2
     early = chance.randrange(2, (middle + 1) * steps_per_epoch - 1)
     late = chance.randrange((middle + 1) * steps_per_epoch + 1, steps - 2)
     return [
-        Moment("step", early, chance.uniform(0, iteration_seconds)),
-        Moment("validation", middle, chance.uniform(0, iteration_seconds / 2)),
-        Moment("step", late, chance.uniform(0, iteration_seconds)),
+        KillPoint("step", early, chance.uniform(0, iteration_seconds)),
+        KillPoint("validation", middle, chance.uniform(0, iteration_seconds / 2)),
+        KillPoint("step", late, chance.uniform(0, iteration_seconds)),
     ]
 
 
@@ -227,26 +168,26 @@ def run(folder: Path, plan: Path, *, epochs: int, seed: int) -> Iterator[str | R
         raise CheckflowError(f"the demo needs at least 3 epochs, not {epochs}")
     before, after = (Run(folder, name, epochs, seed, None) for name in ("before", "after"))
     yield "training without checkpoints, uninterrupted: the truth to compare with"
-    before.finish()
-    lines = before.lines()
+    before.train()
+    lines = read_journal(before.journal)
     steps_per_epoch = len(_steps(lines)) // epochs
 
     job = Run(folder, "killed", epochs, seed, plan)
-    for moment in choose_moments(seed, epochs, steps_per_epoch, _median_seconds(lines)):
-        place = "iteration" if moment.event == "step" else "the validation of epoch"
-        yield f"training with a checkpoint every iteration, SIGKILL in {place} {moment.number}"
-        job.kill_at(moment)
+    for point in choose_points(seed, epochs, steps_per_epoch, _median_seconds(lines)):
+        place = "iteration" if point.event == "step" else "the validation of epoch"
+        yield f"training with a checkpoint every iteration, SIGKILL in {place} {point.number}"
+        job.train(point)
     yield "training on to the end"
-    job.finish()
+    job.train()
     # Once more, so that whatever else the machine does weighs on both sides of the comparison of times.
     yield "training without checkpoints again"
-    after.finish()
+    after.train()
     yield compare(before, job, after, epochs=epochs)
 
 
 def compare(before: Run, job: Run, after: Run, *, epochs: int) -> Result:
     """Hold the journal and the final state of the killed run against those of the uninterrupted ones."""
-    lines, truth = job.lines(), _steps(before.lines())
+    lines, truth = read_journal(job.journal), _steps(read_journal(before.journal))
     kills = _kills(lines)
     report = lines[-1]["report"]
     accuracies = [line["accuracy"] for line in lines if line["event"] == "validated"]
@@ -261,22 +202,27 @@ def compare(before: Run, job: Run, after: Run, *, epochs: int) -> Result:
             _check_kills(kills),
             _check_report(report),
         ),
-        seconds_without=_median_seconds([*before.lines(), *after.lines()]),
+        seconds_without=_median_seconds([*read_journal(before.journal), *read_journal(after.journal)]),
         seconds_with=_median_seconds(lines),
         held_seconds=sum(report["held_seconds"].values()) / max(1, report["captures"]),
         checkpoint_bytes=report["checkpoint_bytes"] or 0,
     )
 
 
-def _steps(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _steps(lines: list[Line]) -> list[Line]:
     return [line for line in lines if line["event"] == "step"]
 
 
-def _median_seconds(lines: list[dict[str, Any]]) -> float:
-    return float(statistics.median(line["seconds"] for line in _steps(lines) if line["seconds"] is not None))
+def _median_seconds(lines: list[Line]) -> float:
+    """From one step to the next, where nothing came in between."""
+    return statistics.median(
+        float(line["at_seconds"] - before["at_seconds"])
+        for before, line in itertools.pairwise(lines)
+        if before["event"] == line["event"] == "step"
+    )
 
 
-def _kills(lines: list[dict[str, Any]]) -> list[Kill]:
+def _kills(lines: list[Line]) -> list[Kill]:
     """Every start but the first came after a kill; the line before it says where that was."""
     kills, done = [], 0
     for before, line in itertools.pairwise(lines):
@@ -288,9 +234,9 @@ def _kills(lines: list[dict[str, Any]]) -> list[Kill]:
     return kills
 
 
-def _effective(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _effective(lines: list[Line]) -> list[Line]:
     """The steps that made the final state: a start takes back every step from its iteration on."""
-    steps: list[dict[str, Any]] = []
+    steps: list[Line] = []
     for line in lines:
         if line["event"] == "start":
             steps = [step for step in steps if step["iteration"] < line["iteration"]]
@@ -319,8 +265,8 @@ def _same_bits(torch: Any, one: Any, other: Any) -> bool:
     return bool(torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)))
 
 
-def _check_samples(steps: list[dict[str, Any]], truth: list[dict[str, Any]]) -> Check:
-    def order(lines: list[dict[str, Any]]) -> list[tuple[int, int, list[int]]]:
+def _check_samples(steps: list[Line], truth: list[Line]) -> Check:
+    def order(lines: list[Line]) -> list[tuple[int, int, list[int]]]:
         return [(line["iteration"], line["epoch"], line["samples"]) for line in lines]
 
     samples: dict[int, list[int]] = {}

@@ -1,16 +1,12 @@
 """A training script that goes on where it was killed: a small convolutional network on handwritten digits.
 
-``python -m checkflow.demo.training --directory checkpoints --plan plan.json --journal journal.jsonl``
-
-The lines that checkflow added to the script end in ``# checkflow``. Without ``--directory`` the same training runs
-without checkpoints. Everything else here is an ordinary script, and a journal of what it did: one JSON object a line,
-flushed as soon as it happened, by which ``checkflow demo`` proves that no sample was lost or used twice.
+The lines that checkflow added to the script end in ``# checkflow``; without ``--directory`` it runs without
+checkpoints. Its journal says what it did, and when: by that ``checkflow demo`` proves that no sample was lost.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import checkflow  # checkflow
 from checkflow.models.digits import DigitsNet
+from checkflow.torture.journal import Journal
 
 BATCH_SIZE = 32
 TRAINING_SHARE = 0.8
@@ -53,58 +50,36 @@ class Digits(Dataset[Sample]):
         return image, self.labels[index], index
 
 
-class Journal:
-    """What happened, one JSON object a line; a later process appends to it.
-
-    ``seconds`` of a step is the time since the step before it; null for the first one of a process or of an epoch.
-    """
-
-    def __init__(self, path: Path, iteration: int) -> None:
-        torn = path.exists() and not path.read_bytes().endswith(b"\n")
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the process
-        if torn:  # the process before this one was killed while it wrote a line
-            self._file.write("\n")
-        self._iteration = iteration
-        self._last_step: float | None = None
-        self.note("start", iteration=iteration)
-
-    def note(self, event: str, **values: Any) -> None:
-        self._last_step = None
-        self._write({"event": event, **values})
-
-    def step(self, epoch: int, samples: list[int]) -> None:
-        """The batch of these samples has reached the optimizer's step."""
-        now = time.perf_counter()
-        seconds = None if self._last_step is None else now - self._last_step
-        self._write(
-            {"event": "step", "iteration": self._iteration, "epoch": epoch, "samples": samples, "seconds": seconds}
-        )
-        self._iteration += 1
-        self._last_step = now
-
-    def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
-
-
-class Job:
+class DigitsTraining:
     """Model, optimizer, scheduler, and an epoch of training and validation with them."""
 
-    def __init__(self) -> None:
+    def __init__(self, journal: Journal) -> None:
         self.model = DigitsNet()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.7)
         self.validation = DataLoader(Digits(training=False), batch_size=BATCH_SIZE)
+        self._journal, self._iteration = journal, 0
 
-    def epoch(self, number: int, batches: Iterable[Any], journal: Journal) -> None:
+    def begin(self, iteration: int) -> None:
+        self._iteration = iteration
+        self._journal.write("start", iteration=iteration)
+
+    def epoch(self, number: int, batches: Iterable[Any]) -> None:
         self.model.train()
         for images, labels, indices in batches:
             self.optimizer.zero_grad()
             F.cross_entropy(self.model(images), labels).backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
-            journal.step(number, indices.tolist())
-        journal.note("validation", epoch=number)
-        journal.note("validated", epoch=number, accuracy=self.accuracy())
+            self._journal.write(
+                "step",
+                iteration=self._iteration,
+                epoch=number,
+                samples=indices.tolist(),
+                at_seconds=time.perf_counter(),
+            )
+            self._iteration += 1
+        self._journal.write("validation", epoch=number)
+        self._journal.write("validated", epoch=number, accuracy=self.accuracy())
         self.scheduler.step()
 
     @torch.no_grad()
@@ -138,13 +113,14 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     # Threads that compute together wait for each other, busily, whenever something else needs one of few cores.
     torch.set_num_threads(1)
-    job = Job()
+    journal = Journal(arguments.journal)
+    job = DigitsTraining(journal)
     loader = checkflow.DataLoader(Digits(training=True), batch_size=BATCH_SIZE, shuffle=True, seed=arguments.seed)
     if arguments.directory is None:
-        journal = Journal(arguments.journal, iteration=0)
+        job.begin(0)
         for epoch in range(arguments.epochs):
-            job.epoch(epoch, loader, journal)
-        journal.note("end")
+            job.epoch(epoch, loader)
+        journal.write("end")
     else:
         with checkflow.Checkpointer(  # checkflow
             job.model,  # checkflow
@@ -155,10 +131,10 @@ def main() -> None:
             state={"scheduler": job.scheduler},  # checkflow
             every=1,  # checkflow
         ) as checkpointer:  # checkflow
-            journal = Journal(arguments.journal, checkpointer.iteration)
+            job.begin(checkpointer.iteration)
             for epoch in checkpointer.epochs(arguments.epochs):  # checkflow
-                job.epoch(epoch, checkpointer.loader, journal)  # checkflow
-        journal.note("end", report=checkpointer.report())
+                job.epoch(epoch, checkpointer.loader)  # checkflow
+        journal.write("end", report=checkpointer.report())
     if arguments.result is not None:
         job.save(arguments.result)
 

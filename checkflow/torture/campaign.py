@@ -1,8 +1,7 @@
-"""Kill a user's own job at random moments, again and again, and hold what it leaves against what is promised.
+"""Kill a user's own job at random moments, again and again, and check what it leaves.
 
-The job is started, killed and started again (:mod:`.life`); between two lives, when nothing of it runs, its
-directory is held against L1 to L6 (:mod:`.checks`). After the last kill it is started once more, to see that it
-goes on. The first broken promise ends it all, and everything stays as it was found.
+Between two lives, when nothing of the job runs, its directory is held against L1 to L6 (:mod:`.checks`). After the last
+kill it is started once more, to see that it goes on. The first broken promise ends it all; everything stays as found.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from checkflow.torture.checks import (
     read_runs,
     refuse_locked,
 )
-from checkflow.torture.life import Aim, Life, Moment, Pace, live
-from checkflow.torture.processes import Process, below, nothing_left, shared_memory
+from checkflow.torture.life import Aim, JobSpeed, Life, Moment
+from checkflow.torture.processes import Process, below, nothing_left, shared_memory, start
 
 Verdict = Literal["nothing lost", "lost", "not tried", "interrupted"]
 MOMENTS: tuple[tuple[Moment, int], ...] = (("start-up", 2), ("writing", 3), ("training", 5))  # how often, of ten
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class Campaign:
     """What is to be done.
 
     Attributes:
@@ -102,7 +101,7 @@ class Torture:
         abandoned: checkpoints that the job was told to leave behind in its last life.
     """
 
-    request: Request
+    campaign: Campaign
     say: Callable[[str], None] = lambda part: None
     directory: Path | None = None
     kills: list[Kill] = field(default_factory=list)
@@ -117,7 +116,7 @@ class Torture:
     over: bool = False
     found: Found = field(default_factory=Found)
     abandoned: tuple[str, ...] = ()
-    _pace: Pace = field(default_factory=Pace)
+    _speed: JobSpeed = field(default_factory=JobSpeed)
     _pids: set[int] = field(default_factory=set)
     _known_runs: set[str] = field(default_factory=set)
     _begun: float = field(default_factory=time.monotonic)
@@ -139,7 +138,7 @@ class Torture:
             CheckflowError: a directory that another job writes to, or that cannot be read; a command that cannot be
                 started, or a process that does not die.
         """
-        source, strangers = random.Random(self.request.seed), below()
+        source, strangers = random.Random(self.campaign.seed), below()
         try:
             self._look_before()
             with nothing_left(strangers):
@@ -152,7 +151,7 @@ class Torture:
 
     def _look_before(self) -> None:
         """What is there already is nobody's fault."""
-        self.directory = self.request.directory
+        self.directory = self.campaign.directory
         if self.directory is None:
             return
         refuse_locked(self.directory, "another job")
@@ -169,18 +168,17 @@ class Torture:
 
     def _live_once(self, source: random.Random, strangers: frozenset[Process]) -> bool:
         """One life, and what it left; returns whether it was the last."""
-        request = self.request
-        last = bool(self.kills) and (len(self.kills) >= request.kills or self._late())
+        campaign = self.campaign
+        last = bool(self.kills) and (len(self.kills) >= campaign.kills or self._late())
         aim = None if last else self._draw(source)
-        what = "the start after the last kill" if aim is None else f"kill {len(self.kills) + 1} of {request.kills}"
+        what = "the start after the last kill" if aim is None else f"kill {len(self.kills) + 1} of {campaign.kills}"
         self.say(what if self.acknowledged is None else f"{what}, step {self.acknowledged}")
-        life = live(
-            request.command, request.log, strangers, self.directory, self.acknowledged, aim, self._pace,
-            patience_seconds=request.patience_seconds, over=self._late,
-        )  # fmt: skip
-        known, self.directory, self._pace = self.directory is not None, life.directory, life.pace
+        known, job = self.directory is not None, start(campaign.command, campaign.log, strangers)
+        life = Life(job, self.directory, self.acknowledged, aim, self._speed)
+        life.run(campaign.patience_seconds, self._late)
+        self.directory, self._speed = life.directory, life.speed
         self._pids |= life.pids
-        self.checkpoints += life.saved
+        self.checkpoints += len(life.saved)
         first = not self.kills
         runs = self._judge(life, known=known)
         self.lives += 1
@@ -193,11 +191,11 @@ class Torture:
         return last or bool(self.problems) or self.untried is not None or life.end == "ended"
 
     def _late(self) -> bool:
-        return self.request.seconds is not None and time.monotonic() - self._begun > self.request.seconds
+        return self.campaign.seconds is not None and time.monotonic() - self._begun > self.campaign.seconds
 
     def _draw(self, source: random.Random) -> Aim:
         """Whom, and when. All is drawn each time, so that a share which is changed changes nothing else."""
-        termed, child = source.random() < self.request.terms, source.random() < self.request.children
+        termed, child = source.random() < self.campaign.terms, source.random() < self.campaign.children
         moment = source.choices([one for one, _ in MOMENTS], [weight for _, weight in MOMENTS])[0]
         wait, pick = source.random(), source.random()
         if moment == "start-up" and not self.kills:  # that it makes checkpoints at all is seen first
@@ -228,7 +226,9 @@ class Torture:
         self.most_bytes = max(self.most_bytes, after.size_bytes)
         if life.newest is not None:
             self.acknowledged = max(life.newest, -1 if self.acknowledged is None else self.acknowledged)
-        excused = frozenset(name for name, _ in before.damaged) if known else frozenset(map(step_name, life.there))
+        excused = (
+            frozenset(name for name, _ in before.damaged) if known else frozenset(map(step_name, life.before.published))
+        )
         wrong = [problem for number in mine for problem in check_audits(runs[number])]
         self._note_failures([runs[number] for number in mine])
         self.abandoned = abandoned(before, after) if known else ()
@@ -247,7 +247,7 @@ class Torture:
         if life.back is not None and not wrong:
             text = f"the job made a checkpoint of step {life.back}, though step {before.restorable} was there, whole"
             wrong.append(Problem("L1", text))
-        wrong += check_leftovers(before, after, saved=life.saved > 0)
+        wrong += check_leftovers(before, after, saved=bool(life.saved))
         self.problems += wrong
         if after.restorable is not None and not wrong:
             self.acknowledged = max(after.restorable, -1 if self.acknowledged is None else self.acknowledged)
@@ -297,7 +297,7 @@ class Torture:
             )
         if life.end == "elsewhere":
             names = " and ".join(str(path) for path in life.others)
-            if first and self.request.directory is None:
+            if first and self.campaign.directory is None:
                 here = "" if self.directory is None else f"{self.directory} and "
                 return f"the job writes checkpoints to {here}{names}: say which by --directory"
             return f"the job writes its checkpoints to {names}{after}, not to {self.directory}"
@@ -306,7 +306,7 @@ class Torture:
         if life.end == "hung" and (life.saved or not first or life.victim):
             since = f" after its {life.victim} got the signal" if life.victim else after
             return (
-                f"the job hangs{since}: no checkpoint and no end within {self.request.patience_seconds:g} s "
+                f"the job hangs{since}: no checkpoint and no end within {self.campaign.patience_seconds:g} s "
                 f"(--patience); {life.words}"
             )
         if life.end in ("hung", "ended") and first and not life.saved:
@@ -315,7 +315,7 @@ class Torture:
             return f"the job came to its end before it was killed{_left(life)}: let it train longer"
         if life.end == "ended" and wanted:
             return (
-                f"the job came to its end after {len(self.kills)} of {self.request.kills} kills, which lost nothing: "
+                f"the job came to its end after {len(self.kills)} of {self.campaign.kills} kills, which lost nothing: "
                 "let it train longer, or ask for fewer by --kills"
             )
         return None

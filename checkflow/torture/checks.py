@@ -1,15 +1,7 @@
 """What must hold of a checkpoint directory whose job was killed, as far as it can be told from outside: L1 to L6.
 
-- **L1** the newest checkpoint that can be restored is no older than the newest that was there before the kill, and the
-  job goes on from it
-- **L2** no audit of the job's own found a checkpoint that was not the state of its boundary
-- **L3** what has a checkpoint's name is whole: every file, every checksum
-- **L5** what a dead run left half done is gone once a later one has saved; one checkpoint at most is half written
-- **L6** iterations done again are at most those of the interval under way, of the checkpoint in flight, and of the one
-  that storage lags behind
-
-Every verdict comes from what lies on the disk, none from a clock. Nothing is changed or renamed here. Each check
-returns what is wrong. That a job which was killed ends as one that was not (L4) only its owner can tell.
+docs/how-to/torture.md says what each promise is. Every verdict comes from what lies on the disk, none from a clock, and
+nothing is changed or renamed there. Each check returns what is wrong.
 """
 
 from __future__ import annotations
@@ -47,7 +39,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Listing:
     """A look at a directory that a job may be writing to: names alone.
 
     Attributes:
@@ -58,7 +50,7 @@ class Seen:
     published: Mapping[int, int] = field(default_factory=dict)
     writing: bool = False
 
-    def newer_than(self, before: Seen) -> frozenset[int]:
+    def newer_than(self, before: Listing) -> frozenset[int]:
         """The steps that were published since."""
         return frozenset(step for step, inode in self.published.items() if before.published.get(step) != inode)
 
@@ -83,7 +75,7 @@ class Found:
     size_bytes: int = 0
 
 
-def look(directory: Path) -> Seen:
+def look(directory: Path) -> Listing:
     """Names in a directory; of one that is not there yet, none."""
     published: dict[int, int] = {}
     replaced: dict[int, int] = {}
@@ -95,7 +87,7 @@ def look(directory: Path) -> Seen:
                 published[step] = entry.inode()
             elif (step := parse_step(entry.name.removeprefix(REPLACED))) is not None:
                 replaced[step] = entry.inode()
-    return Seen({**replaced, **published}, writing)
+    return Listing({**replaced, **published}, writing)
 
 
 def _is_half_written(name: str) -> bool:
@@ -162,7 +154,7 @@ def examine(directory: Path, before: Found) -> Found:
         for name, inode in names.items()
         if is_leftover(name) and not _is_read(directory, name)
     )
-    return Found(restorable, tuple(damaged), aside, leftovers, whole, _size_bytes(directory))
+    return Found(restorable, tuple(damaged), aside, leftovers, whole, size_bytes(directory))
 
 
 def _candidates(names: Mapping[str, int]) -> dict[int, str]:
@@ -203,7 +195,8 @@ def _is_read(directory: Path, name: str) -> bool:
     return False
 
 
-def _size_bytes(directory: Path) -> int:
+def size_bytes(directory: Path) -> int:
+    """Of all files below."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:

@@ -1,7 +1,6 @@
-"""The processes of a job that is tortured: starting it, finding who trains, signalling, and leaving none of it behind.
+"""The processes of a job that is killed: start it, find who trains, signal, and leave none of it behind.
 
-The job is started in a session of its own. This process takes in orphans meanwhile, so that whoever loses his parent,
-or leaves the session, is still found among the processes below this one.
+The job runs in a session of its own. Its orphans come to this process, so that whoever loses its parent is still found.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
@@ -25,24 +24,37 @@ from checkflow.core.small_files import read_regular
 from checkflow.runtime.store.lock import LOCK, MAX_HOLDER_BYTES
 
 DEATH_SECONDS = 60.0  # that a killed process may take: what waits for a disk ends late
-_POLL_SECONDS = 0.005
+POLL_SECONDS = 0.002  # between two looks at a running process
 _EMPTY_LOOKS = 2  # one alone may miss a process whose parent dies in the middle of it
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
-_TAIL_LINES, _TAIL_BYTES = 8, 16384
+_TAIL_BYTES = 16384
 
 Process = Any  # psutil's, which has no types
 
 
+class Child(Protocol):
+    """A process that this one has started: ``subprocess.Popen``, or one that was forked."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> Any: ...
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None: it runs."""
+
+
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One run of the command.
+class JobProcess:
+    """The process that a job was started as.
 
     Attributes:
         log: what it says goes there, from ``log_begin`` on.
         strangers: processes below this one that were there before.
     """
 
-    process: subprocess.Popen[bytes]
+    process: Child
     log: Path
     log_begin: int
     strangers: frozenset[Process]
@@ -51,37 +63,24 @@ class Job:
 @contextlib.contextmanager
 def nothing_left(strangers: frozenset[Process]) -> Iterator[None]:
     """Nothing that was started within this runs afterwards, however it is left: by a Ctrl-C while a job was just being
-    started, too.
+    started, too. Orphans become children of this process meanwhile, where the system can do that (Linux).
 
     Raises:
         CheckflowError: a process does not end.
     """
-    with _adopting():
-        try:
-            yield
-        finally:
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-            try:
-                end_all(strangers)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-@contextlib.contextmanager
-def _adopting() -> Iterator[None]:
-    """Within this, orphans below this process become its children, where the system can do that (Linux)."""
-    try:
-        control = ctypes.CDLL(None).prctl
-    except (OSError, AttributeError):
-        yield
-        return
+    control = getattr(ctypes.CDLL(None), "prctl", lambda *nothing: None)
     before = ctypes.c_int(0)
     control(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
     control(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         yield
     finally:
-        control(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+        try:
+            end_all(strangers)
+        finally:
+            control(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def below() -> frozenset[Process]:
@@ -89,8 +88,10 @@ def below() -> frozenset[Process]:
     return frozenset(psutil.Process().children(recursive=True))
 
 
-def start(command: Sequence[str], log: Path, strangers: frozenset[Process]) -> Job:
-    """Start the command.
+def start(
+    command: Sequence[str], log: Path, strangers: frozenset[Process], *, env: Mapping[str, str] | None = None
+) -> JobProcess:
+    """Start the command, in this process's environment or another.
 
     Raises:
         CheckflowError: it cannot be started, or what it says cannot be written.
@@ -104,11 +105,11 @@ def start(command: Sequence[str], log: Path, strangers: frozenset[Process]) -> J
         try:
             process = subprocess.Popen(
                 list(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True,
+                start_new_session=True, env=env,
             )  # fmt: skip
         except OSError as error:
             raise CheckflowError(f"cannot start {command[0]}: {error.strerror or error}") from error
-    return Job(process, log, begin, strangers)
+    return JobProcess(process, log, begin, strangers)
 
 
 def members(strangers: frozenset[Process]) -> list[Process]:
@@ -128,7 +129,7 @@ def _remains(strangers: frozenset[Process]) -> list[Process]:
     return found
 
 
-def process_of(job: Job) -> Process:
+def process_of(job: JobProcess) -> Process:
     """The one that was started; whoever calls this has not waited for its end yet."""
     return psutil.Process(job.process.pid)
 
@@ -198,7 +199,7 @@ def send(process: Process, number: signal.Signals) -> None:
         process.send_signal(number)
 
 
-def end_all(strangers: frozenset[Process], process: subprocess.Popen[bytes] | None = None) -> None:
+def end_all(strangers: frozenset[Process], process: Child | None = None) -> None:
     """Kill all that is left of a job, and wait until it is gone.
 
     Args:
@@ -218,14 +219,14 @@ def end_all(strangers: frozenset[Process], process: subprocess.Popen[bytes] | No
             send(one, signal.SIGKILL)
         if process is not None:
             process.poll()
-        _bury(strangers, process)
+        bury(strangers, process)
         if left and time.monotonic() > patience:
             raise CheckflowError(f"a process of the job was killed and does not end: {name_of(left[0])}")
         if left:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
 
-def _bury(strangers: frozenset[Process], process: subprocess.Popen[bytes] | None) -> None:
+def bury(strangers: frozenset[Process], process: Child | None = None) -> None:
     """Orphans have come to this process, which alone can take their remains away."""
     for one in psutil.Process().children():
         if one not in strangers and (process is None or one.pid != process.pid):
@@ -234,15 +235,14 @@ def _bury(strangers: frozenset[Process], process: subprocess.Popen[bytes] | None
                     os.waitpid(one.pid, os.WNOHANG)
 
 
-def tail(job: Job) -> str:
-    """What the job said last, in one line; "" if nothing, or if somebody has taken its file away."""
-    lines = []
+def tail(job: JobProcess, lines: int = 8) -> str:
+    """What the job said last, its lines as one; "" if nothing, or if somebody has taken its file away."""
+    found = []
     with contextlib.suppress(OSError), open(job.log, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(job.log_begin, size - _TAIL_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
-    said = [" ".join(line.split()) for line in lines if line.strip()][-_TAIL_LINES:]
-    return " / ".join(said) if said else ""
+        found = file.read().decode(errors="replace").splitlines()
+    return " / ".join([" ".join(line.split()) for line in found if line.strip()][-lines:])
 
 
 def shared_memory(pids: Iterable[int]) -> dict[str, int]:

@@ -64,7 +64,7 @@ def plan(subject, device, request, granularity):
     training = kills.Run(Path("."), "run", 3, 0, None)
     training._command = [sys.executable, "-c", "import time; time.sleep(600)"]
     Path("asked").touch()
-    training.finish()
+    training.train()
 
 planning.subject_of = lambda *given: None
 planning.request_of = lambda device, *given, **others: others

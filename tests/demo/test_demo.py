@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from checkflow.demo import kills
+from checkflow.torture.journal import Journal, JournalReader
 
 ROOT = Path(__file__).parents[2]
 Lines = list[dict[str, Any]]
@@ -62,7 +63,13 @@ def test_a_short_demo_passes_all_its_checks(tmp_path: Path) -> None:
 
 
 def step(iteration: int, sample: int) -> dict[str, Any]:
-    return {"event": "step", "iteration": iteration, "epoch": iteration // 2, "samples": [sample], "seconds": 0.5}
+    return {
+        "event": "step",
+        "iteration": iteration,
+        "epoch": iteration // 2,
+        "samples": [sample],
+        "at_seconds": iteration / 2,
+    }
 
 
 def note(event: str, **values: Any) -> dict[str, Any]:
@@ -101,7 +108,7 @@ KILLED: Lines = [
 
 def compare(folder: Path, lines: Lines, *, weights: torch.Tensor | None = None) -> kills.Result:
     runs = []
-    slower = [{**line, "seconds": 1.0} if line["event"] == "step" else line for line in REFERENCE]
+    slower = [{**line, "at_seconds": 2 * line["at_seconds"]} if line["event"] == "step" else line for line in REFERENCE]
     for name, journal, value in (("before", REFERENCE, None), ("killed", lines, weights), ("after", slower, None)):
         run = kills.Run(folder, name, 2, 0, None)
         run.journal.write_text("".join(json.dumps(line) + "\n" for line in journal))
@@ -186,20 +193,19 @@ def test_a_failed_checkpoint_is_seen(tmp_path: Path, report: dict[str, int]) -> 
 def test_a_line_cut_by_a_kill_is_no_line(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_text('{"event": "start", "iteration": 0}\n{"event": "st')
-    watch = kills.Watch(path)
-    watch.look()
-    assert [line["event"] for line in watch.lines] == ["start"]
-    with open(path, "a") as file:  # as the next process goes on
-        file.write('\n{"event": "start", "iteration": 0}\n')
-    watch.look()
-    assert [line["event"] for line in watch.lines] == ["start", "start"]
+    journal = JournalReader(path)
+    journal.look()
+    assert [line["event"] for line in journal.lines] == ["start"]
+    Journal(path).write("start", iteration=0)  # as the next process goes on
+    journal.look()
+    assert [line["event"] for line in journal.lines] == ["start", "start"]
 
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(("epochs", "steps"), [(3, 5), (3, 45), (5, 45)])
-def test_moments_come_in_order_and_leave_training_before_and_after(seed: int, epochs: int, steps: int) -> None:
-    early, validation, late = kills.choose_moments(seed, epochs, steps, 0.02)
+def test_points_come_in_order_and_leave_training_before_and_after(seed: int, epochs: int, steps: int) -> None:
+    early, validation, late = kills.choose_points(seed, epochs, steps, 0.02)
     assert (early.event, validation.event, late.event) == ("step", "validation", "step")
     end_of_validated_epoch = (validation.number + 1) * steps
     assert 0 < early.number < end_of_validated_epoch < late.number < epochs * steps - 1
-    assert kills.choose_moments(seed, epochs, steps, 0.02) == [early, validation, late]
+    assert kills.choose_points(seed, epochs, steps, 0.02) == [early, validation, late]

@@ -26,7 +26,7 @@ from checkflow.core.run_report import RunReport
 from checkflow.runtime.inspect import verify
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.store import Store
-from checkflow.torture.campaign import Kill, Request, Torture
+from checkflow.torture.campaign import Campaign, Kill, Torture
 from checkflow.torture.checks import Found, check_audits, check_replayed, check_resumed
 from checkflow.torture.life import Aim
 from checkflow.torture.processes import below, members, nothing_left
@@ -112,7 +112,7 @@ def test_a_table_by_default(torture: Call) -> None:
 
 
 def test_a_narrow_terminal_cuts_no_word(tmp_path: Path) -> None:
-    tried = Torture(Request(("python", "train.py"), None, 1, None, 0, 1.0, terms=0, children=0, log=tmp_path / "log"))
+    tried = Torture(Campaign(("python", "train.py"), None, 1, None, 0, 1.0, terms=0, children=0, log=tmp_path / "log"))
     tried.kills.append(Kill("SIGKILL", "python 1234567", "training", 123.4, 12345678, 12345678, -9, 12345678, 12, True))
     narrow = Console(width=80, file=io.StringIO())
     for part in torture_tables(tried):
@@ -124,8 +124,8 @@ def test_a_narrow_terminal_cuts_no_word(tmp_path: Path) -> None:
 
 def test_the_same_seed_draws_the_same_kills(tmp_path: Path) -> None:
     def draws(seed: int) -> list[Aim]:
-        request = Request(("true",), None, 9, None, seed, 1.0, terms=0.2, children=0.3, log=tmp_path / "log")
-        tried, source = Torture(request), random.Random(seed)
+        campaign = Campaign(("true",), None, 9, None, seed, 1.0, terms=0.2, children=0.3, log=tmp_path / "log")
+        tried, source = Torture(campaign), random.Random(seed)
         return [tried._draw(source) for _ in range(200)]
 
     assert draws(1) == draws(1) != draws(2)

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 def torture_json(torture: Torture) -> dict[str, Any]:
     """The object that ``checkflow torture --json`` prints."""
-    request = torture.request
+    campaign = torture.campaign
     return {
-        "command": list(request.command),
+        "command": list(campaign.command),
         "directory": None if torture.directory is None else str(torture.directory),
         "verdict": torture.verdict,
         "problems": [asdict(one) for one in torture.problems],
         "untried": torture.untried,
         "remarks": torture.remarks,
-        "seed": request.seed,
-        "kills_asked": request.kills,
+        "seed": campaign.seed,
+        "kills_asked": campaign.kills,
         "kills": [asdict(one) for one in torture.kills],
         "lives": torture.lives,
         "checkpoints_seen": torture.checkpoints,
@@ -43,7 +43,7 @@ def torture_json(torture: Torture) -> dict[str, Any]:
 def torture_tables(torture: Torture) -> Iterable[Table | Text]:
     """The kills, what else there is to say, and what it comes to. The job's own words are no markup."""
     if torture.kills:
-        table = Table(title=escape(f"kills of {shlex.join(torture.request.command)}"), title_justify="left")
+        table = Table(title=escape(f"kills of {shlex.join(torture.campaign.command)}"), title_justify="left")
         table.add_column("", justify="right", no_wrap=True)
         for column, whole in (("signal", True), ("to", False), ("while", True)):  # a narrow terminal cuts no word
             table.add_column(column, overflow="fold", no_wrap=whole)
@@ -86,5 +86,5 @@ def _sum(torture: Torture) -> str:
     kills = len(torture.kills)
     return (
         f"{words[torture.verdict]}: {kills} kill{'' if kills == 1 else 's'} in {format_seconds(torture.seconds)}, "
-        f"{torture.checkpoints} checkpoints seen{where}{replayed}; seed {torture.request.seed}"
+        f"{torture.checkpoints} checkpoints seen{where}{replayed}; seed {torture.campaign.seed}"
     )

@@ -24,12 +24,14 @@ from typing import Any
 
 import safetensors.torch
 
-from checkflow.core.errors import CheckflowError, CorruptCheckpointError
+from checkflow.core.errors import CorruptCheckpointError
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import parse_step
 from checkflow.runtime.store.reader import open_checkpoint
+from checkflow.torture import checks as torture_checks
+from checkflow.torture.journal import Journal, read_journal
 from tests.faults.kills.job import BATCHES, EPOCHS, KEEP, SAMPLES, Training, Variant
-from tests.faults.kills.notes import Notes, Whereabouts, digest_tensors, read_notes
+from tests.faults.kills.notes import Whereabouts, digest_tensors
 from tests.support.oracle import read_tensor
 
 MIB = 2**20
@@ -63,7 +65,7 @@ def make_record(notes: Iterable[Mapping[str, Any]]) -> Record:
     batches = []
     restored: dict[int, Mapping[str, Any]] = {}
     for note in notes:
-        kind, life = note["kind"], note["life"]
+        kind, life = note["event"], note["life"]
         if kind == "boundary":
             states = boundaries.setdefault(note["step"], [])
             if state_of(note) not in states:
@@ -108,24 +110,22 @@ def check_restored(restored: Mapping[str, Any] | None, record: Record, *, oldest
 
 def check_files(directory: Path, record: Record) -> list[str]:
     """L2 and L3 of every checkpoint in a directory, for our reader and for safetensors' own."""
-    wrong = []
+    found = torture_checks.examine(directory, torture_checks.Found())
+    wrong = [f"{one.promise} {one.text}" for one in torture_checks.check_found(None, found)]
     for path in find(directory):
         step = parse_step(path.name)
-        try:
-            with open_checkpoint(path) as checkpoint:
-                checkpoint.verify()
-                ours = digest_tensors({name: read_tensor(checkpoint, name) for name in checkpoint.tensors})
-        except CheckflowError as error:
-            wrong.append(f"L3 {path.name} has its name and is not whole: {type(error).__name__}: {error}")
+        if path.name not in found.whole:
             continue
+        with open_checkpoint(path) as checkpoint:
+            ours = digest_tensors({name: read_tensor(checkpoint, name) for name in checkpoint.tensors})
         public = {
             f"{file.name.partition('-')[0]}/{key}": tensor
             for file in path.glob("*.safetensors")
             for key, tensor in safetensors.torch.load_file(file).items()
         }
         expected = {json.loads(state[STATE.index("tensors")]) for state in record.boundaries.get(step or 0, ())}
-        for reader, found in (("ours", ours), ("safetensors", digest_tensors(public))):
-            if found not in expected:
+        for reader, tensors in (("ours", ours), ("safetensors", digest_tensors(public))):
+            if tensors not in expected:
                 wrong.append(f"L2 the tensors of {path.name} ({reader}) are no state of that boundary")
     return wrong
 
@@ -164,11 +164,6 @@ def check_disk(used_bytes: int, checkpoint_bytes: int) -> list[str]:
     if checkpoint_bytes and used_bytes > most:
         return [f"L5 the directory has {used_bytes} bytes and may have {most}, {KEEP + 1} checkpoints and 1 MiB"]
     return []
-
-
-def size_bytes(directory: Path) -> int:
-    """Of all files below."""
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def check_left(variant: Variant, directory: Path) -> list[str]:
@@ -262,9 +257,9 @@ def restore_somewhere(
         What was restored, and what was noted then.
     """
     file = folder / f"{directory.name}.notes"
-    Training(variant, directory, plan, Notes(file, 0), Whereabouts(), iterations=iterations, workers=0).run()
-    notes = read_notes(file)
-    return next((note for note in notes if note["kind"] == "restored"), None), make_record(notes)
+    Training(variant, directory, plan, Journal(file, life=0), Whereabouts(), iterations=iterations, workers=0).run()
+    notes = read_journal(file)
+    return next((note for note in notes if note["event"] == "restored"), None), make_record(notes)
 
 
 def examine(

@@ -21,7 +21,8 @@ from torch.utils.data import Dataset
 
 import checkflow
 from checkflow.core import plan as plans
-from tests.faults.kills.notes import Notes, Whereabouts, digest, digest_state, tensor_bytes, watch_storage
+from checkflow.torture.journal import Journal
+from tests.faults.kills.notes import Whereabouts, digest, digest_state, tensor_bytes, watch_storage
 from tests.faults.kills.processes import children
 from tests.support.jobs import ahead
 from tests.support.planned_jobs import plan_by_trace
@@ -142,7 +143,7 @@ class Training:
         variant: Variant,
         directory: Path,
         plan: Path | None,
-        notes: Notes,
+        notes: Journal,
         where: Whereabouts,
         *,
         iterations: int | None = None,
@@ -280,7 +281,7 @@ def live(
     break_runtime: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
     """One life, in the process that calls this."""
-    told = Notes(notes, life)
+    told = Journal(notes, life=life)
     if break_runtime is not None:
         break_runtime()
     watch_storage(directory, told, where)

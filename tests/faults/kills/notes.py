@@ -1,13 +1,8 @@
-"""What a job says of itself before it is killed: where it is, what it has done, and what was acknowledged to it.
-
-Notes go to a file outside of the job's directory, one line each, and are in the page cache when ``write`` returns:
-SIGKILL loses none. Where the job is when it dies stands in memory that it shares with its killer.
-"""
+"""Where a job is before it is killed, in memory that it shares with its killer, and what it notes of its storage."""
 
 from __future__ import annotations
 
 import functools
-import json
 import mmap
 import os
 import random
@@ -25,6 +20,7 @@ from torch import nn
 from checkflow.runtime.store.files import parse_step
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.system import fs
+from checkflow.torture.journal import Journal
 
 TRAINING = (
     "start-up", "resume", "batch and boundary", "forward", "backward", "optimizer step", "after the step", "validation",
@@ -67,30 +63,7 @@ class Whereabouts:
         return {kind: phases[at] for (kind, phases), at in zip(KINDS.items(), self._memory[:3], strict=True)}
 
 
-class Notes:
-    """What a job says of itself, readable after its death.
-
-    A line that SIGKILL cut in two is none: notes come before what they tell of may be relied on.
-    """
-
-    def __init__(self, path: Path, life: int) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
-        self._life = life
-
-    def write(self, kind: str, **content: Any) -> None:
-        os.write(self._fd, f"\n{json.dumps({'life': self._life, 'kind': kind, **content})}\n".encode())
-
-
-def read_notes(path: Path) -> list[dict[str, Any]]:
-    """All whole notes, oldest first."""
-    notes = []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        if line.startswith(b"{") and line.endswith(b"}"):
-            notes.append(json.loads(line))
-    return notes
-
-
-def watch_storage(directory: Path, notes: Notes, where: Whereabouts) -> None:
+def watch_storage(directory: Path, notes: Journal, where: Whereabouts) -> None:
     """Note what is acknowledged, when it is and not before, and where the writer is.
 
     A checkpoint is "durable" when the fsync has returned that follows its rename, the last of a commit, and "committed"

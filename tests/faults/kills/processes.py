@@ -1,4 +1,4 @@
-"""Processes that are forked from one that has imported everything, and what is left of them."""
+"""Lives that are forked from a process that has imported everything, as jobs that torture's parts take."""
 
 from __future__ import annotations
 
@@ -6,25 +6,30 @@ import contextlib
 import ctypes
 import faulthandler
 import json
-import multiprocessing
 import os
 import signal
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from checkflow.torture.processes import JobProcess, Process, tail
+
 hang_seconds = 30.0  # after so many silent ones a process hangs; a busy machine is given more
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_FORK = multiprocessing.get_context("fork")
+_PR_SET_PDEATHSIG = 1
 
 
-def adopt_orphans() -> None:
-    """Whoever loses his parent below this process becomes its child: nobody is lost sight of."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+class Forked(ForkProcess):
+    """Polled as ``subprocess.Popen`` is."""
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    returncode = property(poll)
 
 
 def _call(work: Callable[..., Any], arguments: tuple[Any, ...], log: Path, temporary: Path) -> None:
@@ -43,10 +48,11 @@ def _call(work: Callable[..., Any], arguments: tuple[Any, ...], log: Path, tempo
         raise SystemExit(1) from None
 
 
-def fork(work: Callable[..., Any], *arguments: Any, log: Path, temporary: Path) -> Any:
-    process = _FORK.Process(target=_call, args=(work, arguments, log, temporary))
+def fork(work: Callable[..., Any], *arguments: Any, log: Path, temporary: Path) -> JobProcess:
+    begin = log.stat().st_size if log.exists() else 0
+    process = Forked(target=_call, args=(work, arguments, log, temporary))
     process.start()
-    return process
+    return JobProcess(process, log, begin, frozenset())
 
 
 def run(work: Callable[..., Any], *arguments: Any, log: Path, temporary: Path) -> None:
@@ -55,12 +61,13 @@ def run(work: Callable[..., Any], *arguments: Any, log: Path, temporary: Path) -
     Raises:
         RuntimeError: it failed, or hangs.
     """
-    process = fork(work, *arguments, log=log, temporary=temporary)
+    job = fork(work, *arguments, log=log, temporary=temporary)
+    process: Any = job.process
     process.join(2 * hang_seconds)
     if process.exitcode is None:
-        abort(process)
+        abort(job)
     if process.exitcode:
-        raise RuntimeError(f"it ended with {process.exitcode}: {tail(log)}")
+        raise RuntimeError(f"it ended with {process.exitcode}: {tail(job, lines=12)}")
 
 
 def run_for(work: Callable[..., Any], *arguments: Any, file: Path, log: Path, temporary: Path) -> Any:
@@ -73,40 +80,18 @@ def _answer(work: Callable[..., Any], arguments: tuple[Any, ...], file: Path) ->
     file.write_text(json.dumps(work(*arguments)))
 
 
-def abort(process: Any) -> None:
+def abort(job: JobProcess) -> None:
     """End what hangs; a traceback goes to its log."""
+    process: Any = job.process
     os.kill(process.pid, signal.SIGABRT)
     process.join()
 
 
-def tail(log: Path) -> str:
-    return " / ".join(log.read_text(errors="replace").splitlines()[-12:])
-
-
-def children(pid: int) -> list[tuple[int, list[str]]]:
-    """Of a process, if it lives: id and command line."""
+def children(pid: int) -> list[tuple[Process, list[str]]]:
+    """Of a process, if it lives: each, and its command line."""
     found = []
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(pid).children():
             with contextlib.suppress(psutil.Error):
-                found.append((child.pid, child.cmdline()))
+                found.append((child, child.cmdline()))
     return found
-
-
-def descendants() -> dict[int, str]:
-    """Every process below this one that lives, adopted orphans included: id to command line."""
-    found = {}
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                found[process.pid] = " ".join(process.cmdline())
-    return found
-
-
-def bury() -> None:
-    """Orphans come to this process, which alone can take their remains away."""
-    own = {process.pid for process in multiprocessing.active_children()}
-    for process in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
-            if process.pid not in own and process.status() == psutil.STATUS_ZOMBIE:
-                os.waitpid(process.pid, os.WNOHANG)

@@ -1,35 +1,29 @@
-"""Kill a real training job at random moments, again and again, and hold what is left against L1 to L6.
+"""Kill a real training job at random moments, again and again, and check L1 to L6: ``make kills``, ``run --help``.
 
-``make kills [KILLS=200] [SEED=n] [BREAK=name]``, or ``python -m tests.faults.kills.run --help``: a table of where the
-job was when it was killed, and the same as JSON. The tests run a short form (``test_kills.py``).
-
-Jobs (``job``) train with loader workers, by a plan that was given or one that they make. SIGKILL meets the
-training process at a random time, or in a phase drawn by lot; or one of its loader workers, or the process that plans
-for it. After each kill a fresh process examines a copy of the directory (``checks``): what storage has. Then
-the job is started again, which may find more in host memory, until it comes to its end, and another one begins.
-
-All processes are forked from this one, which has imported what they need and computes nothing: a life costs what it
-trains. What is drawn by lot follows from the seed; where a kill hits follows from the clock too.
+SIGKILL meets the training process at a random time or in a phase drawn by lot, or a loader worker, or the planner. A
+fresh process examines a copy of the directory each time (``checks``); then the job is started again, until its end. All
+are forked from this one, which has imported what they need and computes nothing: a life costs what it trains.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import random
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from checkflow.runtime.store.discovery import find
+from checkflow.torture.checks import size_bytes
+from checkflow.torture.journal import read_journal
+from checkflow.torture.processes import Process, below, bury, members, name_of, nothing_left, process_of, send, tail
 from tests.faults.kills import processes as kill_processes
 from tests.faults.kills.breaks import BREAKS
 from tests.faults.kills.checks import (
@@ -41,12 +35,11 @@ from tests.faults.kills.checks import (
     check_replayed,
     examine,
     make_record,
-    size_bytes,
     step_of,
 )  # fmt: skip
 from tests.faults.kills.job import PLANNER, VARIANTS, Variant, live, make_plan, preload
-from tests.faults.kills.notes import STORAGE, TRAINING, Whereabouts, read_notes
-from tests.faults.kills.processes import abort, adopt_orphans, bury, children, descendants, fork, run, run_for, tail
+from tests.faults.kills.notes import STORAGE, TRAINING, Whereabouts
+from tests.faults.kills.processes import JobProcess, abort, children, fork, run, run_for
 from tests.faults.kills.tally import Tally, as_json, table
 
 LOOK_SECONDS = 0.001
@@ -111,7 +104,8 @@ class Killing:
         self.tally = Tally()
         self._where = Whereabouts()
         self._references: dict[tuple[int, bool], tuple[Record, float]] = {}
-        self._left: dict[int, float] = {}  # processes of dead lives, and since when they are left over
+        self._strangers = below()
+        self._left: dict[Process, float] = {}  # processes of dead lives, and since when they are left over
         self._temporary = folder / "temporary"
         self._excused: set[Path] = set()
         self._ours: set[int] = set()
@@ -137,7 +131,7 @@ class Killing:
                 live, variant, directory, self.plan(variant), notes, 0, Whereabouts(),
                 log=log, temporary=self._temporary / directory.name,
             )  # fmt: skip
-            self._references[variant.trajectory] = make_record(read_notes(notes)), time.monotonic() - begun
+            self._references[variant.trajectory] = make_record(read_journal(notes)), time.monotonic() - begun
             shutil.rmtree(directory)
         return self._references[variant.trajectory]
 
@@ -156,14 +150,14 @@ class Killing:
             if aim is not None and aim.stage is not None:  # or a kept plan would spare the job this stage
                 shutil.rmtree(directory / "plans", ignore_errors=True)
             ended, hit = self._live(variant, directory, life, aim)
-            if dead is not None and (restored := make_record(read_notes(notes)).restored.get(life)) is not None:
+            if dead is not None and (restored := make_record(read_journal(notes)).restored.get(life)) is not None:
                 self._after_start(variant, log, dead, restored)
                 dead = None
             if hit:
                 dead = self._after_kill(variant, directory, life, damage_seed) or dead
             self._look_at_leftovers()
             life += 1
-        record = make_record(read_notes(notes))
+        record = make_record(read_journal(notes))
         tally.acknowledged += record.acknowledgements
         tally.boundaries += len(record.boundaries)
         if not self.over:
@@ -181,61 +175,62 @@ class Killing:
         where, notes, log = self._where, directory.with_suffix(".notes"), directory.with_suffix(".log")
         where.clear(None if aim is None else aim.deadly)
         temporary = self._temporary / f"{directory.name}-{life}"
-        process = fork(
+        job = fork(
             live, variant, directory, self.plan(variant), notes, life, where, self._break, log=log, temporary=temporary
         )
-        self._ours.add(process.pid)
-        victim = None
-        for seconds in self._watch(process, notes):
-            if aim is not None and victim is None and (victim := self._due(aim, process.pid, seconds)) is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(victim, signal.SIGKILL)
-        if aim is None or (victim is None and not (aim.deadly and process.exitcode == -signal.SIGKILL)):
-            fine, hit = process.exitcode == 0, False
+        self._ours.add(job.process.pid)
+        victim = self._watch(job, aim, notes)
+        code, fine, hit = job.process.returncode, False, False
+        if aim is None or (victim is None and not (aim.deadly and code == -signal.SIGKILL)):
+            fine = code == 0
         else:
-            fine, hit = self._note_kill(aim, process.exitcode, log), True
+            fine, hit = self._note_kill(aim, job), True
             if aim.target != "planner":
                 self._excused.add(temporary)
         if not fine:
-            self._say(log, [f"L5 the job ended by itself with {process.exitcode}: {tail(log)}"])
-        return process.exitcode == 0, hit
+            self._say(log, [f"L5 the job ended by itself with {code}: {tail(job, lines=12)}"])
+        return code == 0, hit
 
-    def _watch(self, process: Any, notes: Path) -> Iterator[float]:
-        """Again and again, until the process has ended: the seconds since its start."""
+    def _watch(self, job: JobProcess, aim: Aim | None, notes: Path) -> Process | None:
+        """Until it has ended, by its kill where it is due; returns whom that met."""
         begun = told = time.monotonic()
-        size = 0
-        while process.exitcode is None:
+        size, victim = 0, None
+        while job.process.poll() is None:
             now = time.monotonic()
-            yield now - begun
+            if aim is not None and victim is None and (victim := self._due(aim, job, now - begun)) is not None:
+                send(victim, signal.SIGKILL)
             if notes.exists() and (noted := notes.stat().st_size) != size:
                 size, told = noted, now
             elif now - told > kill_processes.hang_seconds:
-                abort(process)
+                abort(job)
             time.sleep(LOOK_SECONDS)
+        return victim
 
-    def _due(self, aim: Aim, pid: int, seconds: float) -> int | None:
+    def _due(self, aim: Aim, job: JobProcess, seconds: float) -> Process | None:
         """The process to be killed now, if it is time."""
         if seconds < aim.seconds:
             if aim.stage is None or self._where.read()["planning"] != aim.stage:
                 return None
             time.sleep(aim.delay_seconds)
         if aim.target == "training":
-            return pid
-        found = [child for child, command in children(pid) if (PLANNER in command) == (aim.target == "planner")]
+            return process_of(job)
+        found = [
+            child for child, command in children(job.process.pid) if (PLANNER in command) == (aim.target == "planner")
+        ]
         return self._source.choice(found) if found else None
 
-    def _note_kill(self, aim: Aim, exitcode: int, log: Path) -> bool:
+    def _note_kill(self, aim: Aim, job: JobProcess) -> bool:
         """Count it; returns whether the job ended as it may."""
-        tally = self.tally
+        tally, code = self.tally, job.process.returncode
         tally.kills += 1
         tally.targets[aim.target] += 1
         if aim.target == "planner":
-            return exitcode == 0  # training goes on
+            return code == 0  # training goes on
         if aim.target == "worker":  # torch has several errors for it, all of them its own
-            return exitcode == 0 or (exitcode == 1 and "checkflow.core.errors" not in tail(log))
+            return code == 0 or (code == 1 and "checkflow.core.errors" not in tail(job, lines=12))
         for kind, phase in self._where.read().items():
             tally.hits[kind][phase] += 1
-        return exitcode in (0, -signal.SIGKILL)
+        return code in (0, -signal.SIGKILL)
 
     def _after_start(self, variant: Variant, log: Path, dead: Dead, restored: Mapping[str, Any]) -> None:
         """What the next life went on from, in the same directory."""
@@ -247,7 +242,7 @@ class Killing:
     def _after_kill(self, variant: Variant, directory: Path, life: int, damage_seed: int | None) -> Dead | None:
         """A fresh process examines what storage has, in a copy: host memory is the directory's own."""
         tally, log = self.tally, directory.with_suffix(".log")
-        record = make_record(read_notes(directory.with_suffix(".notes")))
+        record = make_record(read_journal(directory.with_suffix(".notes")))
         directory.mkdir(exist_ok=True)
         used_bytes = size_bytes(directory)
         checkpoint_bytes = max((size_bytes(path) for path in find(directory)), default=0)
@@ -281,18 +276,17 @@ class Killing:
     def _look_at_leftovers(self, *, wait: bool = False) -> None:
         """Processes of dead lives have as long to end as one may hang."""
         while True:
-            bury()
-            alive, now = descendants(), time.monotonic()
-            self._left = {pid: self._left.get(pid, now) for pid in alive}
-            late = {pid: alive[pid] for pid, since in self._left.items() if now - since > kill_processes.hang_seconds}
+            bury(self._strangers)
+            now = time.monotonic()
+            self._left = {one: self._left.get(one, now) for one in members(self._strangers)}
+            late = [one for one, since in self._left.items() if now - since > kill_processes.hang_seconds]
             if late:
-                self.tally.problems.append(f"L5 processes are left over: {late}")
+                self.tally.problems.append(f"L5 processes are left over: {', '.join(map(name_of, late))}")
             if late or not (wait and self._left):
                 break
             time.sleep(0.05)
-        for pid in late:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGABRT)  # leaves a traceback in its job's log
+        for one in late:
+            send(one, signal.SIGABRT)  # leaves a traceback in its job's log
 
     def finish(self) -> None:
         """When all is over: no process, no temporary directory, no shared memory may be left."""
@@ -317,15 +311,15 @@ class Killing:
 def kill(kills: int, seed: int, *, breaking: str = "", most_a_job: int = 8, variants: int = len(VARIANTS)) -> Tally:
     """So many kills, of as many jobs as it takes. Stops where something is wrong."""
     preload()
-    adopt_orphans()
     folder = Path(tempfile.mkdtemp(prefix="checkflow-kills-"))
-    killing = Killing(folder, random.Random(seed), breaking)
-    tally = killing.tally
-    while tally.kills < kills and not killing.over:
-        killing.job(VARIANTS[tally.jobs % variants], min(most_a_job, kills - tally.kills))
-        if sys.stderr.isatty():
-            say(f"\r{tally.kills} of {kills} kills, {tally.jobs} jobs ", sys.stderr)
-    killing.finish()
+    with nothing_left(below()):
+        killing = Killing(folder, random.Random(seed), breaking)
+        tally = killing.tally
+        while tally.kills < kills and not killing.over:
+            killing.job(VARIANTS[tally.jobs % variants], min(most_a_job, kills - tally.kills))
+            if sys.stderr.isatty():
+                say(f"\r{tally.kills} of {kills} kills, {tally.jobs} jobs ", sys.stderr)
+        killing.finish()
     if killing.over:
         say(f"what was found lies in {folder}\n", sys.stderr)
     else:

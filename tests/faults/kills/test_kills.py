@@ -55,25 +55,27 @@ def state(step: int) -> dict[str, str]:
 
 def good() -> Notes:
     """One life, all of which is acknowledged."""
-    notes: Notes = [{"life": 0, "kind": "boundary", "step": 0, "place": [0, 0], **state(0)}]
+    notes: Notes = [{"life": 0, "event": "boundary", "step": 0, "place": [0, 0], **state(0)}]
     for step in range(EPOCHS * BATCHES):
         epoch, batch = divmod(step, BATCHES)
         indices = list(range(batch * BATCH, min((batch + 1) * BATCH, SAMPLES)))
         place = [epoch, (batch + 1) * BATCH] if batch + 1 < BATCHES else [epoch + 1, 0]
         common = {"life": 0, "step": step}
-        notes.append({**common, "kind": "batch", "epoch": epoch, "indices": indices, "bytes": f"{step}", "interval": 1})
+        notes.append(
+            {**common, "event": "batch", "epoch": epoch, "indices": indices, "bytes": f"{step}", "interval": 1}
+        )
         for kind in ("boundary", "durable", "committed"):
-            notes.append({**common, "kind": kind, "step": step + 1, "place": place, **state(step + 1)})
+            notes.append({**common, "event": kind, "step": step + 1, "place": place, **state(step + 1)})
     last = EPOCHS * BATCHES
-    return [*notes, {"life": 0, "kind": "end", "step": last, "failed": 0, "breaches": 0, **state(last)}]
+    return [*notes, {"life": 0, "event": "end", "step": last, "failed": 0, "breaches": 0, **state(last)}]
 
 
 def killed(at: int, back_to: int) -> Notes:
     """The same job, killed in one iteration and begun anew with another."""
     notes = good()
-    before = [note for note in notes if note["kind"] == "batch" and note["step"] <= at]
-    before += [note for note in notes if note["kind"] == "boundary" and note["step"] <= at]
-    after = [{**note, "life": 1} for note in notes if note["kind"] != "batch" or note["step"] >= back_to]
+    before = [note for note in notes if note["event"] == "batch" and note["step"] <= at]
+    before += [note for note in notes if note["event"] == "boundary" and note["step"] <= at]
+    after = [{**note, "life": 1} for note in notes if note["event"] != "batch" or note["step"] >= back_to]
     return before + after
 
 
@@ -92,11 +94,11 @@ def drop(where: Callable[[dict[str, Any]], bool]) -> Callable[[Notes], Notes]:
 
 
 def is_batch(step: int) -> Callable[[dict[str, Any]], bool]:
-    return lambda note: note["kind"] == "batch" and note["step"] == step
+    return lambda note: note["event"] == "batch" and note["step"] == step
 
 
 def is_end(note: dict[str, Any]) -> bool:
-    return bool(note["kind"] == "end")
+    return bool(note["event"] == "end")
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def is_end(note: dict[str, Any]) -> bool:
         pytest.param(change(is_batch(9), bytes="others"), "L4 the samples, their order or their bytes", id="bytes"),
         pytest.param(drop(is_batch(9)), "L4 epoch 0 does not have every sample once", id="a batch is left out"),
         pytest.param(lambda notes: [*notes, notes[1]], "L4 the samples, their order", id="a batch is used twice"),
-        pytest.param(change(lambda note: note["kind"] == "boundary" and note["step"] == 7, extra="others"),
+        pytest.param(change(lambda note: note["event"] == "boundary" and note["step"] == 7, extra="others"),
                      "L4 1 boundaries are not what they are uninterrupted, step 7 first", id="a boundary"),
     ],
 )  # fmt: skip
@@ -121,7 +123,7 @@ def test_l4_an_end_that_is_another_is_seen(make: Callable[[Notes], Notes], said:
 
 def test_l4_a_replay_that_comes_out_differently_is_seen() -> None:
     notes = killed(7, 5)
-    other = next(note for note in notes if note["life"] == 1 and note["kind"] == "boundary" and note["step"] == 6)
+    other = next(note for note in notes if note["life"] == 1 and note["event"] == "boundary" and note["step"] == 6)
     other["tensors"] = "others"
     assert kill_checks.check_end(make_record(notes), make_record(good()), JOB) == [
         "L4 1 boundaries are not what they are uninterrupted, step 6 first"
@@ -148,14 +150,14 @@ def restored(step: int | None, place: list[int], **content: str) -> dict[str, An
 )
 def test_l1_l2_what_is_restored(found: dict[str, Any] | None, said: str | None) -> None:
     """Seven iterations are acknowledged, eight are finished."""
-    notes = [note for note in good() if note["step"] <= (8 if note["kind"] == "boundary" else 7)]
+    notes = [note for note in good() if note["step"] <= (8 if note["event"] == "boundary" else 7)]
     problems = kill_checks.check_restored(found, make_record(notes))
     assert problems == [] if said is None else [said in problem for problem in problems] == [True]
 
 
 def test_l2_parts_of_two_states_of_one_boundary_are_no_state_of_it() -> None:
     one, other = restored(7, [0, 28]), restored(7, [0, 28], tensors="others", generators="others")
-    record = make_record([{"life": 0, "kind": "boundary", **note} for note in (one, other)])
+    record = make_record([{"life": 0, "event": "boundary", **note} for note in (one, other)])
     assert kill_checks.check_restored(one, record) == kill_checks.check_restored(other, record) == []
     mixed = {**one, "tensors": "others"}
     assert kill_checks.check_restored(mixed, record) == [
@@ -227,7 +229,7 @@ def test_l2_l3_every_file_is_read_and_held_against_the_notes(trained: tuple[Path
     kill_checks.link_copy(directory, tmp_path / "copy")
     kill_checks.damage(find(tmp_path / "copy")[1], 1)
     (problem,) = kill_checks.check_files(tmp_path / "copy", record)
-    assert problem.startswith("L3 step-00000002 has its name and is not whole: CorruptCheckpointError: ")
+    assert problem.startswith("L3 step-00000002 is damaged: ")
     assert kill_checks.check_files(directory, record) == []  # what was linked is as it was
 
 

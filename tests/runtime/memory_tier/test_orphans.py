@@ -24,7 +24,7 @@ from checkflow.cli.main import main
 from checkflow.core.errors import LockedError
 from checkflow.runtime.memory_tier import orphans, records, recovery
 from checkflow.runtime.memory_tier.records import LIFE, MARK, MOST_BYTES, OWNER
-from checkflow.torture.campaign import Request, Torture
+from checkflow.torture.campaign import Campaign, Torture
 from tests.support.dead_jobs import (
     folder_of,
     kept_in,
@@ -302,7 +302,7 @@ def test_ls_does_not_tell_what_storage_has_too(tmp_path: Path) -> None:
 
 def test_torture_tells_what_its_last_life_left_in_memory(tmp_path: Path) -> None:
     directory = killed(tmp_path)
-    torture = Torture(Request(("true",), directory, 1, None, 0, 1.0, 0.0, 0.0, tmp_path / "log"), directory=directory)
+    torture = Torture(Campaign(("true",), directory, 1, None, 0, 1.0, 0.0, 0.0, tmp_path / "log"), directory=directory)
     torture._look_at_memory()
     (remark,) = torture.remarks
     assert f"host memory stays for the job's next start in {directory}" in remark
