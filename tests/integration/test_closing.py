@@ -29,8 +29,8 @@ from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime import resources
 from checkflow.runtime.checkpointer import Checkpointer
 from checkflow.runtime.data.loader import DataLoader
-from checkflow.runtime.loop.boundaries import Boundaries
 from checkflow.runtime.loop.preemption import Preemption
+from checkflow.runtime.loop.training_loop import TrainingLoop
 from checkflow.runtime.memory_tier import records
 from checkflow.runtime.memory_tier.staging import StagingBuffers
 from checkflow.runtime.persist.writer import Writer
@@ -128,7 +128,7 @@ def test_closing_gives_everything_back(planned: bool, tmp_path: Path, monkeypatc
     for _ in checkpointer.epochs(1):
         for x, y in checkpointer.loader:
             job[2](x, y)
-            planning = checkpointer._boundaries.place.planning
+            planning = checkpointer._loop.place.planning
             made += planning is not None and planning._making is not None
     during = held(job)
     assert all(during[what] != before[what] for what in before if what not in ("children", "gradient hooks"))
@@ -163,7 +163,7 @@ def test_host_memory_goes_back_to_the_system(tmp_path: Path, monkeypatch: pytest
 
 
 POINTS: list[tuple[type, str]] = [
-    (Boundaries, "close"),
+    (TrainingLoop, "close"),
     (Execution, "finish"),
     (HostCopyEngine, "finish"),
     (Writer, "wait_until_at_most"),
@@ -201,7 +201,7 @@ def test_an_interrupted_close_can_be_repeated(
     monkeypatch.setattr(owner, name, interrupt)
     with pytest.raises(KeyboardInterrupt):
         checkpointer.close()
-    if (owner, name) != (Boundaries, "close") or after:
+    if (owner, name) != (TrainingLoop, "close") or after:
         assert held(job)["module hooks"] == before["module hooks"]  # they go first
     # What the interrupt met half-way is given up: without hooks nobody knows what is written from there on.
     given_up = owner is Execution and not after
@@ -233,7 +233,7 @@ def test_an_error_in_closing_keeps_nothing(tmp_path: Path, monkeypatch: pytest.M
             for _ in checkpointer.steps(2):
                 job[2]()
             patch.setattr(HostCopyEngine, "finish", failing)
-            patch.setattr(checkpointer._boundaries.execution, "_raising", True)
+            patch.setattr(checkpointer._loop.execution, "_raising", True)
             job[2]()
             if users is not None:
                 raise users
