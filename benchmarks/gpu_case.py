@@ -347,7 +347,7 @@ def stays(job: TrainingJob, plan: checkflow.Plan, storage: Path, iterations: int
     warm_up = warm_up_iterations(plan.interval)
     with (
         found.watch("on_anchor", lambda given: str(given[0])),
-        found.watch("end_step", lambda given: "boundary"),
+        found.watch("end_turn", lambda given: "boundary"),
         Phases(job) as phases,
         checkpointing(job, plan, storage) as checkpointer,
     ):

@@ -27,7 +27,7 @@ from benchmarks.gpu_figures import CHECKPOINTED, PLAIN, Row, case_name
 from benchmarks.gpu_worker import scratch
 from checkflow.planner.model_file.load import OPTIMIZERS
 from checkflow.runtime.interval.controller import Controller
-from checkflow.runtime.loop.boundaries import Boundaries
+from checkflow.runtime.loop.training_loop import TrainingLoop
 from checkflow.runtime.transfer.cuda_device import CudaDevice
 
 #: In the order of an iteration. The batch comes to the device in the first one. The wait is what happens between
@@ -386,10 +386,10 @@ class Stays:
         self.stopped = True
 
     def watch(self, method: str, label: Callable[[Any], str]) -> contextlib.AbstractContextManager[Any]:
-        """Until the context is left, every call of this method of boundaries is timed."""
-        original = getattr(Boundaries, method)
+        """Until the context is left, every call of this method of the training loop is timed."""
+        original = getattr(TrainingLoop, method)
 
-        def timed(owner: Boundaries, *given: Any, **named: Any) -> Any:
+        def timed(owner: TrainingLoop, *given: Any, **named: Any) -> Any:
             before, begun = self.marks.mark(), time.perf_counter()
             try:
                 return original(owner, *given, **named)
@@ -397,7 +397,7 @@ class Stays:
                 if not self.stopped:
                     self.found.append((label(given), before, self.marks.mark(), time.perf_counter() - begun))
 
-        return mock.patch.object(Boundaries, method, timed)
+        return mock.patch.object(TrainingLoop, method, timed)
 
     def rows(self, iterations: int) -> list[Row]:
         """Per anchor, seconds an iteration, the longest on the stream first."""

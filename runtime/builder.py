@@ -26,8 +26,8 @@ from checkflow.runtime.job.job import Job
 from checkflow.runtime.job.progress import Progress
 from checkflow.runtime.live_plan.cache import PlanCache
 from checkflow.runtime.live_plan.planning import Planning
-from checkflow.runtime.loop.boundaries import Boundaries
 from checkflow.runtime.loop.preemption import Preemption
+from checkflow.runtime.loop.training_loop import TrainingLoop
 from checkflow.runtime.memory_tier.records import NOTHING
 from checkflow.runtime.memory_tier.recovery import reclaim
 from checkflow.runtime.persist.saver import Saving
@@ -50,7 +50,7 @@ class Parts:
     preemption: Preemption
     store: Store
     saving: Saving
-    boundaries: Boundaries
+    loop: TrainingLoop
     reporter: Reporter
     resumed_from: int | None
 
@@ -137,18 +137,18 @@ def assemble(
             base=_base(store, resumed_from),
         )  # fmt: skip
         undo.callback(saving.close)
-        boundaries = Boundaries(
+        loop = TrainingLoop(
             job, iteration=resumed_from or 0, progress=progress, saving=saving, given=given, planning=planning,
             asked=asked, directory=store.directory, raising=arguments.raising, preemption=preemption,
         )  # fmt: skip
-        undo.callback(boundaries.close)
+        undo.callback(loop.close)
         reporter = Reporter(
-            job, boundaries, saving, store.directory,
+            job, loop, saving, store.directory,
             run_id=store.run_id, resumed_from=resumed_from, imported=imported,
             reclaimed=max(reclaimed.steps, default=None),
         )  # fmt: skip
         undo.pop_all()
-    return Parts(progress, preemption, store, saving, boundaries, reporter, resumed_from)
+    return Parts(progress, preemption, store, saving, loop, reporter, resumed_from)
 
 
 def _base(store: Store, step: int | None) -> tuple[int, str]:

@@ -1,7 +1,6 @@
 """Checkpointer: what a training script holds: its arguments, its loops, its beginning and its end.
 
-Its parts are made by :mod:`.builder`. When boundaries are is :mod:`.loop.boundaries`', and what is done at each
-:mod:`.loop.boundary_actions`'s.
+Its parts are made by :mod:`.builder`; what happens in its loops goes to :mod:`.loop.training_loop`.
 """
 
 from __future__ import annotations
@@ -180,12 +179,10 @@ class Checkpointer:
             job, given, arguments, device, check_plan=self._check_plan, make_planner=self._make_planner
         )  # fmt: skip
         self._progress, self._preemption, self._store = parts.progress, parts.preemption, parts.store
-        self._saving, self._boundaries, self._reporter = parts.saving, parts.boundaries, parts.reporter
+        self._saving, self._loop, self._reporter = parts.saving, parts.loop, parts.reporter
         self.resumed_from = parts.resumed_from
-        self._loops = 0  # epochs() and steps() that go on
-        self._held = resources.Holdings(
-            loader, self._boundaries, self._saving, self._store, self._preemption, self._reporter
-        )
+        self._bodies = 0  # of epochs() and steps(), that run now
+        self._held = resources.Holdings(loader, self._loop, self._saving, self._store, self._preemption, self._reporter)
         weakref.finalize(self, resources.dropped, self._held).atexit = False  # at exit all that is held is given back
         self._begin()
 
@@ -208,8 +205,8 @@ class Checkpointer:
         logger.info("%s", start_line(self._reporter.make(), self._store.directory))
         if (loader := self._job.loader) is not None:
             resources.tell_displaced(loader)
-            loader.follow(self._boundaries)
-        self._preemption.listen(self._boundaries)
+            loader.follow(self._loop)
+        self._preemption.listen(self._loop)
 
     # What users call
 
@@ -223,7 +220,7 @@ class Checkpointer:
     @property
     def iteration(self) -> int:
         """Iterations that are finished, over all runs of the job."""
-        return self._boundaries.iteration
+        return self._loop.iteration
 
     @property
     def durable_step(self) -> int | None:
@@ -248,7 +245,7 @@ class Checkpointer:
         loader = self.loader
         loader.epochs_counted_elsewhere = True
         progress = self._progress
-        self._boundaries.looping = True
+        self._loop.begin_loop()
         progress.numbers = numbers = range(start) if stop is None else range(start, stop)
         self._tell_nothing_left(progress.epoch, numbers, "epochs")
         while progress.epoch < len(numbers):
@@ -256,16 +253,16 @@ class Checkpointer:
             # No first batch will come, or code before it may draw numbers.
             if progress.position == 0 or loader.exhausted:
                 progress.restore_generators()
-            self._loops += 1
+            self._bodies += 1
             try:
                 yield numbers[progress.epoch]
             except GeneratorExit:  # the loop was left with ``break``
-                self._boundaries.leave_loop(in_epoch=True)
+                self._loop.leave_loop(in_epoch=True)
                 raise
             finally:
-                self._loops -= 1
-            self._boundaries.end_epoch(last=progress.epoch + 1 >= len(numbers))
-        self._boundaries.end_loop()
+                self._bodies -= 1
+            self._loop.end_epoch(last=progress.epoch + 1 >= len(numbers))
+        self._loop.end_loop()
         # A run that was finished already: what follows the loop sees them as it did then.
         self._progress.restore_generators()
 
@@ -283,8 +280,7 @@ class Checkpointer:
             UnsupportedError: this Checkpointer was closed before the loop begins.
         """
         self._refuse_closed()
-        boundaries = self._boundaries
-        boundaries.in_steps = boundaries.looping = True
+        self._loop.begin_loop(in_steps=True)
         numbers = range(start) if stop is None else range(start, stop)
         progress = self._progress
         done = max(progress.turns, progress.turn)
@@ -293,27 +289,26 @@ class Checkpointer:
         while done < len(numbers):
             progress.turn = done
             progress.restore_generators()
-            self._loops += 1
+            self._bodies += 1
             try:
                 yield numbers[done]
             except GeneratorExit:  # the loop was left with ``break``
-                boundaries.leave_loop()
+                self._loop.leave_loop()
                 raise
             finally:
-                self._loops -= 1
+                self._bodies -= 1
             before = self.iteration
             # After so many more turns without a step training may end: the boundary before them is to be saved.
-            boundaries.end_step(last=done + 1 + longest >= len(numbers))
+            self._loop.end_turn(last=done + 1 + longest >= len(numbers))
             without = without + 1 if self.iteration == before else 0
             longest = max(longest, without)
             done = max(done + 1, progress.turns)  # of which several end in one where that calls step() as often
             progress.turn = done
-        boundaries.in_steps = False
-        boundaries.end_loop()
+        self._loop.end_loop()
         progress.restore_generators()
 
     def _refuse_closed(self) -> None:
-        if self._boundaries.closed:
+        if self._loop.closed:
             raise UnsupportedError(
                 f"this Checkpointer of {self._store.directory} is closed, and would save nothing: make another one, "
                 "which goes on from the newest checkpoint"
@@ -348,10 +343,10 @@ class Checkpointer:
             ValueError: it is not a whole number of at least 0.
             UnsupportedError: this Checkpointer was closed, and not inside of its loop, which goes on without it.
         """
-        if self._boundaries.closed and self._loops:
+        if self._loop.closed and self._bodies:
             return
         self._refuse_closed()
-        self._boundaries.step(None if batches is None else read_batches(batches))
+        self._loop.step(None if batches is None else read_batches(batches))
 
     def metric(self, name: str, value: SupportsFloat) -> None:
         """Tell what the state is worth, as it is now: ``checkpointer.metric("val_loss", 0.3)``.
@@ -379,7 +374,7 @@ class Checkpointer:
         if self._held.closed:
             logger.warning("the metric %s is not kept: this Checkpointer is closed", name)
             return
-        self._boundaries.metric(name, number)
+        self._loop.metric(name, number)
 
     def report(self) -> dict[str, Any]:
         """What checkpointing did and cost so far, beside what the plan promised: JSON values, in bytes and seconds.
@@ -401,7 +396,7 @@ class Checkpointer:
     @property
     def last_capture(self) -> CaptureReport | None:
         """The last capture that ended: its log of executed copies, and what it cost."""
-        return self._boundaries.execution.capturer.last_report
+        return self._loop.place.last_capture
 
     def close(self) -> None:
         """Finish and commit what is in flight, then give everything back: hooks, threads, memory, the lock, signals.
@@ -416,8 +411,8 @@ class Checkpointer:
                 ``with`` block raises it too, unless an exception has ended that.
         """
         try:
-            if not (self._held.closed or self._boundaries.closed) and sys.exception() is None:
-                self._boundaries.end_untold()
+            if not (self._held.closed or self._loop.closed) and sys.exception() is None:
+                self._loop.end_unmarked()
         finally:
             self._close(raising=True)
 
@@ -430,7 +425,7 @@ class Checkpointer:
             return
         if error is not None and error is not self._held.lost:
             raise error
-        self._boundaries.raise_if_asked()  # the reason itself, where it was asked for
+        self._loop.raise_if_asked()  # the reason itself, where it was asked for
         if error is not None:
             raise error
         self._preemption.end_late()
@@ -446,7 +441,7 @@ class Checkpointer:
         try:
             lost = tells_of_lost_worker(error) and self._preemption.is_asked_soon()
             if kind is None and not self._held.closed:
-                self._boundaries.end_training()
+                self._loop.end_training()
         finally:
             self._close(raising=kind is None)
         if lost:

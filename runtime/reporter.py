@@ -34,8 +34,8 @@ from checkflow.core.state import training_device, unwrap
 from checkflow.core.units import format_seconds, format_stall
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.job.traits import allocated_peak_bytes, device_name
-from checkflow.runtime.loop.boundaries import Boundaries
 from checkflow.runtime.loop.phase_clock import Reading, Times
+from checkflow.runtime.loop.training_loop import TrainingLoop
 from checkflow.runtime.memory_tier.records import NOTHING
 from checkflow.runtime.persist.saver import Saving
 from checkflow.runtime.system import fs
@@ -60,7 +60,7 @@ class Reporter:
     def __init__(
         self,
         job: Job,
-        boundaries: Boundaries,
+        loop: TrainingLoop,
         saving: Saving,
         directory: Path,
         *,
@@ -69,7 +69,7 @@ class Reporter:
         imported: bool = False,
         reclaimed: int | None = None,
     ) -> None:
-        self._boundaries, self._saving = boundaries, saving
+        self._loop, self._saving = loop, saving
         self._directory, self._run_id, self._resumed_from = directory, run_id, resumed_from
         self._reclaimed = reclaimed
         self._model = "+".join(type(unwrap(model)).__name__ for model in job.models.values())
@@ -92,10 +92,10 @@ class Reporter:
 
     def make(self, *, closed: bool = False) -> RunReport:
         """The report as of now. Any thread may ask for it."""
-        boundaries, saving = self._boundaries, self._saving
-        writer, place = saving.writer, boundaries.place
-        last, moved, promises = boundaries.execution.capturer.last_report, place.moved, place.promises()
-        reading = boundaries.clock.read()
+        loop, saving = self._loop, self._saving
+        writer, place, clock = saving.writer, loop.place, loop.clock
+        last, moved, promises = place.last_capture, place.moved, place.promises()
+        reading = clock.read()
         failures = [failure for failure in (writer.last_failure, place.last_failure) if failure is not None]
         return RunReport(
             run_id=self._run_id,
@@ -104,7 +104,7 @@ class Reporter:
             closed=closed,
             model=self._model,
             device=self._device,
-            iteration=boundaries.iteration,
+            iteration=loop.iteration,
             resumed_from=self._resumed_from,
             replayed_iterations=self._replayed,
             replayed_exactly=self._exactly,
@@ -119,10 +119,10 @@ class Reporter:
             checkpoint_bytes=writer.last.size_bytes if writer.last else None,
             plan=promises,
             planning=place.search(),
-            frequency=boundaries.pace.report,
+            frequency=loop.pace.report,
             phases=_phases(reading),
-            held_seconds=HeldSeconds(**{what: max(held, 0.0) for what, held in boundaries.clock.held_seconds.items()}),
-            longest_hold_seconds=boundaries.clock.longest_hold_seconds,
+            held_seconds=HeldSeconds(**{what: max(held, 0.0) for what, held in clock.held_seconds.items()}),
+            longest_hold_seconds=clock.longest_hold_seconds,
             bytes=Moved(
                 state_bytes=last.moved.total_bytes if last else promises.state_bytes if promises else None,
                 captured_bytes=moved.total_bytes,
@@ -217,7 +217,7 @@ class Reporter:
         return Lag(captured_step, durable_step, iterations, seconds, since)
 
     def _measured(self, reading: Reading) -> Measured:
-        peak, before = allocated_peak_bytes(self._models), self._boundaries.place.peak_before_bytes
+        peak, before = allocated_peak_bytes(self._models), self._loop.place.peak_before_bytes
         reserved = None if peak is None else torch.cuda.max_memory_reserved(training_device(self._models))
         # Torch keeps one peak a device, which is the user's to reset. It is the plan's if it has moved under the plan.
         return Measured(reading.computing_seconds, reading.stall_seconds, peak, reserved, peak_exactly=peak != before)

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from checkflow.core.errors import CheckflowError, StorageError
 from checkflow.runtime.data.base import ResumableLoader
-from checkflow.runtime.loop.boundaries import Boundaries
 from checkflow.runtime.loop.preemption import Preemption
+from checkflow.runtime.loop.training_loop import TrainingLoop
 from checkflow.runtime.persist.saver import Saving
 from checkflow.runtime.reporter import Reporter, end_line
 from checkflow.runtime.store.store import Store
@@ -34,7 +34,7 @@ class Holdings:
     """All that one Checkpointer has to give back."""
 
     loader: ResumableLoader | None
-    boundaries: Boundaries
+    loop: TrainingLoop
     saving: Saving
     store: Store
     preemption: Preemption
@@ -55,7 +55,7 @@ class Holdings:
             return None
         error: Exception | None = None
         self.preemption.begin_closing()
-        if self.loader is not None and self.loader.listener is self.boundaries:
+        if self.loader is not None and self.loader.listener is self.loop:
             self.loader.listener = None
             self.loader.epochs_counted_elsewhere = False
             try:
@@ -63,7 +63,7 @@ class Holdings:
             except Exception as reason:  # noqa: BLE001 - as below; torch's handler raises here that a worker was killed
                 error = reason
         try:
-            self.boundaries.close()
+            self.loop.close()
         except Exception as reason:  # noqa: BLE001 - the caller says it: what else there is must be given back first
             error = error or reason
         self.lost = self.saving.close() or self.lost
@@ -94,7 +94,7 @@ def take_over(directory: str | os.PathLike[str]) -> None:
 def tell_displaced(loader: ResumableLoader) -> None:
     """Another Checkpointer is about to follow this loader: one that follows it now finds no boundary any more."""
     for held in _held.values():
-        if held.loader is loader and loader.listener is held.boundaries:
+        if held.loader is loader and loader.listener is held.loop:
             logger.warning(
                 "the loader was followed by the Checkpointer of %s, which is not closed, and finds no boundary in it "
                 "from here on; close() that one first, or give each a loader of its own",

@@ -174,7 +174,8 @@ def import_(
     """
     from checkflow.cli.tables import checkpoints as checkpoints_table
     from checkflow.runtime.weights import importer
-    from checkflow.runtime.weights.source import clean, open_weights
+    from checkflow.runtime.weights.source import open_weights
+    from checkflow.runtime.weights.weights import clean
 
     with (
         working(f"importing {source}") as say,

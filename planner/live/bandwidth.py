@@ -15,14 +15,12 @@ import torch
 
 from checkflow.planner.measure.probe import (
     LEAD_BYTES,
-    Effort,
     array_size_bytes,
     host_link_figures,
     link_piece_figure,
-    repeat,
     staging_memory,
 )
-from checkflow.planner.measure.timing import clock_of
+from checkflow.planner.measure.timing import Effort, clock_of, repeat
 
 _BYTES = 32 * 2**20  # larger than most caches of a CPU, and long enough for a link
 _GPU_BYTES = 256 * 2**20  # an H100's cache is 50 MB

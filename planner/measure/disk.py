@@ -20,8 +20,7 @@ from typing import IO
 
 from checkflow.core.errors import StorageError
 from checkflow.core.units import format_size
-from checkflow.planner.measure.probe import LEAST_REPETITIONS, Effort, Figure, rate
-from checkflow.planner.measure.timing import Clock, spread_of
+from checkflow.planner.measure.timing import LEAST_REPETITIONS, Clock, Effort, Figure, rate, spread_of
 
 BLOCK_BYTES = 8 * 2**20  # of one write or read: a multiple of every page and sector
 LEAST_FILE_BYTES = 2 * BLOCK_BYTES

@@ -25,7 +25,6 @@ import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -33,11 +32,20 @@ from checkflow.core.device import Device
 from checkflow.core.errors import CheckflowError
 from checkflow.core.host_memory import free_host_memory_bytes
 from checkflow.core.units import format_size
+from checkflow.planner.measure.disk import disk_figures
 from checkflow.planner.measure.machine import Machine, free_memory_bytes, this_machine
-from checkflow.planner.measure.timing import Clock, HostClock, Spread, Work, clock_of, spread_of
+from checkflow.planner.measure.timing import (
+    Clock,
+    Effort,
+    Figure,
+    HostClock,
+    Work,
+    clock_of,
+    rate,
+    repeat,
+)
 from checkflow.planner.measure.torch_settings import torch_settings_kept
 
-Unit = Literal["bytes_per_second", "flops_per_second", "seconds"]
 Progress = Callable[[str], None]
 
 _MIB = 2**20
@@ -59,34 +67,11 @@ _MATRIX_FLOAT64 = frozenset({(8, 0), (9, 0), (10, 0)})
 _DIGITS = 4  # of a median that goes into a device: more than a measurement has
 
 
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """How thoroughly to measure. Repetitions are fewer where they would take longer than ``seconds`` a figure."""
-
-    repetitions: int
-    seconds: float
-    array_bytes: int  # of each array that is copied or streamed
-    product_seconds: float  # products grow until one takes as long
-    disk_bytes: int
-
-
 FULL = Effort(repetitions=25, seconds=3.0, array_bytes=1024 * _MIB, product_seconds=0.02, disk_bytes=1024 * _MIB)
 QUICK = Effort(repetitions=7, seconds=0.25, array_bytes=128 * _MIB, product_seconds=0.005, disk_bytes=64 * _MIB)
-LEAST_REPETITIONS = 3
 PRODUCT = "product, "  # then the dtype
 PIECE = "each piece"
 _PORTABLE = 1  # cudaHostRegisterPortable, of driver_types.h
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One quantity that was measured several times."""
-
-    name: str
-    unit: Unit
-    spread: Spread  # in that unit
-    how: str  # for people: on how much, and by what
-    matrix_units: bool = False  # of a product's
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +103,6 @@ def probe(
         CheckflowError: there is not enough memory; one line.
         StorageError: the disk cannot be measured in this directory; one line with the reason.
     """
-    from checkflow.planner.measure.disk import disk_figures
-
     here = this_machine() if machine is None else machine
     disk: list[Figure] = []
     disk_notes: list[str] = []
@@ -171,32 +154,6 @@ def array_size_bytes(effort: Effort, device: torch.device) -> int:
             f" caches; free {format_size(16 * LEAST_ARRAY_BYTES)}"
         )
     return 1 << (size.bit_length() - 1)
-
-
-def repeat(work: Work, clock: Clock, effort: Effort) -> Spread:
-    """Seconds that the work takes, after two runs that do not count."""
-    second = clock.laps(work, 2)[-1]
-    fitting = int(effort.seconds / second) if second > 0 else effort.repetitions
-    return spread_of(clock.laps(work, max(LEAST_REPETITIONS, min(effort.repetitions, fitting))))
-
-
-def rate(name: str, unit: Unit, amount: float, seconds: Spread, how: str) -> Figure:
-    """A figure of so much work in these seconds: the slowest run gives the least rate.
-
-    Raises:
-        CheckflowError: a run took no time at all.
-    """
-    if not seconds.least > 0:
-        raise CheckflowError(f"cannot probe: {name} on so little ({how}) takes less time than the clock can tell")
-    per_second = Spread(
-        least=amount / seconds.most,
-        lower=amount / seconds.upper,
-        median=amount / seconds.median,
-        upper=amount / seconds.lower,
-        most=amount / seconds.least,
-        count=seconds.count,
-    )
-    return Figure(name, unit, per_second, how)
 
 
 def memory_figures(device: torch.device, clock: Clock, effort: Effort, array_bytes: int) -> list[Figure]:

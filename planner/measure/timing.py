@@ -11,11 +11,15 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
+from checkflow.core.errors import CheckflowError
+
+Unit = Literal["bytes_per_second", "flops_per_second", "seconds"]
 Work = Callable[[], object]
+LEAST_REPETITIONS = 3
 
 
 class Clock(Protocol):
@@ -107,3 +111,51 @@ def spread_of(samples: Sequence[float]) -> Spread:
         return Spread(only, only, only, only, only, 1)
     lower, median, upper = statistics.quantiles(ordered, n=4, method="inclusive")
     return Spread(ordered[0], lower, median, upper, ordered[-1], len(ordered))
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How thoroughly to measure. Repetitions are fewer where they would take longer than ``seconds`` a figure."""
+
+    repetitions: int
+    seconds: float
+    array_bytes: int  # of each array that is copied or streamed
+    product_seconds: float  # products grow until one takes as long
+    disk_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One quantity that was measured several times."""
+
+    name: str
+    unit: Unit
+    spread: Spread  # in that unit
+    how: str  # for people: on how much, and by what
+    matrix_units: bool = False  # of a product's
+
+
+def repeat(work: Work, clock: Clock, effort: Effort) -> Spread:
+    """Seconds that the work takes, after two runs that do not count."""
+    second = clock.laps(work, 2)[-1]
+    fitting = int(effort.seconds / second) if second > 0 else effort.repetitions
+    return spread_of(clock.laps(work, max(LEAST_REPETITIONS, min(effort.repetitions, fitting))))
+
+
+def rate(name: str, unit: Unit, amount: float, seconds: Spread, how: str) -> Figure:
+    """A figure of so much work in these seconds: the slowest run gives the least rate.
+
+    Raises:
+        CheckflowError: a run took no time at all.
+    """
+    if not seconds.least > 0:
+        raise CheckflowError(f"cannot probe: {name} on so little ({how}) takes less time than the clock can tell")
+    per_second = Spread(
+        least=amount / seconds.most,
+        lower=amount / seconds.upper,
+        median=amount / seconds.median,
+        upper=amount / seconds.lower,
+        most=amount / seconds.least,
+        count=seconds.count,
+    )
+    return Figure(name, unit, per_second, how)

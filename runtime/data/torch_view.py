@@ -13,16 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, Sampler
 
 from checkflow.core.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from checkflow.runtime.data.base import ResumableLoader
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +33,7 @@ class _Used:
 class _Loaded(Dataset[Any]):
     """Hands batches through; as long as the data set that they come from."""
 
-    def __init__(self, loader: ResumableLoader) -> None:
+    def __init__(self, loader: Any) -> None:
         self._dataset = _setting(loader, "dataset", None)
         self._name = type(loader).__name__
 
@@ -57,7 +54,7 @@ class _Loaded(Dataset[Any]):
 class _Batches(Sampler[Any]):
     """Deals the resumable loader's batches, each in a list of its own."""
 
-    def __init__(self, loader: ResumableLoader) -> None:
+    def __init__(self, loader: Any) -> None:
         self._loader = loader
         self.batch_size = _setting(loader, "batch_size", None)  # Accelerate asks for both
         self.drop_last = _setting(loader, "drop_last", False)
@@ -80,7 +77,7 @@ class _Batches(Sampler[Any]):
             yield [batch]
 
 
-def _setting(loader: ResumableLoader, name: str, otherwise: Any) -> Any:
+def _setting(loader: Any, name: str, otherwise: Any) -> Any:
     """Of the loader; or of the one of another make that it goes by."""
     return getattr(loader, name, getattr(getattr(loader, "loader", None), name, otherwise))
 
@@ -90,8 +87,8 @@ def _only(batches: list[Any]) -> Any:
     return batch
 
 
-def torch_view(loader: ResumableLoader) -> TorchDataLoader[Any]:
-    """See :meth:`.base.ResumableLoader.as_torch`."""
+def torch_view(loader: Any) -> TorchDataLoader[Any]:
+    """See :meth:`.base.ResumableLoader.as_torch`, whose loader this is."""
     # A generator of its own: torch draws a seed at each epoch's begin, which a resumed one would draw once more.
     return TorchDataLoader(
         _Loaded(loader),

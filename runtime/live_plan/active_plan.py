@@ -7,7 +7,7 @@ one, or with none; then what is saved is copied at the boundary itself.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from checkflow.core.errors import CheckflowError, MismatchError, PlanError
 from checkflow.core.plan import Plan
@@ -15,6 +15,7 @@ from checkflow.core.run_report import PlanInForce, PlanningReport, PlanSource, p
 from checkflow.core.units import format_seconds, format_stall
 from checkflow.runtime.job import compatibility
 from checkflow.runtime.live_plan.planning import Arrival, Planning
+from checkflow.runtime.snapshot.capturer import CaptureReport
 from checkflow.runtime.snapshot.executor import UNPLANNED, Execution
 from checkflow.runtime.snapshot.program import Program, compile_plan
 from checkflow.runtime.transfer.engine import Moved
@@ -85,14 +86,20 @@ class PlanInPlace:
         return self._moved + self.execution.capturer.moved
 
     @property
+    def last_capture(self) -> CaptureReport | None:
+        """The last one that ended, under the plan that runs."""
+        return self.execution.capturer.last_report
+
+    @property
     def quiet(self) -> bool:
         """Whether no copies may go on beside the iteration that begins."""
         return self.planning is not None and self.planning.quiet
 
-    def turn(self, micro_batches: int | None) -> None:
+    def turn(self, stepped: Collection[str], micro_batches: int | None) -> None:
         """At a boundary, before anything else of ours: what planning has come to.
 
         Args:
+            stepped: the optimizers that did, in the iteration.
             micro_batches: how many batches the iteration used, if anybody counts.
         """
         if self.planning is None:
@@ -103,7 +110,7 @@ class PlanInPlace:
         if (repeated := self.execution.repeated) and not self.planning.forgone:
             arrival = self.planning.forgo(min(repeated))
         else:
-            arrival = self.planning.boundary(self.execution.stepped, micro_batches)
+            arrival = self.planning.boundary(stepped, micro_batches)
         if arrival is None:
             return
         plan = UNPLANNED if arrival.plan is None else arrival.plan
@@ -120,7 +127,6 @@ class PlanInPlace:
             return
         self.execution.remove_hooks()
         self._aborted, self._moved, self._last_failure = self.aborted, self.moved, self.last_failure
-        execution.stepped |= self.execution.stepped
         self.execution = execution
         self._placed(self.planning, arrival)
         self._tell_placed(arrival)

@@ -1,11 +1,7 @@
-"""What is done at each boundary, wherever :mod:`.boundaries` finds it.
+"""What is done at each boundary: the count, the audits, the capture and its way to storage, the end by a signal.
 
-At each that is captured: the capture in flight is brought to its end, then the next one begins
-(:mod:`.snapshot.capturer`); anchors drive it through the plan's iterations (:mod:`.snapshot.executor`); the writer
-commits it (:mod:`.persist.writer`, :mod:`.store.store`). Which boundaries are captured, and which of these storage
-takes, :mod:`.pacing` says: multiples of the plan's interval, counted over the whole job, and the ends of epochs and of
-training (with ``every=`` only that of training), and those that are told to be among the best. A resume does not change
-the count, and what it resumed from is not captured again.
+:mod:`.pacing` decides which boundaries are captured, and which of these storage takes. A resume does not change the
+count, and what it resumed from is not captured again.
 """
 
 from __future__ import annotations
@@ -21,6 +17,7 @@ from checkflow.runtime.format import codec
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.job.progress import Progress
 from checkflow.runtime.live_plan.active_plan import PlanInPlace
+from checkflow.runtime.loop.boundaries import Boundaries, Boundary
 from checkflow.runtime.loop.pacing import Pace
 from checkflow.runtime.loop.phase_clock import PhaseClock
 from checkflow.runtime.loop.preemption import Preemption
@@ -33,16 +30,11 @@ from checkflow.runtime.system.signals import raised_by_handler
 logger = logging.getLogger("checkflow")
 
 
-class BoundaryWork:
+class BoundaryActions:
     """Counts the iterations of a job, and does what is to be done at the end of each.
 
     Args:
-        progress: where in its epochs the job is.
-        saving: what captures are copied with and written by.
-        place: the plan that runs.
-        pace: which boundaries are captured.
-        clock: what training's time goes to.
-        preemption: says when training is to end.
+        boundaries: where the iteration that is counted is to be forgotten.
         iteration: finished before, by the run that this one goes on from; 0: none.
         raising: whether a checkpoint that failed ends training.
     """
@@ -56,17 +48,17 @@ class BoundaryWork:
         pace: Pace,
         clock: PhaseClock,
         preemption: Preemption,
+        boundaries: Boundaries,
         *,
         iteration: int,
         raising: bool,
     ) -> None:
         self._job, self._progress, self._saving, self._place = job, progress, saving, place
-        self._pace, self._clock, self._preemption, self._raising = pace, clock, preemption, raising
-        self.iteration = self.first_iteration = iteration
-        self.captured_iteration = iteration  # at the start there is nothing to save, after a resume it is
-        self.began = False  # an iteration, since the last boundary
-        self.closed = False
-        self._said = ""  # of what a kill would lose
+        self._pace, self._clock, self._preemption, self._boundaries = pace, clock, preemption, boundaries
+        self._raising = raising
+        self.iteration = self._first_iteration = iteration
+        self._captured_iteration = iteration  # at the start there is nothing to save, after a resume it is
+        self._logged = ""  # of what a kill would lose
         self._planning_seconds = self._no_cost_seconds = 0.0  # held for planning; of these, for what is done once
         # All state at a boundary that was not captured, and its version counters, in case it is the last one; and
         # whether an epoch ended there.
@@ -76,175 +68,161 @@ class BoundaryWork:
         self._passed_extra: Callable[[], bytes] | None = None
 
     @property
-    def execution(self) -> Execution:
+    def _execution(self) -> Execution:
         """The plan that runs now."""
         return self._place.execution
 
     @property
-    def iterated(self) -> bool:
-        """Whether there was an iteration since the last boundary: without optimizers it takes none of their steps."""
-        return not self.closed and (bool(self.execution.stepped) or (not self._job.optimizers and self.began))
+    def captured(self) -> bool:
+        """Whether the capture of the last boundary was begun, or the job was resumed from it."""
+        return self._captured_iteration == self.iteration
 
     def raise_if_asked(self) -> None:
         """Raise what failed since the last call, where the user wants it raised."""
-        error = self._saving.writer.take_error() or self.execution.take_error_in_compiling()
+        error = self._saving.writer.take_error() or self._execution.take_error_in_compiling()
         if error is not None and self._raising:
             raise error
 
-    def end_iteration(self, *, epoch_end: bool, last: bool, explicit: bool, micro_batches: int | None) -> None:
+    def end_iteration(self, boundary: Boundary) -> None:
         """The state is now that of one more whole iteration.
 
         A boundary to be captured brings the capture in flight to its end first. Where that comes before the plan's
         interval is over (an epoch's end, the last iteration, and the first regular boundary after them), training waits
         for what is left of it. If a signal has asked for it, training ends here.
-
-        Args:
-            epoch_end: an epoch ends, too.
-            last: so does training.
-            explicit: the loop has said so itself.
-            micro_batches: of the iteration, if it has said that.
         """
         held_seconds, measuring = self._held_seconds(), self._pace.measuring
         with self._clock.holding("boundary"):
-            self._pace.ended(self.iteration + 1, epoch_end=epoch_end, held_seconds=held_seconds)
+            self._pace.ended(self.iteration + 1, epoch_end=boundary.epoch_end, held_seconds=held_seconds)
         ending = self._preemption.begin_ending()
         with self._clock.holding("planning"):
-            self._turn(micro_batches, explicit=explicit, ending=ending)
+            self._change_plan(boundary, ending=ending)
         with self._clock.holding("boundary"):
-            due = self._at_boundary(epoch_end=epoch_end, last=last, ending=ending)
-        part = "ends" if due and (epoch_end or last) else "measuring" if measuring else ""
-        self._clock.end_iteration(captured=due, under_way=self.execution.capturer.under_way, part=part)
+            due = self._pass(boundary, ending=ending)
+        part = "ends" if due and (boundary.epoch_end or boundary.last) else "measuring" if measuring else ""
+        self._clock.end_iteration(captured=due, under_way=self._execution.capturer.under_way, part=part)
         if ending:
             self.end()
-        if self._place.planning is not None and not last and (self._job.loader is None or explicit):
+        planning = self._place.planning
+        if planning is not None and not boundary.last and (self._job.loader is None or boundary.explicit):
             with self._clock.holding("planning"):
-                self._place.planning.begin()  # otherwise when the loader hands a batch out
+                planning.begin()  # otherwise when the loader hands a batch out
 
     def _held_seconds(self) -> float:
         """For which training was held so far: for checkpoints, and by looks at it; not to record it, or to plan."""
         held, planning = self._clock.held_seconds, self._place.planning
         since_seconds = held["planning"] - self._planning_seconds
         self._planning_seconds = held["planning"]
-        if planning is not None and (planning.busy or self.iteration == self.first_iteration + 1):
+        if planning is not None and (planning.busy or self.iteration == self._first_iteration + 1):
             self._no_cost_seconds += since_seconds
         return sum(held.values()) - self._no_cost_seconds
 
-    def _at_boundary(self, *, epoch_end: bool, last: bool, ending: bool) -> bool:
-        """Bring the capture in flight to its end if this boundary is captured, and begin; returns whether it is."""
-        demanded = last or ending or self._saving.metrics.ranks(self.iteration + 1)
-        due = self._pace.is_due(self.iteration + 1, epoch_end=epoch_end, demanded=demanded)
-        self.execution.end_iteration(due=due, quiet=self._place.quiet or (due and (epoch_end or last or ending)))
-        due = due and self._pace.makes_room()
-        self.began = False
-        self.iteration += 1
-        self._progress.end_iteration()
-        if not ending:  # otherwise when this boundary is saved
-            self.raise_if_asked()
-        self._apply_audits()
-        if not due:
-            state = self._job.walk.current()
-            self._passed = state, _versions(state)
-            self._passed_epoch_end = epoch_end
-            self._passed_extra = self._extra_before_workers(epoch_end=epoch_end)
-        if due:
-            self._clock.shift(self._capture(epoch_end))
-        self._pace.left()
-        self._tell_safe()
-        return due
-
-    def _tell_safe(self) -> None:
-        """What a kill would lose: once without a checkpoint, and once when this run has its first one."""
-        durable, begun_anew = self._saving.writer.durable, self._saving.durable_step is None
-        said = "" if durable is None and not begun_anew else "all" if durable is None else "little"
-        if said == self._said:
-            return
-        self._said = said
-        if durable is None:
-            logger.info("no checkpoint is on storage yet: a kill loses all that was trained so far")
-        else:
-            logger.info("step %d is on storage: a kill loses at most what was trained after it", durable.step)
-
-    def _turn(self, micro_batches: int | None, *, explicit: bool, ending: bool) -> None:
+    def _change_plan(self, boundary: Boundary, *, ending: bool) -> None:
         """What planning has come to, before this boundary is looked at."""
         planning = self._place.planning
         if planning is None:
             return
-        if self._place.plan is None and self.iteration == self.first_iteration and not ending:
-            self.execution.prepare()  # now: to touch so much memory takes long, and is no checkpoint's cost
+        if self._place.plan is None and self.iteration == self._first_iteration and not ending:
+            self._execution.prepare()  # now: to touch so much memory takes long, and is no checkpoint's cost
         if ending:
             planning.abandon()
             return
-        if self._job.loader is None:
-            micro_batches = None  # nobody counts
-        elif not explicit:
-            micro_batches = planning.watch.handed
-        before = self.execution
-        self._place.turn(micro_batches)
-        if self.execution is not before:
+        micro_batches = boundary.micro_batches if boundary.explicit else planning.watch.handed
+        before = self._execution
+        # Without a loader nobody counts batches.
+        self._place.turn(self._boundaries.stepped, None if self._job.loader is None else micro_batches)
+        if self._execution is not before:
             self._clock.new_plan()
         error = planning.take_error()
         if error is not None and self._raising:
             raise error
 
-    def end_if_idle(self) -> None:
-        """No iteration has begun since the last boundary: end here if that is asked, and nothing would be lost."""
-        idle = not (self.closed or self.began or self._progress.waiting)
-        if idle and self.captured_iteration == self.iteration and self._preemption.begin_ending():
-            self.end()
+    def _pass(self, boundary: Boundary, *, ending: bool) -> bool:
+        """Bring the capture in flight to its end if this boundary is captured, and begin; returns whether it is."""
+        epoch_end, final = boundary.epoch_end, boundary.last or ending
+        demanded = final or self._saving.metrics.ranks(self.iteration + 1)
+        due = self._pace.is_due(self.iteration + 1, epoch_end=epoch_end, demanded=demanded)
+        self._execution.end_iteration(due=due, quiet=self._place.quiet or (due and (epoch_end or final)))
+        due = due and self._pace.makes_room()
+        self._boundaries.passed()
+        self.iteration += 1
+        self._progress.end_iteration()
+        if not ending:  # otherwise when this boundary is saved
+            self.raise_if_asked()
+        self._apply_audits()
+        if due:
+            self._clock.shift(self._capture(epoch_end))
+        else:
+            state = self._job.walk.current()
+            self._passed, self._passed_epoch_end = (state, _versions(state)), epoch_end
+            self._passed_extra = self._extra_before_workers(epoch_end=epoch_end)
+        self._pace.left()
+        self._log_durability()
+        return due
+
+    def _log_durability(self) -> None:
+        """What a kill would lose: once without a checkpoint, and once when this run has its first one."""
+        durable, begun_anew = self._saving.writer.durable, self._saving.durable_step is None
+        lost = "" if durable is None and not begun_anew else "all" if durable is None else "little"
+        if lost == self._logged:
+            return
+        self._logged = lost
+        if durable is None:
+            logger.info("no checkpoint is on storage yet: a kill loses all that was trained so far")
+        else:
+            logger.info("step %d is on storage: a kill loses at most what was trained after it", durable.step)
 
     def end_without_batches(self) -> NoReturn:
         """Training is asked to end, and there are no workers any more that would bring it to a further boundary: end at
         the last one, which is saved if no iteration has begun since; what has begun is done again."""
         self._preemption.begin_ending()
         extra = self._passed_extra
-        if self.captured_iteration != self.iteration and extra is not None:
+        if not (self.captured or self._boundaries.under_way) and extra is not None:
             self.capture_passed(extra)
         self.end()
 
     def end(self) -> NoReturn:
         """Wait until storage has what was captured, and end training here."""
-        self.execution.finish()
+        self._execution.finish()
         self._saving.writer.settle()
         self.raise_if_asked()
         durable = self._saving.writer.durable
-        if (self.first_iteration if durable is None else durable.step) != self.iteration:
+        if (self._first_iteration if durable is None else durable.step) != self.iteration:
             self._preemption.end(f"training ends at step {self.iteration}, which is not saved")
         elif self.iteration:
             self._preemption.end(f"training ends at step {self.iteration}, which is saved")
         self._preemption.end("training ends before its first step")
 
     def capture_passed(self, extra: Callable[[], bytes] | None = None) -> None:
-        """Capture the last boundary, which was not, if the state is still what it was there.
+        """Capture the last boundary, which was not, and after which no iteration has begun, if the state is still what
+        it was there.
 
         Args:
             extra: what else was there; None: as it is now.
         """
-        if self.execution.stepped or self.began:
-            return
         self._pace.is_due(self.iteration, demanded=True)  # what is demanded, storage is to take, too
         state, versions = self._passed
         if self._job.walk.current() is not state or _versions(state) != versions:
             logger.warning("the state was changed after step %d, which is not saved therefore", self.iteration)
             return
         with self._clock.holding("boundary"):
-            self.execution.finish()
-            self.execution.follow()
-            self.execution.hooks.reset()  # what ran since (an evaluation) is no part of the iteration to come
+            self._execution.finish()
+            self._execution.follow()
+            self._execution.hooks.reset()  # what ran since (an evaluation) is no part of the iteration to come
             self._apply_audits()
             self._clock.shift(self._capture(self._passed_epoch_end, extra=extra))
 
     def _apply_audits(self) -> None:
         writer = self._saving.writer
-        self.execution.apply_audits(writer.take_written(), writer.breached_plans)
+        self._execution.apply_audits(writer.take_written(), writer.breached_plans)
 
     def _capture(self, epoch_end: bool, extra: Callable[[], bytes] | None = None) -> float:
         """Capture this boundary; returns the seconds waited for storage and buffers."""
         # The first capture tells whether the job can be checkpointed at all; later ones must not end it.
-        with self.execution.surviving() if self._saving.captures else contextlib.nullcontext():
+        with self._execution.surviving() if self._saving.captures else contextlib.nullcontext():
             self._place.tell_unplanned()
             waited_seconds = self._begin(epoch_end, extra or self._extra())
             if self._place.quiet:
-                self.execution.capturer.finish()
+                self._execution.capturer.finish()
             return waited_seconds
         return 0.0
 
@@ -262,7 +240,7 @@ class BoundaryWork:
 
     def _extra(self) -> Callable[[], bytes]:
         """What lies beside the state, as it is now."""
-        self.execution.capturer.join()
+        self._execution.capturer.join()
         job = capture_extra(self._job.walk, self._job.optimizers, self._job.objects)
         known = {"iteration": self.iteration, **self._progress.capture(), "job": job}
         generators = known.pop("generators")  # copies: they wait for the writer
@@ -276,9 +254,9 @@ class BoundaryWork:
     def _begin(self, epoch_end: bool, extra: Callable[[], bytes]) -> float:
         epochs = self._progress.epochs_over(epoch_end=epoch_end)
         info = {"epoch": epochs, EPOCH_END: epoch_end, "created": round(time.time(), 3)}
-        waited_seconds = self._saving.begin(self.execution, self.iteration, extra, info, durable=self._pace.durable)
+        waited_seconds = self._saving.begin(self._execution, self.iteration, extra, info, durable=self._pace.durable)
         self._pace.captured(self.iteration)
-        self.captured_iteration = self.iteration
+        self._captured_iteration = self.iteration
         return waited_seconds
 
 

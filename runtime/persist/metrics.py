@@ -1,6 +1,6 @@
 """What a job tells of its states (``checkpointer.metric``), on its way into their checkpoints.
 
-A metric describes the state as it is when it is told: :mod:`.loop.boundaries` says which boundary that is. If its
+A metric describes the state as it is when it is told: :mod:`.loop.training_loop` says which boundary that is. If its
 capture has not been committed yet, the metric goes into its manifest with the commit; if it has, the checkpoint is
 exchanged for one of the same files and a manifest that has it too (:meth:`.store.store.Store.annotate`), on the
 writer's thread. A state that is no checkpoint loses its metrics when a later one is told of.

@@ -53,6 +53,9 @@ class Listener(Protocol):
 
     @property
     def iteration(self) -> int: ...  # finished so far
+    @property
+    def stepped(self) -> Collection[str]: ...  # optimizers, since the last boundary
+    def on_stepped(self, optimizer: str) -> None: ...
     def on_anchor(self, key: AnchorKey) -> None: ...
     def on_forward(self, model: str, arguments: Any) -> None: ...
     def on_training(self) -> None: ...
@@ -113,7 +116,6 @@ class Execution:
             resumed=resumed,
             at_boundary=plan is UNPLANNED,
         )
-        self.stepped: set[str] = set()  # optimizers, since the last boundary
         self.captures = self.aborted = 0
         self.distrusted = False
         self._said = ""
@@ -178,7 +180,7 @@ class Execution:
                     if self._give_up(error):
                         raise
         if key.kind is AnchorKind.OPTIMIZER_POST:
-            self.stepped.add(key.name)
+            self._listener.on_stepped(key.name)
             self.capturer.note()  # what has written, and what the loop may write next
 
     def end_iteration(self, *, due: bool, quiet: bool) -> None:
@@ -195,7 +197,6 @@ class Execution:
             else:
                 self.capturer.go_on()
         self._heed_failed()
-        self.stepped.clear()
         self._whole = self._whole or self._fired
         self.follow(idle=not (due or self.capturer.step is not None))
         self._hooks.reset()
@@ -230,11 +231,6 @@ class Execution:
                 self._keys = []
                 self._hooks = self._hook()
                 self._distrust()
-
-    def note_unseen_steps(self) -> None:
-        """Optimizers may have stepped in code that no anchor could leave; which of them is not known."""
-        if self._hooks.take_unseen_step():
-            self.stepped.update(self._optimizers)
 
     def take_error_in_compiling(self) -> CheckflowError | None:
         """What could not be raised into the compiler."""
@@ -371,5 +367,5 @@ class Execution:
         elif key.kind is AnchorKind.OPTIMIZER_POST:
             # What follows (EMA, clamps, another optimizer) may write what no operator was seen to write.
             capturer.require_after_step()
-            if self._optimizers.keys() <= self.stepped | {key.name}:
+            if self._optimizers.keys() <= {*self._listener.stepped, key.name}:
                 capturer.complete_iteration()

@@ -168,7 +168,7 @@ def _restore_newest(store: Store, found: _Restore, *, anew: bool) -> Resumed | N
         except ForeignError:  # an older one in its place is for nobody but the user to choose
             raise
         except StorageError as error:
-            refuse(store, path, error)
+            refuse(path, error, store.set_aside)
             if not isinstance(error, CorruptCheckpointError):
                 unreadable = unreadable or error
     if unreadable is not None:

@@ -9,16 +9,12 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from checkflow.core.errors import CorruptCheckpointError, StorageError
 from checkflow.runtime.store.files import parse_step
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.store.trust import ForeignError, Trust
 from checkflow.runtime.system import fs
-
-if TYPE_CHECKING:
-    from checkflow.runtime.store.store import Store
 
 logger = logging.getLogger("checkflow")
 
@@ -93,7 +89,7 @@ def find_valid(directory: str | os.PathLike[str], trust: Trust | None = None) ->
             return None
 
 
-def recover(store: Store) -> Checkpoint | None:
+def recover(paths: tuple[Path, ...], trust: Trust, set_aside: Callable[[Path], Path]) -> Checkpoint | None:
     """The newest checkpoint that is whole, byte for byte, for a training job to go on from; None if there is none.
 
     (10) One that is proved damaged is set aside (``.broken-…``) and the next older one taken. One that merely cannot be
@@ -104,16 +100,16 @@ def recover(store: Store) -> Checkpoint | None:
         StorageError: checkpoints exist, and none could be read: to start from scratch would be wrong. Or one is another
             user's.
     """
-    return _newest_valid(store.checkpoints(), lambda path, error: refuse(store, path, error), store.trust)
+    return _newest_valid(paths, lambda path, error: refuse(path, error, set_aside), trust)
 
 
-def refuse(store: Store, path: Path, error: StorageError) -> None:
+def refuse(path: Path, error: StorageError, set_aside: Callable[[Path], Path]) -> None:
     """Set a checkpoint of which this error speaks aside, if it is proved damaged; say what is done."""
     if not isinstance(error, CorruptCheckpointError):
         logger.error("cannot read the checkpoint %s, trying an older one: %s", path, error)
         return
     try:
-        moved = store.set_aside(path)
+        moved = set_aside(path)
     except StorageError as failed:
         logger.error("the checkpoint %s is damaged (%s) and stays: %s", path, error, failed)
     else:

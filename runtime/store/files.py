@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import xxhash
 
@@ -39,9 +39,6 @@ from checkflow.runtime.store.lock import share
 from checkflow.runtime.system import fs
 from checkflow.runtime.system.aligned_memory import no_collection
 
-if TYPE_CHECKING:
-    from checkflow.runtime.store.trust import Trust
-
 REPLACED = ".replaced-"  # before the name of a checkpoint that is just being exchanged for a new one
 _EXCHANGED_TRIES, _EXCHANGED_SECONDS = 50, 0.02
 _STEP = re.compile(r"step-([0-9]{8,19})", re.ASCII)
@@ -56,6 +53,12 @@ def parse_step(name: str) -> int | None:
     """The step of a checkpoint directory's name; None for every other name, ``step-000000001`` (nine digits) too."""
     found = _STEP.fullmatch(name)
     return int(found[1]) if found and step_name(int(found[1])) == name else None
+
+
+class OwnerCheck(Protocol):
+    """Refuses another user's files: :class:`.trust.Trust`."""
+
+    def check(self, path: Path, found: os.stat_result) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +185,7 @@ def whole(manifest: Manifest) -> Manifest:
 
 
 def open_all(
-    path: Path, *, passing: bool = False, shared: bool = True, trust: Trust | None = None
+    path: Path, *, passing: bool = False, shared: bool = True, trust: OwnerCheck | None = None
 ) -> tuple[Manifest, dict[str, OpenFile]]:
     """The manifest and all files of a checkpoint, open, of the right type and size; retention leaves them alone.
 
@@ -200,7 +203,7 @@ def open_all(
 
 
 def open_files(
-    path: Path, narrow: Narrow, *, early: bool, trust: Trust | None
+    path: Path, narrow: Narrow, *, early: bool, trust: OwnerCheck | None
 ) -> tuple[Callable[[], Manifest], dict[str, OpenFile]]:
     """What gives the manifest, and the files as :func:`open_all` opens them.
 
@@ -221,7 +224,7 @@ def open_files(
 
 
 def _open(
-    path: Path, look: _Look[_Looked], trust: Trust | None, *, passing: bool = False, shared: bool = True
+    path: Path, look: _Look[_Looked], trust: OwnerCheck | None, *, passing: bool = False, shared: bool = True
 ) -> tuple[_Looked, dict[str, OpenFile]]:
     for tries in range(1, _EXCHANGED_TRIES + 1):
         # Who deletes renames first. A lock that stays, and the checkpoint with it, only keeps others from reading.
@@ -237,7 +240,7 @@ def _open(
 
 
 def _open_there(
-    path: Path, look: _Look[_Looked], trust: Trust | None, *, passing: bool, shared: bool
+    path: Path, look: _Look[_Looked], trust: OwnerCheck | None, *, passing: bool, shared: bool
 ) -> tuple[_Looked, dict[str, OpenFile]]:
     opened: dict[str, OpenFile] = {}
     try:
@@ -271,7 +274,7 @@ def close_all(opened: Mapping[str, OpenFile]) -> None:
         fs.close_quietly(file.fd)
 
 
-def _open_regular(folder: int, path: Path, trust: Trust | None = None, *, passing: bool) -> tuple[int, int]:
+def _open_regular(folder: int, path: Path, trust: OwnerCheck | None = None, *, passing: bool) -> tuple[int, int]:
     """A regular file in an open directory, and its size."""
     try:
         fd, size = fs.open_regular(path.name, dir_fd=folder)
@@ -293,7 +296,7 @@ def _open_regular(folder: int, path: Path, trust: Trust | None = None, *, passin
 
 
 def _open_manifest(
-    folder: int, path: Path, trust: Trust | None, *, passing: bool, shared: bool
+    folder: int, path: Path, trust: OwnerCheck | None, *, passing: bool, shared: bool
 ) -> tuple[bytes, OpenFile]:
     """The manifest's bytes, and its file: as long as that is open, and shared, nobody deletes the checkpoint."""
     name = path / MANIFEST
@@ -358,7 +361,7 @@ def has_manifest(path: Path) -> bool:
         return False
 
 
-def glance(path: Path, *, shared: bool = True, trust: Trust | None = None) -> Manifest:
+def glance(path: Path, *, shared: bool = True, trust: OwnerCheck | None = None) -> Manifest:
     """The manifest of a checkpoint whose files are all there, with the right sizes; their bytes are not read.
 
     Args:

@@ -21,7 +21,7 @@ from checkflow.runtime.format.layout import OWNER, STORED_TYPES, FileLayout, Ten
 from checkflow.runtime.store.files import parse_step, step_name
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.store.trust import ANYONE
-from checkflow.runtime.weights.source import EXTRA_STATE, Weights
+from checkflow.runtime.weights.weights import EXTRA_STATE, Weights
 
 _PATIENCE_SECONDS = 1.0  # for a job that is just ending
 

@@ -18,8 +18,9 @@ from checkflow.core.state import DEFAULT_MODEL, collect_state, dtype_name
 from checkflow.runtime.format.layout import STORED_TYPES
 from checkflow.runtime.state.collect import modules_with_extra_state
 from checkflow.runtime.state.restore import refuse_difference
-from checkflow.runtime.weights.source import EXTRA_STATE, Described, Weights, clean, open_weights, renamed
+from checkflow.runtime.weights.source import open_weights
 from checkflow.runtime.weights.torch_files import as_tensor
+from checkflow.runtime.weights.weights import EXTRA_STATE, Described, Weights, clean, renamed
 
 _MOST_NAMES = 10  # of a list, in words
 _PREFIX = f"{DEFAULT_MODEL}/"

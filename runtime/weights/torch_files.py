@@ -26,7 +26,7 @@ from checkflow.core.errors import CorruptCheckpointError, MismatchError, Storage
 from checkflow.core.state import Region, dtype_name, region
 from checkflow.runtime.format.layout import STORED_TYPES, element
 from checkflow.runtime.system import fs
-from checkflow.runtime.weights.source import (
+from checkflow.runtime.weights.weights import (
     DCP_METADATA,
     EXTRA_STATE,
     Described,

@@ -41,7 +41,7 @@ from benchmarks.memory import Before
 from checkflow.core.device import find_device
 from checkflow.core.errors import CheckflowError
 from checkflow.runtime.interval.controller import Controller
-from checkflow.runtime.loop.boundaries import Boundaries
+from checkflow.runtime.loop.training_loop import TrainingLoop
 from checkflow.runtime.memory_tier import records
 from checkflow.runtime.memory_tier.records import Life
 from checkflow.runtime.memory_tier.tier import MemoryTier
@@ -877,13 +877,13 @@ def test_what_waits_before_the_update_is_told_apart(tmp_path: Path, monkeypatch:
     job.iterate()
     plan = gpu_case.make_case_plan(job, find_device("cpu"), gpu_case.QUICK, {})
     job.marks = script = Script()
-    original = Boundaries.on_anchor
+    original = TrainingLoop.on_anchor
 
-    def on_anchor(owner: Boundaries, key: Any) -> None:
+    def on_anchor(owner: TrainingLoop, key: Any) -> None:
         script.said.append(str(key.kind))
         original(owner, key)
 
-    monkeypatch.setattr(Boundaries, "on_anchor", on_anchor)
+    monkeypatch.setattr(TrainingLoop, "on_anchor", on_anchor)
     with gpu_loop.Phases(job) as phases, gpu_loop.checkpointing(job, plan, tmp_path) as checkpointer:
         found = gpu_loop.train(job, checkpointer, warm_up=1, iterations=2, phases=phases)
     in_step = ["mark", "optimizer_pre", "mark", "mark", "optimizer_post"]
@@ -904,7 +904,7 @@ def test_every_interval_is_captured_however_long_the_loop_and_training_waits_for
     with gpu_loop.Phases(job) as phases, gpu_loop.checkpointing(job, plan, tmp_path) as checkpointer:
         found = gpu_loop.train(job, checkpointer, warm_up=9, iterations=120, phases=phases)
         assert not checkpointer._saving._each
-        assert checkpointer._boundaries.pace.durable
+        assert checkpointer._loop.pace.durable
     assert (plan.interval, found.report["captures"]) == (1, 120)
     assert (Controller.is_due, Controller.is_durable) == asked
 

@@ -19,11 +19,11 @@ from checkflow.core import plan as plans
 from checkflow.core.errors import PlanError, StorageError
 from checkflow.core.planner_api import Wishes
 from checkflow.runtime.live_plan.cache import FOLDER, KEPT, PlanCache
-from checkflow.runtime.store.discovery import recover
 from checkflow.runtime.system import fs
 from tests.faults.plan_faults import good_plan
 from tests.runtime.store.test_store import CUTS, commit, new_store, newest, prepare, steps
 from tests.support.faults import Disk, Faults, Killed
+from tests.support.store_tools import recover
 
 Found = tuple[int, int] | None  # step, seed
 

@@ -15,9 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-from checkflow.runtime.store.discovery import recover
 from checkflow.runtime.store.store import Store
-from tests.support.store_tools import fill, read_all, small_layout
+from tests.support.store_tools import fill, read_all, recover, small_layout
 
 LOCK_SECONDS = 60.0  # a worker lives ten times as long
 

@@ -31,12 +31,12 @@ from typing import Any
 
 from checkflow.core.errors import CheckflowError
 from checkflow.runtime.store import file_writer
-from checkflow.runtime.store.discovery import find, recover
+from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.system import fs
 from tests.faults.kill_writer import check, seed_of
 from tests.faults.mounting import Image, scratch
-from tests.support.store_tools import fill, small_layout
+from tests.support.store_tools import fill, recover, small_layout
 
 # Calls that change what is on the disk. After any other one a cut leaves what it leaves after the one before.
 CHANGES = (

@@ -22,11 +22,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkflow.core.errors import LockedError
-from checkflow.runtime.store.discovery import find_valid, recover
+from checkflow.runtime.store.discovery import find_valid
 from checkflow.runtime.store.reader import Checkpoint
 from checkflow.runtime.store.store import Store
 from tests.faults.kill_writer import check, seed_of
-from tests.support.store_tools import fill, read_all, small_layout
+from tests.support.store_tools import fill, read_all, recover, small_layout
 
 LAYOUT = small_layout()
 WRITERS, READERS, TURNS = 2, 2, 4

@@ -365,7 +365,7 @@ def test_a_plan_without_snapshots_adds_nothing_to_the_peak(tmp_path: Path) -> No
 def test_a_job_that_makes_its_own_plan(tmp_path: Path) -> None:
     job = Job("adam foreach")
     with Checkpointer(job.model, job.optimizer, directory=tmp_path, every=1, on_error="raise") as checkpointer:
-        planning = checkpointer._boundaries.place.planning
+        planning = checkpointer._loop.place.planning
         for n in checkpointer.steps(40):
             job.iterate(n)
             if planning._making is not None:

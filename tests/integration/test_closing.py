@@ -28,8 +28,8 @@ from checkflow.core import plan as plans
 from checkflow.core.errors import LockedError, StorageError
 from checkflow.runtime import resources
 from checkflow.runtime.data.loader import DataLoader
-from checkflow.runtime.loop.boundaries import Boundaries
 from checkflow.runtime.loop.preemption import Preemption
+from checkflow.runtime.loop.training_loop import TrainingLoop
 from checkflow.runtime.memory_tier import records
 from checkflow.runtime.memory_tier.staging import StagingBuffers
 from checkflow.runtime.persist.writer import Writer
@@ -126,7 +126,7 @@ def test_closing_gives_everything_back(planned: bool, tmp_path: Path, monkeypatc
     for _ in checkpointer.epochs(1):
         for x, y in checkpointer.loader:
             job[2](x, y)
-            planning = checkpointer._boundaries.place.planning
+            planning = checkpointer._loop.place.planning
             made += planning is not None and planning._making is not None
     during = held(job)
     assert all(during[what] != before[what] for what in before if what not in ("children", "gradient hooks"))
@@ -160,7 +160,7 @@ def test_host_memory_goes_back_to_the_system(tmp_path: Path, monkeypatch: pytest
 
 
 POINTS: list[tuple[type, str]] = [
-    (Boundaries, "close"),
+    (TrainingLoop, "close"),
     (Execution, "finish"),
     (HostCopyEngine, "finish"),
     (Writer, "wait_until_at_most"),
@@ -198,7 +198,7 @@ def test_an_interrupted_close_can_be_repeated(
     monkeypatch.setattr(owner, name, interrupt)
     with pytest.raises(KeyboardInterrupt):
         checkpointer.close()
-    if (owner, name) != (Boundaries, "close") or after:
+    if (owner, name) != (TrainingLoop, "close") or after:
         assert held(job)["module hooks"] == before["module hooks"]  # they go first
     # What the interrupt met half-way is given up: without hooks nobody knows what is written from there on.
     given_up = owner is Execution and not after
@@ -230,7 +230,7 @@ def test_an_error_in_closing_keeps_nothing(tmp_path: Path, monkeypatch: pytest.M
             for _ in checkpointer.steps(2):
                 job[2]()
             patch.setattr(HostCopyEngine, "finish", failing)
-            patch.setattr(checkpointer._boundaries.execution, "_raising", True)
+            patch.setattr(checkpointer._loop.execution, "_raising", True)
             job[2]()
             if users is not None:
                 raise users

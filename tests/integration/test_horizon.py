@@ -340,7 +340,7 @@ def test_what_follows_the_last_boundary_is_not_saved_as_its_state(
             if way == "step()":
                 job.step()
         if way != "steps":  # the others do not tell when the loop is left: the capture in flight would be given up
-            job._boundaries.execution.finish()
+            job._loop.execution.finish()
         model.load_state_dict(best)
     assert begun == check(tmp_path, truths) == [3]
     assert "changed after step 5" in caplog.text

@@ -142,7 +142,7 @@ def test_after_an_explicit_step_it_describes_what_was_just_captured(
             job.iterate()
             checkpointer.step()
             if committed and number % 2 == 0:
-                checkpointer._boundaries.execution.finish()
+                checkpointer._loop.execution.finish()
                 wait_until_saved(tmp_path, number)
             job.evaluate()
             checkpointer.metric("loss", number / 10)
@@ -183,7 +183,7 @@ def test_validation_between_the_loops_of_an_explicit_job(tmp_path: Path, plan: P
                 checkpointer.step()
             job.evaluate()
             checkpointer.metric("loss", [0.1, 0.9, 0.2, 0.3][epoch])
-        checkpointer._boundaries.execution.finish()
+        checkpointer._loop.execution.finish()
         wait_until_saved(tmp_path, 4 * BATCHES)
         checkpointer.metric("loss", 0.95)  # measured with more care
     assert steps(tmp_path) == [2 * BATCHES, 4 * BATCHES]

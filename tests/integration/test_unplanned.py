@@ -599,7 +599,7 @@ def test_without_optimizers_what_seems_unwritten_is_due_at_the_boundary(tmp_path
     assert all(plan.deadlines[plan.chunks[index].tensor] is None for index in loose)
     truths: Truths = {}
     with Checkpointer(models, {}, directory=tmp_path, plan=plan, every=1, audit=1, keep_latest=50) as checkpointer:
-        boundary = checkpointer._boundaries.execution.capturer._program.works[0]
+        boundary = checkpointer._loop.execution.capturer._program.works[0]
         assert boundary.key.kind is AnchorKind.BOUNDARY
         assert loose <= set(boundary.due)
         for n in checkpointer.steps(6):

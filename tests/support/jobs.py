@@ -143,7 +143,7 @@ def run(job: Job) -> None:
 
 def wait_for_plan(job: Job, checkpointer: Checkpointer, killer: Killer) -> None:
     """Where it is being made, wait for the end of the process that does; or be killed before it ends."""
-    making = checkpointer._boundaries.place.planning._making
+    making = checkpointer._loop.place.planning._making
     if making is not None:
         # One that is stopped before it has said that it ends with the job stays for ever. It lowers its priority next.
         process = psutil.Process(making.pid)

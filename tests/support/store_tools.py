@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from checkflow.runtime.format.layout import STORED_TYPES, Layout, TensorRecord, make_layout, write_headers
+from checkflow.runtime.store import discovery
 from checkflow.runtime.store.reader import Checkpoint
+from checkflow.runtime.store.store import Store
 
 Array = np.ndarray[Any, Any]
 
@@ -72,3 +74,8 @@ def small_layout() -> Layout:
 def tree(directory: Path) -> Mapping[str, bytes]:
     """Every file below a directory with its content."""
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def recover(store: Store) -> Checkpoint | None:
+    """What a job that has opened this store goes on from."""
+    return discovery.recover(store.checkpoints(), store.trust, store.set_aside)

@@ -12,8 +12,8 @@ from rich.text import Text
 from checkflow.core.units import format_flops, format_rate, format_seconds, format_size
 
 if TYPE_CHECKING:
-    from checkflow.planner.measure.probe import Figure, Probed
-    from checkflow.planner.measure.timing import Spread
+    from checkflow.planner.measure.probe import Probed
+    from checkflow.planner.measure.timing import Figure, Spread
     from checkflow.planner.timeline.measured import StepTimes
 
 

@@ -112,7 +112,7 @@ def test_what_goes_wrong_is_said_in_one_line(tmp_path: Path, monkeypatch: Any, f
 
 
 def process_of(checkpointer: Checkpointer) -> PlanProcess | None:
-    place = checkpointer._boundaries.place.planning
+    place = checkpointer._loop.place.planning
     assert place is not None
     assert place._making is None or isinstance(place._making, PlanProcess)
     return place._making

@@ -28,19 +28,25 @@ from checkflow.planner.measure import probe as probes
 from checkflow.planner.measure.disk import BLOCK_BYTES, LEAST_FILE_BYTES, disk_figures
 from checkflow.planner.measure.machine import Machine, free_memory_bytes, this_machine
 from checkflow.planner.measure.probe import (
-    Effort,
-    Figure,
     Probed,
     array_size_bytes,
     host_link_figures,
     link_piece_figure,
     make_device,
     product_figure,
-    rate,
-    repeat,
     staging_memory,
 )
-from checkflow.planner.measure.timing import EventClock, HostClock, Spread, Work, spread_of
+from checkflow.planner.measure.timing import (
+    Effort,
+    EventClock,
+    Figure,
+    HostClock,
+    Spread,
+    Work,
+    rate,
+    repeat,
+    spread_of,
+)
 
 CPU = torch.device("cpu")
 TINY = Effort(repetitions=3, seconds=0.01, array_bytes=8 * 2**20, product_seconds=1e-4, disk_bytes=LEAST_FILE_BYTES)

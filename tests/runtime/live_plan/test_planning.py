@@ -33,8 +33,7 @@ from checkflow.runtime.job import compatibility
 from checkflow.runtime.live_plan import planning
 from checkflow.runtime.live_plan.cache import PlanCache
 from checkflow.runtime.live_plan.planning import Planning
-from checkflow.runtime.loop import boundaries as boundary_module
-from checkflow.runtime.loop import pacing
+from checkflow.runtime.loop import pacing, training_loop
 from checkflow.runtime.loop.phase_clock import PhaseClock
 from checkflow.runtime.state.collect import StateWalk
 from checkflow.runtime.store.discovery import find
@@ -149,7 +148,7 @@ def test_a_kept_plan_that_does_not_fit_is_not_used(tmp_path: Path, change: Any, 
 
 def test_a_peak_from_before_a_plan_is_not_told_as_the_plans(tmp_path: Path, monkeypatch: Any) -> None:
     peak, told = [1000], {}
-    for module in (boundary_module, reporter):
+    for module in (training_loop, reporter):
         monkeypatch.setattr(module, "allocated_peak_bytes", lambda _: peak[0])
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 4096)
 
@@ -381,9 +380,9 @@ def test_a_capture_in_flight_is_finished_before_the_job_is_recorded_again(tmp_pa
     def before(n: int) -> None:
         if n == at:
             use_foreach(job)  # no tensor is replaced: nothing else would end it
-        if checkpointer._boundaries.place.quiet:  # nothing is copied beside an iteration that is recorded or timed
+        if checkpointer._loop.place.quiet:  # nothing is copied beside an iteration that is recorded or timed
             quiet.append(n)
-            assert checkpointer._boundaries.execution.capturer.step is None
+            assert checkpointer._loop.execution.capturer.step is None
 
     with open_job(job, tmp_path, plan="auto", overhead=0.5, extra_memory="1MB") as checkpointer:
         truths = train(job, checkpointer, 30, before)
@@ -564,8 +563,8 @@ def test_auto_follows_a_job_that_becomes_another_one(tmp_path: Path, change: Cal
     def before(n: int) -> None:
         if n == 10:
             change(job)
-        if checkpointer._boundaries.place.quiet:  # nothing is copied beside an iteration that is recorded or timed
-            assert checkpointer._boundaries.execution.capturer.step is None
+        if checkpointer._loop.place.quiet:  # nothing is copied beside an iteration that is recorded or timed
+            assert checkpointer._loop.execution.capturer.step is None
 
     with open_job(job, tmp_path, every=1, plan="auto") as checkpointer:
         truths = train(job, checkpointer, 30, before)
@@ -645,7 +644,7 @@ def test_what_planning_takes_of_every_iteration_is_part_of_the_cost(tmp_path: Pa
     """By a clock set by hand: looks at the job count, and what is done once for a plan does not."""
     hand = Hand()
     held: list[float] = []
-    monkeypatch.setattr(boundary_module, "PhaseClock", lambda: PhaseClock(hand))
+    monkeypatch.setattr(training_loop, "PhaseClock", lambda: PhaseClock(hand))
     ended, look, begin, find_kept = pacing.Pace.ended, Planning._hold_against, Recorder.begin, PlanCache.find
 
     def told(self: pacing.Pace, number: int, *, epoch_end: bool, held_seconds: float) -> None:

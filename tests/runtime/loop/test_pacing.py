@@ -94,10 +94,10 @@ def train(
 
 def iterate(job: Job, checkpointer: Checkpointer, world: World, *batch: torch.Tensor) -> None:
     """One iteration, at the end of which storage is at rest."""
-    writer = checkpointer._boundaries._saving.writer
+    writer = checkpointer._loop._saving.writer
     committed = writer.committed
     job.iterate(*batch)
-    rest(checkpointer._boundaries._saving.engine, writer)
+    rest(checkpointer._loop._saving.engine, writer)
     world.now += 1.0 + (writer.committed - committed) * world.added_seconds
 
 
@@ -498,7 +498,7 @@ def test_before_the_plan_is_there_the_first_checkpoint_comes_early(
     def longer(n: int) -> None:
         world.now += extra_seconds
         if n == 1:  # room was made at the first boundary, so that this is no checkpoint's cost
-            assert checkpointer._boundaries.execution.capturer.layout_changes == 1
+            assert checkpointer._loop.execution.capturer.layout_changes == 1
 
     with Checkpointer(job.models, job.optimizers, directory=tmp_path, keep_latest=50, **options) as checkpointer:
         train(job, checkpointer, world, 40, longer)

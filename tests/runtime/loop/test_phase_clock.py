@@ -21,7 +21,7 @@ from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
 from checkflow.core.training_step import TrainingStep
 from checkflow.runtime.data.loader import DataLoader
-from checkflow.runtime.loop import boundaries as boundary_module
+from checkflow.runtime.loop import training_loop
 from checkflow.runtime.loop.phase_clock import (
     DATA,
     ERROR_SHARE,
@@ -321,7 +321,7 @@ class SlowData(TensorDataset):
 def hand(monkeypatch: pytest.MonkeyPatch) -> Hand:
     made = Hand()
     monkeypatch.setattr(api, "check_plan", plans.validate)
-    monkeypatch.setattr(boundary_module, "PhaseClock", lambda: PhaseClock(made))
+    monkeypatch.setattr(training_loop, "PhaseClock", lambda: PhaseClock(made))
     return made
 
 

@@ -66,7 +66,7 @@ def test_a_record_is_gone_before_its_buffer_is_filled_again(tmp_path: Path) -> N
     """At each capture's begin: whichever buffer it takes has no record, and the others' are of complete ones."""
     seen = []
     with resume(tmp_path, every=1) as checkpointer:
-        capturer = checkpointer._boundaries.execution.capturer
+        capturer = checkpointer._loop.execution.capturer
         begin = capturer._copy_at_boundary
 
         def look(buffer: Any, arrangement: Any) -> Any:

@@ -12,12 +12,12 @@ import pytest
 
 from checkflow.core.errors import StorageError
 from checkflow.runtime.store import discovery
-from checkflow.runtime.store.discovery import find, find_valid, recover
+from checkflow.runtime.store.discovery import find, find_valid
 from checkflow.runtime.store.reader import Checkpoint
 from checkflow.runtime.store.store import Store
 from tests.runtime.store.test_reader import LAYOUT, MODEL, OPTIMIZER, write
 from tests.support.faults import Faults
-from tests.support.store_tools import fill, read_all, tree
+from tests.support.store_tools import fill, read_all, recover, tree
 
 
 @pytest.fixture

@@ -12,9 +12,10 @@ import psutil
 import pytest
 
 from checkflow.runtime.format.manifest import MANIFEST
-from checkflow.runtime.store.discovery import find, recover
+from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.lock import claimed
 from checkflow.runtime.store.store import Store
+from tests.support.store_tools import recover
 from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]

@@ -26,12 +26,12 @@ from checkflow.runtime.format import manifest
 from checkflow.runtime.format.layout import Layout, file_image, make_layout
 from checkflow.runtime.store import block_reader
 from checkflow.runtime.store import files as store_files
-from checkflow.runtime.store.discovery import find, recover
+from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.system import fs
 from tests.support.faults import Faults
-from tests.support.store_tools import fill, read_all, record, small_layout, tree
+from tests.support.store_tools import fill, read_all, record, recover, small_layout, tree
 
 LAYOUT = small_layout()
 MODEL, OPTIMIZER = (file.name for file in LAYOUT.files)

@@ -18,14 +18,14 @@ from pathlib import Path
 import pytest
 
 from checkflow.core.errors import LockedError, StorageError, UnsupportedError
-from checkflow.runtime.store.discovery import find, find_valid, recover
+from checkflow.runtime.store.discovery import find, find_valid
 from checkflow.runtime.store.files import parse_step, step_name
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.system import fs
 from tests.faults.mounting import need_mount
 from tests.support.faults import CALLS, CUTS, ERRORS, Disk, Faults, Killed, all_direct
-from tests.support.store_tools import fill, read_all, record, small_layout, tree
+from tests.support.store_tools import fill, read_all, record, recover, small_layout, tree
 
 ROOT = Path(__file__).parents[3]
 LAYOUT = small_layout()

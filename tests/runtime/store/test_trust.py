@@ -17,12 +17,13 @@ import pytest
 from checkflow.core.errors import LockedError, StorageError
 from checkflow.runtime.store import lock
 from checkflow.runtime.store import store as stores
-from checkflow.runtime.store.discovery import find_valid, recover
+from checkflow.runtime.store.discovery import find_valid
 from checkflow.runtime.store.files import step_name
 from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.store.trust import READ, ForeignError
 from checkflow.runtime.system import fs
 from tests.runtime.store.test_store import commit, new_store, newest, seed_in, steps
+from tests.support.store_tools import recover
 
 NOBODY = 65534
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")

@@ -191,7 +191,7 @@ def test_where_buffers_run_out_the_oldest_capture_is_waited_for(
     iterate = job.iterate
 
     def look(n: int) -> None:
-        capturer = checkpointer._boundaries.execution.capturer
+        capturer = checkpointer._loop.execution.capturer
         if n == 0:
             assert capturer.make_room()
             device.host_waits.clear()
@@ -221,7 +221,7 @@ def test_what_a_capture_did_is_known_at_the_first_boundary_after_it_has_arrived(
     device.host_waits.clear()
 
     def look(n: int) -> None:
-        capturer = checkpointer._boundaries.execution.capturer
+        capturer = checkpointer._loop.execution.capturer
         reports.append(capturer.last_report and capturer.last_report.step)
         if n == 6:
             device.host_waits.set()
@@ -437,7 +437,7 @@ def test_hooks_on_two_threads_come_one_after_the_other(tmp_path: Path, monkeypat
     simulate_gpu(monkeypatch)
     job = Job()
     with Checkpointer(job.model, job.optimizer, directory=tmp_path, plan=plan_of(0), every=1) as checkpointer:
-        execution = checkpointer._boundaries.execution
+        execution = checkpointer._loop.execution
         inside, overlapped, left = threading.Event(), threading.Event(), threading.Event()
         other = threading.Thread(target=execution.reached, args=(AnchorKey(AnchorKind.FORWARD, "model/one"),))
 

@@ -12,9 +12,9 @@ import sys
 import time
 from pathlib import Path
 
-from checkflow.runtime.store.discovery import find, recover
+from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.store import Store
-from tests.support.store_tools import fill, small_layout
+from tests.support.store_tools import fill, recover, small_layout
 
 PAUSE_SECONDS = 0.005
 FAILURE = 7
