@@ -1,8 +1,7 @@
-"""The planner of a live job: recorders for its iterations, and a process of its own that makes the plan.
+"""The planner of a live job: recorders for its iterations, and a child process that makes the plan.
 
-The training process turns a recorded iteration into a timeline, which is little work, and hands it over; no solver is
-ever imported there. The other process (:mod:`.live.process`) runs at the lowest priority, imports no torch,
-and ends when the training process does.
+The training process makes the timeline, which is little work, and imports no solver. The child (:mod:`.live.process`)
+runs at the lowest priority, imports no torch, and ends with its parent.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from checkflow.planner.record.recorder import Recorder as IterationRecorder
 from checkflow.planner.schedule.scheduler import fingerprint_for
 from checkflow.planner.timeline.steps import make_timeline
 
-CHILD_SECONDS = 600.0  # then it is ended
+CHILD_SECONDS = 600.0  # then it is killed
 
 
 class LivePlanner:
@@ -77,7 +76,7 @@ class LivePlanner:
         wishes: Wishes,
         file: Callable[[Fingerprint], Path],
     ) -> Handover:
-        """What the process that plans is given; the arguments are those of ``start``."""
+        """Return the planner process's input; the arguments are those of ``start``."""
         graph = recorded.graph
         durations = scaled_seconds(recorded, usual_seconds)
         kind: DeviceKind = "cuda" if self._device.type == "cuda" else "cpu"
@@ -97,11 +96,11 @@ class LivePlanner:
 
 
 def scaled_seconds(recorded: Recorded, usual_seconds: float) -> list[float]:
-    """Seconds of each operator, such that together they last as long as an iteration usually does.
+    """Scale the operators' recorded seconds so that they sum to ``usual_seconds``.
 
-    Watching an iteration makes it slower, by about as much for a short operator as for a long one; and between its
-    operators an iteration spends time that belongs to none. Both are spread over all operators by their measured
-    durations: the whole is right, and short operators get more of it than they have in truth.
+    Recording slows an iteration by about as much for a short operator as for a long one, and an iteration also spends
+    time between operators. Both are spread by measured durations: the sum is right, and short operators get more than
+    their due.
 
     Raises:
         TraceError: nothing was measured.
@@ -115,7 +114,7 @@ def scaled_seconds(recorded: Recorded, usual_seconds: float) -> list[float]:
 class PlanProcess:
     """A process that makes one plan.
 
-    Input, answer and complaints go through files without names: nothing waits for a pipe, and nothing is left behind.
+    Input, output and errors are unnamed files: nothing waits for a pipe, and nothing is left behind.
 
     Raises:
         PlanError: the process cannot be started.
@@ -130,13 +129,13 @@ class PlanProcess:
                 given.write(TypeAdapter(Handover).dump_json(handover))
                 given.seek(0)
                 self._process = subprocess.Popen(
-                    # -P: nothing in the user's folder is taken for a library.
+                    # -P: keeps the user's folder off sys.path.
                     [sys.executable, "-P", "-m", "checkflow.planner.live.process", str(os.getpid())],
                     stdin=given,
                     stdout=self._told,
                     stderr=self._said,
                     env={**os.environ, "PYTHONPATH": _search_path()},
-                    process_group=0,  # a terminal's Ctrl-C is the training job's
+                    process_group=0,  # a terminal's Ctrl-C is for the training job
                 )
             except OSError as error:
                 raise PlanError(f"cannot start a process that plans: {error.strerror or error}") from error
@@ -192,7 +191,7 @@ def _signal_name(number: int) -> str:
 
 
 def _search_path() -> str:
-    """Where the other process finds this very package, and whatever this one was told to find."""
+    """Return a PYTHONPATH on which the child finds this very package, and what the parent's path has."""
     own = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(plans.__file__))))
     given = os.environ.get("PYTHONPATH")
     return own if not given else os.pathsep.join([own, given])
@@ -207,11 +206,11 @@ def _bandwidths(device: torch.device) -> Bandwidths:
 
 
 def _memory_bytes(device: torch.device) -> int:
-    """Of the device that the job trains on."""
+    """Return the memory of the device that the job trains on."""
     return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else host_memory_bytes()
 
 
 def _training_device(models: Mapping[str, nn.Module]) -> torch.device:
-    """Of the first parameter on an accelerator, else the CPU."""
+    """Return the first accelerator that a parameter lies on, else the CPU."""
     devices = (parameter.device for model in models.values() for parameter in model.parameters())
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

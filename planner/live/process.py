@@ -1,10 +1,8 @@
-"""``python -m checkflow.planner.live.process PARENT``: the process that plans for a live job. Not for people.
+"""``python -m checkflow.planner.live.process PARENT``: the child process that plans for a live job.
 
-Standard input is a :class:`checkflow.core.planner_api.Handover` as JSON, standard output gets an
-:class:`.core.planner_api.Answer`, and the plan goes into the file that the handover names, whole or not at all.
-
-It serves the process that started it (its id is the argument) and ends with it, however that ends: Linux sends a
-signal, and everywhere the parent's id is looked at now and then.
+Reads a :class:`checkflow.core.planner_api.Handover` as JSON from standard input, writes an
+:class:`.core.planner_api.Answer` to standard output, and the plan to the file that the handover names, atomically. It
+ends with the process whose id is PARENT: by a signal on Linux, and by polling the parent's id everywhere.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ def answer(handover: Handover) -> Answer:
 
 
 def _for_scripts(explanation: str) -> str:
-    """What to do about it, as one who holds a Checkpointer does it."""
+    """Replace command-line options in the advice by the Checkpointer's arguments."""
     return explanation.replace("--overhead ", "overhead=").replace(
         ", another device, or --relax-memory", " or another device"
     )
@@ -66,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     """Serve the process whose id is the only argument."""
     (parent,) = arguments
     _end_with(int(parent))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training job decides when this is over
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the training job ends this process
     with contextlib.suppress(OSError):
         os.nice(LOWEST_PRIORITY)
     handover = TypeAdapter(Handover).validate_json(sys.stdin.buffer.read())
@@ -75,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _end_with(parent: int) -> None:
-    """Whatever becomes of the parent, this process does not outlive it by more than ``LOOK_SECONDS``."""
+    """Exit within ``LOOK_SECONDS`` of the parent's end, however that comes."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

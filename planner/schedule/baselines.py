@@ -20,14 +20,12 @@ class Baselines:
 
 
 def baselines(timeline: Timeline, bandwidth_bytes_per_second: float) -> Baselines:
-    """The baselines of a timeline.
+    """Return the baselines of a timeline.
 
-    CheckFreq snapshots at the boundary. A snapshot every iteration must also leave within it: what the link cannot take
-    by its end, training waits for. (The time of the copy inside device memory is not counted here.)
-
-    Its CPU mode is taken at its best here: it copies in the order of the deadlines, and waits for each tensor's own
-    first write only (its code waits for all state before the optimizer's step, and leaves buffers that forward changes
-    torn).
+    CheckFreq snapshots at the boundary. A snapshot every iteration must leave within it, else training waits for the
+    rest. Copies inside device memory count no time here. Its CPU mode is taken at its best: it copies in the order of
+    deadlines and waits for each tensor's own first write only. (CheckFreq's code waits for all state before the
+    optimizer's step, and leaves buffers that forward changes torn.)
 
     Args:
         bandwidth_bytes_per_second: of the link, from device to host.
