@@ -1,6 +1,6 @@
 """checkflow: checkpoints of every iteration, planned so that they cost (almost) nothing.
 
-Importing this package imports neither torch nor any wing; names are looked up when they are used.
+Importing it imports neither torch nor any wing; names are looked up on first use.
 """
 
 from __future__ import annotations
@@ -95,8 +95,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'checkflow' has no attribute {name!r}")
     if name == "Checkpointer":
-        # The wings do not know each other: here the runtime is handed the planner's replay of plans, and a planner for
-        # jobs that make their own.
+        # The wings do not know each other: here the runtime gets the planner, and its replay of plans.
         from checkflow.planner.schedule.replay import check_plan
         from checkflow.runtime import checkpointer
 
