@@ -1,6 +1,6 @@
 """checkflow: checkpoints of every iteration, planned so that they cost (almost) nothing.
 
-Importing it imports neither torch nor any wing; names are looked up on first use.
+Importing this package imports neither torch nor any wing; names are looked up when they are used.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'checkflow' has no attribute {name!r}")
     if name == "Checkpointer":
-        # The wings do not know each other: here the runtime gets the planner, and its replay of plans.
+        # The wings do not know each other: here the runtime is handed the planner's replay of plans, and a planner for
+        # jobs that make their own.
         from checkflow.planner.schedule.replay import check_plan
         from checkflow.runtime import checkpointer
 

@@ -1,4 +1,4 @@
-"""What commands ask of the planner: which device, which training step, within which limits."""
+"""What commands pass to the planner: the device, the training step, and the limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def device_of(text: str) -> Device:
-    """A device by its name or file, or this machine, measured, for "auto".
+    """Return a device by its name or file, or for "auto" this machine, measured.
 
     Raises:
         typer.BadParameter, CheckflowError: as :func:`.options.choose_device`.
@@ -25,10 +25,10 @@ def device_of(text: str) -> Device:
 
 
 def subject_of(model: str, batch_size: int | None, settings: list[str] | None, optimizer: Optimizer | None) -> Subject:
-    """What is to be planned, as options say it.
+    """Return what options ask to plan.
 
     Raises:
-        typer.BadParameter: it is a plan file, or a setting is none.
+        typer.BadParameter: it is a plan file, or a setting is invalid.
     """
     from checkflow.planner.pipeline import Subject
 
@@ -45,7 +45,7 @@ def request_of(
     link_share: float = 1.0,
     **others: Any,
 ) -> Request:
-    """What is asked of a plan; the device gives what the user does not."""
+    """Return the request for a plan; the device fills in what the user leaves out."""
     from checkflow.planner.pipeline import default_memory_limit_bytes
     from checkflow.planner.schedule.scheduler import Request
 
@@ -61,7 +61,7 @@ def request_of(
 
 
 def plan_of(subject: Subject, device: Device, request: Request, granularity: GranularityName) -> Planned:
-    """Trace and plan, for a device that need not be here."""
+    """Trace and plan, for a device that need not exist here."""
     from checkflow.planner.pipeline import plan_model
 
     with working(f"planning {subject.target} for {device.name}"):
@@ -69,5 +69,5 @@ def plan_of(subject: Subject, device: Device, request: Request, granularity: Gra
 
 
 def planner_for(device: str) -> Callable[[Subject, Device, Request, GranularityName], Planned]:
-    """:func:`plan_of`; for "auto" what runs and measures the step on this machine, too."""
+    """Return :func:`plan_of`, or for "auto" a function that also runs and measures the step here."""
     return probe.plan_measured if device == options.AUTO else plan_of

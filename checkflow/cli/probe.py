@@ -1,4 +1,4 @@
-"""Commands that measure this machine: ``checkflow probe``, and ``--device auto`` of those that plan."""
+"""Commands that measure this machine: ``checkflow probe``, and ``--device auto``."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def probe(
         typer.Option("-o", "--output", metavar="FILE.json", help="write the device here, for --device FILE.json"),
     ] = None,
     directory: Annotated[
-        Path, typer.Option("--directory", metavar="DIR", help="where checkpoints would lie: its disk is measured")
+        Path, typer.Option("--directory", metavar="DIR", help="where checkpoints would lie, to measure its disk")
     ] = Path("."),
     quick: Annotated[
         bool, typer.Option("--quick", help="less data and fewer repetitions: seconds, not minutes")
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Measure this machine: its GPU where torch has one, else its CPU; memory, link and disk.
+    """Measure this machine: its GPU if torch has one, else its CPU; memory, link and disk.
 
-    Let nothing else run meanwhile: what a neighbour takes is missing in the figures.
+    Let nothing else run meanwhile: the figures lack what other programs use.
     """
     from checkflow.cli.tables import measurement as measurement_table
     from checkflow.core.device import check_writable, write_device
@@ -42,7 +42,7 @@ def probe(
     if file is not None and file.suffix != ".json":
         raise typer.BadParameter(f"--device knows a file by its name: {file} must end in .json")
     if file is not None:
-        check_writable(file)  # not only after the measurements
+        check_writable(file)  # before the measurements
     with working("measuring") as progress:
         probed = measure(directory, QUICK if quick else FULL, progress=progress)
     if file is not None:
@@ -55,7 +55,7 @@ def probe(
 
 
 def measure_device() -> Device:
-    """What ``--device auto`` plans for: this machine, measured quickly, without its disk."""
+    """Measure this machine for ``--device auto``: quickly, without its disk."""
     from checkflow.planner.measure.probe import QUICK
     from checkflow.planner.measure.probe import probe as measure
 
@@ -64,7 +64,7 @@ def measure_device() -> Device:
 
 
 def plan_measured(subject: Subject, device: Device, request: Request, granularity: GranularityName) -> Planned:
-    """Plan a training step by what it takes on this machine, where it is run."""
+    """Run a training step on this machine, and plan it by its measured times."""
     from checkflow.planner.pipeline import plan_measured_model
 
     with working(f"running {subject.target} on {device.name}") as progress:

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from checkflow.runtime.memory_tier.orphans import Left
     from checkflow.runtime.weights.importer import Imported
 
-MOST_ROWS = 30  # of what differs, in a table
+MOST_ROWS = 30  # of differences, in a table
 MOST_NAMES = 8  # in a line
-TIER = "storage"  # what is in host memory is no checkpoint yet
+TIER = "storage"  # captures in host memory are not checkpoints yet
 
 
 def listed_json(
     directory: str, listed: Sequence[Listed], running: Running | None = None, left: int | None = None
 ) -> dict[str, Any]:
-    """The object that ``checkflow ls --json`` prints; ``left``: the step that a dead run has left in host memory."""
+    """For ``checkflow ls --json``; ``left``: the step that a dead run has left in host memory."""
     return {
         "directory": str(directory),
         "running": None if running is None else asdict(running),
@@ -81,10 +81,10 @@ def listed_tables(
 
 
 def memory_json(found: Sequence[Left], outcomes: Sequence[str | None] | None = None) -> dict[str, Any]:
-    """The object that ``checkflow memory --json`` prints.
+    """For ``checkflow memory --json``.
 
     Args:
-        outcomes: of freeing each: why it stays, or None where it went; None: none was to be freed.
+        outcomes: of freeing each: why it stays, or None if it went; None: none was to be freed.
     """
     rows = [{**asdict(one), "path": str(one.path), "only_copy": one.only_copy} for one in found]
     for row, reason in zip(rows, outcomes or (), strict=False):
@@ -93,7 +93,7 @@ def memory_json(found: Sequence[Left], outcomes: Sequence[str | None] | None = N
 
 
 def memory_tables(found: Sequence[Left], outcomes: Sequence[str | None] | None = None) -> Iterable[Table | str]:
-    """The folders, then what became of them, if that was asked; as :func:`memory_json`."""
+    """The folders, then what became of those to free; as :func:`memory_json`."""
     if not found:
         yield "no job has left anything in this machine's memory"
         return
@@ -119,12 +119,12 @@ def memory_tables(found: Sequence[Left], outcomes: Sequence[str | None] | None =
 
 
 def imported_json(done: Imported) -> dict[str, Any]:
-    """The object that ``checkflow import --json`` prints."""
+    """For ``checkflow import --json``."""
     return {**asdict(done), "path": str(done.path)}
 
 
 def imported_lines(done: Imported) -> Iterable[str]:
-    """What was made, what a job makes of it, and what was left."""
+    """What was made, how a job uses it, and what was left out."""
     yield f"{done.source} ({done.form}) imported as {done.path}: {done.tensors} tensors, {format_size(done.size_bytes)}"
     if done.left_out:
         names = ", ".join(done.left_out[:MOST_NAMES]) + (", …" if len(done.left_out) > MOST_NAMES else "")
@@ -157,19 +157,18 @@ def _age(seconds: float) -> str:
 
 
 def verified_json(verified: Sequence[Verified]) -> dict[str, Any]:
-    """The object that ``checkflow verify --json`` prints."""
+    """For ``checkflow verify --json``."""
     return {"checkpoints": [{**asdict(one), "path": str(one.path), "valid": not one.fault} for one in verified]}
 
 
 def verified_lines(verified: Sequence[Verified]) -> Iterable[str]:
-    """A line for each."""
     for one in verified:
         outcome = one.fault if one.fault else "whole, every checksum fits"
         yield f"{one.path.name}: {format_size(one.size_bytes)}; {outcome}"
 
 
 def differences_json(found: Differences) -> dict[str, Any]:
-    """The object that ``checkflow diff --json`` prints."""
+    """For ``checkflow diff --json``."""
     return {
         "first": str(found.first),
         "second": str(found.second),

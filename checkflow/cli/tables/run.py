@@ -1,4 +1,4 @@
-"""What ``checkflow compare`` prints of a run's report: what its plan promised beside what the run measured."""
+"""What ``checkflow compare`` prints for a run's report: its plan's promises beside the measurements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Unit = Literal["seconds", "bytes", "bytes_per_second", "iterations"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure; None: there is no plan, or it was not measured, which the note says."""
+    """One figure; None: there is no plan, or no measurement, as the note says."""
 
     what: str
     unit: Unit
@@ -36,10 +36,10 @@ class RunComparison:
     """A run beside a plan."""
 
     source: str  # the report's file
-    number: int  # of the run among those in the file, from 1
+    number: int  # of the run in the file, from 1
     runs: int
     run: RunReport
-    plan: PlanInForce | None  # the one that ran last, or the one that was asked for
+    plan: PlanInForce | None  # the one that ran last, or that the user named
     rows: tuple[Row, ...]
 
     @property
@@ -51,7 +51,7 @@ class RunComparison:
 
 
 def compare_run(source: str, runs: Sequence[RunReport], plan: PlanInForce | None) -> RunComparison:
-    """The newest run beside its own plan, or another.
+    """Compare the newest run with its own plan, or another.
 
     Args:
         runs: at least one, the newest last.
@@ -110,7 +110,7 @@ def _durable_rate(plan: PlanInForce) -> float | None:
 
 
 def runs_json(comparisons: Sequence[RunComparison]) -> dict[str, Any]:
-    """The object that ``checkflow compare --json`` prints of reports."""
+    """For ``checkflow compare --json`` with reports."""
     return {
         "reports": [
             {

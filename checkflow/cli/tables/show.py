@@ -1,4 +1,4 @@
-"""What ``checkflow check`` and ``checkflow show`` print of a plan file: pure functions to text and to JSON."""
+"""What ``checkflow check`` and ``checkflow show`` print of a plan file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LINK_ROWS, MEMORY_ROWS = 2, 5
 
 
 def check_json(plan: Plan, replay: Replay) -> dict[str, Any]:
-    """The object that ``checkflow check --json`` prints for a plan that holds."""
+    """For ``checkflow check --json``, of a plan that holds."""
     return {
         "holds": True,
         "model": plan.fingerprint.model,
@@ -52,7 +52,7 @@ def check_line(plan: Plan, replay: Replay) -> str:
 
 
 def show_json(plan: Plan, replay: Replay, least_bandwidth: int | None, interval: Span | None) -> dict[str, Any]:
-    """The object that ``checkflow show --json`` prints: what the screen shows, step by step."""
+    """For ``checkflow show --json``: what the screen shows, step by step."""
     steps = plan.timeline.steps * plan.interval
 
     def named(step: int) -> dict[str, Any]:
@@ -165,7 +165,6 @@ def _charted(shares: Sequence[float], rows: int) -> Iterable[Text]:
 
 
 def certificate_text(plan: Plan) -> str:
-    """The certificate of a plan file."""
     proof = plan.certificate
     solver = "" if proof.solver == "none" else f" by {proof.solver} {proof.solver_version}"
     return (

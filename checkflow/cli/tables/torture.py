@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def torture_json(torture: Torture) -> dict[str, Any]:
-    """The object that ``checkflow torture --json`` prints."""
+    """For ``checkflow torture --json``."""
     request = torture.request
     return {
         "command": list(request.command),
@@ -41,11 +41,11 @@ def torture_json(torture: Torture) -> dict[str, Any]:
 
 
 def torture_tables(torture: Torture) -> Iterable[Table | Text]:
-    """The kills, what else there is to say, and what it comes to. The job's own words are no markup."""
+    """The kills, notes, and the verdict. The job's own words are not markup."""
     if torture.kills:
         table = Table(title=escape(f"kills of {shlex.join(torture.request.command)}"), title_justify="left")
         table.add_column("", justify="right", no_wrap=True)
-        for column, whole in (("signal", True), ("to", False), ("while", True)):  # a narrow terminal cuts no word
+        for column, whole in (("signal", True), ("to", False), ("while", True)):  # a narrow terminal must not cut words
             table.add_column(column, overflow="fold", no_wrap=whole)
         for column in ("after", "newest before", "whole after", "went on from", "replayed at least"):
             table.add_column(column, justify="right")
