@@ -76,12 +76,7 @@ def default_memory_limit_bytes(device: Device) -> int:
 
 
 def plan_model(subject: Subject, device: Device, request: Request, granularity: Granularity) -> Planned:
-    """Trace a training step and make the best plan for it.
-
-    Raises:
-        ModelError, TraceError: the step cannot be built or traced.
-        PlanError, SolverError: as :func:`checkflow.planner.schedule.scheduler.make_plan`.
-    """
+    """Trace a training step and make the best plan for it; raises as loading, :func:`trace` and :func:`make_plan`."""
     begun = time.perf_counter()
     with torch_settings_kept():
         graph = _trace(subject, device.kind, device.compute_capability)
@@ -98,16 +93,10 @@ def plan_measured_model(
     *,
     progress: Progress = lambda part: None,
 ) -> Planned:
-    """Build a training step for real, run it on this machine, and make the best plan for what was measured.
+    """Build a training step for real, run it on this machine, and plan for what was measured.
 
-    Args:
-        device: this machine's, as :func:`checkflow.planner.measure.probe.probe` measured it.
-        progress: called with the name of each next part.
-
-    Raises:
-        ModelError, TraceError: the step cannot be built, or fails.
-        CheckflowError: it is too large for this machine.
-        PlanError, SolverError: as :func:`checkflow.planner.schedule.scheduler.make_plan`.
+    ``device`` is this machine's, as probed; ``progress`` is called with the name of each next part. Raises as
+    :func:`measure_model` and :func:`make_plan`.
     """
     begun = time.perf_counter()
     with torch_settings_kept():

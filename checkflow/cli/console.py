@@ -128,10 +128,7 @@ def warnings_shown() -> Iterator[None]:
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal what is being done, once it takes a while; silent in a pipe.
-
-    Yields a function that sets the current part.
-    """
+    """Show what is being done on a terminal, once it takes a while; yields a function that sets the current part."""
     if not sys.stderr.isatty():
         yield lambda part: None
         return

@@ -107,11 +107,7 @@ def _time_limit(text: str | float) -> float:
 
 
 def check_solver_asked(formulation: Formulation, solver: SolverName) -> None:
-    """Refuse a solver for the formulation that needs none.
-
-    Raises:
-        typer.BadParameter: a solver is named.
-    """
+    """Refuse a solver (typer.BadParameter) for the formulation that needs none."""
     if formulation is Formulation.GREEDY and solver is not SolverName.AUTO:
         raise typer.BadParameter(
             f"--formulation greedy asks no solver: leave --solver {solver.value} out, or choose --formulation flow"
@@ -125,11 +121,7 @@ def is_given(context: typer.Context, name: str) -> bool:
 
 
 def refuse_given(context: typer.Context, *, besides: Sequence[str], why: str) -> None:
-    """Refuse options that would do nothing.
-
-    Raises:
-        typer.BadParameter: an option besides these was given; the message names it.
-    """
+    """Refuse given options (typer.BadParameter), except ``besides``, which would do nothing."""
     for parameter in context.command.params:
         name = parameter.name or ""
         if name not in besides and is_given(context, name):
@@ -137,11 +129,7 @@ def refuse_given(context: typer.Context, *, besides: Sequence[str], why: str) ->
 
 
 def read_bandwidth(text: str) -> float:
-    """Parse an option's bytes per second.
-
-    Raises:
-        typer.BadParameter: not a bandwidth, or one without its unit.
-    """
+    """Parse bytes per second; typer.BadParameter without a unit."""
     from checkflow.core.device import parse_bandwidth
 
     _want_unit(text.removesuffix("/s"), "GB/s")
@@ -175,11 +163,7 @@ def _link_share(text: str | float) -> float:
 
 
 def read_settings(pairs: Sequence[str]) -> dict[str, str]:
-    """Parse ``["width=64"]`` to ``{"width": "64"}``.
-
-    Raises:
-        typer.BadParameter: a pair without "=", or a key given twice.
-    """
+    """Parse ``["width=64"]`` to ``{"width": "64"}``; typer.BadParameter without "=", or if a key comes twice."""
     settings: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -194,9 +178,7 @@ def read_settings(pairs: Sequence[str]) -> dict[str, str]:
 def choose_device(text: str) -> Device:
     """Return a device of the catalogue by its name, or of a .json file; "auto" is neither.
 
-    Raises:
-        typer.BadParameter: neither a known name nor an existing .json file.
-        CheckflowError: the file cannot be read, or does not describe a device.
+    Raises typer.BadParameter for an unknown name or a missing file, CheckflowError for an invalid one.
     """
     from checkflow.core.device import find_device, read_device
 

@@ -16,20 +16,12 @@ if TYPE_CHECKING:
 
 
 def device_of(text: str) -> Device:
-    """Return a device by its name or file, or for "auto" this machine, measured.
-
-    Raises:
-        typer.BadParameter, CheckflowError: as :func:`.options.choose_device`.
-    """
+    """Return a device as :func:`.options.choose_device`, or for "auto" this machine, measured."""
     return probe.measure_device() if text == options.AUTO else options.choose_device(text)
 
 
 def subject_of(model: str, batch_size: int | None, settings: list[str] | None, optimizer: Optimizer | None) -> Subject:
-    """Return what options ask to plan.
-
-    Raises:
-        typer.BadParameter: it is a plan file, or a setting is invalid.
-    """
+    """Return what options ask to plan; typer.BadParameter for a plan file or an invalid setting."""
     from checkflow.planner.pipeline import Subject
 
     options.refuse_plan_file(model)

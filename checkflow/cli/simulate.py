@@ -106,13 +106,9 @@ Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="for the f
 
 
 def _storage(device: Device | None, asked: float | None) -> Storage:
-    """Return the storage for checkpoints.
+    """Return the storage for checkpoints; typer.BadParameter if neither the user nor the device gives it.
 
-    Args:
-        device: None: a plan file's device, known by name only, or one not measured yet, without its disk.
-
-    Raises:
-        typer.BadParameter: neither the user nor the device gives it.
+    ``device`` is None for a plan file's, known by name only, or one not measured yet, without its disk.
     """
     from checkflow.simulate.strategies import Storage
 

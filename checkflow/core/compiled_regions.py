@@ -145,11 +145,7 @@ def step_hook(reached: Callable[[Any, Any, Any], Any], unseen: UnseenSteps) -> C
 def with_closure(
     arguments: tuple[Any, ...], keywords: Mapping[str, Any], make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of an optimizer's step with another closure; None: it has none.
-
-    Args:
-        make: makes that closure from the step's own.
-    """
+    """Return the arguments of an optimizer's step with its closure replaced by ``make(closure)``; None: it has none."""
     closure = next((value for value in (*arguments, *keywords.values()) if callable(value)), None)
     if closure is None:
         return None

@@ -179,11 +179,7 @@ class TrainingGraph:
         return sum(entry.size_bytes for entry in self.state)
 
     def live_bytes(self, *, eager: bool) -> tuple[list[int], list[int]]:
-        """Return the device bytes live during each operator, its transient bytes included, and at each position.
-
-        The result is ``(during, at)``: ``during[i]`` for operator i (length n), ``at[p]`` for position p (length n +
-        1).
-        """
+        """Device bytes live during each operator, transient ones included (length n), and at each position (n + 1)."""
         n = len(self.operators)
         during, at = [0] * (n + 2), [0] * (n + 2)
         for storage in self.storages:

@@ -127,8 +127,7 @@ class Wait:
 class Plan:
     """The schedule of one checkpoint, over the ``interval`` iterations from its boundary to the next one's.
 
-    State is first written in the first of these iterations; what has not left by then leaves from snapshots, or is
-    never written.
+    State is first written in the first of these iterations; the rest then leaves from snapshots, or is never written.
     """
 
     __pydantic_config__ = STRICT
@@ -204,11 +203,7 @@ def _digest(plan: Plan) -> str:
 
 
 def validate(plan: Plan) -> None:
-    """Check everything that needs no arithmetic of memory and link (``planner.replay`` checks those).
-
-    Raises:
-        PlanError: the first rule that is broken, with the reason.
-    """
+    """Check all but the arithmetic of memory and link (``planner.replay`` has that); PlanError at the first fault."""
     _validate_timeline(plan.timeline)
     _validate_fingerprint(plan.fingerprint)
     _validate_numbers(plan)
@@ -367,11 +362,7 @@ def _anchor_of(plan: Plan, step: int) -> AnchorKey | None:
 
 
 def dumps(plan: Plan) -> bytes:
-    """Return the canonical bytes of a plan file (sealed with its digest).
-
-    Raises:
-        PlanError: it would be too large to be read back.
-    """
+    """Return the canonical bytes of a plan file, sealed with its digest; PlanError if too large to be read back."""
     data = _canonical(plan.sealed())
     if len(data) > MAX_BYTES:
         raise PlanError(f"the plan would have {len(data)} bytes, more than {MAX_BYTES}")
@@ -384,11 +375,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def loads(data: bytes, name: str = "plan") -> Plan:
-    """Read a plan; any changed byte is refused.
-
-    Raises:
-        PlanError: the reason, on one line.
-    """
+    """Read a plan; PlanError, with a reason of one line, for any changed byte."""
     from pydantic import ValidationError
 
     if len(data) > MAX_BYTES:
@@ -435,11 +422,7 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan file.
-
-    Raises:
-        PlanError: the file cannot be read, or is not a plan that :func:`loads` accepts.
-    """
+    """Read a plan file; PlanError if it is unreadable, or not accepted by :func:`loads`."""
     try:
         data = read_regular(path, MAX_BYTES + 1)
     except OSError as error:

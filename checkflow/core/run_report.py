@@ -297,11 +297,7 @@ def load(path: str | os.PathLike[str]) -> tuple[RunReport, ...]:
 
 
 def loads(data: bytes, name: str) -> tuple[RunReport, ...]:
-    """Return the runs of a report file's content; ``name`` is the file's, for messages.
-
-    Raises:
-        ReportError: as :func:`load`.
-    """
+    """Return the runs of a report's content, as :func:`load`; ``name`` is the file's, for messages."""
     from pydantic import TypeAdapter, ValidationError
 
     if len(data) > MAX_BYTES:
@@ -329,11 +325,7 @@ def loads(data: bytes, name: str) -> tuple[RunReport, ...]:
 
 
 def latest(runs: Sequence[RunReport], name: str) -> RunReport:
-    """Return the newest run.
-
-    Raises:
-        ReportError: there is none.
-    """
+    """Return the newest run; ReportError if there is none."""
     if not runs:
         raise ReportError(f"{name} holds no run")
     return runs[-1]

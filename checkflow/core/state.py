@@ -60,9 +60,8 @@ def as_optimizers(
 ) -> dict[str, torch.optim.Optimizer]:
     """Return the optimizers by name, unwrapped; a single one is called "optimizer".
 
-    Args:
-        models: their names. State and files are named after either, so an optimizer named as a model ("G") is called
-            "G.optimizer".
+    State and files are named after models or optimizers, so an optimizer named as a model ("G") is called
+    "G.optimizer".
     """
     if optimizer is None:
         return {}
@@ -216,10 +215,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the dimensions in memory order, outermost first; None if the tensor is not dense.
-
-    A contiguous tensor has (0, 1, 2, …), a channels_last one (0, 2, 3, 1).
-    """
+    """Return the dimensions in memory order, outermost first, as (0, 2, 3, 1) for channels_last; None if not dense."""
     # Dimensions of size 1 may have any stride, so stand anywhere in the order.
     strides = tensor.stride()
     order = sorted((d for d in range(tensor.dim()) if tensor.shape[d] != 1), key=lambda d: -strides[d])
@@ -323,11 +319,7 @@ def collect_state(models: Mapping[str, nn.Module], optimizers: Mapping[str, torc
 
 
 def _in_parts(item: StateTensor) -> Iterator[StateTensor]:
-    """Split a state tensor into the dense tensors that hold it.
-
-    Raises:
-        UnsupportedError: it has none.
-    """
+    """Split a state tensor into the dense tensors that hold it; UnsupportedError if it has none."""
     tensor = item.tensor
     if type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_nested:  # nearly all
         _refuse_memory(item.name, tensor)
@@ -397,11 +389,7 @@ def closures_repeat(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def refuse_closures(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-    """Refuse to plan for optimizers that run their closure several times per step, as LBFGS.
-
-    Raises:
-        UnsupportedError: there is one; it is named.
-    """
+    """Refuse to plan for optimizers that run their closure several times per step, as LBFGS (UnsupportedError)."""
     for name, optimizer in optimizers.items():
         if closures_repeat(optimizer):
             raise UnsupportedError(
@@ -412,11 +400,7 @@ def refuse_closures(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
 
 
 def refuse_hidden_state(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-    """Refuse wrappers around optimizers that have their own state beside the inner one's, which no checkpoint would
-    hold.
-
-    Raises:
-        UnsupportedError: there is one, and the inner optimizer was not passed as well; both are named.
+    """Refuse wrappers with state beside an inner optimizer's that was not passed (UnsupportedError): it is not saved.
     """
     given = set(map(id, optimizers.values()))
     for name, optimizer in optimizers.items():

@@ -87,18 +87,15 @@ class Timeline:
     def available_bytes(self, bandwidth_bytes_per_second: float) -> list[float]:
         """Return the bytes that the link leaves for checkpoints by the end of each step, from the boundary.
 
-        Training's own traffic goes first. What does not fit its step is carried over, also into the next iteration.
-        This is the steady state of that queue (Lindley, 1952); nothing is left if training alone asks for more than the
-        link gives.
+        Training's own traffic goes first; what does not fit its step is carried over, also into the next iteration: the
+        steady state of a queue (Lindley, 1952). Nothing is left if training alone exceeds the link.
         """
         moved = [step.duration_seconds * bandwidth_bytes_per_second for step in self.steps]
         queued = self.queued_bytes(bandwidth_bytes_per_second)
         return list(itertools.accumulate(max(0.0, takes - before) for takes, before in zip(moved, queued, strict=True)))
 
     def queued_bytes(self, bandwidth_bytes_per_second: float) -> list[float]:
-        """Return training's own traffic that each step finds queued, or issues, in the steady state.
-
-        Infinite if training alone asks for more than the link gives.
+        """Training's own traffic queued or issued in each step, in the steady state; infinite if it exceeds the link.
         """
         moved = [step.duration_seconds * bandwidth_bytes_per_second for step in self.steps]
         own = [step.link_bytes for step in self.steps]
@@ -120,14 +117,11 @@ class Timeline:
         iterations: int = 1,
         wait: tuple[int, float] | None = None,
     ) -> list[int]:
-        """Return the whole bytes (or units of ``unit_bytes``) that the link takes in each step of some iterations.
+        """Return the whole bytes (or units of ``unit_bytes``) that the link takes in each step, less training's own
+        traffic.
 
-        Rounded on the running sum, so that short steps lose nothing; less training's own traffic
-        (:meth:`available_bytes`).
-
-        Args:
-            wait: a step and the seconds that training waits in it while the link goes on, with training's own queue
-                first.
+        Rounded on the running sum, so that short steps lose nothing. ``wait``: a step and the seconds that training
+        waits in it while the link goes on, with training's own queue first.
         """
         available = self.available_bytes(bandwidth_bytes_per_second)
         capacities, given = [], 0
@@ -154,8 +148,8 @@ def check_timeline(timeline: Timeline) -> None:
     """Refuse invalid numbers.
 
     Raises:
-        PlanError: a duration is negative, not a number, or beyond any training; a size is negative, not a whole number,
-            or beyond any memory; or a first write lies outside of the timeline.
+        PlanError: a duration is negative, not a number, or beyond any training; a size is negative, fractional, or
+            beyond any memory; or a first write lies outside of the timeline.
     """
     if not timeline.steps:
         raise PlanError("the timeline has no steps")

@@ -50,7 +50,7 @@ def fewest_snapshots(problem: Problem, peak_bytes: int, wait: int) -> int | None
 def most_gone(problem: Problem, peak_bytes: int, snapshots: int) -> list[int] | None:
     """Return how many of at most ``snapshots`` may have left when each step ends, in any schedule with this peak.
 
-    A schedule that sends snapshots this early keeps the peak and the number. None: there is no schedule.
+    A schedule that sends them this early keeps peak and number. None: there is no schedule.
     """
     counts, room = problem.counts, _room(problem, peak_bytes)
     late, reached = counts.late, counts.reached

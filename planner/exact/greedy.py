@@ -53,9 +53,8 @@ def must_leave(problem: Problem, policy: Policy, peak_bytes: int) -> list[int]:
 def direct_flow(problem: Problem, allowed: Sequence[int] | None = None) -> Flow | None:
     """Schedule by the rule of the direct policy; None if the link is too small.
 
-    Args:
-        allowed: how many snapshots may have left when each step ends (None: all). With :func:`.bounds.most_gone`'s
-            numbers the schedule keeps that peak and number of snapshots (docs/explanation/proofs.md).
+    ``allowed``: how many snapshots may have left when each step ends (None: all). With :func:`.bounds.most_gone`'s
+    numbers the schedule keeps that peak and number of snapshots.
     """
     if problem.reached[-1] < problem.total:
         return None
@@ -106,11 +105,9 @@ def _largest_departures(problem: Problem, peak_bytes: int) -> list[int] | None:
 
 
 def flow_leaving(problem: Problem, left: Sequence[int]) -> Flow:
-    """Return the snapshot policy's schedule in which ``left`` units have left by each step, snapshotted as late as
-    possible.
+    """Return the snapshot policy's schedule in which ``left`` units, in the end all, have left by each step.
 
-    Args:
-        left: in the end all of them.
+    Everything is snapshotted as late as possible.
     """
     taken = [max(due, following) for due, following in zip(problem.due, [*left[1:], problem.total], strict=True)]
     drained = tuple(now - last for now, last in zip(left, [0, *left], strict=False))

@@ -28,10 +28,7 @@ _BENT = 1e-3  # of the stall: a row closer than this to the line between its nei
 
 @dataclass(frozen=True)
 class FrontierRow:
-    """A trade-off that the link allows, limits aside: a checkpoint every ``interval`` iterations at this price.
-
-    No schedule of as few iterations has both less extra memory and less stall.
-    """
+    """A trade-off, limits aside: a checkpoint every ``interval`` iterations. No shorter one has less of both prices."""
 
     interval: int
     stall_seconds: float
@@ -137,8 +134,7 @@ def smallest_interval(question: Question, most: int) -> int | None:
 def frontier(question: Question, most: int) -> tuple[FrontierRow, ...]:
     """Return what checkpoints cost, limits aside: for each interval from the least memory to the shortest stall.
 
-    Leaves out rows that cost as much as a shorter interval, and intervals longer than the first whose link takes all
-    state by itself.
+    Leaves out rows as dear as a shorter interval's, and intervals beyond the first whose link takes all state.
     """
     rows: list[FrontierRow] = []
     for interval in _intervals(question, most):

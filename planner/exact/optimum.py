@@ -125,13 +125,10 @@ def fits(problem: Problem, policy: Policy, peak_bytes: int, prices: Prices, budg
 
 
 def cheapest_flow(problem: Problem, terms: Terms, peak_bytes: int) -> Flow:
-    """Return a direct schedule with this peak on these terms; its snapshots leave as early as possible.
+    """Return a direct schedule with this peak on these terms, or raise ValueError; snapshots leave as early as
+    possible.
 
-    Args:
-        problem: with the wait.
-
-    Raises:
-        ValueError: there is none.
+    ``problem`` has the wait already.
     """
     allowed = bounds.most_gone(problem, peak_bytes, terms.snapshots)
     flow = None if allowed is None else greedy.direct_flow(problem, allowed)
@@ -141,10 +138,9 @@ def cheapest_flow(problem: Problem, terms: Terms, peak_bytes: int) -> Flow:
 
 
 def latest_wait(problem: Problem, terms: Terms, peak_bytes: int, anchors: list[int]) -> int:
-    """Return the last of the given steps at which training can wait for the same terms and peak.
+    """Return the last of the sorted ``anchors`` at which training can wait for the same terms and peak.
 
-    Args:
-        anchors: sorted; the first is the boundary, where a wait always serves.
+    The first is the boundary, where a wait always serves.
     """
 
     def too_late(step: int) -> bool:

@@ -89,10 +89,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Flow:
-    """Units that move in each step: out of live tensors, into snapshots, out of snapshots.
-
-    The order of the string decides which units they are (:mod:`checkflow.planner.schedule.chunks`).
-    """
+    """Units that move in each step; the string's order decides which (:mod:`checkflow.planner.schedule.chunks`)."""
 
     direct: tuple[int, ...]
     made: tuple[int, ...]
@@ -130,11 +127,7 @@ def make_problem(
     unit_bytes: int | None = None,
     iterations: int = 1,
 ) -> Problem:
-    """Convert the timeline, repeated for a number of iterations, to units.
-
-    Args:
-        bandwidth_bytes_per_second: of the link, from device to host.
-        unit_bytes: None: as :func:`unit_for` chooses.
+    """Convert the timeline, repeated for a number of iterations, to units (None: as :func:`unit_for` chooses).
 
     Raises:
         PlanError: a duration or size is negative or not a number, or a first write lies outside the timeline.
@@ -156,11 +149,7 @@ def make_problem(
 
 
 def count_units(timeline: Timeline, unit_bytes: int, iterations: int) -> int:
-    """Return the units of all state, the last one counted whole.
-
-    Raises:
-        PlanError: the numbers are too large to count with.
-    """
+    """Return the units of all state, the last one counted whole; PlanError if too large to count with."""
     total = -(-timeline.state_bytes // unit_bytes)
     if timeline.training_peak_bytes + total * unit_bytes >= MOST_BYTES:
         raise PlanError("training's peak and a copy of its state are more bytes than any memory has")
@@ -180,10 +169,6 @@ def due_units(timeline: Timeline, unit_bytes: int) -> tuple[int, ...]:
 
 
 def check_bandwidth(bytes_per_second: float) -> None:
-    """Refuse an invalid bandwidth.
-
-    Raises:
-        PlanError: it is not a number above zero, or more than 2**63 bytes per second.
-    """
+    """Refuse with PlanError what is not above zero, or above 2**63 bytes per second."""
     if not 0 < bytes_per_second < MOST_BYTES:  # refuses NaN, too
         raise PlanError(f"not a bandwidth: {bytes_per_second} bytes per second")

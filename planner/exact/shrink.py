@@ -32,11 +32,7 @@ class Shrunk:
     due: tuple[int, ...]
 
     def problem(self, bandwidth_bytes_per_second: float) -> Problem:
-        """Return the blocks over a link of this bandwidth.
-
-        Raises:
-            PlanError: it is not a bandwidth.
-        """
+        """Return the blocks over a link of this bandwidth."""
         check_bandwidth(bandwidth_bytes_per_second)
         count = len(self.timeline.steps)
         available = self.timeline.available_bytes(bandwidth_bytes_per_second)
@@ -53,11 +49,7 @@ class Shrunk:
 
 
 def shrink(timeline: Timeline, unit_bytes: int | None = None, interval: int = 1, policy: Policy = "direct") -> Shrunk:
-    """Return the blocks of ``interval`` iterations of a timeline.
-
-    Raises:
-        PlanError: as :func:`checkflow.planner.exact.problem.make_problem`.
-    """
+    """Return the blocks of ``interval`` iterations of a timeline; PlanError as :func:`.problem.make_problem`."""
     check_timeline(timeline)
     unit = unit_for(timeline.state_bytes) if unit_bytes is None else unit_bytes
     total = count_units(timeline, unit, interval)
@@ -106,8 +98,7 @@ def _snapshot_blocks(live: Sequence[int], due: Sequence[int], harmless: int, int
 def expand(shrunk: Shrunk, flow: Flow, problem: Problem) -> Flow:
     """Turn a schedule of blocks into one of steps: within each block as early as the link allows, snapshots first.
 
-    Args:
-        problem: the steps that the blocks were made of, with the same wait.
+    ``problem`` has the steps that the blocks were made of, with the same wait.
     """
     if shrunk.policy == "snapshot":
         left, begin = [0] * problem.steps, 0

@@ -82,11 +82,7 @@ def _run_cbc(command: list[str], log: Path, seconds: float) -> None:
 
 
 def _check_whole(solution: Path, lines: int) -> None:
-    """Refuse a truncated solution file: a missing row would be read as zeros.
-
-    Args:
-        lines: of a whole file: the status, and each row and column of the model.
-    """
+    """Refuse a solution file with fewer than ``lines`` lines: a missing row would be read as zeros."""
     try:
         text = solution.read_text()
     except FileNotFoundError:

@@ -43,8 +43,7 @@ class Model:
 def build(problem: Problem, policy: Policy, prices: Prices | None = None, budget: Budget | None = None) -> Model:
     """Build the ILP of a horizon; its objective is ``extra``.
 
-    Args:
-        prices, budget: the stall budget and its prices. None: any number of snapshots, and no waiting for the link.
+    Without ``prices`` and ``budget``: any number of snapshots, and no waiting for the link.
     """
     import pulp
 
@@ -74,11 +73,7 @@ def build(problem: Problem, policy: Policy, prices: Prices | None = None, budget
 
 
 def extract(model: Model) -> Flow:
-    """Return the solved model's schedule.
-
-    Raises:
-        SolverError: a value is not a whole number, or a running sum falls.
-    """
+    """Return the solved model's schedule; SolverError if a value is not a whole number, or a running sum falls."""
     through, drained, made = (_steps(sums) for sums in (model.through, model.drained, model.made))
     if model.policy == "direct":
         return Flow(through, made, drained)
@@ -92,11 +87,7 @@ def extract(model: Model) -> Flow:
 
 
 def extract_wait(model: Model) -> int:
-    """Return the units that leave while training waits at the boundary.
-
-    Raises:
-        SolverError: the value is not a whole number.
-    """
+    """Return the units that leave while training waits at the boundary; SolverError if not a whole number."""
     return model.wait if isinstance(model.wait, int) else _whole(model.wait)
 
 

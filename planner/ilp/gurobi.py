@@ -56,11 +56,7 @@ def _is_restricted(log: str) -> bool:
 
 
 def search(problem: pulp.LpProblem, environment: Any, seconds: float, tolerance: float | None) -> Solve:
-    """Minimise, as :func:`.solvers.solve`, in an environment made by :func:`environment`.
-
-    Raises:
-        LicenceError: the licence does not admit the model.
-    """
+    """Minimise, as :func:`.solvers.solve`, in an environment made by :func:`environment`; may raise LicenceError."""
     import gurobipy
     import pulp
 

@@ -51,13 +51,10 @@ def search(problem: pulp.LpProblem, seconds: float, tolerance: float | None) -> 
 
 
 def make_model(problem: pulp.LpProblem, options: dict[str, Any]) -> Any:
-    """Return a ``highspy.Highs`` that is ready to run, with the columns of ``problem.variables()`` in that order.
+    """Return a ``highspy.Highs`` ready to run, with the columns of ``problem.variables()``; PulpSolverError if
+    rejected.
 
-    Args:
-        options: HiGHS's own, by name.
-
-    Raises:
-        PulpSolverError: HiGHS rejects the model or an option.
+    ``options`` are HiGHS's own, by name.
     """
     import highspy
     import numpy as np

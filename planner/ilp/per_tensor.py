@@ -62,10 +62,9 @@ class Model:
 
 @dataclass(frozen=True)
 class PerTensorSchedule:
-    """The result of Algorithm 1 of the paper.
+    """The result of Algorithm 1 of the paper. Without chunks there is no schedule.
 
-    Without chunks there is no schedule: either the link is too slow (the solve says "infeasible"), or the limit on the
-    peak is below ``bound_bytes``.
+    Then either the link is too slow (the solve says "infeasible"), or the limit on the peak is below ``bound_bytes``.
     """
 
     chunks: tuple[Chunk, ...] | None  # sorted by (offload step, deadline, tensor, offset)
@@ -85,13 +84,12 @@ def find_chunks(
 ) -> PerTensorSchedule:
     """Run Algorithm 1 of the paper: solve, then halve the chunks and solve again while that can help.
 
-    Tensors are cut into chunks of at most ``chunk_bytes``; smaller ones stay whole. Without a limit on the peak, only
-    the link (9) can make a model infeasible: each snapshot may be created in step 1 and held to the end.
+    Tensors are cut into chunks of at most ``chunk_bytes``. Without a limit on the peak, only the link (9) can make a
+    model infeasible: each snapshot may be created in step 1 and held to the end.
 
     Args:
         timeline: gives the state tensors and their deadlines, in bytes; it need not be as long as the problem.
         problem: gives the steps: their live bytes and what the link takes in them.
-        chunk_bytes: the largest chunk to begin with. At the size of the largest tensor, all tensors are whole at first.
         peak_limit_bytes: of the whole peak; None: any.
         time_limit_seconds: for all solves together.
 
@@ -190,8 +188,7 @@ def cut(timeline: Timeline, problem: Problem, chunk_bytes: int) -> tuple[Piece, 
 def build(problem: Problem, pieces: tuple[Piece, ...]) -> Model:
     """Build the paper's model; its objective is ``extra``: (12) less a constant, in units.
 
-    Raises:
-        SolverError: it would have more than 2,000,000 variables.
+    Raises SolverError for more than 2,000,000 variables.
     """
     import pulp
 
@@ -233,8 +230,7 @@ def solve(
 def extract(model: Model) -> tuple[Chunk, ...]:
     """Return the solved model's schedule, sorted by (offload step, deadline, tensor, offset).
 
-    Raises:
-        SolverError: a value is not binary, or the values break an equation.
+    Raises SolverError if a value is not binary, or the values break an equation.
     """
     placed = []
     link = [0] * model.problem.steps

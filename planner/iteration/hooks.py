@@ -338,11 +338,7 @@ def in_backward() -> bool:
 
 
 def compiled_function(*, whole: bool = False) -> str | None:
-    """Return the name of the outermost compiled function being called; None in uncompiled code.
-
-    Args:
-        whole: look only for functions that must be compiled in one piece (``fullgraph=True``).
-    """
+    """Name the outermost compiled function being called; ``whole``: only of those with ``fullgraph=True``."""
     name: str | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -62,12 +62,7 @@ class _Known:
 
 
 class Iteration:
-    """Collects what one iteration does, and makes its graph.
-
-    Args:
-        on_step: called before an optimizer steps.
-        device_type: of the tensors that the iteration computes with.
-    """
+    """Collects what one iteration does, and makes its graph. ``on_step`` is called before an optimizer steps."""
 
     def __init__(
         self,
@@ -104,7 +99,6 @@ class Iteration:
         """Enter everything that lives at the boundary; return it by name.
 
         Args:
-            batch: a structure with the tensors of the batch.
             held: a structure with what the loop still holds of the last iteration.
             captured: further tensors that the iteration may reach.
         """
@@ -194,9 +188,7 @@ class Iteration:
     ) -> TrainingGraph:
         """Return everything seen as plain data.
 
-        Raises:
-            TraceError: this iteration is unlike later ones, since it made or removed state; or a module ran in another
-                thread.
+        Raises TraceError if the iteration made or removed state, or a module ran in another thread.
         """
         self.refuse_threads(name)
         have, had = {item.name for item in self._after.tensors}, {item.name for item in self._before}
@@ -236,11 +228,7 @@ class Iteration:
         )
 
     def refuse_threads(self, name: str) -> None:
-        """Refuse an iteration with an unseen part.
-
-        Raises:
-            TraceError: names the first module that ran in another thread.
-        """
+        """Refuse an iteration with an unseen part: TraceError names the first module that ran in another thread."""
         if module := self.where.elsewhere.rstrip("/"):
             raise TraceError(
                 f"cannot plan {name}: {module} runs forward in another thread, where no operator is seen: call it in "
@@ -274,8 +262,7 @@ class Iteration:
     def _first_write(self, index: int, after: torch.Tensor) -> int | None:
         """Return the first write to a state tensor's storage, or to the one that replaced it by the iteration's end.
 
-        A storage that lived at the boundary already (two exchanged buffers) is written as any other. A new one is
-        written when it is made, by the last operator at the latest.
+        An exchanged buffer is written as any other; a new one when it is made, by the last operator at the latest.
         """
         writes = [self.ledger.first_write(index)]
         successor = self.ledger.find(after)

@@ -32,8 +32,7 @@ class _Record:
 class StorageLedger:
     """Every device storage seen. Indices are stable until :meth:`storages` drops what never lived.
 
-    Args:
-        operators: gives the number of operators so far.
+    ``operators`` gives the number of operators so far.
     """
 
     def __init__(self, operators: Callable[[], int]) -> None:
@@ -44,11 +43,7 @@ class StorageLedger:
         self._closed = False
 
     def enter(self, tensor: torch.Tensor, name: str, kind: StorageKind, created: int) -> int:
-        """Return the index of a tensor's storage, and enter it if it is new.
-
-        Args:
-            created: the operator that allocates it; -1 for what lives at the boundary.
-        """
+        """Return the index of a tensor's storage, new or not; ``created``: by which operator, -1 at the boundary."""
         return self.enter_storage(tensor.untyped_storage(), name, kind, created)
 
     def enter_storage(self, storage: torch.UntypedStorage, name: str, kind: StorageKind, created: int) -> int:

@@ -60,13 +60,11 @@ def crossing(
     on_host: Callable[[torch.Tensor], bool],
     waits: Callable[[torch.Tensor, torch.Tensor, bool], bool],
 ) -> Crossing:
-    """Return what an operator moves over the link.
+    """Return what an operator moves over the link. ``waits``: for source, target and non_blocking, whether training
+    waits.
 
     torch converts before a copy to the host and after one from it: a value crosses in the source's dtype to the host,
     in the destination's to the device.
-
-    Args:
-        waits: whether training waits for a copy, given its source, its target, and whether it was called non-blocking.
     """
     if func._schema.name not in _COPIES:
         return NO_CROSSING
@@ -95,8 +93,7 @@ def _default_is_cpu() -> bool:
 class HostMemory:
     """The storages of a trace that lie in host memory.
 
-    Args:
-        apart: whether the target has separate host memory (a GPU). If not, only counters of known value count as such.
+    Without ``apart`` (a target that is not a GPU) only counters of known value count as such.
     """
 
     def __init__(self, *, apart: bool) -> None:

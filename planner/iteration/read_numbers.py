@@ -87,11 +87,7 @@ class ReadNumbers:
     # The iterations of a trace
 
     def begin_traced(self, state: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
-        """Begin the traced iteration.
-
-        Args:
-            state: gives the current state tensors by name.
-        """
+        """Begin the traced iteration; ``state`` gives the current state tensors by name."""
         self._state = state
         self._forget_iteration()
         self._traced = []
@@ -100,11 +96,8 @@ class ReadNumbers:
     def try_others(self, iteration: Callable[[], Any], rewind: Callable[[], None]) -> None:
         """Run the iteration again with other numbers, if it read some.
 
-        Args:
-            rewind: restores the user's numbers, flags and texts from before the traced iteration.
-
-        Raises:
-            NumberError: other operators ran; it names the operator that gave the number, and the place.
+        Raises NumberError, with the operator that gave the number and the place, if other operators ran. ``rewind``
+        restores the user's numbers, flags and texts from before the traced iteration.
         """
         if not self.count:
             return
@@ -153,11 +146,7 @@ class ReadNumbers:
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
-        """Run an optimizer's step, which must be one operator if code outside torch decides upon numbers in it.
-
-        Raises:
-            UndecidedError: it did.
-        """
+        """Run an optimizer's step; UndecidedError if code outside torch decides upon numbers in it."""
         before, self._in_step = self._in_step, True
         try:
             yield

@@ -37,14 +37,10 @@ class Bandwidths:
 
 
 def measure_bandwidths(device: torch.device) -> Bandwidths:
-    """Measure the copies that checkpoints will make; takes some 0.1 s.
+    """Measure the copies that checkpoints will make, in some 0.1 s; CheckflowError if too little memory is free.
 
-    On a CPU all are one thread's memmove. On a GPU the link's go to memory like staging buffers, and the memory's use
-    512 MiB of device memory, or less if little is free. All is freed before this returns, but torch's peaks
-    (``max_memory_allocated``, ``max_memory_reserved``) count it.
-
-    Raises:
-        CheckflowError: too little memory is free to measure anything.
+    On a CPU all are one thread's memmove. On a GPU the link's go to memory like staging buffers, and the memory's take
+    up to 512 MiB of the device for a moment, which torch's peaks (``max_memory_allocated``) count.
     """
     if device.type != "cuda":
         link, piece = host_link_figures(clock_of(device), MOMENT, array_size_bytes(MOMENT, device))

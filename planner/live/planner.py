@@ -96,14 +96,10 @@ class LivePlanner:
 
 
 def scaled_seconds(recorded: Recorded, usual_seconds: float) -> list[float]:
-    """Scale the operators' recorded seconds so that they sum to ``usual_seconds``.
+    """Scale the operators' recorded seconds so that they sum to ``usual_seconds``; TraceError if nothing was measured.
 
-    Recording slows an iteration by about as much for a short operator as for a long one, and an iteration also spends
-    time between operators. Both are spread by measured durations: the sum is right, and short operators get more than
-    their due.
-
-    Raises:
-        TraceError: nothing was measured.
+    Recording costs every operator about as much, and some time lies between operators. Both are spread by measured
+    durations: the sum is right, and short operators get more than their due.
     """
     total = sum(recorded.durations_seconds)
     if not total > 0:
@@ -112,12 +108,9 @@ def scaled_seconds(recorded: Recorded, usual_seconds: float) -> list[float]:
 
 
 class PlanProcess:
-    """A process that makes one plan.
+    """A process that makes one plan. PlanError if it cannot be started.
 
     Input, output and errors are unnamed files: nothing waits for a pipe, and nothing is left behind.
-
-    Raises:
-        PlanError: the process cannot be started.
     """
 
     def __init__(self, handover: Handover) -> None:

@@ -29,11 +29,7 @@ _PEEKS = 16  # places of the file that are checked for the page cache
 
 
 def disk_figures(directory: Path, effort: Effort, clock: Clock) -> tuple[list[Figure], list[str]]:
-    """Return write and read figures of the disk under a directory, and notes about them.
-
-    Raises:
-        StorageError: the directory does not exist, cannot be written or read, or has too little free space.
-    """
+    """Return write and read figures of the disk under a directory, and notes; StorageError if it cannot be measured."""
     with _reported(directory):
         size_bytes = _file_size_bytes(directory, effort)
         written: list[float] = []

@@ -98,8 +98,6 @@ def probe(
 
     Args:
         directory: where to measure the disk; None: nowhere.
-        machine: by default :func:`~checkflow.planner.measure.machine.this_machine`.
-        clock: by default the device's own.
         progress: called with the name of what is measured next.
 
     Raises:
@@ -146,10 +144,9 @@ def device_figures(
 
 
 def array_size_bytes(effort: Effort, device: torch.device) -> int:
-    """Return the size of an array to copy: a power of two, as torch's pinned memory comes in those.
+    """Return the size of an array to copy, a power of two as torch's pinned memory comes in those.
 
-    Raises:
-        CheckflowError: a sixteenth of what is free, on the device or the host, is too small to measure with.
+    Raises CheckflowError if a sixteenth of what is free, on device or host, is too small to measure with.
     """
     free = min(free_memory_bytes(device), free_host_memory_bytes())
     size = min(effort.array_bytes, free // 16)
@@ -169,11 +166,7 @@ def repeat(work: Work, clock: Clock, effort: Effort) -> Spread:
 
 
 def rate(name: str, unit: Unit, amount: float, seconds: Spread, how: str) -> Figure:
-    """Return the figure of this amount of work in these seconds: the slowest run gives the least rate.
-
-    Raises:
-        CheckflowError: a run took no time at all.
-    """
+    """Return a figure; the slowest run gives the least rate. CheckflowError if a run took no time at all."""
     if not seconds.least > 0:
         raise CheckflowError(f"cannot probe: {name} on so little ({how}) takes less time than the clock can tell")
     per_second = Spread(
@@ -226,8 +219,7 @@ def host_link_figures(clock: Clock, effort: Effort, array_bytes: int) -> list[Fi
 def piece_figure(copies: Callable[[range, int], Work], clock: Clock, effort: Effort, array_bytes: int) -> Figure:
     """Time what each piece costs besides its bytes: many small copies, less one copy of as many bytes.
 
-    Args:
-        copies: makes the work of copies at these places of an array, of this many bytes each.
+    ``copies`` makes the work of copies at these places of an array, of this many bytes each.
     """
     alone = repeat(copies(range(1), PIECES * PIECE_BYTES), clock, effort).median
     laps = repeat(copies(range(0, array_bytes, array_bytes // PIECES), PIECE_BYTES), clock, effort)
@@ -236,12 +228,10 @@ def piece_figure(copies: Callable[[range, int], Work], clock: Clock, effort: Eff
 
 
 def link_piece_figure(here: torch.Tensor, there: torch.Tensor, clock: Clock, effort: Effort) -> Figure:
-    """Time what each piece costs the link from a CUDA device (``there``) to staging memory (``here``), besides its
-    bytes.
+    """Time what each piece costs the link from a CUDA device (``there``) to staging memory (``here``).
 
     The host issues the pieces while a large copy crosses, so this is the link's time, not Python's. It is an upper
-    bound: the runtime (:mod:`checkflow.runtime.transfer.cudart`) hands CUDA many copies at once, and a very fast link
-    may finish the large copy before the host has issued the pieces.
+    bound: the runtime (:mod:`checkflow.runtime.transfer.cudart`) hands CUDA many copies at once.
     """
 
     def copies(places: range, length_bytes: int) -> Work:
@@ -278,7 +268,7 @@ def staging_memory(size_bytes: int, device: torch.device) -> Iterator[torch.Tens
 def _succeeded(code: int, device: torch.device) -> bool:
     """Whether a call of CUDA's runtime succeeded.
 
-    A failed call leaves an error for torch's next kernel to find, which would blame training: run that kernel here.
+    A failed call leaves an error for torch's next kernel, which would blame training: run that kernel here.
     """
     if int(code) == 0:
         return True
@@ -309,11 +299,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> Work:
 
 
 def product_figure(device: torch.device, dtype: str, clock: Clock, effort: Effort) -> tuple[Figure | None, str]:
-    """Time the product of two square matrices in a dtype, or "tf32"; or return None and why there is none.
-
-    Raises:
-        CheckflowError: memory runs out.
-    """
+    """Time the product of two square matrices in a dtype, or "tf32"; else None and why. May run out of memory."""
     if dtype == "tf32" and not _on_matrix_units(device, dtype):
         return None, ""  # torch would compute in float32
     with torch_settings_kept():
@@ -375,11 +361,7 @@ def launch_figure(device: torch.device, clock: Clock, effort: Effort) -> Figure:
 
 
 def make_device(machine: Machine, figures: Sequence[Figure], *, now: datetime.datetime | None = None) -> Device:
-    """Make a device of a machine's figures.
-
-    Args:
-        now: the time that the device's source names; by default this one.
-    """
+    """Make a device of a machine's figures. Its source names the time ``now``, by default this one."""
     medians = {figure.name: _rounded(figure.spread.median) for figure in figures}
     copy, streaming = medians["device copy"], medians["element-wise"]
     plain, matrix = _peaks(figures)

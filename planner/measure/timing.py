@@ -36,8 +36,7 @@ class HostClock:
 class EventClock:
     """Times the current stream of a CUDA device by events on it; the host may run ahead within one call.
 
-    A run ends when the device has reached the event behind it. The first run also waits for its kernel's launch: run
-    once before, and take the median.
+    The first run also waits for its kernel's launch: run once before, and take the median.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -90,11 +89,7 @@ class Spread:
 
 
 def spread_of(samples: Sequence[float]) -> Spread:
-    """Return the spread of at least one measurement; quartiles are interpolated.
-
-    Raises:
-        ValueError: there is no measurement.
-    """
+    """Return the spread of at least one measurement, else ValueError; quartiles are interpolated."""
     if not samples:
         raise ValueError("no measurement")
     ordered = sorted(samples)

@@ -66,11 +66,7 @@ ATTENTION_FLOPS: Mapping[OpOverloadPacket, Callable[..., int]] = {
 
 @contextlib.contextmanager
 def cuda_kernels(compute_capability: ComputeCapability | None = None) -> Iterator[None]:
-    """Send fake tensors on the CPU through the kernels of a GPU.
-
-    Args:
-        compute_capability: of the GPU; None: unknown, taken for 8.0.
-    """
+    """Send fake tensors on the CPU through the kernels of a GPU of this compute capability (None: 8.0)."""
     capability = compute_capability or _AMPERE
 
     def attention(*args: Any, **keywords: Any) -> torch.Tensor:

@@ -40,12 +40,9 @@ class _Read:
 
 
 class CarriedWatch:
-    """Watches one iteration.
+    """Watches one iteration, which begins with ``alive`` tensors on its device.
 
-    Args:
-        models: of the job.
-        alive: the tensors on its device when the iteration begins.
-        known: the addresses of storages that hold state, gradients or the batch.
+    ``known`` are the addresses of storages that hold state, gradients or the batch.
     """
 
     def __init__(

@@ -34,11 +34,7 @@ class Spans(Protocol):
         """Begin a stretch."""
 
     def keep_rest(self, span: object, apart_seconds: float, /) -> None:
-        """End a stretch: keep what no operator kept since then took, as one more operator's time.
-
-        Args:
-            apart_seconds: the part that does not count.
-        """
+        """End a stretch: keep what no kept operator took of it, less ``apart_seconds``, as one more operator's time."""
 
 
 class LiveRegions:

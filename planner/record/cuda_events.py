@@ -27,11 +27,9 @@ class Floor:
     launch_seconds: float  # around an operator that computes next to nothing
 
     def own_seconds(self, seconds: float, gap_seconds: float | None) -> float:
-        """Return what an operator took by itself.
+        """Return what an operator took by itself, of ``seconds`` between its events.
 
-        Args:
-            seconds: between the events around it.
-            gap_seconds: from the last event before it to the first of these; None: there was none.
+        ``gap_seconds`` lie between the last event before it and the first of these; None: there was none.
         """
         if gap_seconds is not None and gap_seconds <= IDLE * self.nothing_seconds:
             return seconds

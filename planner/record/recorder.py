@@ -56,12 +56,7 @@ class Recorded:
 
 
 class Recorder:
-    """Records one iteration of a live job, from boundary to boundary. Use it once.
-
-    Args:
-        models, optimizers: of the job, by name.
-        name: the user's name for the model.
-    """
+    """Records one iteration of a live job, from boundary to boundary. Use it once."""
 
     def __init__(
         self, models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer], *, name: str
@@ -77,12 +72,7 @@ class Recorder:
         self._hooks = contextlib.ExitStack()
 
     def begin(self, batch: Any = None, *, held: Any = None) -> None:
-        """Start watching at a boundary.
-
-        Args:
-            batch: a structure with the tensors of the batch, if it is at hand already.
-            held: a structure with what the loop still holds of the last iteration, if known.
-        """
+        """Start watching at a boundary, with the batch and what the loop still holds of the last iteration, if any."""
         apart = self._device.type != "cpu"  # on the CPU, data sets lie beside the tensors of training
         alive = held_tensors(self._device)
         entered = self._iteration.begin(batch, held, alive if apart else ())
@@ -99,13 +89,9 @@ class Recorder:
         self._mode.enter()
 
     def end(self, *, batch: Any = None, micro_batches: int = 1) -> Recorded:
-        """Return what was seen, at the next boundary.
+        """Return what was seen, at the next boundary; ``batch``: the batch, or one micro-batch.
 
-        Args:
-            batch: a structure with the tensors of the batch, or of one micro-batch.
-
-        Raises:
-            TraceError: the iteration was unlike later ones: state was made or removed, or no optimizer stepped.
+        Raises TraceError if the iteration was unlike later ones: state was made or removed, or no optimizer stepped.
         """
         self.abandon()
         if (failure := self._mode.failure or self._iteration.where.failure) is not None:
@@ -131,11 +117,7 @@ class Recorder:
 
 
 def record_step(step: TrainingStep, *, name: str) -> Recorded:
-    """Run a training step twice, for real, and record the second time.
-
-    Raises:
-        TraceError: as :meth:`Recorder.end`.
-    """
+    """Run a training step twice, for real, and record the second time; TraceError as :meth:`Recorder.end`."""
     held = step.run(step.batch)
     recorder = Recorder(step.models, step.optimizers, name=name)
     recorder.begin(step.batch, held=held)

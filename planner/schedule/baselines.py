@@ -23,12 +23,9 @@ def baselines(timeline: Timeline, bandwidth_bytes_per_second: float) -> Baseline
     """Return the baselines of a timeline.
 
     CheckFreq snapshots at the boundary. A snapshot every iteration must leave within it, else training waits for the
-    rest. Copies inside device memory count no time here. Its CPU mode is taken at its best: it copies in the order of
-    deadlines and waits for each tensor's own first write only. (CheckFreq's code waits for all state before the
-    optimizer's step, and leaves buffers that forward changes torn.)
-
-    Args:
-        bandwidth_bytes_per_second: of the link, from device to host.
+    rest; copies inside device memory count no time. Its CPU mode is taken at its best: it copies in the order of
+    deadlines and waits for each tensor's own first write only, where its code waits for all state before the
+    optimizer's step, and leaves buffers that forward changes torn.
     """
     capacity = timeline.capacities_bytes(bandwidth_bytes_per_second)
     state = timeline.state_bytes

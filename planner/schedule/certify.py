@@ -67,10 +67,7 @@ def find_schedule(
 
     "auto" also solves the ILP if a solver is named, or if the peak is above training's own and the model is not too
     large; if that proves nothing in time, the rules' own proof counts. "flow" always solves it and trusts only its
-    bound; "greedy" never does.
-
-    Raises:
-        SolverError: the solver that was asked for is missing or failed, or contradicts a known schedule.
+    bound; "greedy" never does. Raises SolverError if a solver that was asked for fails, or contradicts a schedule.
     """
     problem = question.problem(interval)
     found = _by_rule(question, interval, problem)
@@ -112,8 +109,8 @@ def find_per_tensor(
     "Optimal" then means the least peak among schedules of chunks of that size.
 
     Raises:
-        SolverError: the solver is missing, failed, or found nothing in time; the model is too large; or tensors that
-            are not whole units need finer chunks than the unit.
+        SolverError: the solver failed, or found nothing in time; the model is too large; or tensors that are not whole
+            units need finer chunks than the unit.
     """
     problem = question.every_step(interval)
     found = per_tensor.find_chunks(

@@ -27,13 +27,11 @@ class _Move:
 def make_chunks(timeline: Timeline, problem: Problem, flow: Flow, chunk_bytes: int) -> tuple[Chunk, ...]:
     """Cut the flow into chunks of at most ``chunk_bytes``, sorted by (offload step, deadline, tensor, offset).
 
-    In each step the next units of the string first leave live tensors, then the next are snapshotted. Snapshots leave
-    in the order in which they were made. So a deadline group's direct part precedes its snapshotted part, and the same
-    flow always gives the same chunks. If a flow respects the link, the deadlines and the order of snapshots, so do its
-    chunks: at the start of a step everything due before it has moved, so the next unit may be read live.
+    In each step the next units of the string first leave live tensors, then the next are snapshotted; snapshots leave
+    in the order in which they were made. So the same flow always gives the same chunks, and they respect what the flow
+    does: when a step starts, everything due before it has moved, so the next unit may be read live.
 
-    Raises:
-        PlanError: the flow does not move every unit once, or moves one out of a missing snapshot.
+    Raises PlanError unless the flow moves every unit once, and out of a snapshot only after it was made.
     """
     moved, left = sum(flow.direct) + sum(flow.made), sum(flow.direct) + sum(flow.drained)
     if not moved == left == problem.total:

@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One training step under each way of making checkpoints: others every iteration, checkflow as planned.
-
-    Peaks in bytes, stalls in seconds.
-    """
+    """One training step under each way of making checkpoints: others every iteration, checkflow as planned."""
 
     source: str  # what the user named: a model or a plan file
     model: str
@@ -120,9 +117,8 @@ def _batch_text(fingerprint: Fingerprint) -> str:
 def binding_interval(plan: Plan) -> tuple[int | None, Span | None]:
     """Find what a slower link would break first, at the plan's interval, peak and, if training waits, stall.
 
-    Returns:
-        The least bandwidth (bytes per second) that keeps them, and the interval that forbids any less. Either is None
-        if no link, or no single interval, binds.
+    Returns the least bandwidth (bytes per second) that keeps them, and the interval that forbids any less. Either is
+    None if no link, or no single interval, binds.
     """
     question = Question(
         timeline=plan.timeline,

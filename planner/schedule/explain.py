@@ -32,10 +32,7 @@ class Span:
 
 
 def least_bandwidth(question: Question, interval: int = 1) -> int | None:
-    """Return the least whole bytes per second with which an interval keeps the limits; None if there is none.
-
-    Found by bisection: a schedule exists at the result and none at one byte per second less.
-    """
+    """Return, by bisection, the least whole bytes per second that keep an interval's limits; None if none do."""
     timeline = question.timeline
     if not timeline.state_bytes or not timeline.iteration_seconds:
         return 0 if replace(question, bandwidth_bytes_per_second=1.0).fits(interval) else None
@@ -92,11 +89,7 @@ def tight_interval(question: Question, interval: int = 1) -> Span | None:
 
 
 def _needed_rate(timeline: Timeline, end: int, leave_bytes: int, seconds: float, more_than: float) -> float | None:
-    """Return the least bytes per second that leave ``leave_bytes`` for checkpoints by the end of a step of the horizon.
-
-    Args:
-        more_than: None is returned if this rate is enough.
-    """
+    """Return the least bytes per second that leave ``leave_bytes`` by a step's end; None if ``more_than`` does."""
     if math.isinf(more_than):
         return None
     iteration, step = divmod(end, len(timeline.steps))

@@ -28,14 +28,11 @@ class Replay:
 
 
 def check_plan(plan: Plan) -> Replay:
-    """Replay a plan and verify everything that it promises.
+    """Replay a plan; PlanError at the first broken rule, or claim (peak, stall, certificate) that does not hold.
 
     Every byte of every state tensor leaves exactly once: directly by the tensor's deadline, or from a snapshot made by
     then in an earlier step than it leaves. No step exceeds the link's capacity, counted in the plan's units. A snapshot
     occupies memory from the step that makes it through the step in which it leaves.
-
-    Raises:
-        PlanError: the first rule that is broken, or a claim (peak, stall, certificate) that does not hold.
     """
     validate(plan)
     _check_order(plan)
@@ -78,8 +75,7 @@ def simulate(plan: Plan) -> Replay:
 def snapshot_stall_seconds(snapshot_bytes: int, memory_bandwidth_bytes_per_second: float) -> float:
     """Return how long training waits for copies inside device memory: each byte is read once and written once.
 
-    Raises:
-        PlanError: there are snapshots, and the bandwidth is not known.
+    Raises PlanError for snapshots without a known bandwidth.
     """
     if not snapshot_bytes:
         return 0.0

@@ -37,11 +37,7 @@ _LAST_DIGITS = 1e-9
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of a plan.
-
-    Raises:
-        PlanError: a number is out of range.
-    """
+    """What is asked of a plan; PlanError if a number is out of range."""
 
     bandwidth_bytes_per_second: float  # of the link, from device to host: what this job may use of it
     memory_bandwidth_bytes_per_second: float  # of the device's own memory: prices snapshots
@@ -160,11 +156,8 @@ def bandwidth_in_pieces(timeline: Timeline, request: Request) -> float:
     """Return the bytes per second that the link gives to this state, if each piece also costs ``copy_seconds``.
 
     S bytes in n pieces (:func:`pieces_of`) take S / B + n · c seconds, so the link gives S / (S / B + n · c) instead of
-    B bytes per second. A job with a share of the link has that share of its time: c counts as c / share.
-
-    All bytes are slowed down alike, since plans count bytes and every plan moves the same ones. Not counted are tensors
-    that the end of a step cuts once more, and neighbours that are copied as one. Slowing down training's own traffic,
-    too, errs to the safe side.
+    B bytes per second; with a share of the link, c counts as c / share. All bytes, training's own too, are slowed down
+    alike. Not counted are tensors that the end of a step cuts once more, and neighbours that are copied as one.
     """
     seconds = pieces_of(timeline, request.chunk_bytes) * request.copy_seconds / request.link_share
     if not seconds:
@@ -186,9 +179,8 @@ def make_plan(timeline: Timeline, fingerprint: Fingerprint, request: Request, *,
     """Make the best plan that satisfies a request, or explain why there is none.
 
     The order: the smallest interval within the limits on memory and stall; the least peak; under the direct policy the
-    shortest stall at that peak, and snapshots that leave as early as these allow (under the snapshot policy, which
-    copies every byte once, only the earliest end). The same input gives the same schedule, whichever solver certified
-    it.
+    shortest stall at that peak, and snapshots that leave as early as these allow; under the snapshot policy the
+    earliest end. The same input gives the same schedule, whichever solver certified it.
 
     "Optimal" is said of the peak among schedules that move whole units, and only with a bound that meets it. No
     schedule of single bytes is better by three units or more (state is rounded twice, the link once), and a stall

@@ -73,13 +73,7 @@ def measure_step(
     clock: Clock | None = None,
     progress: Progress = lambda part: None,
 ) -> Measured:
-    """Run a training step for real, where its tensors are, and measure it.
-
-    Args:
-        step: built on the device; afterwards it has made 2 + 2 * ``runs`` iterations.
-        name: the user's name for the model.
-        runs: unwatched iterations that count, and as many recorded ones.
-        clock: of the unwatched iterations; by default the one of the step's device.
+    """Run a training step for real, where its tensors are, 2 + 2 * ``runs`` times, and measure it.
 
     Raises:
         TraceError: the step fails, or its iterations differ from each other.
@@ -110,10 +104,7 @@ def measure_step(
 def combine(name: str, step: Spread, recorded: Sequence[Recorded]) -> Measured:
     """Merge recorded iterations into one graph, with the median of each operator's times, scaled to the step's.
 
-    Leaves out iterations whose operators differ from most (a loss scaler that skips a step).
-
-    Raises:
-        TraceError: too few of them are alike.
+    Leaves out iterations whose operators differ from most (a loss scaler that skips a step); TraceError if few remain.
     """
     kinds = Counter(_operators(one) for one in recorded)
     (common, times) = kinds.most_common(1)[0]
@@ -165,11 +156,7 @@ def move(step: TrainingStep, device: torch.device) -> None:
 
 
 def check_room(name: str, needed_bytes: int, device: torch.device) -> None:
-    """Refuse a training step before it is allocated.
-
-    Raises:
-        CheckflowError: the device has less free.
-    """
+    """Refuse with CheckflowError a training step that the device has no room for, before it is allocated."""
     free = free_memory_bytes(device)
     if needed_bytes > free:
         raise CheckflowError(_too_large(name, device, f"needs {format_size(needed_bytes)} of {format_size(free)} free"))

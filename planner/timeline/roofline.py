@@ -37,11 +37,7 @@ def current_precision() -> Float32Precision:
 
 
 def durations_seconds(graph: TrainingGraph, device: Device, precision: Float32Precision | None = None) -> list[float]:
-    """Return the seconds that each operator of the graph takes on the device, in the graph's order.
-
-    Args:
-        precision: where float32 may run in TF32; torch's current settings by default.
-    """
+    """Return each operator's seconds on the device; ``precision``: by default torch's current settings for TF32."""
     chosen = current_precision() if precision is None else precision
     fused = _fused_into_dropout(graph) if device.kind == "cuda" else frozenset()
     return [

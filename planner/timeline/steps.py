@@ -27,15 +27,10 @@ def make_timeline(graph: TrainingGraph, durations_seconds: Sequence[float], gran
 
     State in host memory is left out: it is copied at the boundary and uses no link. State that is never written has no
     deadline. A buffer is due at its module's first forward (``StateEntry.barrier``) at the latest, where it may be
-    written unseen.
+    written unseen. "segment" alternates anchors and segments; "operator" has one step per operator, and a zero-length
+    step before each one that first writes state.
 
-    Args:
-        durations_seconds: one for each operator of ``graph``.
-        granularity: "segment" alternates anchors and segments; "operator" has one step for each operator, and a
-            zero-length step before each one that first writes state.
-
-    Raises:
-        PlanError: the number of durations is not that of the operators.
+    Raises PlanError unless there is one duration for each operator.
     """
     if len(durations_seconds) != len(graph.operators):
         raise PlanError(f"{len(durations_seconds)} durations for {len(graph.operators)} operators")
@@ -52,12 +47,7 @@ def make_timeline(graph: TrainingGraph, durations_seconds: Sequence[float], gran
 
 
 def _anchor_by_position(anchors: Iterable[Anchor], guarded: Container[AnchorKey]) -> dict[int, AnchorKey]:
-    """Choose the anchor that stands for each position.
-
-    Args:
-        anchors: in firing order.
-        guarded: anchors before whose firing their buffers must have been copied.
-    """
+    """Choose the anchor that stands for each position; buffers are copied before a ``guarded`` one fires."""
     chosen: dict[int, AnchorKey] = {}
     settled: set[int] = set()  # positions where a guarded anchor has fired: later ones there come too late
     for anchor in anchors:
@@ -95,11 +85,7 @@ def _steps(
     stops: Mapping[int, AnchorKey | None],
     granularity: Granularity,
 ) -> tuple[tuple[Step, ...], list[int]]:
-    """Return the steps, and for each operator the index of its step.
-
-    Args:
-        stops: positions of zero-length steps, with the anchor of each if it has one.
-    """
+    """Return the steps, and each operator's step; ``stops``: positions of zero-length steps, with their anchors."""
     during, at = graph.live_bytes(eager=True)
     count = len(graph.operators)
     cuts = sorted({0, count, *stops}) if granularity == "segment" else list(range(count + 1))

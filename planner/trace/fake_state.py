@@ -68,10 +68,9 @@ class StandIns(TorchFunctionMode):
         return [fake for fake in found if not is_lazy(fake)]
 
     def of(self, tensor: torch.Tensor, *, captured: bool = False) -> torch.Tensor:
-        """Return the stand-in of a tensor; the tensor itself if it belongs to the trace already.
+        """Return the stand-in of a tensor, or the tensor itself if it belongs to the trace already.
 
-        Args:
-            captured: the tensor belongs to none of the step's models, optimizers or batch.
+        ``captured``: it belongs to none of the step's models, optimizers or batch.
         """
         if self._is_stand_in(tensor):
             return tensor
@@ -91,9 +90,7 @@ class StandIns(TorchFunctionMode):
         return known[1]
 
     def host_scalar(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the stand-in of a one-element tensor in host memory: it knows its value, 1 if the tensor has no data.
-
-        So the step can read such a counter with ``.item()``, as in eager training.
+        """Return the stand-in of a one-element tensor in host memory, whose value (1 without data) ``.item()`` gives.
         """
         with torch._C.DisableTorchFunction():
             one = torch.ones(tensor.shape, dtype=tensor.dtype, device=CPU)
@@ -118,11 +115,9 @@ class StandIns(TorchFunctionMode):
         return self.mode.fake_tensor_converter.from_real_tensor(self.mode, copied, make_constant=True)
 
     def _counter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the stand-in of a one-element buffer on the device, which knows its value while only known values go
-        into it.
+        """Return the stand-in of a one-element buffer on the device: known, from 0, while only known values go into it.
 
-        Steps decide upon such (``n_averaged`` of AveragedModel, "initialised"). Without data the value is 0, as
-        counters begin.
+        Steps decide upon such (``n_averaged`` of AveragedModel, "initialised").
         """
         with torch._C.DisableTorchFunction(), torch.no_grad():
             zero = torch.zeros(tensor.shape, dtype=tensor.dtype, device=CPU)

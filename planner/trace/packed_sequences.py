@@ -25,8 +25,7 @@ _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 def replacement(func: Callable[..., Any], args: tuple[Any, ...], make: MakeLengths) -> Callable[..., Any] | None:
     """Return what runs in place of a call that needs sequence lengths, with the same arguments; None: the call itself.
 
-    Args:
-        make: makes the tensors of lengths that packing and unpacking return.
+    ``make`` makes the tensors of lengths that packing and unpacking return.
     """
     if func is torch._pack_padded_sequence:
         return lambda data, lengths, batch_first: _pack(data, batch_first, make)

@@ -48,11 +48,7 @@ def _grow(tensor: torch.Tensor, size_bytes: int) -> None:
 
 @contextlib.contextmanager
 def autocast_cache(enabled: bool) -> Iterator[None]:
-    """Let autocast keep its copies of weights until its region ends; make_fx turns that off.
-
-    Args:
-        enabled: as before make_fx, which the user may have decided.
-    """
+    """Let autocast keep its copies of weights until its region ends, if it did so before make_fx turned that off."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(enabled)
     try:

@@ -215,8 +215,7 @@ class _Tracing:
 def _explain(name: str, error: Exception, culprit: OpOverload | None, blamed: tuple[Any, str] | None) -> str:
     """Make one line: the operator, the user's source line, the reason, and what to change.
 
-    Args:
-        blamed: operator and place of a made-up number that decided before the error.
+    ``blamed``: operator and place of a made-up number that decided before the error.
     """
     reason = _reason(error)
     line = user_line(error)

@@ -101,11 +101,7 @@ class Belongings:
 
 
 class Snapshot:
-    """What objects, containers and variables hold at one time.
-
-    Args:
-        only: if given, ignore values of other types, and lists that contain any.
-    """
+    """What objects, containers and variables hold; ``only``: ignore values of other types, and lists with any."""
 
     def __init__(
         self,

@@ -81,11 +81,7 @@ def listed_tables(
 
 
 def memory_json(found: Sequence[Left], outcomes: Sequence[str | None] | None = None) -> dict[str, Any]:
-    """For ``checkflow memory --json``.
-
-    Args:
-        outcomes: of freeing each: why it stays, or None if it went; None: none was to be freed.
-    """
+    """For ``checkflow memory --json``. ``outcomes``: why each folder stays, None if it went; None: nothing to free."""
     rows = [{**asdict(one), "path": str(one.path), "only_copy": one.only_copy} for one in found]
     for row, reason in zip(rows, outcomes or (), strict=False):
         row.update(freed=reason is None, kept_because=reason)

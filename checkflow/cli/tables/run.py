@@ -51,12 +51,7 @@ class RunComparison:
 
 
 def compare_run(source: str, runs: Sequence[RunReport], plan: PlanInForce | None) -> RunComparison:
-    """Compare the newest run with its own plan, or another.
-
-    Args:
-        runs: at least one, the newest last.
-        plan: None: the run's own.
-    """
+    """Compare the newest of at least one run, the last, with a plan; None: its own."""
     run = runs[-1]
     chosen = run.plan if plan is None else plan
     return RunComparison(source, len(runs), len(runs), run, chosen, tuple(_rows(run, chosen)))
