@@ -183,7 +183,6 @@ def _load(subject: Subject, device: torch.device | None = None) -> tuple[str, Tr
 
 
 def compare_model(planned: Planned) -> Comparison:
-    """Compare the ways of making checkpoints for a planned training step."""
     outcome, request = planned.outcome, planned.request
     return make_comparison(
         planned.subject.target,
@@ -223,7 +222,6 @@ def check_model(plan: Plan, subject: Subject) -> None:
 
 
 def _compute_capability(name: str) -> ComputeCapability | None:
-    """Return that of the device a plan names: this machine's, or one of the catalogue's."""
     here = this_machine()
     if name == here.name:
         return here.compute_capability

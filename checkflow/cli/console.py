@@ -43,24 +43,20 @@ def _console(**options: Any) -> Console:
 
 
 def tell(line: str, end: str = "\n") -> None:
-    """Print one line on standard output."""
     sys.stdout.write(visible(line) + end)
 
 
 def print_parts(parts: Iterable[RenderableType]) -> None:
-    """Print tables and lines on standard output."""
     console = output()
     for part in parts:
         console.print(part)
 
 
 def print_json(data: object) -> None:
-    """Print one object on standard output."""
     sys.stdout.write(json.dumps(data, allow_nan=False, indent=2) + "\n")
 
 
 def complain(message: str) -> None:
-    """Print one error on standard error."""
     print(f"checkflow: {visible(message)}", file=sys.stderr)  # noqa: T201 - this is the command line's voice
 
 
@@ -117,7 +113,6 @@ class _Voice(logging.Handler):
 
 @contextlib.contextmanager
 def warnings_shown() -> Iterator[None]:
-    """Show the package's own warnings as lines on standard error."""
     logger, voice = logging.getLogger("checkflow"), _Voice()
     logger.addHandler(voice)
     try:

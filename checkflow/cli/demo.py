@@ -44,7 +44,6 @@ def demo(
 
 
 def _train_and_kill(epochs: int, seed: int, *, quiet: bool) -> Result:
-    """Run the demo's training in a temporary folder."""
     from checkflow.core import plan as plans
     from checkflow.demo import kills
     from checkflow.demo.training import BATCH_SIZE

@@ -46,7 +46,6 @@ app = typer.Typer(
 
 
 def entry() -> None:
-    """Run the console script."""
     code = main()
     if code > STOPPED:
         # A solver's thread may still run, and C++ aborts when such a thread is destroyed. All clean-up is done.

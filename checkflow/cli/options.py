@@ -55,7 +55,6 @@ class SolverName(enum.StrEnum):
 
 
 def refuse_plan_file(model: str) -> None:
-    """Refuse a plan file in place of a model."""
     if model.endswith(".json"):
         raise typer.BadParameter(
             f"{model} is no model: of a plan file, checkflow show {model} shows what is in it, and checkflow check "

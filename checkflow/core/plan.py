@@ -182,7 +182,6 @@ class Plan:
         return sum(chunk.length_bytes for chunk in self.chunks if chunk.snapshot_step is not None)
 
     def sealed(self) -> Plan:
-        """Return the same plan with the digest of its content."""
         return replace(self, digest=_digest(self))
 
 

@@ -261,7 +261,6 @@ def promises_of(plan: Plan, source: PlanSource) -> PlanInForce:
 
 
 def to_dict(report: RunReport) -> dict[str, Any]:
-    """Return a report as JSON values."""
     plain = dataclasses.asdict(report)
     plain["frequency"]["changes"] = list(plain["frequency"]["changes"])
     return plain

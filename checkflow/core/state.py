@@ -157,7 +157,6 @@ class Region(NamedTuple):
 
 
 def region(tensor: torch.Tensor) -> Region:
-    """Return the region of a dense tensor."""
     return Region(
         tensor.untyped_storage()._cdata,
         int(tensor.storage_offset()),
@@ -400,8 +399,7 @@ def refuse_closures(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
 
 
 def refuse_hidden_state(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-    """Refuse wrappers with state beside an inner optimizer's that was not passed (UnsupportedError): it is not saved.
-    """
+    """Refuse wrappers with state beside an inner optimizer's that was not passed (UnsupportedError): it is unsaved."""
     given = set(map(id, optimizers.values()))
     for name, optimizer in optimizers.items():
         updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

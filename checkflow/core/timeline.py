@@ -95,8 +95,7 @@ class Timeline:
         return list(itertools.accumulate(max(0.0, takes - before) for takes, before in zip(moved, queued, strict=True)))
 
     def queued_bytes(self, bandwidth_bytes_per_second: float) -> list[float]:
-        """Training's own traffic queued or issued in each step, in the steady state; infinite if it exceeds the link.
-        """
+        """Training's own traffic queued or issued in each step, in the steady state; infinite if beyond the link."""
         moved = [step.duration_seconds * bandwidth_bytes_per_second for step in self.steps]
         own = [step.link_bytes for step in self.steps]
         if not any(own):

@@ -87,7 +87,6 @@ class Question:
         return enough if self.peak_limit_bytes is None else min(enough, self.peak_limit_bytes)
 
     def fits(self, interval: int) -> bool:
-        """Whether any schedule of this interval keeps the limits."""
         problem = self.problem(interval)
         return optimum.fits(problem, self.policy, self.peak_limit(problem), self.prices, self.budget(interval))
 

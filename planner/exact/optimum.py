@@ -32,7 +32,6 @@ class Prices:
         return self.queue_seconds + wait_units * self.wait_seconds if wait_units else 0.0
 
     def stall_seconds(self, terms: Terms) -> float:
-        """Seconds that one checkpoint stalls training."""
         return self.waiting_seconds(terms.wait_units) + terms.snapshots * self.snapshot_seconds
 
 

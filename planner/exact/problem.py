@@ -65,7 +65,6 @@ class Problem:
 
     @cached_property
     def counts(self) -> Counts:
-        """The same numbers as arrays."""
         due = np.array(self.due, dtype=np.int64)
         starts = np.flatnonzero(np.diff(due, prepend=0))
         begins = np.zeros_like(due)
@@ -109,7 +108,6 @@ class Flow:
         return held
 
     def peak_bytes(self, problem: Problem) -> int:
-        """Return the peak of device memory, with every unit counted whole."""
         return max(live + problem.unit_bytes * held for live, held in zip(problem.live_bytes, self.held(), strict=True))
 
 

@@ -44,7 +44,6 @@ class Shrunk:
         return Problem(self.unit_bytes, self.total, self.live_bytes, capacity, self.due)
 
     def block_of(self, step: int) -> int:
-        """Return the block that a step of the horizon lies in."""
         return bisect_left(self.ends, step)
 
 

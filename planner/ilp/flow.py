@@ -131,7 +131,6 @@ def _running_sum(name: str, problem: Problem, first: int, *, also: bool = False)
 
 
 def _snapshot_sum(problem: Problem) -> list[Sum]:
-    """Make one variable for each deadline."""
     import pulp
 
     sums: list[Sum] = []

@@ -94,6 +94,5 @@ def make_model(problem: pulp.LpProblem, options: dict[str, Any]) -> Any:
 
 
 def assign_values(problem: pulp.LpProblem, model: Any) -> None:
-    """Copy a model's solution into the problem's variables."""
     for variable, value in zip(problem.variables(), list(model.getSolution().col_value), strict=True):
         variable.varValue = value

@@ -57,7 +57,6 @@ class Solve:
 
 @contextlib.contextmanager
 def solver_files() -> Iterator[Path]:
-    """Yield a temporary folder for a solver's files."""
     try:
         with tempfile.TemporaryDirectory(prefix="checkflow-") as folder:
             yield Path(folder)

@@ -92,7 +92,6 @@ class Iteration:
         self._after = TrainingState((), ())
 
     def position(self) -> int:
-        """The number of operators so far."""
         return len(self.operators)
 
     def begin(self, batch: Any, held: Any, captured: Sequence[torch.Tensor] = ()) -> list[tuple[str, torch.Tensor]]:
@@ -135,7 +134,6 @@ class Iteration:
     def append(
         self, name: str, target: str, effect: op.Effects, flops: int, crossing: Crossing, transient_bytes: int = 0
     ) -> None:
-        """Note an operator that has run."""
         index = len(self.operators)
         # A storage first seen when it is read lived at the boundary: a value that the user keeps.
         reads: dict[int, None] = {}

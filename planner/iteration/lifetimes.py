@@ -64,7 +64,6 @@ class StorageLedger:
             self._records.append(_Record(name, "activation", size_bytes, -1, -1))
 
     def find(self, tensor: torch.Tensor) -> int | None:
-        """Return the index of a tensor's storage, if it was entered."""
         return self._by_address.get(tensor.untyped_storage()._cdata)
 
     def rename(self, tensor: torch.Tensor, name: str, kind: StorageKind) -> None:
@@ -74,7 +73,6 @@ class StorageLedger:
             self._records[index].name, self._records[index].kind = name, kind
 
     def use(self, index: int, operator: int, *, writes: bool) -> None:
-        """Note that an operator reads or writes a storage."""
         record = self._records[index]
         record.last_use = operator
         if writes and record.first_write is None:

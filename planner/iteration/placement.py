@@ -120,7 +120,6 @@ class HostMemory:
         return COPIED if counts else place
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in host memory."""
         return self.place(tensor) != DEVICE
 
     def holds_storage(self, storage: torch.UntypedStorage) -> bool:

@@ -156,7 +156,6 @@ class ReadNumbers:
     # Reads
 
     def know(self, tensor: torch.Tensor, value: float) -> None:
-        """From now on this tensor holds a known value."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         self._known[address] = (weakref.ref(storage, lambda _: self._known.pop(address, None)), value)

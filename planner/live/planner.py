@@ -199,7 +199,6 @@ def _bandwidths(device: torch.device) -> Bandwidths:
 
 
 def _memory_bytes(device: torch.device) -> int:
-    """Return the memory of the device that the job trains on."""
     return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else host_memory_bytes()
 
 

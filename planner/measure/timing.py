@@ -76,7 +76,6 @@ class Spread:
         return (self.upper - self.lower) / self.median if self.median else 0.0
 
     def scaled(self, factor: float) -> Spread:
-        """Return the same measurements in another unit."""
         ends = (self.least * factor, self.lower * factor, self.median * factor, self.upper * factor, self.most * factor)
         return Spread(*ends, self.count)
 

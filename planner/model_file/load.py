@@ -59,7 +59,6 @@ _FILE_MODULE = "checkflow_model_"  # a hash of the file's path follows
 
 
 def list_models() -> list[str]:
-    """Return the names of the shipped models, sorted."""
     found = pkgutil.iter_modules(checkflow.models.__path__)
     return sorted(module.name for module in found if not module.name.startswith("_"))
 

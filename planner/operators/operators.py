@@ -188,7 +188,6 @@ def touched_bytes(tensor: torch.Tensor) -> int:
 
 
 def written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the arguments that an operator writes to."""
     signature = _signature(func)
     if signature.written or signature.hidden:
         bound = {**dict(zip(signature.arguments, args, strict=False)), **kwargs}

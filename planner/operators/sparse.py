@@ -83,6 +83,5 @@ def _append_rows(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) 
 
 
 def _differentiates(name: str) -> bool:
-    """Whether autograd runs a node of this name."""
     node = torch._C._current_autograd_node()
     return node is not None and name in node.name()

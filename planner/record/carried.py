@@ -82,7 +82,6 @@ class CarriedWatch:
                 self._storages.pop(address, None)
 
     def stop(self) -> None:
-        """End the recorded iteration."""
         self._storages.clear()
 
     def carried(self) -> tuple[Carried, ...]:

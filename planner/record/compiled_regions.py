@@ -52,7 +52,6 @@ class LiveRegions:
         self._compiling.start()
 
     def stop(self) -> None:
-        """End the recorded iteration."""
         if self._watching:
             self._watching = False
             self._open.clear()

@@ -86,7 +86,6 @@ class OperatorEvents:
         return tuple(own)
 
     def synchronize(self) -> None:
-        """Wait for everything that was kept."""
         for _, _, after in self._kept:
             after.synchronize()
 
@@ -130,7 +129,6 @@ def _laps(device: torch.device, scalar: torch.Tensor, do: Call) -> float:
 
 
 def call(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-    """Run an operator."""
     return func(*args, **keywords)
 
 

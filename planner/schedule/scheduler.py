@@ -108,7 +108,6 @@ class Outcome:
 
     @property
     def stall_seconds(self) -> float | None:
-        """Of one checkpoint."""
         return None if self.plan is None else self.plan.stall_seconds
 
     @property
@@ -124,7 +123,6 @@ class Outcome:
 
 
 def fingerprint_of(graph: TrainingGraph, device: Device) -> Fingerprint:
-    """Return the fingerprint of plans for this graph on this device."""
     return fingerprint_for(graph, device.name, device.kind)
 
 

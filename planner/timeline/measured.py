@@ -42,7 +42,6 @@ class Prediction:
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured."""
         return self.seconds / self.measured_seconds
 
 

@@ -90,8 +90,7 @@ class StandIns(TorchFunctionMode):
         return known[1]
 
     def host_scalar(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the stand-in of a one-element tensor in host memory, whose value (1 without data) ``.item()`` gives.
-        """
+        """Return the stand-in of a one-element tensor in host memory, whose value (1 without data) is known."""
         with torch._C.DisableTorchFunction():
             one = torch.ones(tensor.shape, dtype=tensor.dtype, device=CPU)
             fake = self.knowing(one if _is_blank(tensor) else tensor)

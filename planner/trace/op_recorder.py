@@ -44,7 +44,6 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._failure: tuple[Exception, OpOverload] | None = None  # the last error that an operator raised
 
     def culprit(self, error: BaseException) -> OpOverload | None:
-        """Return the operator that raised an error, if one did."""
         link: BaseException | None = error
         while link is not None:
             if self._failure is not None and link is self._failure[0]:

@@ -62,7 +62,6 @@ def _unpack(
 def _run_packed(
     func: Callable[..., Any], data: torch.Tensor, batch_sizes: torch.Tensor, hidden: Any, *rest: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Run a recurrent network over padded sequences."""
     longest, sequences = batch_sizes.shape[0], int(batch_sizes[0])
     rows = data.shape[0]
     padded = data if rows == longest * sequences else F.pad(data, (0, 0, 0, longest * sequences - rows))

@@ -201,7 +201,6 @@ class _Tracing:
             )
 
     def graph(self, implementations: tuple[tuple[str, str], ...]) -> TrainingGraph:
-        """Return everything seen as plain data."""
         graph = self._iteration.graph(self._name, self._batch, self._step.micro_batches, implementations)
         self._refuse_without_step()  # only if nothing else is wrong
         return graph

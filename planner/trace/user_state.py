@@ -40,7 +40,6 @@ class Belongings:
         return list(self._objects.values())
 
     def remember(self) -> Snapshot:
-        """Return everything as it is now."""
         return Snapshot(self.objects, list(self._containers.values()), self._variables)
 
     def remember_plain(self) -> Snapshot:

@@ -115,7 +115,6 @@ def memory_tables(found: Sequence[Left], outcomes: Sequence[str | None] | None =
 
 
 def imported_json(done: Imported) -> dict[str, Any]:
-    """For ``checkflow import --json``."""
     return {**asdict(done), "path": str(done.path)}
 
 
@@ -153,7 +152,6 @@ def _age(seconds: float) -> str:
 
 
 def verified_json(verified: Sequence[Verified]) -> dict[str, Any]:
-    """For ``checkflow verify --json``."""
     return {"checkpoints": [{**asdict(one), "path": str(one.path), "valid": not one.fault} for one in verified]}
 
 
@@ -164,7 +162,6 @@ def verified_lines(verified: Sequence[Verified]) -> Iterable[str]:
 
 
 def differences_json(found: Differences) -> dict[str, Any]:
-    """For ``checkflow diff --json``."""
     return {
         "first": str(found.first),
         "second": str(found.second),

@@ -138,7 +138,6 @@ def plan_table(planned: Planned) -> Table:
 
 
 def _stall_text(planned: Planned) -> str:
-    """What training stalls for."""
     outcome, plan = planned.outcome, planned.outcome.plan
     parts = [f"{outcome.chunks} chunks"]
     if plan is not None and plan.stall_seconds:
@@ -200,7 +199,6 @@ def _share_up(part: float, whole: float) -> str:
 
 
 def comparison_json(rows: Sequence[Comparison]) -> dict[str, Any]:
-    """For ``checkflow compare --json``."""
     return {
         "rows": [
             {**dataclasses.asdict(row), "measured": None if row.measured is None else measured_json(row.measured)}
@@ -268,7 +266,6 @@ def iterations(interval: int) -> str:
 
 
 def demo_json(planned: Planned, result: Result) -> dict[str, Any]:
-    """For ``checkflow demo --json``."""
     return {
         "passed": result.passed,
         "plan": plan_json(planned),

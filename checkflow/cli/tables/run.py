@@ -27,7 +27,6 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Measured to planned."""
         return self.measured / self.planned if self.planned and self.measured is not None else None
 
 
@@ -44,7 +43,6 @@ class RunComparison:
 
     @property
     def ran(self) -> bool:
-        """Whether the plan is the one that ran."""
         return self.plan == self.run.plan or (
             self.plan is not None and self.run.plan is not None and self.plan.digest == self.run.plan.digest
         )

@@ -43,7 +43,6 @@ def check_json(plan: Plan, replay: Replay) -> dict[str, Any]:
 
 
 def check_line(plan: Plan, replay: Replay) -> str:
-    """What replay found, in one line."""
     return (
         f"the plan holds: {len(plan.chunks)} chunks, peak {format_size(replay.peak_bytes)} "
         f"({added(replay.peak_bytes, plan.timeline.training_peak_bytes)}), "

@@ -139,5 +139,4 @@ def _percent(share: float) -> str:
 
 
 def _number(share: float) -> str:
-    """Of a hundred."""
     return f"{100 * share:.2f}" if share >= 0.0095 else f"{100 * share:.2g}"

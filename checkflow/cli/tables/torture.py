@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def torture_json(torture: Torture) -> dict[str, Any]:
-    """For ``checkflow torture --json``."""
     request = torture.request
     return {
         "command": list(request.command),
