@@ -24,7 +24,7 @@ from checkflow.planner.measure.torch_settings import torch_settings_kept
 from checkflow.planner.model_file.load import load_training_step
 from checkflow.planner.schedule.baselines import Baselines, baselines
 from checkflow.planner.schedule.compare import Comparison, make_comparison
-from checkflow.planner.schedule.scheduler import Outcome, Request, fingerprint_of, make_plan
+from checkflow.planner.schedule.scheduler import Outcome, PlanRequest, fingerprint_of, make_plan
 from checkflow.planner.timeline.measured import (
     Measured,
     Progress,
@@ -58,7 +58,7 @@ class Planned:
 
     subject: Subject
     device: Device
-    request: Request
+    request: PlanRequest
     graph: TrainingGraph
     timeline: Timeline
     fingerprint: Fingerprint
@@ -75,7 +75,7 @@ def default_memory_limit_bytes(device: Device) -> int:
     return usable_bytes(device.memory_bytes)
 
 
-def plan_model(subject: Subject, device: Device, request: Request, granularity: Granularity) -> Planned:
+def plan_model(subject: Subject, device: Device, request: PlanRequest, granularity: Granularity) -> Planned:
     """Trace a training step and make the best plan for it; raises as loading, :func:`trace` and :func:`make_plan`."""
     begun = time.perf_counter()
     with torch_settings_kept():
@@ -88,7 +88,7 @@ def plan_model(subject: Subject, device: Device, request: Request, granularity: 
 def plan_measured_model(
     subject: Subject,
     device: Device,
-    request: Request,
+    request: PlanRequest,
     granularity: Granularity,
     *,
     progress: Progress = lambda part: None,
@@ -140,7 +140,7 @@ def _needed_bytes(subject: Subject, device: Device) -> int:
 def _planned(
     subject: Subject,
     device: Device,
-    request: Request,
+    request: PlanRequest,
     graph: TrainingGraph,
     timeline: Timeline,
     measured: Measured | None,

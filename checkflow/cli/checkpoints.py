@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from checkflow.cli import options
-from checkflow.cli.console import print_json, print_parts, tell, working
+from checkflow.cli.console import print_json, print_line, print_parts, working
 
 _WHERE = "a directory of checkpoints, one of them, DIRECTORY@STEP, or DIRECTORY@best"
 Where = Annotated[str, typer.Argument(metavar="PATH", help=_WHERE)]
@@ -64,7 +64,7 @@ def verify(path: Where = ".", as_json: options.Json = False) -> int:
         print_json(checkpoints_table.verified_json(done))
     else:
         for line in checkpoints_table.verified_lines(done):
-            tell(line)
+            print_line(line)
     return DAMAGED if any(one.fault for one in done) else 0
 
 
@@ -113,7 +113,7 @@ def export(
         raise typer.BadParameter(f"{output} does not say in which format to write: pass --format")
     with working(f"writing {output}"), open_checkpoint(choose(path)) as checkpoint:
         exporter.export(checkpoint, output, chosen, model=model, replace=force)
-    tell(f"{checkpoint.path} written to {output}")
+    print_line(f"{checkpoint.path} written to {output}")
 
 
 def memory(
@@ -182,4 +182,4 @@ def import_(
         print_json(checkpoints_table.imported_json(done))
     else:
         for line in checkpoints_table.imported_lines(done):
-            tell(line)
+            print_line(line)

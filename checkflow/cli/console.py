@@ -42,7 +42,7 @@ def _console(**options: Any) -> Console:
     return Visible(**options)
 
 
-def tell(line: str, end: str = "\n") -> None:
+def print_line(line: str, end: str = "\n") -> None:
     sys.stdout.write(visible(line) + end)
 
 

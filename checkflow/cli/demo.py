@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from checkflow.cli import options, planning
-from checkflow.cli.console import FAILED, FOUND, complain, print_json, print_parts, tell
+from checkflow.cli.console import FAILED, FOUND, complain, print_json, print_line, print_parts
 from checkflow.cli.options import GranularityName
 from checkflow.core.errors import InfeasibleError
 
@@ -64,5 +64,5 @@ def _train_and_kill(epochs: int, seed: int, *, quiet: bool) -> Result:
             if isinstance(news, kills.Result):
                 return news
             if not quiet:
-                tell(f"- {news}")
+                print_line(f"- {news}")
     raise AssertionError("a demo ends with a result")

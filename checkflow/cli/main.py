@@ -24,9 +24,9 @@ from checkflow.cli.console import (
     USAGE,
     complain,
     print_json,
+    print_line,
     print_parts,
     stoppable,
-    tell,
     warnings_shown,
     working,
 )
@@ -189,7 +189,7 @@ def plan(
             complain(f"{file} was not written; what it holds was there before")
         return INFEASIBLE
     if not as_json:
-        tell(f"plan written to {file}" if file is not None else "-o FILE writes the plan that a job runs by")
+        print_line(f"plan written to {file}" if file is not None else "-o FILE writes the plan that a job runs by")
     return FOUND
 
 
@@ -220,7 +220,7 @@ def check(
     if as_json:
         print_json(show_table.check_json(read, replay))
     else:
-        tell(show_table.check_line(read, replay))
+        print_line(show_table.check_line(read, replay))
     return FOUND
 
 
@@ -244,7 +244,7 @@ def show(
         print_json(show_table.show_json(read, replay, *binding_interval(read)))
         return FOUND
     if dot:
-        tell(show_table.dot(read), end="")
+        print_line(show_table.dot(read), end="")
         return FOUND
     print_parts(show_table.show_lines(read, replay, *binding_interval(read)))
     return FOUND

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from checkflow.cli.options import GranularityName, Optimizer
     from checkflow.core.device import Device
     from checkflow.planner.pipeline import Planned, Subject
-    from checkflow.planner.schedule.scheduler import Request
+    from checkflow.planner.schedule.scheduler import PlanRequest
 
 
 def device_of(text: str) -> Device:
@@ -36,12 +36,12 @@ def request_of(
     memory_limit: int | None = None,
     link_share: float = 1.0,
     **others: Any,
-) -> Request:
+) -> PlanRequest:
     """Return the request for a plan; the device fills in what the user leaves out."""
     from checkflow.planner.pipeline import default_memory_limit_bytes
-    from checkflow.planner.schedule.scheduler import Request
+    from checkflow.planner.schedule.scheduler import PlanRequest
 
-    return Request(
+    return PlanRequest(
         bandwidth_bytes_per_second=link_share
         * (device.link_bandwidth_bytes_per_second if bandwidth is None else bandwidth),
         link_share=link_share,
@@ -52,7 +52,7 @@ def request_of(
     )
 
 
-def plan_of(subject: Subject, device: Device, request: Request, granularity: GranularityName) -> Planned:
+def plan_of(subject: Subject, device: Device, request: PlanRequest, granularity: GranularityName) -> Planned:
     """Trace and plan, for a device that need not exist here."""
     from checkflow.planner.pipeline import plan_model
 
@@ -60,6 +60,6 @@ def plan_of(subject: Subject, device: Device, request: Request, granularity: Gra
         return plan_model(subject, device, request, granularity.value)
 
 
-def planner_for(device: str) -> Callable[[Subject, Device, Request, GranularityName], Planned]:
+def planner_for(device: str) -> Callable[[Subject, Device, PlanRequest, GranularityName], Planned]:
     """Return :func:`plan_of`, or for "auto" a function that also runs and measures the step here."""
     return probe.plan_measured if device == options.AUTO else plan_of

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from checkflow.cli import options
-from checkflow.cli.console import print_json, print_parts, tell, working
+from checkflow.cli.console import print_json, print_line, print_parts, working
 
 if TYPE_CHECKING:
     from checkflow.cli.options import GranularityName
     from checkflow.core.device import Device
     from checkflow.planner.pipeline import Planned, Subject
-    from checkflow.planner.schedule.scheduler import Request
+    from checkflow.planner.schedule.scheduler import PlanRequest
 
 
 def probe(
@@ -51,7 +51,7 @@ def probe(
         print_json(measurement_table.probe_json(probed))
         return
     print_parts(measurement_table.probe_tables(probed))
-    tell(f"device written to {file}" if file is not None else "-o FILE.json writes the device for --device")
+    print_line(f"device written to {file}" if file is not None else "-o FILE.json writes the device for --device")
 
 
 def measure_device() -> Device:
@@ -63,7 +63,7 @@ def measure_device() -> Device:
         return measure(None, QUICK, progress=progress).device
 
 
-def plan_measured(subject: Subject, device: Device, request: Request, granularity: GranularityName) -> Planned:
+def plan_measured(subject: Subject, device: Device, request: PlanRequest, granularity: GranularityName) -> Planned:
     """Run a training step on this machine, and plan it by its measured times."""
     from checkflow.planner.pipeline import plan_measured_model
 

@@ -131,9 +131,9 @@ def _try(
             torture.run()
     except BaseException:  # Ctrl-C, or an error here: report what was tested so far
         if torture.lives or as_json:
-            _tell(torture, as_json=as_json)
+            _print_result(torture, as_json=as_json)
         raise
-    _tell(torture, as_json=as_json)
+    _print_result(torture, as_json=as_json)
     for problem in torture.problems:
         complain(f"{problem.promise}: {problem.text}")
     if torture.untried is not None:
@@ -141,7 +141,7 @@ def _try(
     return LOST if torture.problems else UNTRIED if torture.untried is not None else 0
 
 
-def _tell(torture: Torture, *, as_json: bool) -> None:
+def _print_result(torture: Torture, *, as_json: bool) -> None:
     from checkflow.cli.tables import torture as torture_table
 
     if as_json:

@@ -119,7 +119,7 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class GraphStorage:
     """One allocation: live at position p iff created < p <= its end, during operator i iff created <= i <= its end.
 
     ``created`` is the operator that allocates it, -1 for what lives at the boundary. Ends are the last operator during
@@ -162,7 +162,7 @@ class TrainingGraph:
     optimizers: tuple[tuple[str, str], ...]  # (name, implementation), such as ("optimizer", "Adam foreach")
     autocast: str  # dtype, or "" where autocast is off
     operators: tuple[Operator, ...]
-    storages: tuple[Storage, ...]
+    storages: tuple[GraphStorage, ...]
     state: tuple[StateEntry, ...]
     anchors: tuple[Anchor, ...]  # sorted by position, boundary first; equal positions in firing order
     ties: tuple[tuple[str, str], ...] = ()  # (further name, name in ``state``) of tied tensors

@@ -1,7 +1,7 @@
 """How the runtime asks the planner for a plan while training goes on.
 
 The package hands the runtime a :class:`Planner`, so that neither wing imports the other. What crosses to the planner's
-process and back (:class:`Handover`, :class:`Answer`) is pure data, as JSON.
+process and back (:class:`PlannerInput`, :class:`PlanResponse`) is pure data, as JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class PlanLimits:
     """The limits that the user sets for a plan."""
 
     __pydantic_config__ = STRICT
@@ -32,7 +32,7 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class Handover:
+class PlannerInput:
     """Everything that the planner's process needs to know."""
 
     __pydantic_config__ = STRICT
@@ -42,13 +42,13 @@ class Handover:
     bandwidth_bytes_per_second: float
     memory_bandwidth_bytes_per_second: float
     memory_limit_bytes: int
-    wishes: Wishes
+    limits: PlanLimits
     path: str  # the file to write the plan to
     copy_seconds: float = 0.0  # what each piece of state costs the link besides its bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PlanResponse:
     """The planner's result: a plan at ``path``, or ``reason`` says why there is none."""
 
     __pydantic_config__ = STRICT
@@ -83,10 +83,10 @@ class Recorder(Protocol):
     def abandon(self) -> None: ...
 
 
-class Making(Protocol):
+class PendingPlan(Protocol):
     """A plan that another process is making."""
 
-    def poll(self) -> Answer | None:
+    def poll(self) -> PlanResponse | None:
         """Return the result, once; None while there is none. Never blocks or raises."""
 
     def close(self) -> None:
@@ -107,9 +107,9 @@ class Planner(Protocol):
         usual_seconds: float,
         autocast: str,
         device: str,
-        wishes: Wishes,
+        limits: PlanLimits,
         file: Callable[[Fingerprint], Path],
-    ) -> Making:
+    ) -> PendingPlan:
         """Start a process that makes the plan of a recorded iteration.
 
         Args:
@@ -124,8 +124,8 @@ class Planner(Protocol):
         """
 
 
-def plan_name(fingerprint: Fingerprint, wishes: Wishes) -> str:
+def plan_name(fingerprint: Fingerprint, limits: PlanLimits) -> str:
     """Return the file name of a plan for a job and limits: a digest of both, ``.json``."""
-    data = {"fingerprint": asdict(fingerprint), "wishes": asdict(wishes)}
+    data = {"fingerprint": asdict(fingerprint), "wishes": asdict(limits)}
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:32] + ".json"

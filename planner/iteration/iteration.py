@@ -61,7 +61,7 @@ class _Known:
         return f"{self.dtype}{list(self.shape)}"
 
 
-class Iteration:
+class WatchedIteration:
     """Collects what one iteration does, and makes its graph. ``on_step`` is called before an optimizer steps."""
 
     def __init__(

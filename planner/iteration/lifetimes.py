@@ -13,7 +13,7 @@ from typing import get_args
 
 import torch
 
-from checkflow.core.graph import StateKind, Storage, StorageKind
+from checkflow.core.graph import GraphStorage, StateKind, StorageKind
 
 _STATE = frozenset(get_args(StateKind))
 
@@ -90,10 +90,10 @@ class StorageLedger:
         self._closed = True
         self._watches.clear()
 
-    def storages(self) -> tuple[tuple[Storage, ...], dict[int, int]]:
+    def storages(self) -> tuple[tuple[GraphStorage, ...], dict[int, int]]:
         """Return all storages that live at some time, and their place in that tuple by index."""
         end = self._operators()
-        storages: list[Storage] = []
+        storages: list[GraphStorage] = []
         places: dict[int, int] = {}
         for index, record in enumerate(self._records):
             eager_end = end if record.freed is None else record.freed
@@ -105,7 +105,7 @@ class StorageLedger:
             if eager_end >= record.created:
                 places[index] = len(storages)
                 size, created = record.size_bytes, record.created
-                storages.append(Storage(record.name, record.kind, size, created, graph_end, eager_end))
+                storages.append(GraphStorage(record.name, record.kind, size, created, graph_end, eager_end))
         return tuple(storages), places
 
     def _free(self, index: int, address: int) -> None:

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 logger = logging.getLogger("checkflow")
 
 # Methods that give the user's code a tensor's values. (float() and int() do, too, but only as plain numbers.)
-TELLING: Final[frozenset[Any]] = frozenset(
+NUMBER_METHODS: Final[frozenset[Any]] = frozenset(
     (
         *(torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero),
         *(torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.allclose),
@@ -179,10 +179,10 @@ class ReadNumbers:
         self._note(func)
         return self._ordinary(tensor.dtype)
 
-    def told(self, value: Any) -> Any:
+    def wrapped(self, value: Any) -> Any:
         """Wrap the numbers that a tensor's method gives, so that the user's comparisons of them are noticed."""
         if isinstance(value, list):
-            return [self.told(item) for item in value]
+            return [self.wrapped(item) for item in value]
         if type(value) is bool:
             return self.decide(False)  # which is turned around there
         return _made(value, _USUAL.get(type(value)), self)
@@ -275,18 +275,18 @@ def user_place() -> tuple[str, bool]:
     return "", torchs
 
 
-class _Told:
+class _MadeUp:
     """A number that a trace made up. Numbers computed from it are made up, too; comparisons are noted."""
 
     traced: Any  # its value in the traced iteration, whose comparisons are turned around
     reads: ReadNumbers
 
 
-class _Real(float, _Told):
+class _Real(float, _MadeUp):
     pass
 
 
-class _Whole(int, _Told):
+class _Whole(int, _MadeUp):
     pass
 
 
@@ -294,17 +294,17 @@ def _made(value: Any, traced: Any, reads: ReadNumbers) -> Any:
     kind = {float: _Real, int: _Whole}.get(type(value))
     if kind is None:
         return value
-    number: _Told = kind(value)
+    number: _MadeUp = kind(value)
     number.traced, number.reads = traced, reads
     return number
 
 
 def _traced(value: Any) -> Any:
-    return value.traced if isinstance(value, _Told) else value
+    return value.traced if isinstance(value, _MadeUp) else value
 
 
 def _computed(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: _Told, *others: Any) -> Any:
+    def method(self: _MadeUp, *others: Any) -> Any:
         value = plain(self, *others)
         return value if value is NotImplemented else _made(value, _again(plain, self, others), self.reads)
 
@@ -312,14 +312,14 @@ def _computed(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compared(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: _Told, *others: Any) -> Any:
+    def method(self: _MadeUp, *others: Any) -> Any:
         outcome = _again(plain, self, others)
         return outcome if outcome is NotImplemented else self.reads.decide(outcome)
 
     return method
 
 
-def _again(plain: Callable[..., Any], number: _Told, others: tuple[Any, ...]) -> Any:
+def _again(plain: Callable[..., Any], number: _MadeUp, others: tuple[Any, ...]) -> Any:
     """Repeat the operation as in the traced iteration, where the kind of number may differ."""
     operands = [type(number).__bases__[0](_traced(number)), *(_traced(other) for other in others)]
     return plain(*operands)

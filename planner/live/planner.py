@@ -28,7 +28,7 @@ from checkflow.core.device import DeviceKind, usable_bytes
 from checkflow.core.errors import CheckflowError, PlanError, TraceError
 from checkflow.core.host_memory import host_memory_bytes
 from checkflow.core.plan import Fingerprint
-from checkflow.core.planner_api import Answer, Handover, Making, Recorder, Wishes
+from checkflow.core.planner_api import PendingPlan, PlanLimits, PlannerInput, PlanResponse, Recorder
 from checkflow.planner.live.bandwidth import Bandwidths, measure_bandwidths
 from checkflow.planner.record.recorder import Recorded
 from checkflow.planner.record.recorder import Recorder as IterationRecorder
@@ -57,32 +57,32 @@ class LivePlanner:
         usual_seconds: float,
         autocast: str,
         device: str,
-        wishes: Wishes,
+        limits: PlanLimits,
         file: Callable[[Fingerprint], Path],
-    ) -> Making:
+    ) -> PendingPlan:
         return PlanProcess(
-            self.handover(
-                recorded, usual_seconds=usual_seconds, autocast=autocast, device=device, wishes=wishes, file=file
+            self.planner_input(
+                recorded, usual_seconds=usual_seconds, autocast=autocast, device=device, limits=limits, file=file
             )
         )
 
-    def handover(
+    def planner_input(
         self,
         recorded: Recorded,
         *,
         usual_seconds: float,
         autocast: str,
         device: str,
-        wishes: Wishes,
+        limits: PlanLimits,
         file: Callable[[Fingerprint], Path],
-    ) -> Handover:
+    ) -> PlannerInput:
         """Return the planner process's input; the arguments are those of ``start``."""
         graph = recorded.graph
         durations = scaled_seconds(recorded, usual_seconds)
         kind: DeviceKind = "cuda" if self._device.type == "cuda" else "cpu"
         fingerprint = replace(fingerprint_for(graph, device, kind), autocast=autocast)
         bandwidths = _bandwidths(self._device)
-        return Handover(
+        return PlannerInput(
             timeline=make_timeline(graph, durations, "segment"),
             fingerprint=fingerprint,
             graph_peak_bytes=max(max(part, default=0) for part in graph.live_bytes(eager=False)),
@@ -90,7 +90,7 @@ class LivePlanner:
             memory_bandwidth_bytes_per_second=bandwidths.memory_bytes_per_second,
             copy_seconds=bandwidths.copy_seconds,
             memory_limit_bytes=usable_bytes(_memory_bytes(self._device)),
-            wishes=wishes,
+            limits=limits,
             path=str(file(fingerprint)),
         )
 
@@ -113,52 +113,52 @@ class PlanProcess:
     Input, output and errors are unnamed files: nothing waits for a pipe, and nothing is left behind.
     """
 
-    def __init__(self, handover: Handover) -> None:
+    def __init__(self, given: PlannerInput) -> None:
         self._begun = time.monotonic()
         self._closed = False
         with contextlib.ExitStack() as undo:
             try:
-                given, self._told, self._said = (undo.enter_context(tempfile.TemporaryFile()) for _ in range(3))
-                given.write(TypeAdapter(Handover).dump_json(handover))
-                given.seek(0)
+                stdin, self._stdout, self._stderr = (undo.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+                stdin.write(TypeAdapter(PlannerInput).dump_json(given))
+                stdin.seek(0)
                 self._process = subprocess.Popen(
                     # -P: keeps the user's folder off sys.path.
                     [sys.executable, "-P", "-m", "checkflow.planner.live.process", str(os.getpid())],
-                    stdin=given,
-                    stdout=self._told,
-                    stderr=self._said,
+                    stdin=stdin,
+                    stdout=self._stdout,
+                    stderr=self._stderr,
                     env={**os.environ, "PYTHONPATH": _search_path()},
                     process_group=0,  # a terminal's Ctrl-C is for the training job
                 )
             except OSError as error:
                 raise PlanError(f"cannot start a process that plans: {error.strerror or error}") from error
-            given.close()
+            stdin.close()
             undo.pop_all()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def poll(self) -> Answer | None:
+    def poll(self) -> PlanResponse | None:
         if self._closed:
             return None
         code = self._process.poll()
         seconds = time.monotonic() - self._begun
         if code is None and seconds <= CHILD_SECONDS:
             return None
-        told, said = _content(self._told), _content(self._said).decode(errors="replace")
+        stdout, stderr = _content(self._stdout), _content(self._stderr).decode(errors="replace")
         self.close()
         if code is None:
-            return Answer(None, f"the process that plans had not ended after {CHILD_SECONDS:.0f} s")
+            return PlanResponse(None, f"the process that plans had not ended after {CHILD_SECONDS:.0f} s")
         if code < 0:
-            return Answer(None, f"the process that plans was ended by {_signal_name(-code)}")
+            return PlanResponse(None, f"the process that plans was ended by {_signal_name(-code)}")
         if code > 0:
-            last = said.strip().rpartition("\n")[2] or "it gave no reason"
-            return Answer(None, f"the process that plans failed with exit code {code}: {last}")
+            last = stderr.strip().rpartition("\n")[2] or "it gave no reason"
+            return PlanResponse(None, f"the process that plans failed with exit code {code}: {last}")
         try:
-            return replace(TypeAdapter(Answer).validate_json(told), seconds=seconds)
+            return replace(TypeAdapter(PlanResponse).validate_json(stdout), seconds=seconds)
         except ValidationError:
-            return Answer(None, "the process that plans gave no answer")
+            return PlanResponse(None, "the process that plans gave no answer")
 
     def close(self) -> None:
         if self._closed:
@@ -167,8 +167,8 @@ class PlanProcess:
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
-        self._told.close()
-        self._said.close()
+        self._stdout.close()
+        self._stderr.close()
 
 
 def _content(file: IO[bytes]) -> bytes:

@@ -307,8 +307,8 @@ def _report(error: BaseException, doing: str, place: str, home: Path | None) -> 
     message = " ".join(str(error).split())
     if isinstance(error, CheckflowError):
         return ModelError(f"{where}: {message}")
-    told = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    return ModelError(f"{where}: {told} (while {doing} {place}){_advice(message)}")
+    described = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    return ModelError(f"{where}: {described} (while {doing} {place}){_advice(message)}")
 
 
 def _user_line(error: BaseException, home: Path | None) -> str | None:

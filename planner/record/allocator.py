@@ -37,15 +37,15 @@ class Transients:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._told_bytes = 0  # freed in stretches that have ended
+        self._counted_bytes = 0  # freed in stretches that have ended
 
     def begin(self) -> int:
         """Begin a stretch; pass the result to :meth:`end`."""
-        return allocated(self._device).freed_bytes - self._told_bytes
+        return allocated(self._device).freed_bytes - self._counted_bytes
 
     def end(self, mark_bytes: int) -> int:
         """Return the bytes beyond those that are left, without those of stretches within this one."""
         counted = allocated(self._device)
-        freed_bytes = counted.freed_bytes - self._told_bytes - mark_bytes
-        self._told_bytes += freed_bytes
+        freed_bytes = counted.freed_bytes - self._counted_bytes - mark_bytes
+        self._counted_bytes += freed_bytes
         return max(0, min(freed_bytes, counted.most_bytes - counted.now_bytes))

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from checkflow.core.compiled_regions import uncompiled
-from checkflow.planner.iteration.iteration import Iteration
+from checkflow.planner.iteration.iteration import WatchedIteration
 from checkflow.planner.iteration.placement import NO_CROSSING
 from checkflow.planner.operators import operators as op
 from checkflow.planner.record.allocator import Transients
@@ -40,7 +40,7 @@ class Spans(Protocol):
 class LiveRegions:
     """Notes what a job's regions did unseen, in one recorded iteration."""
 
-    def __init__(self, iteration: Iteration, spans: Spans, transients: Transients) -> None:
+    def __init__(self, iteration: WatchedIteration, spans: Spans, transients: Transients) -> None:
         self._iteration, self._spans, self._transients = iteration, spans, transients
         # Operators, autograd nodes and compile seconds before it, its time, and its memory mark.
         self._open: list[tuple[int, int, float, object, int]] = []

@@ -31,7 +31,7 @@ from checkflow.core.planner_api import Carried
 from checkflow.core.state import host_counters, optimizer_implementation, training_device
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.iteration.hooks import deeper
-from checkflow.planner.iteration.iteration import CAPTURED, Iteration
+from checkflow.planner.iteration.iteration import CAPTURED, WatchedIteration
 from checkflow.planner.iteration.placement import NO_CROSSING, Crossing, crossing
 from checkflow.planner.operators import operators as op
 from checkflow.planner.record.allocator import Transients, allocated
@@ -64,7 +64,7 @@ class Recorder:
         self._name, self._models, self._optimizers = name, models, optimizers
         self._device = device = training_device(models)
         places = _LivePlaces(device, optimizers)
-        self._iteration = Iteration(models, optimizers, places, device_type=device.type)
+        self._iteration = WatchedIteration(models, optimizers, places, device_type=device.type)
         self._clock: _Clock = _HostClock() if device.type == "cpu" else OperatorEvents(device)
         transients = Transients(device)
         self._mode = _LiveMode(self._iteration, places, self._clock, transients)
@@ -200,7 +200,7 @@ class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True  # lets them pass, but the recording fails
 
-    def __init__(self, iteration: Iteration, places: _LivePlaces, clock: _Clock, transients: Transients) -> None:
+    def __init__(self, iteration: WatchedIteration, places: _LivePlaces, clock: _Clock, transients: Transients) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._iteration, self._places, self._clock, self._transients = iteration, places, clock, transients
         self._names: dict[str, int] = {}

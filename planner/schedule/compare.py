@@ -10,7 +10,7 @@ from checkflow.core.plan import Fingerprint, Plan
 from checkflow.core.timeline import Timeline
 from checkflow.planner.exact.interval import Question
 from checkflow.planner.schedule.baselines import baselines
-from checkflow.planner.schedule.explain import Span, least_bandwidth, tight_interval
+from checkflow.planner.schedule.explain import TightInterval, least_bandwidth, tight_interval
 from checkflow.planner.schedule.replay import snapshot_stall_seconds
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _batch_text(fingerprint: Fingerprint) -> str:
     return "x".join(str(size) for size in fingerprint.batch[0][0]) if fingerprint.batch else ""
 
 
-def binding_interval(plan: Plan) -> tuple[int | None, Span | None]:
+def binding_interval(plan: Plan) -> tuple[int | None, TightInterval | None]:
     """Find what a slower link would break first, at the plan's interval, peak and, if training waits, stall.
 
     Returns the least bandwidth (bytes per second) that keeps them, and the interval that forbids any less. Either is

@@ -16,7 +16,7 @@ _RATE_DIGITS = 1e-9
 
 
 @dataclass(frozen=True)
-class Span:
+class TightInterval:
     """From the boundary to ``end`` at least ``leave_bytes`` must cross the link."""
 
     end: str
@@ -64,7 +64,7 @@ def _fastest(question: Question, interval: int) -> int:
     return max(1, min(math.ceil(2 * most / min(lasting, default=math.inf)), MOST_BYTES - 1))
 
 
-def tight_interval(question: Question, interval: int = 1) -> Span | None:
+def tight_interval(question: Question, interval: int = 1) -> TightInterval | None:
     """Return the interval, among those whose bytes the link cannot carry, that needs the fastest link.
 
     Assumes no waiting for the link and as many snapshots as the budget allows. None: memory idles the link (snapshot
@@ -74,7 +74,7 @@ def tight_interval(question: Question, interval: int = 1) -> Span | None:
     count = len(timeline.steps)
     ends = question.shrunk(interval).ends
     elapsed = list(accumulate(step.duration_seconds for step in timeline.steps))
-    tight: Span | None = None
+    tight: TightInterval | None = None
     for end, need, reached in zip(ends, _must_leave(question, problem, interval), problem.reached, strict=True):
         if need <= reached:
             continue
@@ -84,7 +84,7 @@ def tight_interval(question: Question, interval: int = 1) -> Span | None:
         rate = _needed_rate(timeline, end, leave_bytes, seconds, 0.0 if tight is None else tight.bytes_per_second)
         if rate is not None:
             short_bytes = min((need - reached) * problem.unit_bytes, timeline.state_bytes)
-            tight = Span(_moment(timeline, end, interval), leave_bytes, seconds, rate, short_bytes)
+            tight = TightInterval(_moment(timeline, end, interval), leave_bytes, seconds, rate, short_bytes)
     return tight
 
 

@@ -36,7 +36,7 @@ _LAST_DIGITS = 1e-9
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """What is asked of a plan; PlanError if a number is out of range."""
 
     bandwidth_bytes_per_second: float  # of the link, from device to host: what this job may use of it
@@ -150,7 +150,7 @@ def pieces_of(timeline: Timeline, chunk_bytes: int) -> int:
     return sum(-(-size // chunk_bytes) for group in timeline.groups for _, size in group.members)
 
 
-def bandwidth_in_pieces(timeline: Timeline, request: Request) -> float:
+def bandwidth_in_pieces(timeline: Timeline, request: PlanRequest) -> float:
     """Return the bytes per second that the link gives to this state, if each piece also costs ``copy_seconds``.
 
     S bytes in n pieces (:func:`pieces_of`) take S / B + n · c seconds, so the link gives S / (S / B + n · c) instead of
@@ -163,7 +163,7 @@ def bandwidth_in_pieces(timeline: Timeline, request: Request) -> float:
     return timeline.state_bytes / (timeline.state_bytes / request.bandwidth_bytes_per_second + seconds)
 
 
-def _of_whole_link(least: int | None, timeline: Timeline, request: Request) -> int | None:
+def _of_whole_link(least: int | None, timeline: Timeline, request: PlanRequest) -> int | None:
     """Return the link that gives this bandwidth to the state in pieces; None: any link spends the time on pieces."""
     seconds = pieces_of(timeline, request.chunk_bytes) * request.copy_seconds / request.link_share
     if not least or not seconds:
@@ -173,7 +173,7 @@ def _of_whole_link(least: int | None, timeline: Timeline, request: Request) -> i
     return math.ceil(whole) if whole < MOST_BYTES else None
 
 
-def make_plan(timeline: Timeline, fingerprint: Fingerprint, request: Request, *, graph_peak_bytes: int) -> Outcome:
+def make_plan(timeline: Timeline, fingerprint: Fingerprint, request: PlanRequest, *, graph_peak_bytes: int) -> Outcome:
     """Make the best plan that satisfies a request, or explain why there is none.
 
     The order: the smallest interval within the limits on memory and stall; the least peak; under the direct policy the
@@ -244,7 +244,7 @@ def make_plan(timeline: Timeline, fingerprint: Fingerprint, request: Request, *,
     )
 
 
-def _question(timeline: Timeline, request: Request) -> Question:
+def _question(timeline: Timeline, request: PlanRequest) -> Question:
     limits = [] if request.memory_limit_bytes is None else [request.memory_limit_bytes]
     if request.extra_memory_bytes is not None:
         limits.append(timeline.training_peak_bytes + request.extra_memory_bytes)
@@ -279,7 +279,9 @@ def _relaxed(question: Question, longest: int) -> tuple[Question, str]:
     )
 
 
-def _draft(question: Question, fingerprint: Fingerprint, request: Request, schedule: Schedule, interval: int) -> Plan:
+def _draft(
+    question: Question, fingerprint: Fingerprint, request: PlanRequest, schedule: Schedule, interval: int
+) -> Plan:
     """Return the plan of a schedule, with the peak and stall of its chunks, in bytes."""
     chunks, wait = schedule.chunks, None
     if chunks is None:

@@ -56,12 +56,12 @@ def autocast_on_cpu() -> Iterator[None]:
     original = torch.autocast.__init__
 
     @functools.wraps(original)
-    def redirected(
+    def opened(
         self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *rest: Any, **more: Any
     ) -> None:
         original(self, "cpu", dtype or torch.get_autocast_dtype(device_type), *rest, **more)
 
-    torch.autocast.__init__ = redirected  # type: ignore[method-assign]
+    torch.autocast.__init__ = opened  # type: ignore[method-assign]
     try:
         yield
     finally:

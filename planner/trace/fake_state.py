@@ -26,11 +26,11 @@ from checkflow.core.errors import TraceError
 from checkflow.core.state import is_composite
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.iteration.placement import CAPTURED, COPIED, HostMemory
-from checkflow.planner.iteration.read_numbers import ARRAYS, RECORD, TELLING, ReadNumbers, format_number
+from checkflow.planner.iteration.read_numbers import ARRAYS, NUMBER_METHODS, RECORD, ReadNumbers, format_number
 from checkflow.planner.iteration.structures import with_tensors
 from checkflow.planner.trace.lazy_modules import without_shape
 from checkflow.planner.trace.packed_sequences import replacement
-from checkflow.planner.trace.user_state import Belongings
+from checkflow.planner.trace.user_state import UserState
 
 CPU = torch.device("cpu")
 _COUNTERS = frozenset(("step", "mu_product"))  # kept in host memory by torch's optimizers, per parameter
@@ -261,8 +261,8 @@ class StandIns(TorchFunctionMode):
             arguments[0].constant = getattr(arguments[1], "constant", None)  # its old value is no longer known
         if self.numbers.count == read:
             return result
-        if func in TELLING:
-            return self.numbers.told(result)
+        if func in NUMBER_METHODS:
+            return self.numbers.wrapped(result)
         self.numbers.plain = True
         return result
 
@@ -293,22 +293,22 @@ def _is_blank(tensor: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def stand_in(step: TrainingStep, stand_ins: StandIns) -> Iterator[Belongings]:
+def stand_in(step: TrainingStep, stand_ins: StandIns) -> Iterator[UserState]:
     """Replace all state inside ``step``'s models and optimizers by fake tensors; restore everything afterwards.
 
-    Restores all that :class:`~checkflow.planner.trace.user_state.Belongings` finds (which is yielded), and the random
+    Restores all that :class:`~checkflow.planner.trace.user_state.UserState` finds (which is yielded), and the random
     number generators. The user's tensors, their ``.grad`` and their hooks are never touched.
     """
-    belongings = Belongings(step)
-    before = belongings.remember()
+    user_state = UserState(step)
+    before = user_state.remember()
     try:
         with _random_states_kept():
-            for held in belongings.objects:
+            for held in user_state.objects:
                 if isinstance(held, nn.Module):
                     _replace_in_module(held, stand_ins)
                 elif isinstance(held, torch.optim.Optimizer):
                     _replace_in_optimizer(held, stand_ins)
-            yield belongings
+            yield user_state
     finally:
         before.restore()
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, track_tensor_tree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from checkflow.planner.iteration.iteration import Iteration
+from checkflow.planner.iteration.iteration import WatchedIteration
 from checkflow.planner.iteration.placement import NO_CROSSING, HostMemory
 from checkflow.planner.iteration.read_numbers import ReadNumbers
 from checkflow.planner.operators import operators as op
@@ -35,7 +35,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True  # to refuse them with our own message
 
-    def __init__(self, iteration: Iteration, host: HostMemory, numbers: ReadNumbers) -> None:
+    def __init__(self, iteration: WatchedIteration, host: HostMemory, numbers: ReadNumbers) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._iteration, self._host, self._numbers = iteration, host, numbers
         self._tracer: Any = None

@@ -13,7 +13,7 @@ from torch import nn
 
 
 @contextlib.contextmanager
-def torch_redirected() -> Iterator[None]:
+def torch_patched() -> Iterator[None]:
     """Patch moves of modules, selective checkpoints and questions to masks as a trace needs them."""
     with (
         _modules_stay(),

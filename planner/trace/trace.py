@@ -34,7 +34,7 @@ from checkflow.core.state import (
 )
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.iteration.hooks import deeper
-from checkflow.planner.iteration.iteration import Iteration
+from checkflow.planner.iteration.iteration import WatchedIteration
 from checkflow.planner.iteration.optimizers import (
     NEEDS_DATA,
     OptimizerSteps,
@@ -50,8 +50,8 @@ from checkflow.planner.trace.fake_state import CPU, StandIns, stand_in
 from checkflow.planner.trace.op_recorder import OperatorRecorder, TakesFunctionsError
 from checkflow.planner.trace.packed_sequences import lengths_faked
 from checkflow.planner.trace.real_dispatch import autocast_cache
-from checkflow.planner.trace.torch_patches import torch_redirected
-from checkflow.planner.trace.user_state import Belongings
+from checkflow.planner.trace.torch_patches import torch_patched
+from checkflow.planner.trace.user_state import UserState
 
 
 def trace(
@@ -83,9 +83,9 @@ def trace(
         (key, optimizer_implementation(optimizer, target)) for key, optimizer in step.optimizers.items()
     )
     stand_ins = DeviceStandIns() if target == "cuda" else StandIns()
-    with stand_in(step, stand_ins) as belongings:
+    with stand_in(step, stand_ins) as user_state:
         steps = OptimizerSteps(step.optimizers.values(), target, stand_ins.numbers)
-        tracing = _Tracing(step, name, stand_ins, steps, belongings)
+        tracing = _Tracing(step, name, stand_ins, steps, user_state)
         kernels = cuda_kernels(compute_capability) if target == "cuda" else contextlib.nullcontext()
         with _environment(stand_ins), kernels, fused_kernels_faked(), lengths_faked(), steps.in_place():
             tracing.run()
@@ -110,7 +110,7 @@ def _environment(stand_ins: StandIns) -> Iterator[None]:
             torch._dynamo.config.patch(error_on_nested_fx_trace=False),
             deeper(4),  # make_fx more than doubles the frames of each call
             _quiet(logging.getLogger("torch._subclasses.fake_tensor")),  # it also raises what it logs
-            torch_redirected(),
+            torch_patched(),
             autocast_as_cuda() if isinstance(stand_ins, DeviceStandIns) else autocast_on_cpu(),
             foreach_on_fakes(),
             stand_ins.mode,
@@ -137,12 +137,14 @@ class _Tracing:
     """One trace: the two runs of the step, and their results."""
 
     def __init__(
-        self, step: TrainingStep, name: str, stand_ins: StandIns, steps: OptimizerSteps, belongings: Belongings
+        self, step: TrainingStep, name: str, stand_ins: StandIns, steps: OptimizerSteps, user_state: UserState
     ) -> None:
         self._step, self._name, self._stand_ins, self._steps = step, name, stand_ins, steps
-        self._belongings = belongings
+        self._user_state = user_state
         self._batch = stand_ins.replace(step.batch)
-        self._iteration = Iteration(step.models, step.optimizers, stand_ins.host, on_step=self._record_opaque_step)
+        self._iteration = WatchedIteration(
+            step.models, step.optimizers, stand_ins.host, on_step=self._record_opaque_step
+        )
         self._recorder = OperatorRecorder(self._iteration, stand_ins.host, stand_ins.numbers)
 
     def run(self) -> None:
@@ -157,7 +159,7 @@ class _Tracing:
             for optimizer in self._step.optimizers.values():
                 for counter in host_counters(optimizer):
                     self._stand_ins.host.mark_counter(counter)
-            steady = self._belongings.remember_plain()
+            steady = self._user_state.remember_plain()
             caching = torch.is_autocast_cache_enabled()
             with _use_lazy_graph_module(True):  # the graph is never run: needs no code
 

@@ -22,7 +22,7 @@ _MANY = 1000  # a longer list is data: restored, but not searched
 _TOO_MANY = 1_000_000  # a longer one is left alone
 
 
-class Belongings:
+class UserState:
     """The objects, variables and containers that a training step reaches."""
 
     def __init__(self, step: TrainingStep) -> None:

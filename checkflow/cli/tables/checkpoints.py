@@ -134,10 +134,10 @@ def _epoch(one: Listed) -> str:
 
 
 def _metrics(one: Listed) -> str:
-    told = ", ".join(
+    metrics = ", ".join(
         f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}" for name, value in one.metrics.items()
     )
-    return f"{told} (the best)" if one.best else told
+    return f"{metrics} (the best)" if one.best else metrics
 
 
 def _or_dash(value: object) -> str:

@@ -17,7 +17,7 @@ from checkflow.core.device import format_rate, format_seconds, format_size, form
 
 if TYPE_CHECKING:
     from checkflow.core.plan import Plan
-    from checkflow.planner.schedule.explain import Span
+    from checkflow.planner.schedule.explain import TightInterval
     from checkflow.planner.schedule.replay import Replay
 
 CHART_COLUMNS = 96
@@ -50,7 +50,9 @@ def check_line(plan: Plan, replay: Replay) -> str:
     )
 
 
-def show_json(plan: Plan, replay: Replay, least_bandwidth: int | None, interval: Span | None) -> dict[str, Any]:
+def show_json(
+    plan: Plan, replay: Replay, least_bandwidth: int | None, interval: TightInterval | None
+) -> dict[str, Any]:
     """For ``checkflow show --json``: what the screen shows, step by step."""
     steps = plan.timeline.steps * plan.interval
 
@@ -94,7 +96,7 @@ def show_json(plan: Plan, replay: Replay, least_bandwidth: int | None, interval:
     }
 
 
-def _interval_json(interval: Span) -> dict[str, Any]:
+def _interval_json(interval: TightInterval) -> dict[str, Any]:
     needed = interval.bytes_per_second
     return {**dataclasses.asdict(interval), "bytes_per_second": needed if math.isfinite(needed) else None}
 
@@ -115,7 +117,9 @@ def _later(iteration: int) -> str:
     return f" of iteration {iteration + 1}" if iteration else ""
 
 
-def show_lines(plan: Plan, replay: Replay, least_bandwidth: int | None, interval: Span | None) -> Iterable[Text]:
+def show_lines(
+    plan: Plan, replay: Replay, least_bandwidth: int | None, interval: TightInterval | None
+) -> Iterable[Text]:
     """A plan on one screen: the link and the memory from checkpoint to checkpoint, the peak, and what binds."""
     steps = plan.timeline.steps * plan.interval
     durations_seconds = [step.duration_seconds for step in steps]
@@ -176,7 +180,7 @@ def _besides(plan: Plan) -> str:
     return "" if plan.wait is None else f", besides what leaves in the wait of {format_stall(plan.wait.seconds)}"
 
 
-def binding_text(plan: Plan, least_bandwidth: int | None, interval: Span | None) -> str:
+def binding_text(plan: Plan, least_bandwidth: int | None, interval: TightInterval | None) -> str:
     """What would break first on a slower link."""
     if not least_bandwidth:
         return "nothing: there is nothing to move"
