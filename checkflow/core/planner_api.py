@@ -1,4 +1,4 @@
-"""How the runtime asks the planner for a plan while training goes on.
+"""How the runtime asks the planner for a plan during training.
 
 The package hands the runtime a :class:`Planner`, so that neither wing imports the other. What crosses to the planner's
 process and back (:class:`PlannerInput`, :class:`PlanResponse`) is pure data, as JSON.

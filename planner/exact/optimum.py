@@ -37,7 +37,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class Terms:
-    """The most units that a schedule moves while training stands still."""
+    """The most units that a schedule moves during stalls."""
 
     wait_units: int
     snapshots: int

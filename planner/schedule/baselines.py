@@ -12,7 +12,7 @@ from checkflow.core.timeline import Timeline
 class Baselines:
     """Peak memory and stall of one checkpoint. CheckFreq's modes are those of its paper, section 4.2."""
 
-    synchronous_stall_seconds: float  # training stands still while all state crosses the link; no memory
+    synchronous_stall_seconds: float  # training waits while all state crosses the link; no memory
     checkfreq_peak_bytes: int  # GPU mode as its code does it: the snapshot of all state is kept
     checkfreq_released_peak_bytes: int  # GPU mode, each byte of the snapshot freed once it has left
     checkfreq_gpu_link_stall_seconds: float  # GPU modes: the next snapshot waits until this one has left

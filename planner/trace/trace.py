@@ -233,7 +233,7 @@ def _explain(name: str, error: Exception, culprit: OpOverload | None, blamed: tu
         )
     if "is not tracked with proxy" in reason:  # torch's words for a size that came from nowhere
         return (
-            f"cannot trace {name}: {culprit or 'it'} makes sizes that only data tells, as a jagged tensor has{place}: "
+            f"cannot trace {name}: {culprit or 'it'} makes sizes that depend on data, as a jagged tensor does{place}: "
             f"{RECORD}"
         )
     if isinstance(error, NEEDS_DATA):

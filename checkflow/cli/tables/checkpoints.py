@@ -70,10 +70,10 @@ def listed_tables(
     yield table
     for owner in sorted({one.owner for one in checkpoints if one.owner is not None}):
         theirs = ", ".join(str(one.step) for one in checkpoints if one.owner == owner)
-        yield f"of {owner}: step {theirs}; a job goes on from that only where its trust= says so"
+        yield f"of {owner}: step {theirs}; a job resumes from that only if its trust= allows it"
     words = {
         "broken": "damaged, set aside by a restore",
-        "superseded": "later than the step from which a run was told to go on",
+        "superseded": "later than the step that a run was asked to resume from",
         "leftover": "being written, or left by a run that was killed: the next run removes it",
     }
     for one in others:
@@ -108,7 +108,7 @@ def memory_tables(found: Sequence[Left], outcomes: Sequence[str | None] | None =
         )  # fmt: skip
     yield table
     if outcomes is None:
-        yield "--free gives back what dead jobs hold; the next run in a job's directory goes on from its step otherwise"
+        yield "--free frees what dead jobs hold; otherwise the next run in a job's directory resumes from its step"
         return
     for one, reason in zip(found, outcomes, strict=True):
         yield f"{one.path}: {'freed' if reason is None else f'stays: {reason}'}"
@@ -124,9 +124,9 @@ def imported_lines(done: Imported) -> Iterable[str]:
     if done.left_out:
         names = ", ".join(done.left_out[:MOST_NAMES]) + (", …" if len(done.left_out) > MOST_NAMES else "")
         yield f"left out, as no weights of this model: {names}"
-    yield "weights alone: from it a job begins anew with its optimizer, schedulers, data and random numbers"
+    yield "weights only: a job starts from it with a new optimizer, schedulers, data order and random numbers"
     if done.newest != done.step:
-        yield f'resume="auto" goes on from step {done.newest}, the newest: pass resume={done.step} to begin from this'
+        yield f'resume="auto" resumes from step {done.newest}, the newest: pass resume={done.step} to start from it'
 
 
 def _epoch(one: Listed) -> str:

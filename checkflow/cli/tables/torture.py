@@ -80,7 +80,7 @@ def _sum(torture: Torture) -> str:
         "interrupted": "interrupted",
     }
     most = _most_replayed(torture)
-    replayed = "" if most is None else f", at most {most} iterations done again as far as reports tell"
+    replayed = "" if most is None else f", at most {most} iterations repeated, by the reports"
     where = "" if torture.directory is None else f" in {torture.directory}, {format_size(torture.most_bytes)} at most"
     kills = len(torture.kills)
     return (
