@@ -28,7 +28,7 @@ import checkflow
 from checkflow.core.device import find_device
 from checkflow.core.units import format_seconds, format_size
 from checkflow.planner.pipeline import Subject, plan_model
-from checkflow.planner.schedule.scheduler import Request
+from checkflow.planner.schedule.scheduler import PlanRequest
 
 WARM_UP = 5  # iterations
 MODES = {"plain": None, "captured": {"every": None}, "durable": {"every": 1}}
@@ -43,7 +43,7 @@ def real_step(model: str) -> checkflow.TrainingStep:
 def plan_for(model: str) -> checkflow.Plan:
     """The plan that ``checkflow plan MODEL --device cpu`` would make."""
     device = find_device("cpu")
-    request = Request(
+    request = PlanRequest(
         bandwidth_bytes_per_second=device.link_bandwidth_bytes_per_second,
         memory_bandwidth_bytes_per_second=device.memory_bandwidth_bytes_per_second,
     )

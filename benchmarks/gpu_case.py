@@ -46,7 +46,7 @@ from checkflow.core.errors import PlanError
 from checkflow.core.graph import TrainingGraph
 from checkflow.planner.measure.timing import clock_of
 from checkflow.planner.model_file.load import load_training_step
-from checkflow.planner.schedule.scheduler import Request, fingerprint_of, make_plan
+from checkflow.planner.schedule.scheduler import PlanRequest, fingerprint_of, make_plan
 from checkflow.planner.timeline.measured import measure_step
 from checkflow.planner.timeline.roofline import durations_seconds
 from checkflow.planner.timeline.steps import make_timeline
@@ -104,8 +104,8 @@ def choose_storage(needed_bytes: int) -> Path:
     return Path(tempfile.gettempdir())
 
 
-def _request(device: Device) -> Request:
-    return Request(
+def _request(device: Device) -> PlanRequest:
+    return PlanRequest(
         bandwidth_bytes_per_second=device.link_bandwidth_bytes_per_second,
         memory_bandwidth_bytes_per_second=device.memory_bandwidth_bytes_per_second,
         copy_seconds=device.copy_seconds,

@@ -34,7 +34,7 @@ from checkflow.core.units import format_size
 from checkflow.planner.measure.machine import this_machine
 from checkflow.planner.model_file.load import OPTIMIZERS, load_training_step
 from checkflow.planner.pipeline import Subject, plan_model
-from checkflow.planner.schedule.scheduler import Request
+from checkflow.planner.schedule.scheduler import PlanRequest
 from checkflow.planner.trace.trace import trace
 
 MODELS = ("alexnet", "mnasnet", "resnet18", "vgg11", "vit", "resnet3d", "transformer", "bert")
@@ -90,7 +90,7 @@ def predict(model: str, batch_size: int, optimizer: str) -> tuple[int, str]:
 
 def plan_for(model: str, batch_size: int, optimizer: str, device: Device) -> checkflow.Plan | str:
     """The plan that ``checkflow plan MODEL --device …`` makes, or why there is none."""
-    request = Request(
+    request = PlanRequest(
         bandwidth_bytes_per_second=device.link_bandwidth_bytes_per_second,
         memory_bandwidth_bytes_per_second=device.memory_bandwidth_bytes_per_second,
         copy_seconds=device.copy_seconds,

@@ -25,7 +25,7 @@ from checkflow.core.timeline import Granularity, Timeline
 from checkflow.planner.model_file.load import load_training_step
 from checkflow.planner.pipeline import default_memory_limit_bytes
 from checkflow.planner.schedule.baselines import baselines
-from checkflow.planner.schedule.scheduler import Outcome, Request, fingerprint_of, make_plan
+from checkflow.planner.schedule.scheduler import Outcome, PlanRequest, fingerprint_of, make_plan
 from checkflow.planner.timeline.roofline import WINOGRAD_GAIN, durations_seconds
 from checkflow.planner.timeline.steps import make_timeline
 from checkflow.planner.trace.trace import trace
@@ -134,7 +134,7 @@ def _plan(
     overhead: float | None,
     max_interval: int | None,
 ) -> Outcome:
-    request = Request(
+    request = PlanRequest(
         bandwidth_bytes_per_second=link,
         memory_bandwidth_bytes_per_second=device.memory_bandwidth_bytes_per_second,
         memory_limit_bytes=default_memory_limit_bytes(device),

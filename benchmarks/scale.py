@@ -25,7 +25,7 @@ from checkflow.core.errors import SolverError
 from checkflow.core.graph import BOUNDARY
 from checkflow.core.plan import Fingerprint, StateSpec
 from checkflow.core.timeline import StateGroup, Step, Timeline
-from checkflow.planner.schedule.scheduler import Request, make_plan
+from checkflow.planner.schedule.scheduler import PlanRequest, make_plan
 
 STEPS = (1_000, 10_000, 100_000)
 TENSORS = 2_000
@@ -73,7 +73,7 @@ def make_fingerprint(timeline: Timeline) -> Fingerprint:
 
 def measure(timeline: Timeline, overhead: float | None, *, ilp: bool) -> dict[str, Any]:
     """One plan: what it cost, and what came of it."""
-    request = Request(
+    request = PlanRequest(
         BANDWIDTH, MEMORY_BANDWIDTH, overhead=overhead, max_interval=1, formulation="flow" if ilp else "auto"
     )
     wall, cpu = time.perf_counter(), time.process_time()

@@ -1,4 +1,4 @@
-"""Plannable training steps: one file a model, each with a ``build`` function."""
+"""Plannable training steps: one file per model, each with a ``build`` function."""
 
 # One import name for every class: a second copy under a top-level name would make isinstance checks fail.
 if __name__ != "checkflow.models":

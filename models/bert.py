@@ -1,6 +1,6 @@
 """The encoder of RoBERTa-base without its pooler (Liu et al., 2019): 124,055,040 parameters.
 
-Its head is a plain linear layer on the first token, with 2 classes: 1,538 parameters more.
+Its head is a linear layer on the first token, with 2 classes: 1,538 more parameters.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The demo's network: 8x8 handwritten digits to ten classes, with batch norm and dropout.
 
-Sized for a CPU: at batch 32 an iteration takes some 20 ms on two cores, long enough to copy its state behind it.
+On two CPU cores an iteration of batch 32 takes some 20 ms, long enough to copy its state meanwhile.
 """
 
 from __future__ import annotations

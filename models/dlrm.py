@@ -25,9 +25,9 @@ TABLES = (
     *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
 )
 FEATURES = 13  # dense ones
-BOTTOM, TOP = (512, 256, 64), (512, 256)  # hidden layers of the two networks, in the same benchmark
+BOTTOM, TOP = (512, 256, 64), (512, 256)  # hidden layers of the two networks, as in that benchmark
 
-# What updates the tables; both take sparse gradients. The benchmark's own is SGD.
+# Optimizers of the tables; both take sparse gradients. The benchmark uses SGD.
 TABLE_OPTIMIZERS: Mapping[str, Any] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "sparse_adam": lambda parameters: torch.optim.SparseAdam(parameters, lr=1e-3),
@@ -35,7 +35,7 @@ TABLE_OPTIMIZERS: Mapping[str, Any] = {
 
 
 def _network(widths: Sequence[int], *, last_relu: bool) -> nn.Sequential:
-    """Linear layers from width to width with a ReLU after each; ``last_relu``: after the last one too."""
+    """Linear layers from width to width with a ReLU after each; ``last_relu``: after the last one, too."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
         linear = nn.Linear(inputs, outputs)
@@ -88,7 +88,7 @@ def build(
     rows: int | None = None,
     table_optimizer: str = "sgd",
 ) -> TrainingStep:
-    """Embeddings of ``width``; ``lookups`` rows of each table a sample; ``rows``: at most so many in a table.
+    """Embeddings of ``width``; ``lookups`` rows per table and sample; ``rows``: at most this many per table.
 
     Raises:
         ModelError: no such optimizer for the tables.

@@ -1,6 +1,6 @@
 """GPT-2 small (Radford et al., "Language models are unsupervised multitask learners", 2019): 124,439,808 parameters.
 
-Parts are named as in the published checkpoint. The output layer is the token embedding; AdamW decays matrices alone.
+Parts are named as in the published checkpoint. The output layer is the token embedding; AdamW decays only matrices.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class GPT2(nn.Module):
         self.lm_head.weight = self.transformer.wte.weight
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                # What is added to the shortcuts grows with their number: two a layer.
+                # Residual additions grow with their number: two per layer.
                 std = 0.02 / math.sqrt(2 * layers) if name.endswith("c_proj") else 0.02
                 nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:

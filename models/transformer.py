@@ -1,7 +1,6 @@
 """torch's own nn.Transformer: width 512, one head, one encoder and one decoder layer: 7,358,464 parameters.
 
-It has neither embeddings nor a head, so its batch is embedded already; the loss takes the features of each target
-position as the logits of a classification.
+Without embeddings or a head: its batch is embedded already, and the loss takes features as the logits of classes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def build(
     layers: int = 1,
     hidden: int = 2048,
 ) -> TrainingStep:
-    """Source ``source_length``,B,width and target ``target_length``,B,width; one label a target position."""
+    """Source ``source_length``,B,width and target ``target_length``,B,width; one label per target position."""
     # The encoder is nn.Transformer's own, without nested tensors: they need batch_first, and torch warns about it.
     encoder_layer = nn.TransformerEncoderLayer(width, heads, hidden)
     encoder = nn.TransformerEncoder(encoder_layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)

@@ -1,4 +1,4 @@
-"""The whole way at once: from what a user names to a plan, and from a plan back to the model that it was made for."""
+"""The whole way from a model's name to a plan, and from a plan back to the model that it was made for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from checkflow.planner.measure.torch_settings import torch_settings_kept
 from checkflow.planner.model_file.load import load_training_step
 from checkflow.planner.schedule.baselines import Baselines, baselines
 from checkflow.planner.schedule.compare import Comparison, make_comparison
-from checkflow.planner.schedule.scheduler import Outcome, Request, fingerprint_of, make_plan
+from checkflow.planner.schedule.scheduler import Outcome, PlanRequest, fingerprint_of, make_plan
 from checkflow.planner.timeline.measured import (
     Measured,
     Progress,
@@ -44,7 +44,7 @@ _NUMBER = re.compile(r"_\d+\b")
 
 @dataclass(frozen=True)
 class Subject:
-    """A training step to be planned, as a user names it (:func:`.load.load_training_step`)."""
+    """A training step to plan, as a user names it (:func:`.load.load_training_step`)."""
 
     target: str
     batch_size: int | None
@@ -54,11 +54,11 @@ class Subject:
 
 @dataclass(frozen=True)
 class Planned:
-    """Everything that is known of a training step on a device once it has been planned."""
+    """Everything known of a training step on a device once it is planned."""
 
     subject: Subject
     device: Device
-    request: Request
+    request: PlanRequest
     graph: TrainingGraph
     timeline: Timeline
     fingerprint: Fingerprint
@@ -71,21 +71,16 @@ class Planned:
 
 
 def default_memory_limit_bytes(device: Device) -> int:
-    """What a job may use of a device's memory."""
+    """Return what a job may use of a device's memory."""
     return usable_bytes(device.memory_bytes)
 
 
-def plan_model(subject: Subject, device: Device, request: Request, granularity: Granularity) -> Planned:
-    """Trace a training step and make the best plan for it.
-
-    Raises:
-        ModelError, TraceError: the step cannot be built or traced.
-        PlanError, SolverError: as :func:`checkflow.planner.schedule.scheduler.make_plan`.
-    """
+def plan_model(subject: Subject, device: Device, request: PlanRequest, granularity: Granularity) -> Planned:
+    """Trace a training step and make the best plan for it; raises as loading, :func:`trace` and :func:`make_plan`."""
     begun = time.perf_counter()
     with torch_settings_kept():
         graph = _trace(subject, device.kind, device.compute_capability)
-        durations = durations_seconds(graph, device)  # while the precision is what the model's file set
+        durations = durations_seconds(graph, device)  # while the model file's precision settings hold
     timeline = make_timeline(graph, durations, granularity)
     return _planned(subject, device, request, graph, timeline, None, time.perf_counter() - begun)
 
@@ -93,21 +88,15 @@ def plan_model(subject: Subject, device: Device, request: Request, granularity: 
 def plan_measured_model(
     subject: Subject,
     device: Device,
-    request: Request,
+    request: PlanRequest,
     granularity: Granularity,
     *,
     progress: Progress = lambda part: None,
 ) -> Planned:
-    """Build a training step for real, run it on this machine, and make the best plan for what was measured.
+    """Build a training step for real, run it on this machine, and plan for what was measured.
 
-    Args:
-        device: this machine's, as :func:`checkflow.planner.measure.probe.probe` measured it.
-        progress: called with what is done next.
-
-    Raises:
-        ModelError, TraceError: the step cannot be built, or fails.
-        CheckflowError: it is too large for this machine.
-        PlanError, SolverError: as :func:`checkflow.planner.schedule.scheduler.make_plan`.
+    ``device`` is this machine's, as probed; ``progress`` is called with the name of each next part. Raises as
+    :func:`measure_model` and :func:`make_plan`.
     """
     begun = time.perf_counter()
     with torch_settings_kept():
@@ -117,16 +106,16 @@ def plan_measured_model(
 
 
 def measure_model(subject: Subject, device: Device, *, progress: Progress = lambda part: None) -> Measured:
-    """Run a training step on this machine, and hold the roofline of the device against it.
+    """Run a training step on this machine, and compare it with the device's roofline.
 
-    The caller keeps torch's settings (:func:`checkflow.planner.measure.torch_settings.torch_settings_kept`).
+    The caller restores torch's settings (:func:`checkflow.planner.measure.torch_settings.torch_settings_kept`).
 
     Raises:
         ModelError, TraceError: the step cannot be built, or fails.
         CheckflowError: it is too large for this machine.
     """
     here = this_machine().device
-    gc.collect()  # what an earlier step holds in cycles
+    gc.collect()  # frees what an earlier step holds in cycles
     progress("looking whether it fits")
     needed_bytes = _needed_bytes(subject, device)
     check_room(subject.target, needed_bytes, here)
@@ -140,7 +129,7 @@ def measure_model(subject: Subject, device: Device, *, progress: Progress = lamb
 
 
 def _needed_bytes(subject: Subject, device: Device) -> int:
-    """The device memory that training takes, by a trace; 0 for what cannot be traced, but may well be run."""
+    """Trace the device memory that training takes; 0 if the step cannot be traced, since it may still run."""
     try:
         graph = _trace(subject, device.kind, device.compute_capability)
     except TraceError:
@@ -151,7 +140,7 @@ def _needed_bytes(subject: Subject, device: Device) -> int:
 def _planned(
     subject: Subject,
     device: Device,
-    request: Request,
+    request: PlanRequest,
     graph: TrainingGraph,
     timeline: Timeline,
     measured: Measured | None,
@@ -178,7 +167,7 @@ def _planned(
 
 
 def _trace(subject: Subject, target: Target, compute_capability: ComputeCapability | None) -> TrainingGraph:
-    with contextlib.redirect_stdout(sys.stderr):  # what the model's own code prints is no answer of ours
+    with contextlib.redirect_stdout(sys.stderr):  # the model's own prints are not our output
         name, step = _load(subject)
         return trace(step, name=name, target=target, compute_capability=compute_capability)
 
@@ -194,7 +183,6 @@ def _load(subject: Subject, device: torch.device | None = None) -> tuple[str, Tr
 
 
 def compare_model(planned: Planned) -> Comparison:
-    """A training step under each way of making checkpoints."""
     outcome, request = planned.outcome, planned.request
     return make_comparison(
         planned.subject.target,
@@ -214,7 +202,7 @@ def compare_model(planned: Planned) -> Comparison:
 
 
 def check_model(plan: Plan, subject: Subject) -> None:
-    """Trace a training step anew and hold it against the plan.
+    """Trace a training step anew and compare it with the plan.
 
     Raises:
         MismatchError: the plan was made for another training step; the message says what differs.
@@ -234,7 +222,6 @@ def check_model(plan: Plan, subject: Subject) -> None:
 
 
 def _compute_capability(name: str) -> ComputeCapability | None:
-    """Of a device that a plan names: this machine's, or one of the catalogue's."""
     here = this_machine()
     if name == here.name:
         return here.compute_capability
@@ -257,7 +244,7 @@ def _other_settings(planned: Fingerprint, graph: TrainingGraph) -> list[str]:
 
 
 def _batch_text(batch: tuple[tuple[tuple[int, ...], str], ...]) -> str:
-    """As "float32 32×3×224×224, int64 32"."""
+    """Format as "float32 32×3×224×224, int64 32"."""
     return ", ".join(f"{dtype} {'×'.join(map(str, shape)) or 'scalar'}" for shape, dtype in batch) or "no tensor"
 
 
@@ -266,7 +253,7 @@ def _pairs_text(pairs: tuple[tuple[str, str], ...], between: str) -> str:
 
 
 def _other_steps(planned: Timeline, found: Timeline) -> list[str]:
-    """Where operators, memory or deadlines differ although the state is the same; durations are the device's."""
+    """List where operators, memory or deadlines differ although the state is the same; durations are the device's."""
     if len(planned.steps) != len(found.steps):
         return [f"{len(found.steps)} steps in the model, {len(planned.steps)} in the plan"]
     lines = [
@@ -284,7 +271,7 @@ def _other_steps(planned: Timeline, found: Timeline) -> list[str]:
 
 
 def _kind(step: Step) -> tuple[str, int, int]:
-    """What makes a step; without the numbers of equal operators, which a trace and a record count differently."""
+    """What identifies a step, without the numbers of equal operators: a trace and a record count those differently."""
     return _NUMBER.sub("", step.label), step.live_bytes, step.link_bytes
 
 

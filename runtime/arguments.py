@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from checkflow.core.errors import CheckflowError, UnsupportedError
 from checkflow.core.plan import Plan
-from checkflow.core.planner_api import Wishes
+from checkflow.core.planner_api import PlanLimits
 from checkflow.core.state import as_models, as_optimizers, optimizer_parameters, unwrap
 from checkflow.core.units import parse_seconds, parse_size
 from checkflow.runtime.data.base import ResumableLoader
@@ -56,7 +56,7 @@ class Arguments:
     directory: str | os.PathLike[str]
     rules: Rules
     asked: Asked
-    wishes: Wishes
+    plan_limits: PlanLimits
     follow: bool
     resume: str | int
     hyperparameters: str

@@ -122,8 +122,8 @@ def assemble(
         undo.callback(store.close)
         planning = None
         if given is None:
-            cache = PlanCache(store.directory, arguments.wishes)
-            planning = Planning(job, cache, make_planner(), check_plan, arguments.wishes, follow=arguments.follow)
+            cache = PlanCache(store.directory, arguments.plan_limits)
+            planning = Planning(job, cache, make_planner(), check_plan, arguments.plan_limits, follow=arguments.follow)
             for name in [name for name, optimizer in job.optimizers.items() if closures_repeat(optimizer)][:1]:
                 planning.forgo(name)
         reclaimed = reclaim(store, arguments.resume)

@@ -19,7 +19,7 @@ from torch import nn
 from checkflow.core import plan as plans
 from checkflow.core.errors import PlanError, UnsupportedError
 from checkflow.core.plan import Plan
-from checkflow.core.planner_api import Planner, Wishes
+from checkflow.core.planner_api import PlanLimits, Planner
 from checkflow.core.run_report import to_dict
 from checkflow.core.state import as_models, as_optimizers
 from checkflow.runtime import resources
@@ -164,7 +164,7 @@ class Checkpointer:
         refuse_ranks()
         asked = read_asked(overhead, every, mtbf)
         arguments = Arguments(
-            directory, rules, asked, Wishes(asked.overhead, read_size(extra_memory)), follow=plan == "auto",
+            directory, rules, asked, PlanLimits(asked.overhead, read_size(extra_memory)), follow=plan == "auto",
             resume=resume, hyperparameters=hyperparameters, host_buffers=host_buffers, audit=audit,
             raising=on_error == "raise", signals=read_signals(signals), grace_seconds=read_grace(grace_seconds),
             trust=read_trust(trust),

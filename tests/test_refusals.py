@@ -370,7 +370,7 @@ TRACED: dict[str, tuple[Run, str]] = {
     "functions, recorded": (lambda _: record_step(chooses(), name="n"), "cond cannot be recorded"),
     "an error of the step": (tracing(lambda m, o, x: m(x[:, :1])), r"aten\.addmm\.default raised RuntimeError at"),
     "csr": (tracing(branch, lambda: with_buffer(torch.eye(2).to_sparse_csr())), r"cannot trace a torch\.sparse_csr"),
-    "jagged": (tracing(jagged), "it makes sizes that only data tells"),
+    "jagged": (tracing(jagged), "it makes sizes that depend on data"),
     "opaque": (tracing(branch, lambda: with_buffer(Opaque(torch.zeros(2)))), "cannot trace a Opaque"),
     "late state": (tracing(backward_and_step, optimizer=LateState), "cannot trace LateState: its state"),
     "another thread": (tracing(in_a_thread), "model runs forward in another thread"),

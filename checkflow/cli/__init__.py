@@ -1,1 +1,1 @@
-"""The command line: one module a command, options, console."""
+"""The command line: one module per command, options, console."""

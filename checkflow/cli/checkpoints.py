@@ -1,7 +1,4 @@
-"""Commands that look at checkpoints, and change none: ``checkflow ls | verify | diff | export``.
-
-And ``memory``, which looks at what jobs have in host memory, and ``import``.
-"""
+"""Commands on checkpoints: ``checkflow ls | verify | diff | export | memory | import``."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Annotated
 import typer
 
 from checkflow.cli import options
-from checkflow.cli.console import print_json, print_parts, tell, working
+from checkflow.cli.console import print_json, print_line, print_parts, working
 
 _WHERE = "a directory of checkpoints, one of them, DIRECTORY@STEP, or DIRECTORY@best"
 Where = Annotated[str, typer.Argument(metavar="PATH", help=_WHERE)]
@@ -27,9 +24,9 @@ class ExportFormat(enum.StrEnum):
 
 
 def ls(directory: Where = ".", as_json: options.Json = False) -> None:
-    """List the checkpoints of a directory: steps, sizes, age, and whether each could be restored.
+    """List the checkpoints of a directory: steps, sizes, age, and whether each can be restored.
 
-    By names, sizes and manifests, without reading the data: ``verify`` does that.
+    Reads names, sizes and manifests, not the data: ``verify`` does that.
     """
     from checkflow.cli.tables import checkpoints as checkpoints_table
     from checkflow.runtime.inspect import home_of, list_directory, running_job
@@ -44,7 +41,7 @@ def ls(directory: Where = ".", as_json: options.Json = False) -> None:
 
 
 def verify(path: Where = ".", as_json: options.Json = False) -> int:
-    """Hold every byte against its checksum. Exit code 1 if one is damaged."""
+    """Compare every byte with its checksum. Exit code 1 if one is damaged."""
     from checkflow.cli.tables import checkpoints as checkpoints_table
     from checkflow.core.units import format_size
     from checkflow.runtime.inspect import choose_all
@@ -61,13 +58,13 @@ def verify(path: Where = ".", as_json: options.Json = False) -> int:
 
         for one in choose_all(path):
             found = hold(one, progress)
-            if not found.fault or one.exists():  # a running job's retention may have been there first
+            if not found.fault or one.exists():  # a running job may have deleted it meanwhile
                 done.append(found)
     if as_json:
         print_json(checkpoints_table.verified_json(done))
     else:
         for line in checkpoints_table.verified_lines(done):
-            tell(line)
+            print_line(line)
     return DAMAGED if any(one.fault for one in done) else 0
 
 
@@ -77,7 +74,7 @@ def diff(
     as_json: options.Json = False,
     quiet: Annotated[bool, typer.Option("--exit-code", help="exit with 1 if they differ")] = False,
 ) -> int:
-    """Compare two checkpoints: tensors that differ, by how much, and what else does."""
+    """Compare two checkpoints: tensors that differ and by how much, and other differences."""
     from checkflow.cli.tables import checkpoints as checkpoints_table
     from checkflow.runtime.inspect import choose, compare
 
@@ -96,15 +93,13 @@ def export(
         Path,
         typer.Option("-o", "--output", metavar="FILE", help="FILE.pt, FILE.safetensors, or a folder for DCP"),
     ],
-    form: Annotated[
-        ExportFormat | None, typer.Option("--format", help="whatever the file's name says otherwise")
-    ] = None,
+    form: Annotated[ExportFormat | None, typer.Option("--format", help="default: as the file's name says")] = None,
     model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="for safetensors: which of several")
+        str | None, typer.Option("--model", metavar="NAME", help="for safetensors: which of several models")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="replace what is there")] = False,
+    force: Annotated[bool, typer.Option("--force", help="replace an existing file or folder")] = False,
 ) -> None:
-    """Write a checkpoint as other tools read it, every checksum verified.
+    """Write a checkpoint as other tools read it, with every checksum verified.
 
     torch: model and optimizer state dicts for torch.load. safetensors: one model, for serving. dcp: a folder for
     torch.distributed.checkpoint.
@@ -118,21 +113,21 @@ def export(
         raise typer.BadParameter(f"{output} does not say in which format to write: pass --format")
     with working(f"writing {output}"), open_checkpoint(choose(path)) as checkpoint:
         exporter.export(checkpoint, output, chosen, model=model, replace=force)
-    tell(f"{checkpoint.path} written to {output}")
+    print_line(f"{checkpoint.path} written to {output}")
 
 
 def memory(
     directory: Annotated[
-        str | None, typer.Argument(metavar="[DIRECTORY]", help="of checkpoints: its job's memory alone")
+        str | None, typer.Argument(metavar="[DIRECTORY]", help="show only this checkpoint directory's job")
     ] = None,
-    free: Annotated[bool, typer.Option("--free", help="give back what dead jobs hold: your own, as root all")] = False,
-    force: Annotated[bool, typer.Option("--force", help="with --free: what storage does not have, too")] = False,
+    free: Annotated[bool, typer.Option("--free", help="free what your dead jobs hold (root: all dead jobs)")] = False,
+    force: Annotated[bool, typer.Option("--force", help="with --free: free what storage lacks, too")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """List the shared memory of jobs, dead ones above all, and free it.
+    """List the shared memory of jobs, dead ones first, and free it.
 
-    Of a job that died the next run in its directory goes on from there. What a living process holds is never freed, and
-    what storage has not got only with --force.
+    The next run in a dead job's directory resumes from its memory. Memory of a living process is never freed; what
+    storage lacks is freed only with --force.
     """
     from checkflow.cli.tables import checkpoints as checkpoints_table
     from checkflow.runtime.memory_tier.orphans import list_left
@@ -157,20 +152,20 @@ def import_(
             metavar="SOURCE", help="a safetensors file or its index, a DCP folder, a torch.save file, or a checkpoint"
         ),
     ],
-    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="of checkpoints; made if it is missing")],
-    step: Annotated[int, typer.Option("--step", metavar="N", min=0, max=10**18, help="whose checkpoint it is")] = 0,
-    form: Annotated[ExportFormat | None, typer.Option("--format", help="whatever the name says otherwise")] = None,
-    model: Annotated[str, typer.Option("--model", metavar="NAME", help="what the job calls the model")] = "model",
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="a checkpoint directory, made if missing")],
+    step: Annotated[int, typer.Option("--step", metavar="N", min=0, max=10**18, help="the checkpoint's step")] = 0,
+    form: Annotated[ExportFormat | None, typer.Option("--format", help="default: as the name says")] = None,
+    model: Annotated[str, typer.Option("--model", metavar="NAME", help="the job's name for the model")] = "model",
     key: Annotated[
-        str | None, typer.Option("--key", metavar="NAME", help="which part of the source, where it has several models")
+        str | None, typer.Option("--key", metavar="NAME", help="which part of a source with several models")
     ] = None,
-    keep_names: Annotated[bool, typer.Option("--keep-names", help="keep a module. at the begin of every name")] = False,
+    keep_names: Annotated[bool, typer.Option("--keep-names", help="keep a leading module. in every name")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Make a checkpoint of weights from elsewhere, for a job to begin from.
+    """Make a checkpoint of weights from elsewhere, for a job to start from.
 
     A job with resume="auto" takes the weights from it; its optimizer, schedulers, place in the data and random numbers
-    begin anew. No checkpoint that is there is replaced.
+    start anew. No existing checkpoint is replaced.
     """
     from checkflow.cli.tables import checkpoints as checkpoints_table
     from checkflow.runtime.weights import importer
@@ -188,4 +183,4 @@ def import_(
         print_json(checkpoints_table.imported_json(done))
     else:
         for line in checkpoints_table.imported_lines(done):
-            tell(line)
+            print_line(line)

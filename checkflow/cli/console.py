@@ -1,4 +1,4 @@
-"""Where the command line talks: tables on standard output, progress and errors on standard error."""
+"""The command line's output: tables on standard output, progress and errors on standard error."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from checkflow.core.small_files import visible
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-# Exit codes; of signals this and their number.
+# Exit codes; for signals, STOPPED plus their number.
 FOUND, FAILED, USAGE, INFEASIBLE, STOPPED = 0, 1, 2, 3, 128
-PATIENCE_SECONDS = 1.0  # work that takes less shows no progress
-PIPE_WIDTH = 120  # columns where there is no terminal to ask
+PATIENCE_SECONDS = 1.0  # shorter work shows no progress
+PIPE_WIDTH = 120  # columns without a terminal
 
 
 def output() -> Console:
-    """Standard output: colours on a terminal, plain text of a fixed width in a pipe."""
+    """Return standard output: colours on a terminal, plain text of a fixed width in a pipe."""
     return _console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, soft_wrap=False)
 
 
 def _console(**options: Any) -> Console:
-    """One that shows control characters in what it is given, names from files above all, and obeys none."""
+    """Return a console that shows control characters, which may come from files' names, and obeys none."""
     from rich.console import Console, ConsoleOptions
     from rich.segment import Segment
 
@@ -42,33 +42,28 @@ def _console(**options: Any) -> Console:
     return Visible(**options)
 
 
-def tell(line: str, end: str = "\n") -> None:
-    """One line, on standard output."""
+def print_line(line: str, end: str = "\n") -> None:
     sys.stdout.write(visible(line) + end)
 
 
 def print_parts(parts: Iterable[RenderableType]) -> None:
-    """Tables and lines, on standard output."""
     console = output()
     for part in parts:
         console.print(part)
 
 
 def print_json(data: object) -> None:
-    """One object, on standard output."""
     sys.stdout.write(json.dumps(data, allow_nan=False, indent=2) + "\n")
 
 
 def complain(message: str) -> None:
-    """One error, on standard error."""
     print(f"checkflow: {visible(message)}", file=sys.stderr)  # noqa: T201 - this is the command line's voice
 
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Within this, SIGINT, SIGTERM and SIGHUP raise StoppedError, so that whatever was begun is undone: a solver's
-    process ended, a file removed. A signal that is ignored already (nohup, a shell's background) stays so."""
-    if threading.current_thread() is not threading.main_thread():  # it alone may set handlers
+    """Make SIGINT, SIGTERM and SIGHUP raise StoppedError, to clean up; ignored signals (nohup) stay ignored."""
+    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
         yield
         return
 
@@ -79,7 +74,7 @@ def stoppable() -> Iterator[None]:
         raise StoppedError(number)
 
     def unraisable(lost: sys.UnraisableHookArgs) -> None:
-        if not isinstance(lost.exc_value, StoppedError):  # that one is raised again below
+        if not isinstance(lost.exc_value, StoppedError):  # raised again below
             hook(lost)
 
     hook = sys.unraisablehook
@@ -90,10 +85,10 @@ def stoppable() -> Iterator[None]:
         for number in ours:
             signal.signal(number, stop)
         yield
-        if asked:  # it was raised where Python lets no error out, such as in a destructor
+        if asked:  # it was raised where Python drops errors, such as in a destructor
             raise StoppedError(asked[0])
     except Exception as error:
-        if asked:  # what it met on its way out made another error of it: an import of C++ code, for one
+        if asked:  # something on its way, such as an import of C++ code, replaced it by another error
             raise StoppedError(asked[0]) from error
         raise
     finally:
@@ -103,7 +98,7 @@ def stoppable() -> Iterator[None]:
 
 
 class _Voice(logging.Handler):
-    """What the package warns of, each line once: a plan may ask its solver several times."""
+    """The package's warnings, each line once: a plan may call its solver several times."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -118,7 +113,6 @@ class _Voice(logging.Handler):
 
 @contextlib.contextmanager
 def warnings_shown() -> Iterator[None]:
-    """Within this, the package's own warnings are lines on standard error."""
     logger, voice = logging.getLogger("checkflow"), _Voice()
     logger.addHandler(voice)
     try:
@@ -129,10 +123,7 @@ def warnings_shown() -> Iterator[None]:
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal what is being done, once it takes a while; silent in a pipe.
-
-    Yields a function that says which part of it is being done now.
-    """
+    """Show what is being done on a terminal, once it takes a while; yields a function that sets the current part."""
     if not sys.stderr.isatty():
         yield lambda part: None
         return

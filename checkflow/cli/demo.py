@@ -1,4 +1,4 @@
-"""``checkflow demo``: a plan; and a training run that is killed, and loses nothing."""
+"""``checkflow demo``: a plan, and a training run that is killed and loses nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from checkflow.cli import options, planning
-from checkflow.cli.console import FAILED, FOUND, complain, print_json, print_parts, tell
+from checkflow.cli.console import FAILED, FOUND, complain, print_json, print_line, print_parts
 from checkflow.cli.options import GranularityName
 from checkflow.core.errors import InfeasibleError
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def demo(
-    epochs: Annotated[int, typer.Option("--epochs", min=3, help="of training on the digits")] = 5,
-    seed: Annotated[int, typer.Option("--seed", help="of the training, and of the moments of the kills")] = 0,
+    epochs: Annotated[int, typer.Option("--epochs", min=3, help="epochs of training on the digits")] = 5,
+    seed: Annotated[int, typer.Option("--seed", help="for the training and the times of the kills")] = 0,
     as_json: options.Json = False,
 ) -> int:
     """Plan ResNet-18; then train on the CPU, kill the training three times, and prove that nothing is lost."""
@@ -44,7 +44,6 @@ def demo(
 
 
 def _train_and_kill(epochs: int, seed: int, *, quiet: bool) -> Result:
-    """The demo's training, in a folder that is gone afterwards."""
     from checkflow.core import plan as plans
     from checkflow.demo import kills
     from checkflow.demo.training import BATCH_SIZE
@@ -65,5 +64,5 @@ def _train_and_kill(epochs: int, seed: int, *, quiet: bool) -> Result:
             if isinstance(news, kills.Result):
                 return news
             if not quiet:
-                tell(f"- {news}")
+                print_line(f"- {news}")
     raise AssertionError("a demo ends with a result")

@@ -1,8 +1,6 @@
-"""The command line: ``checkflow plan | check | show | compare | simulate | probe | demo | torture | ls | verify |
-diff | export | memory | import``.
+"""The command line: reads options, calls the planner or the runtime, prints tables, and turns errors into exit codes.
 
-Commands read options, call the planner or the demo, and print what :mod:`.tables.plan` makes of the answer. Errors
-become one line and an exit code in :func:`main`, and nowhere else. What is heavy is imported when it is needed.
+:func:`main` is the only place where errors become one line and an exit code. Heavy imports wait until they are needed.
 """
 
 from __future__ import annotations
@@ -26,16 +24,16 @@ from checkflow.cli.console import (
     USAGE,
     complain,
     print_json,
+    print_line,
     print_parts,
     stoppable,
-    tell,
     warnings_shown,
     working,
 )
 from checkflow.cli.options import Formulation, GranularityName, PolicyName, SolverName
 from checkflow.core.errors import CheckflowError, InfeasibleError, StoppedError
 
-# Whatever typer's argument parser raises; the class itself is not part of typer's public names.
+# What typer's argument parser raises; typer does not export the class.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
@@ -48,12 +46,10 @@ app = typer.Typer(
 
 
 def entry() -> None:
-    """The console script."""
     code = main()
     if code > STOPPED:
-        # A solver's thread that could not be cancelled at once may still run, and C++ aborts where such a one is
-        # destroyed. Whatever was to be undone has been.
-        with contextlib.suppress(OSError):  # the reader may have been stopped too
+        # A solver's thread may still run, and C++ aborts when such a thread is destroyed. All clean-up is done.
+        with contextlib.suppress(OSError):  # the reader may have been stopped, too
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
@@ -61,14 +57,14 @@ def entry() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code.
+    """Run one command; return its exit code.
 
-    0: done, or a plan that satisfies everything asked. 1: an error, one line on standard error. 2: wrong usage.
-    3: no plan satisfies what was asked; the explanation is on standard error, and in the JSON. 130: interrupted by
-    Ctrl-C; 143 and 129: ended by SIGTERM and SIGHUP. ``torture`` has 3 and 4 of its own.
+    0: done, or a plan that keeps all limits. 1: an error, one line on standard error. 2: wrong usage. 3: no plan keeps
+    the limits; the explanation is on standard error, and in the JSON. 130: interrupted by Ctrl-C; 143 and 129: ended by
+    SIGTERM and SIGHUP. ``torture`` has its own 3 and 4.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    ours = arguments.index("--") if "--" in arguments else len(arguments)  # what follows is another command's
+    ours = arguments.index("--") if "--" in arguments else len(arguments)  # the rest is another command
     debug = "--debug" in arguments[:ours]
     if debug:
         arguments = [argument for argument in arguments[:ours] if argument != "--debug"] + arguments[ours:]
@@ -77,16 +73,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = typer.main.get_command(app).main(args=arguments, prog_name="checkflow", standalone_mode=False)
             sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of our output has gone; Python would complain again when it flushes at exit.
+        # Our output's reader has gone; Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except StoppedError as stopped:
         complain("interrupted" if stopped.number == signal.SIGINT else "terminated")
         return STOPPED + stopped.number
-    except (KeyboardInterrupt, typer.Abort):  # before or after our handlers, or from a library
+    except (KeyboardInterrupt, typer.Abort):  # outside of our handlers, or from a library
         complain("interrupted")
         return STOPPED + signal.SIGINT
-    except OSError as error:  # of files of ours CheckflowError is raised: this is the output
+    except OSError as error:  # our files raise CheckflowError: this is the output
         complain(f"cannot write the answer: {error.strerror or error}")
         return FAILED
     except Exception as error:  # noqa: BLE001 - the one place where errors become exit codes
@@ -97,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(error: Exception, debug: bool) -> int:
-    """One line on standard error, and the exit code of an error."""
+    """Print an error as one line on standard error, and return its exit code."""
     if isinstance(error, USAGE_ERROR):
         complain(_usage_text(error))
         return USAGE
@@ -118,7 +114,7 @@ def _usage_text(error: Any) -> str:
 @app.callback(invoke_without_command=True)
 def _root(
     context: typer.Context,
-    debug: Annotated[bool, typer.Option("--debug", help="show the traceback of an error; may stand anywhere")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="show the traceback of an error; any position")] = False,
     version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
 ) -> None:
     import checkflow
@@ -193,7 +189,7 @@ def plan(
             complain(f"{file} was not written; what it holds was there before")
         return INFEASIBLE
     if not as_json:
-        tell(f"plan written to {file}" if file is not None else "-o FILE writes the plan that a job runs by")
+        print_line(f"plan written to {file}" if file is not None else "-o FILE writes the plan that a job runs by")
     return FOUND
 
 
@@ -207,7 +203,7 @@ def check(
     optimizer: options.OptimizerOption = None,
     as_json: options.Json = False,
 ) -> int:
-    """Replay a plan; with MODEL, see whether it is still the plan of that model."""
+    """Replay a plan; with MODEL, check that it is still the plan of that model."""
     from checkflow.cli.tables import show as show_table
     from checkflow.core import plan as plans
     from checkflow.planner.schedule.replay import check_plan
@@ -224,7 +220,7 @@ def check(
     if as_json:
         print_json(show_table.check_json(read, replay))
     else:
-        tell(show_table.check_line(read, replay))
+        print_line(show_table.check_line(read, replay))
     return FOUND
 
 
@@ -248,7 +244,7 @@ def show(
         print_json(show_table.show_json(read, replay, *binding_interval(read)))
         return FOUND
     if dot:
-        tell(show_table.dot(read), end="")
+        print_line(show_table.dot(read), end="")
         return FOUND
     print_parts(show_table.show_lines(read, replay, *binding_interval(read)))
     return FOUND
@@ -279,8 +275,8 @@ def compare(
 ) -> int:
     """Compare synchronous checkpoints, CheckFreq's modes and checkflow; or a run with its plan.
 
-    A plan file brings its own device and link. Of a run's report (report.json beside the checkpoints) planned and
-    measured figures are shown, by the plan that ran, or by a plan file beside it.
+    A plan file brings its own device and link. For a run's report (report.json beside the checkpoints), the plan's
+    figures are shown beside the measured ones: those of the plan that ran, or of a plan file given as well.
     """
     from checkflow.cli.tables import plan as plan_table
     from checkflow.core import plan as plans
@@ -302,7 +298,7 @@ def compare(
     for subject in subjects:
         if subject.endswith(".json"):
             read = plans.load(subject)
-            check_plan(read)  # its claims are printed beside ours
+            check_plan(read)  # its claims are printed beside our figures
             rows.append(compare_plan(subject, read))
         else:
             asked = planning.subject_of(subject, batch_size, settings, optimizer)

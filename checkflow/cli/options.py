@@ -1,4 +1,4 @@
-"""The command line's options: their types, their texts, and how what is typed becomes data."""
+"""The command line's options: types, help texts, and parsers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from checkflow.core.device import Device
 
 
-AUTO = "auto"  # as a device: the machine that this runs on, measured
+AUTO = "auto"  # as a device: this machine, measured
 CHUNK_BYTES = 8 * 2**20
 _MOST_OVERHEAD = 1e9
 LEAST_CHUNK_BYTES = 64 * 2**10  # 2.6 µs at 25 GB/s; a copy takes some 4 µs to start
-LEAST_BARE_BYTES = 10**6  # a smaller number without a unit is one of gigabytes, or a slip
+LEAST_BARE_BYTES = 10**6  # a smaller number without a unit means gigabytes, or is a slip
 LEAST_SECONDS = 0.001
 
 
@@ -55,7 +55,6 @@ class SolverName(enum.StrEnum):
 
 
 def refuse_plan_file(model: str) -> None:
-    """A plan where a model is wanted."""
     if model.endswith(".json"):
         raise typer.BadParameter(
             f"{model} is no model: of a plan file, checkflow show {model} shows what is in it, and checkflow check "
@@ -74,11 +73,11 @@ def _size(text: str) -> int:
 
 
 def _want_unit(text: str, unit: str) -> None:
-    """Refuse a number too small to be one of bytes: 63 is meant to be 63 GB/s."""
+    """Refuse a number too small to be bytes: 63 probably means 63 GB/s."""
     try:
         number = float(text)
     except ValueError:
-        return  # it has a unit, or is no number
+        return  # it has a unit, or is not a number
     if 0 < number < LEAST_BARE_BYTES:
         bare = unit.replace("GB", "B")
         raise typer.BadParameter(f"{text} would be {text} {bare}: write {text}{unit} (or {text}{bare}, if so)")
@@ -107,11 +106,7 @@ def _time_limit(text: str | float) -> float:
 
 
 def check_solver_asked(formulation: Formulation, solver: SolverName) -> None:
-    """Refuse a solver where none is asked.
-
-    Raises:
-        typer.BadParameter: a solver is named beside the formulation that needs none.
-    """
+    """Refuse a solver (typer.BadParameter) for the formulation that needs none."""
     if formulation is Formulation.GREEDY and solver is not SolverName.AUTO:
         raise typer.BadParameter(
             f"--formulation greedy asks no solver: leave --solver {solver.value} out, or choose --formulation flow"
@@ -125,11 +120,7 @@ def is_given(context: typer.Context, name: str) -> bool:
 
 
 def refuse_given(context: typer.Context, *, besides: Sequence[str], why: str) -> None:
-    """Refuse options that would do nothing.
-
-    Raises:
-        typer.BadParameter: an option besides these was given on the command line; the message names it.
-    """
+    """Refuse given options (typer.BadParameter), except ``besides``, which would do nothing."""
     for parameter in context.command.params:
         name = parameter.name or ""
         if name not in besides and is_given(context, name):
@@ -137,11 +128,7 @@ def refuse_given(context: typer.Context, *, besides: Sequence[str], why: str) ->
 
 
 def read_bandwidth(text: str) -> float:
-    """Bytes per second, as an option gives them.
-
-    Raises:
-        typer.BadParameter: no bandwidth, or one that lacks its unit.
-    """
+    """Parse bytes per second; typer.BadParameter without a unit."""
     from checkflow.core.units import parse_bandwidth
 
     _want_unit(text.removesuffix("/s"), "GB/s")
@@ -175,11 +162,7 @@ def _link_share(text: str | float) -> float:
 
 
 def read_settings(pairs: Sequence[str]) -> dict[str, str]:
-    """``["width=64"]`` to ``{"width": "64"}``.
-
-    Raises:
-        typer.BadParameter: a pair without "=", or a key given twice.
-    """
+    """Parse ``["width=64"]`` to ``{"width": "64"}``; typer.BadParameter without "=", or if a key comes twice."""
     settings: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -192,11 +175,9 @@ def read_settings(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def choose_device(text: str) -> Device:
-    """A device of the catalogue by its name, or a .json file that describes one; "auto" is not one of them.
+    """Return a device of the catalogue by its name, or of a .json file; "auto" is neither.
 
-    Raises:
-        typer.BadParameter: neither a known name nor a .json file that exists.
-        CheckflowError: the file cannot be read, or is no description of a device.
+    Raises typer.BadParameter for an unknown name or a missing file, CheckflowError for an invalid one.
     """
     from checkflow.core.device import find_device, read_device
 
@@ -218,20 +199,20 @@ BatchSize = Annotated[int | None, typer.Option("--batch-size", min=1, help="pass
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a further argument of build; may be repeated")
 ]
-OptimizerOption = Annotated[Optimizer | None, typer.Option("--optimizer", help="replaces the model's own")]
+OptimizerOption = Annotated[Optimizer | None, typer.Option("--optimizer", help="replace the model's own")]
 DeviceOption = Annotated[
     str,
     typer.Option(
         "--device",
         metavar="NAME|FILE|auto",
         help="a GPU by name, cpu, or a .json file that describes one (see: checkflow probe); auto: this machine, on "
-        "which the step is run and measured, so that no two such plans are the same bytes",
+        "which the step is run and measured, so that such plans differ from run to run",
     ),
 ]
 Bandwidth = Annotated[
     float | None,
     typer.Option(
-        "--bandwidth", metavar="RATE", parser=read_bandwidth, help="of the link, such as 63GB/s [the device's]"
+        "--bandwidth", metavar="RATE", parser=read_bandwidth, help="the link's, such as 63GB/s [the device's]"
     ),
 ]
 LinkShare = Annotated[
@@ -241,7 +222,7 @@ LinkShare = Annotated[
         metavar="SHARE",
         parser=_link_share,
         show_default="1",
-        help="the part of the link that this job may use, such as 0.5 where two GPUs share one switch",
+        help="the part of the link that this job may use, such as 0.5 if two GPUs share one switch",
     ),
 ]
 MemoryLimit = Annotated[
@@ -250,16 +231,16 @@ MemoryLimit = Annotated[
 ]
 ExtraMemory = Annotated[
     int | None,
-    typer.Option("--extra-memory", metavar="SIZE", parser=_size, help="that the plan may add to training's own peak"),
+    typer.Option("--extra-memory", metavar="SIZE", parser=_size, help="most to add to training's own peak"),
 ]
 RelaxMemory = Annotated[
-    bool, typer.Option("--relax-memory", help="where no plan fits the memory, take the one that exceeds it least")
+    bool, typer.Option("--relax-memory", help="if no plan fits the memory, take the one that exceeds it least")
 ]
 FormulationOption = Annotated[
     Formulation,
     typer.Option("--formulation", help="auto: greedy, certified by flow; per-tensor always plans --policy snapshot"),
 ]
-PolicyOption = Annotated[PolicyName, typer.Option("--policy", help="whether bytes may leave without a copy on the GPU")]
+PolicyOption = Annotated[PolicyName, typer.Option("--policy", help="direct: bytes may leave without a copy on the GPU")]
 GranularityOption = Annotated[GranularityName, typer.Option("--granularity", help="segment is what eager jobs can run")]
 ChunkSize = Annotated[
     int,
@@ -272,7 +253,7 @@ TimeLimit = Annotated[
 ]
 MaxInterval = Annotated[
     int | None,
-    typer.Option("--max-interval", metavar="K", min=1, help="at most so many iterations from checkpoint to checkpoint"),
+    typer.Option("--max-interval", metavar="K", min=1, help="most iterations from one checkpoint to the next"),
 ]
 Overhead = Annotated[
     float,
@@ -281,11 +262,11 @@ Overhead = Annotated[
         metavar="SHARE",
         parser=_overhead,
         show_default="0.035",
-        help="of training's time, that stalls may take: 0.035, or 3.5%",
+        help="the share of training's time that stalls may take: 0.035, or 3.5%",
     ),
 ]
 Output = Annotated[
     Path | None,
-    typer.Option("-o", "--output", metavar="FILE", help="write the plan here; if there is none, FILE stays as it is"),
+    typer.Option("-o", "--output", metavar="FILE", help="write the plan here; without a plan, FILE stays as it is"),
 ]
-Json = Annotated[bool, typer.Option("--json", help="one JSON object on standard output, and nothing else")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object, and nothing else")]

@@ -1,4 +1,4 @@
-"""What commands ask of the planner: which device, which training step, within which limits."""
+"""What commands pass to the planner: the device, the training step, and the limits."""
 
 from __future__ import annotations
 
@@ -12,24 +12,16 @@ if TYPE_CHECKING:
     from checkflow.cli.options import GranularityName, Optimizer
     from checkflow.core.device import Device
     from checkflow.planner.pipeline import Planned, Subject
-    from checkflow.planner.schedule.scheduler import Request
+    from checkflow.planner.schedule.scheduler import PlanRequest
 
 
 def device_of(text: str) -> Device:
-    """A device by its name or file, or this machine, measured, for "auto".
-
-    Raises:
-        typer.BadParameter, CheckflowError: as :func:`.options.choose_device`.
-    """
+    """Return a device as :func:`.options.choose_device`, or for "auto" this machine, measured."""
     return probe.measure_device() if text == options.AUTO else options.choose_device(text)
 
 
 def subject_of(model: str, batch_size: int | None, settings: list[str] | None, optimizer: Optimizer | None) -> Subject:
-    """What is to be planned, as options say it.
-
-    Raises:
-        typer.BadParameter: it is a plan file, or a setting is none.
-    """
+    """Return what options ask to plan; typer.BadParameter for a plan file or an invalid setting."""
     from checkflow.planner.pipeline import Subject
 
     options.refuse_plan_file(model)
@@ -44,12 +36,12 @@ def request_of(
     memory_limit: int | None = None,
     link_share: float = 1.0,
     **others: Any,
-) -> Request:
-    """What is asked of a plan; the device gives what the user does not."""
+) -> PlanRequest:
+    """Return the request for a plan; the device fills in what the user leaves out."""
     from checkflow.planner.pipeline import default_memory_limit_bytes
-    from checkflow.planner.schedule.scheduler import Request
+    from checkflow.planner.schedule.scheduler import PlanRequest
 
-    return Request(
+    return PlanRequest(
         bandwidth_bytes_per_second=link_share
         * (device.link_bandwidth_bytes_per_second if bandwidth is None else bandwidth),
         link_share=link_share,
@@ -60,14 +52,14 @@ def request_of(
     )
 
 
-def plan_of(subject: Subject, device: Device, request: Request, granularity: GranularityName) -> Planned:
-    """Trace and plan, for a device that need not be here."""
+def plan_of(subject: Subject, device: Device, request: PlanRequest, granularity: GranularityName) -> Planned:
+    """Trace and plan, for a device that need not exist here."""
     from checkflow.planner.pipeline import plan_model
 
     with working(f"planning {subject.target} for {device.name}"):
         return plan_model(subject, device, request, granularity.value)
 
 
-def planner_for(device: str) -> Callable[[Subject, Device, Request, GranularityName], Planned]:
-    """:func:`plan_of`; for "auto" what runs and measures the step on this machine, too."""
+def planner_for(device: str) -> Callable[[Subject, Device, PlanRequest, GranularityName], Planned]:
+    """Return :func:`plan_of`, or for "auto" a function that also runs and measures the step here."""
     return probe.plan_measured if device == options.AUTO else plan_of

@@ -1,4 +1,4 @@
-"""``checkflow compare`` of a run's report: read the files, and print what :mod:`.tables.run` makes of them."""
+"""``checkflow compare`` for run reports: reads the files, and prints the tables of :mod:`.tables.run`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from checkflow.cli.console import print_json, print_parts
 
 
 def reports_of_directories(subjects: Sequence[str]) -> list[str]:
-    """A directory of checkpoints stands for the report in it; all else for itself."""
+    """Replace each directory of checkpoints by the report in it."""
     from checkflow.core.run_report import FILE
 
     return [str(inside) if (inside := Path(subject) / FILE).is_file() else subject for subject in subjects]
 
 
 def any_report(subjects: Sequence[str]) -> bool:
-    """Whether one of what is to be compared is a run's report, or is called one."""
+    """Whether a subject is a run's report, or named like one."""
     from checkflow.core.run_report import FILE, is_report
 
     return any(Path(subject).name == FILE or is_report(subject) for subject in subjects if subject.endswith(".json"))
@@ -29,7 +29,7 @@ def compare_reports(subjects: Sequence[str], *, as_json: bool) -> None:
 
     Raises:
         typer.BadParameter: a model is among the subjects, or more than one plan.
-        ReportError, PlanError: a file cannot be read, or is not what it seems to be.
+        ReportError, PlanError: a file cannot be read, or is of another kind.
     """
     from checkflow.cli.tables import run as run_table
     from checkflow.core import plan as plans

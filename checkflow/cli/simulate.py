@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from checkflow.core.plan import Plan
     from checkflow.simulate.strategies import Storage
 
-# What is asked of the failures, and not of the plan.
+# Options of the failures, not of the plan.
 OF_FAILURES = ("mtbf", "duration", "restart", "storage", "shape", "every", "runs", "seed", "overhead", "as_json")
 _NO_TIME = re.compile(r"\s*0+(\.0+)?\s*(ms|s|min|h|d)?\s*", re.ASCII)
 _MOST_SECONDS = 1e10  # three hundred years
@@ -60,7 +60,7 @@ Mtbf = Annotated[
 Duration = Annotated[
     float,
     typer.Option(
-        "--duration", metavar="TIME", parser=_time, show_default="30d", help="of a run, in which the job does not end"
+        "--duration", metavar="TIME", parser=_time, show_default="30d", help="length of a run; the job does not end"
     ),
 ]
 Restart = Annotated[
@@ -70,7 +70,7 @@ Restart = Annotated[
         metavar="TIME",
         parser=_start,
         show_default="1min",
-        help="from a failure until the job reads its checkpoint; to read it comes beside",
+        help="from a failure until the job starts to read its checkpoint",
     ),
 ]
 StorageRate = Annotated[
@@ -79,8 +79,7 @@ StorageRate = Annotated[
         "--storage",
         metavar="RATE",
         parser=options.read_bandwidth,
-        help="at which storage takes a checkpoint, fsync and all, and gives it back [what a device file says of its "
-        "disk]",
+        help="at which storage writes a checkpoint, fsync included, and reads it [the device file's disk]",
     ),
 ]
 Shape = Annotated[
@@ -90,7 +89,7 @@ Shape = Annotated[
         metavar="NUMBER",
         parser=_shape,
         show_default="1",
-        help="of the Weibull distribution of the times between failures: 1: at random; 0.7: one soon follows another",
+        help="of the Weibull distribution of times between failures: 1: at random; 0.7: failures cluster",
     ),
 ]
 Every = Annotated[
@@ -99,21 +98,17 @@ Every = Annotated[
         "--every",
         metavar="TIME",
         parser=_time,
-        help="show synchronous checkpoints so far apart, too, such as 1h; may be repeated",
+        help="add synchronous checkpoints at this distance, such as 1h; may be repeated",
     ),
 ]
-Runs = Annotated[int, typer.Option("--runs", metavar="N", min=1, help="how many are simulated")]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="of the failures' times")]
+Runs = Annotated[int, typer.Option("--runs", metavar="N", min=1, help="how many runs to simulate")]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="for the failures' times")]
 
 
 def _storage(device: Device | None, asked: float | None) -> Storage:
-    """What checkpoints are written to.
+    """Return the storage for checkpoints; typer.BadParameter if neither the user nor the device gives it.
 
-    Args:
-        device: None: a plan file's, which says its name alone, or one that is yet to be measured, without its disk.
-
-    Raises:
-        typer.BadParameter: neither the user nor the device says it.
+    ``device`` is None for a plan file's, known by name only, or one not measured yet, without its disk.
     """
     from checkflow.simulate.strategies import Storage
 
@@ -138,12 +133,12 @@ def _read_plan(file: str) -> Plan:
 
 
 def _device_limit_bytes(plan: Plan) -> int | None:
-    """What a job may use of a plan's device; None: nobody knows it."""
+    """Return what a job may use of a plan's device; None: unknown."""
     from checkflow.core.device import find_device, usable_bytes
 
     try:
         return usable_bytes(find_device(plan.fingerprint.device).memory_bytes)
-    except CheckflowError:  # a device file's
+    except CheckflowError:  # the name of a device file's device
         return None
 
 
@@ -171,10 +166,10 @@ def simulate(
     overhead: options.Overhead = 0.035,
     as_json: options.Json = False,
 ) -> int:
-    """Simulate long training with failures: what is left of its time under each way of making checkpoints.
+    """Simulate long training with failures: how much of the time is left under each way of making checkpoints.
 
-    Synchronous checkpoints, CheckFreq's, and checkflow's by a plan; all meet the same failures. A plan file brings its
-    own device and link.
+    Synchronous checkpoints, CheckFreq's, and checkflow's by a plan meet the same failures. A plan file brings its own
+    device and link.
     """
     from checkflow.cli.tables import simulation as simulation_table
     from checkflow.simulate.simulation import Failures, check_size, simulate_failures

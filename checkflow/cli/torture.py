@@ -1,4 +1,4 @@
-"""``checkflow torture``: the promise, tried on a user's own job and file system."""
+"""``checkflow torture``: tests the promise on a user's own job and file system."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def _seconds(text: str | float) -> float:
 
 
 def torture(
-    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="after --: starts the job, again and again")],
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="after --: starts the job each time")],
     directory: Annotated[
         Path | None,
-        typer.Option("--directory", metavar="DIR", help="of its checkpoints [the one whose lock the job holds]"),
+        typer.Option("--directory", metavar="DIR", help="the job's checkpoints [the directory that it locks]"),
     ] = None,
-    kills: Annotated[int, typer.Option("--kills", metavar="N", min=1, help="how many")] = 20,
+    kills: Annotated[int, typer.Option("--kills", metavar="N", min=1, help="number of kills")] = 20,
     seconds: Annotated[
         float | None,
-        typer.Option("--seconds", metavar="S", parser=_seconds, help="kill no more after this time [no limit]"),
+        typer.Option("--seconds", metavar="S", parser=_seconds, help="stop killing after this time [no limit]"),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", metavar="N", help="of what is drawn by lot [a new one, printed]")
+        int | None, typer.Option("--seed", metavar="N", help="for all random choices [a new one, printed]")
     ] = None,
     patience: Annotated[
         float,
@@ -63,7 +63,7 @@ def torture(
             metavar="S",
             parser=_seconds,
             show_default="120",
-            help="seconds without a checkpoint and without an end: then the job is said to hang",
+            help="the job hangs if it neither ends nor makes a checkpoint for this many seconds",
         ),
     ] = 120.0,
     children: Annotated[
@@ -73,7 +73,7 @@ def torture(
             metavar="SHARE",
             parser=_share,
             show_default="0.2",
-            help="of the kills, that meet a process which the trainer has started, such as a loader's worker",
+            help="the share of kills aimed at child processes, such as loader workers",
         ),
     ] = 0.2,
     terms: Annotated[
@@ -83,19 +83,19 @@ def torture(
             metavar="SHARE",
             parser=_share,
             show_default="0",
-            help="of the kills, that are SIGTERM: preemption",
+            help="the share of kills that are SIGTERM, as in a preemption",
         ),
     ] = 0.0,
     log: Annotated[
-        Path | None, typer.Option("--log", metavar="FILE", help="append what the job says to this file [thrown away]")
+        Path | None, typer.Option("--log", metavar="FILE", help="append the job's output to this file [discarded]")
     ] = None,
     as_json: options.Json = False,
 ) -> int:
-    """Kill a training job at random moments, start it again each time, and see that nothing is lost.
+    """Kill a training job at random moments, restart it each time, and check that nothing is lost.
 
-    For a job that goes on by itself when it is started again. Its checkpoints are read, and nothing of them is changed;
-    the job goes on training in them. Exit codes: 0 nothing lost, 3 something was lost or damaged, 4 the job could not
-    be tried, or not as often as asked.
+    For jobs that resume by themselves when they are restarted. torture only reads their checkpoints; the job itself
+    continues to train in them. Exit codes: 0 nothing lost, 3 something was lost or damaged, 4 the job could not be
+    tested, or not as often as asked.
     """
     if shutil.which(command[0]) is None:
         there = command[0] and os.path.lexists(command[0])
@@ -117,11 +117,11 @@ def _try(torture: Torture, *, as_json: bool) -> int:
     try:
         with working("torturing") as torture.say:
             torture.run()
-    except BaseException:  # Ctrl-C, or an error of this side: what was tried so far is told all the same
+    except BaseException:  # Ctrl-C, or an error here: report what was tested so far
         if torture.lives or as_json:
-            _tell(torture, as_json=as_json)
+            _print_result(torture, as_json=as_json)
         raise
-    _tell(torture, as_json=as_json)
+    _print_result(torture, as_json=as_json)
     for problem in torture.problems:
         complain(f"{problem.promise}: {problem.text}")
     if torture.untried is not None:
@@ -129,7 +129,7 @@ def _try(torture: Torture, *, as_json: bool) -> int:
     return LOST if torture.problems else UNTRIED if torture.untried is not None else 0
 
 
-def _tell(torture: Torture, *, as_json: bool) -> None:
+def _print_result(torture: Torture, *, as_json: bool) -> None:
     from checkflow.cli.tables import torture as torture_table
 
     if as_json:

@@ -1,1 +1,1 @@
-"""Types that both wings speak; imports nothing else of checkflow."""
+"""Types that planner and runtime share; imports nothing else of checkflow."""

@@ -1,15 +1,8 @@
 """Regions: the modules that run inside code which torch.compile or torch.jit made, and the anchor before each.
 
-Inside of a region no hook is of use. One that is there when the code is made becomes part of it, and its effects come
-when the region has run; one that comes later never fires. What a region writes, it may write at any time in it. So a
-region has one anchor, in uncompiled code around it, which has the name of the outermost module that is compiled:
-
-- ``torch.compile(module)`` gives a wrapper, whose own hooks run before the compiled code;
-- ``module.compile()`` takes the module's hooks into the compiled code: the anchor goes around the call itself;
-- ``module.forward = torch.compile(module.forward)``, or a compiled ``forward`` of its class, leaves its hooks outside.
-- modules that torch.jit scripted or traced call each other without hooks; those of the outermost one run before it.
-
-Functions that are compiled (a loss, a whole training step) call modules which do not know of it: no region is found.
+Hooks inside a region are useless: compiled in, they act after it has run; added later, they never fire. So its one
+anchor lies in the uncompiled code around it, named after the outermost compiled module. Modules called by a compiled
+function (a loss, a whole step) do not know of it: no region is found.
 """
 
 from __future__ import annotations
@@ -38,29 +31,29 @@ class Region:
     """Modules that run inside one compiled call."""
 
     name: str  # of the outermost one, "<model>/<path>", and of the anchor before it
-    entry: nn.Module | None  # what uncompiled code calls; None: the class itself is compiled, and no anchor can hang
+    entry: nn.Module | None  # what uncompiled code calls; None: its class is compiled, and takes no anchor
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """The function as torch must not compile it, nor what it calls: compiled code is left for it."""
+    """Wrap a function so that torch compiles neither it nor what it calls."""
     wrapped: Callable[P, R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return wrapped
 
 
 def anything_compiled() -> bool:
-    """Whether torch has compiled code in this process, which may have passed hooks by."""
+    """Whether torch has compiled code in this process, which may have bypassed hooks."""
     compiler = sys.modules.get("torch._dynamo.convert_frame")
     return compiler is not None and bool(getattr(compiler, "FRAME_COUNTER", True))
 
 
 def while_compiling(function: Callable[[], bool]) -> Callable[[], bool]:
-    """The function as torch calls it when it compiles a call of it: once, ahead of the code, which has the result."""
+    """Wrap a function so that torch calls it once, when it compiles a call of it, and compiles in the result."""
     marked: Callable[[], bool] = torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
     return marked
 
 
 def compiled_regions(models: Mapping[str, nn.Module]) -> dict[str, Region]:
-    """The region of each module that runs inside of one, by name as in :func:`checkflow.core.state.module_names`."""
+    """Return the region of each module inside of one, by name as in :func:`checkflow.core.state.module_names`."""
     found: dict[str, Region] = {}
     seen: set[int] = set()
     for owner, model in models.items():
@@ -75,7 +68,7 @@ def compiled_regions(models: Mapping[str, nn.Module]) -> dict[str, Region]:
 def _walk(
     module: nn.Module, owner: str, path: str, region: Region | None
 ) -> Iterator[tuple[str, nn.Module, Region | None]]:
-    """Every module below this one, in the order of ``named_modules``, with the outermost region around it."""
+    """Yield every module below this one, in the order of ``named_modules``, with the outermost region around it."""
     name = f"{owner}/{clean_key(path)}"
     if region is None and _is_compiled(module):
         region = Region(name, None if _class_is_compiled(module) else module)
@@ -90,18 +83,18 @@ def _walk(
 
 
 def _inside_wrapper(module: nn.Module, *, top: bool) -> nn.Module | None:
-    """The module inside a wrapper of torch.compile, or of DataParallel around a whole model."""
+    """Return the module inside a wrapper of torch.compile, or of DataParallel around a whole model."""
     if top and isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         inner: nn.Module = module.module
         return inner
-    if type(module).__name__ == "OptimizedModule":  # by name: its class lives in torch._dynamo, which is slow to import
+    if type(module).__name__ == "OptimizedModule":  # by name: torch._dynamo is slow to import
         return module._modules["_orig_mod"]
     return None
 
 
 def _is_compiled(module: nn.Module) -> bool:
     if type(module).__name__ == "OptimizedModule":
-        # torch.compiler.disable(module) gives such a wrapper too, and runs what is inside of it eagerly.
+        # torch.compiler.disable(module) makes such a wrapper, too, and runs its inside eagerly.
         return type(module.__dict__.get("dynamo_ctx")).__name__ != "DisableContext"
     return (
         isinstance(module, torch.jit.ScriptModule)
@@ -118,16 +111,16 @@ def _class_is_compiled(module: nn.Module) -> bool:
 
 @dataclass
 class UnseenSteps:
-    """What is known of optimizers that step in compiled code which must not be left for an anchor."""
+    """What is known of optimizers that step in compiled code which cannot be left for an anchor."""
 
-    known: bool = False  # that there is one: from when its code is compiled
-    taken: bool = False  # that it has stepped: from when its code has run
+    known: bool = False  # there is one: set when its code is compiled
+    taken: bool = False  # it has stepped: set when its code has run
 
 
 def step_hook(reached: Callable[[Any, Any, Any], Any], unseen: UnseenSteps) -> Callable[[Any, Any, Any], Any]:
-    """A hook of optimizers that compiled code is left for (a graph break, beside one that torch has in its own steps).
+    """Return an optimizer hook for which compiled code is left (a graph break, beside torch's own in its steps).
 
-    In code that must be compiled in one piece (``fullgraph=True``), it takes note instead.
+    In code that must be compiled in one piece (``fullgraph=True``), it notes the step in ``unseen`` instead.
     """
     outside = uncompiled(reached)
 
@@ -152,11 +145,7 @@ def step_hook(reached: Callable[[Any, Any, Any], Any], unseen: UnseenSteps) -> C
 def with_closure(
     arguments: tuple[Any, ...], keywords: Mapping[str, Any], make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of an optimizer's step with another closure in place of its own; None: it has none.
-
-    Args:
-        make: makes that of the step's own.
-    """
+    """Return the arguments of an optimizer's step with its closure replaced by ``make(closure)``; None: it has none."""
     closure = next((value for value in (*arguments, *keywords.values()) if callable(value)), None)
     if closure is None:
         return None
@@ -168,7 +157,7 @@ def with_closure(
 
 
 def noting(closure: Callable[..., Any], first: Callable[[], None], again: Callable[[], None]) -> Callable[..., Any]:
-    """A step's closure that tells when it has run for the first time, and before it runs once more."""
+    """Wrap a step's closure to call ``first`` after its first run, and ``again`` before each further one."""
     ran = False
 
     def noted(*arguments: Any, **keywords: Any) -> Any:
@@ -188,29 +177,33 @@ def noting(closure: Callable[..., Any], first: Callable[[], None], again: Callab
 class Hanging:
     """Functions that are called around a module's forward."""
 
-    remove: Callable[[], None]  # in whatever order that is done with several
-    in_place: Callable[[], bool]  # whether they still will be called
+    remove: Callable[[], None]  # in any order among several
+    in_place: Callable[[], bool]  # whether they will still be called
 
 
 def around_forward(
     entry: nn.Module, before: Before, after: After | None = None, *, with_keywords: bool = False
 ) -> Hanging:
-    """Have functions called around each forward of a module, outside of its compiled code, before any of its own hooks.
+    """Call functions around each forward of a module, outside of its compiled code, before any of its own hooks.
+
+    A compiled wrapper's own hooks run before the compiled code; ``module.compile()`` compiles the module's hooks in, so
+    this goes around the call itself; a compiled ``forward`` leaves hooks outside; scripted modules call each other
+    without hooks, but run the outermost one's.
 
     Args:
         before: called with the module and its positional arguments.
-        with_keywords: ``before`` is called with the keyword arguments too.
-        after: called with the module, its arguments and None or the result, after errors too.
+        with_keywords: ``before`` is called with the keyword arguments, too.
+        after: called with the module, its arguments and None or the result, after errors, too.
     """
     if entry._compiled_call_impl is not None:
         return _around_call(entry, before, after, with_keywords=with_keywords)
-    # By nn.Module's own methods: scripted modules refuse theirs, and run hooks all the same where Python calls them.
+    # By nn.Module's own methods: scripted modules refuse theirs, yet run hooks when Python calls them.
     handles = [nn.Module.register_forward_pre_hook(entry, before, prepend=True, with_kwargs=with_keywords)]
     if after is not None:
         handles.append(nn.Module.register_forward_hook(entry, after, always_call=True))
     own = {handle.id for handle in handles}
     _own_hooks.update(own)
-    # Unless its class is pickled by a rule of the user's: pickle and copy.deepcopy ask here.
+    # pickle and copy.deepcopy ask here; a user's own rule stays.
     copyreg.dispatch_table.setdefault(type(entry), _reduce_without_hooks)
 
     def remove() -> None:
@@ -225,9 +218,9 @@ _own_hooks: set[int] = set()  # by the numbers that torch gives to hooks of all 
 
 
 def _reduce_without_hooks(module: nn.Module) -> Any:
-    """A module as pickle and copy.deepcopy take it, without what :func:`around_forward` has registered.
+    """Pickle or copy a module without what :func:`around_forward` has registered.
 
-    Hooks watch one job's own module; its copies are nobody's, and are loaded where checkflow may not be installed.
+    Hooks watch one job's own module; copies may be loaded where checkflow is not installed.
     """
     reduced: Any = module.__reduce_ex__(4)
     make, arguments, state, *rest = reduced
@@ -240,7 +233,7 @@ def _reduce_without_hooks(module: nn.Module) -> Any:
 
 
 def _around_call(entry: nn.Module, before: Before, after: After | None, *, with_keywords: bool) -> Hanging:
-    """Around ``_compiled_call_impl``, which nn.Module calls in place of its hooks and forward after ``compile()``."""
+    """Wrap ``_compiled_call_impl``, which nn.Module calls in place of its hooks and forward after ``compile()``."""
     inner = entry._compiled_call_impl
     assert inner is not None
     active = True
@@ -261,13 +254,13 @@ def _around_call(entry: nn.Module, before: Before, after: After | None, *, with_
     def remove() -> None:
         nonlocal active
         active = False
-        if entry._compiled_call_impl is call:  # otherwise somebody has gone around this
+        if entry._compiled_call_impl is call:  # otherwise someone has wrapped this one
             entry._compiled_call_impl = inner
 
     def in_place() -> bool:
         function: Any = entry._compiled_call_impl
         while function is not None and function is not call:
-            function = getattr(function, "__wrapped__", None)  # what somebody has gone around
+            function = getattr(function, "__wrapped__", None)  # what someone has wrapped
         return function is call
 
     entry._compiled_call_impl = call

@@ -1,6 +1,6 @@
 """Every error that checkflow raises on purpose. Each message is one line that says what is wrong and what to do.
 
-And the two exceptions that are no errors: :class:`Preempted` and :class:`StoppedError`.
+Also two exceptions that are not errors: :class:`Preempted` and :class:`StoppedError`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 
-_MOST_PLACE = 200  # characters of a message that say where
+_MOST_PLACE = 200  # characters of a message's place
 
 
 class CheckflowError(Exception):
@@ -27,11 +27,11 @@ class TraceError(CheckflowError):
 
 
 class PlanError(CheckflowError):
-    """A plan, or what it would be made of, is damaged or breaks a rule."""
+    """A plan, or its input, is damaged or breaks a rule."""
 
 
 class InfeasibleError(PlanError):
-    """No plan satisfies what was asked; the message names the tight interval and the least bandwidth."""
+    """No plan keeps the limits; the message names the tight interval and the least bandwidth."""
 
 
 class SolverError(PlanError):
@@ -55,10 +55,10 @@ class LockedError(StorageError):
 
 
 class MissingShardsError(StorageError):
-    """Processes that should have written their parts of a checkpoint did not; the checkpoint does not exist.
+    """Some processes did not write their parts of a checkpoint, so it does not exist.
 
     Attributes:
-        ranks: which.
+        ranks: those processes.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
@@ -79,9 +79,9 @@ class ConsistencyError(CheckflowError):
 
 
 class Preempted(SystemExit):
-    """A signal asked the job to end: training ends here, and what it had come to is saved.
+    """A signal asked the job to end: training ends here, and its state is saved.
 
-    A SystemExit, so that a script without any code for it unwinds (``with`` blocks and ``finally`` clauses run, what
+    It is a SystemExit, so a script without any code for it unwinds (``with`` blocks and ``finally`` clauses run, what
     follows the loop does not) and exits with 75: EX_TEMPFAIL of sysexits.h, "try again later".
 
     Attributes:
@@ -98,7 +98,7 @@ class Preempted(SystemExit):
 class StoppedError(BaseException):
     """A signal asks this command to end.
 
-    No Exception, nor one of the two that Python itself would raise: models and libraries catch those.
+    Not an Exception, KeyboardInterrupt or SystemExit, since models and libraries catch those.
     """
 
     def __init__(self, number: int) -> None:
@@ -107,8 +107,8 @@ class StoppedError(BaseException):
 
 
 def first_fault(error: ValidationError) -> str:
-    """The first thing that is wrong with a file: "place: reason", without the prefixes that pydantic puts there."""
+    """Return the first fault in a file as "place: reason", without pydantic's prefixes."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    place = " ".join(".".join(str(part) for part in first["loc"]).split()) or "file"  # keys are the file's own words
+    place = " ".join(".".join(str(part) for part in first["loc"]).split()) or "file"  # keys come from the file
     reason = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     return f"{place[:_MOST_PLACE]}: {' '.join(reason.split())}"

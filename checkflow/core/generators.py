@@ -1,4 +1,4 @@
-"""Random generators that a job made for itself: Python's, NumPy's and torch's objects, and their states as values."""
+"""Random generators that a job made for itself (Python's, NumPy's, torch's), and their states as values."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 
 def is_generator(value: Any) -> bool:
-    """Whether it is a random generator with a state that can be saved: not the system's."""
-    kind = type(value)  # no isinstance: lazy objects of other libraries would wake up
-    numpy = sys.modules.get("numpy")  # a job without it has none of its generators
+    """Whether it is a random generator whose state can be saved: not the system's."""
+    kind = type(value)  # isinstance would wake lazy objects of other libraries
+    numpy = sys.modules.get("numpy")  # a job without numpy has none of its generators
     kinds = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
     return issubclass(kind, (random.Random, torch.Generator, *kinds)) and not issubclass(kind, random.SystemRandom)
 
 
 def generator_state(generator: Any) -> Any:
-    """The state, as numbers, strings, containers, arrays and tensors."""
+    """Return the state, as numbers, strings, containers, arrays and tensors."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, torch.Generator):
@@ -27,7 +27,6 @@ def generator_state(generator: Any) -> Any:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Put back what :func:`generator_state` gave."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif hasattr(generator, "bit_generator"):

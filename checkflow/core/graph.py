@@ -1,6 +1,4 @@
-"""TrainingGraph: one training iteration as operators, storages, state and anchors.
-
-Pure data. The planner's trace (or the runtime's recorder) makes it; :mod:`checkflow.core.timeline` is made from it.
+"""TrainingGraph: one training iteration as operators, storages, state and anchors. Pure data.
 
 Positions: operator ``i`` runs in slot ``i`` (from 0). A *position* ``p`` lies before operator ``p``: an anchor at
 position ``p`` fires after operators ``0 … p-1`` and before operator ``p``; the boundary is at position 0.
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 Phase = Literal["forward", "backward", "optimizer"]
 StateKind = Literal["parameter", "buffer", "optimizer"]
 Placement = Literal["device", "host"]
-# For pydantic, which reads plan files back into these dataclasses: nothing is coerced, nothing is ignored.
+# For pydantic, which reads these dataclasses from files: coerce nothing, ignore nothing.
 STRICT = {"strict": True, "extra": "forbid", "allow_inf_nan": False}
 
 K = TypeVar("K")
@@ -31,15 +29,15 @@ T = TypeVar("T")
 class _FirstFault:
     """For pydantic: the first bad item ends the reading of its collection.
 
-    A hostile file may hold a million of them, and each would be kept with its place and reason. pydantic's own FailFast
-    says the same, but importing a plan imports no pydantic, and some of its versions cannot hash that.
+    A hostile file may hold a million, each kept with its place and reason. pydantic's FailFast does the same, but
+    importing a plan imports no pydantic, and some versions cannot hash it.
     """
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
         return {**handler(source), "fail_fast": True}
 
 
-# Collections of any number of items, wherever they are read from a file.
+# Collections of any length, read from files.
 Many = Annotated[tuple[T, ...], _FirstFault()]
 Named = Annotated[dict[K, T], _FirstFault()]
 
@@ -47,7 +45,7 @@ StorageKind = Literal["parameter", "buffer", "optimizer", "input", "activation",
 
 
 class AnchorKind(enum.StrEnum):
-    """Places in eager training that surely run: a checkpoint's work hangs on them."""
+    """Places in eager training that surely run, where checkpoints do their work."""
 
     BOUNDARY = "boundary"  # between two iterations; the first step of every timeline
     FORWARD = "forward"  # a module's forward-pre hook; name: "<model>/<module path>"
@@ -55,12 +53,12 @@ class AnchorKind(enum.StrEnum):
     OPTIMIZER_PRE = "optimizer_pre"  # before an optimizer's step; name: the optimizer's
     OPTIMIZER_POST = "optimizer_post"  # after an optimizer's step; name: the optimizer's
 
-    __hash__ = str.__hash__  # that of enumerations is written in Python, and anchors are looked up all the time
+    __hash__ = str.__hash__  # the enum's own is slow Python, and anchors are looked up constantly
 
 
 @dataclass(frozen=True, slots=True)
 class AnchorKey:
-    """Identity of an anchor within one iteration: what fired, and for which time (from 0) since the boundary."""
+    """What fired within one iteration, and its occurrence (from 0) since the boundary."""
 
     __pydantic_config__ = STRICT
 
@@ -76,7 +74,7 @@ class AnchorKey:
 
     @property
     def words(self) -> str:
-        """As people say it: "layer4.1.bn2's forward", "the start of optimizer.step()"."""
+        """The anchor for people: "layer4.1.bn2's forward", "the start of optimizer.step()"."""
         if self.kind is AnchorKind.BOUNDARY:
             return "the boundary"
         again = f" (time {self.occurrence + 1})" if self.occurrence else ""
@@ -112,21 +110,21 @@ class Operator:
     read_bytes: int
     written_bytes: int
     reads: tuple[int, ...]  # indices into TrainingGraph.storages
-    writes: tuple[int, ...]  # likewise: outputs and everything mutated in place
-    link_bytes: int = 0  # that it copies from device to host
-    waited_bytes: int = 0  # that cross the link, in either direction, while training waits
-    winograd: bool = False  # a convolution that Winograd's algorithm can do with fewer multiplications
-    relaid_bytes: int = 0  # of a convolution's tensors, those that matrix units take in another layout than they have
-    transient_bytes: int = 0  # of device memory that it frees itself, such as a library's workspace; a trace knows none
+    writes: tuple[int, ...]  # the same: outputs and everything mutated in place
+    link_bytes: int = 0  # copied from device to host
+    waited_bytes: int = 0  # cross the link, either way, while training waits
+    winograd: bool = False  # a convolution that Winograd's algorithm fits
+    relaid_bytes: int = 0  # a convolution's tensors that matrix units take in another layout
+    transient_bytes: int = 0  # device memory that it frees itself, such as workspaces; unknown to a trace
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class GraphStorage:
     """One allocation: live at position p iff created < p <= its end, during operator i iff created <= i <= its end.
 
-    ``created`` is the operator that allocates it, -1 for what lives at the boundary already. Ends are the last operator
-    during which it is live; ``len(operators)`` for what also lives at the next boundary. What lives at the boundary and
-    is freed before operator 0 (gradients, by ``zero_grad``) has an ``eager_end`` of -1: it is live at position 0 only.
+    ``created`` is the operator that allocates it, -1 for what lives at the boundary. Ends are the last operator during
+    which it is live; ``len(operators)`` for what also lives at the next boundary. What lives at the boundary and is
+    freed before operator 0 (gradients, by ``zero_grad``) has an ``eager_end`` of -1: it is live at position 0 only.
     """
 
     name: str
@@ -134,23 +132,23 @@ class Storage:
     size_bytes: int
     created: int
     graph_end: int  # freed after the last use
-    eager_end: int  # freed when eager PyTorch frees it: Python and autograd hold some things longer
+    eager_end: int  # freed when eager PyTorch frees it: Python and autograd hold some longer
 
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """One tensor that training needs to go on. ``name`` is ``<owner>/<key>``; see :mod:`checkflow.core.state`."""
+    """One tensor that a resume needs. ``name`` is ``<owner>/<key>``; see :mod:`checkflow.core.state`."""
 
     name: str
     kind: StateKind
     shape: tuple[int, ...]
     dtype: str
     size_bytes: int
-    placement: Placement  # "host": lies in host memory already, such as Adam's step counters; copied at the boundary
+    placement: Placement  # "host": in host memory, such as Adam's step counters; copied at the boundary
     storage: int | None  # index into TrainingGraph.storages; None for host entries
-    first_write: int | None  # operator index of the first write in an iteration; None if it is never written
-    # Where the runtime must assume a write, whether one was seen or not: the first forward of the buffer's module, or
-    # of the compiled region around it; the boundary where nothing tells when a compiled optimizer steps.
+    first_write: int | None  # operator of the first write in an iteration; None if never written
+    # Where the runtime must assume a write, seen or not: the first forward of the buffer's module, or of the compiled
+    # region around it; the boundary if a compiled optimizer's step cannot be seen.
     barrier: AnchorKey | None = None
 
 
@@ -158,13 +156,13 @@ class StateEntry:
 class TrainingGraph:
     """One training iteration. All tuples are in execution order except ``state``, which is in naming order."""
 
-    model: str  # what the user called it
+    model: str  # the user's name for it
     batch: tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype of each tensor of the batch
     micro_batches: int
     optimizers: tuple[tuple[str, str], ...]  # (name, implementation), such as ("optimizer", "Adam foreach")
     autocast: str  # dtype, or "" where autocast is off
     operators: tuple[Operator, ...]
-    storages: tuple[Storage, ...]
+    storages: tuple[GraphStorage, ...]
     state: tuple[StateEntry, ...]
     anchors: tuple[Anchor, ...]  # sorted by position, boundary first; equal positions in firing order
     ties: tuple[tuple[str, str], ...] = ()  # (further name, name in ``state``) of tied tensors
@@ -181,10 +179,7 @@ class TrainingGraph:
         return sum(entry.size_bytes for entry in self.state)
 
     def live_bytes(self, *, eager: bool) -> tuple[list[int], list[int]]:
-        """Device bytes live during each operator, with what it takes for a moment, and at each position.
-
-        Returns ``(during, at)``: ``during[i]`` for operator i (length n), ``at[p]`` for position p (length n + 1).
-        """
+        """Device bytes live during each operator, transient ones included (length n), and at each position (n + 1)."""
         n = len(self.operators)
         during, at = [0] * (n + 2), [0] * (n + 2)
         for storage in self.storages:
@@ -200,8 +195,7 @@ class TrainingGraph:
         return [live + own for live, own in zip(during[:n], taken, strict=True)], at[: n + 1]
 
     def to_networkx(self) -> networkx.DiGraph[int]:
-        """The operator DAG: one node per operator index, an edge for each read-after-write, write-after-read and
-        write-after-write dependency through a storage (edge attributes ``storage`` and ``kind``)."""
+        """Return the operator DAG: nodes are operator indices, edges (``storage``, ``kind``) dependencies."""
         import networkx
 
         dag: networkx.DiGraph[int] = networkx.DiGraph()

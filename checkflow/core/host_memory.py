@@ -1,4 +1,4 @@
-"""Host memory that this process may have: the machine's, or less where a container or a scheduler limits its job."""
+"""Host memory that this process may use: the machine's, or less if a container or scheduler limits its job."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ _MOUNT, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 class _Group(NamedTuple):
-    """A control group that this process belongs to, and that has a limit."""
+    """A control group of this process that has a limit."""
 
     limit_bytes: int
-    used_bytes: int  # of it, without what lies in memory only because it was read from files
+    used_bytes: int  # without the page cache
 
 
 class _Version(NamedTuple):
-    """Of control groups: where memory is accounted, and what in its statistics cannot be dropped."""
+    """A version of control groups: where memory is accounted, and which statistics cannot be dropped."""
 
-    controller: str  # as the process's own list of groups names it
+    controller: str  # as in the process's list of groups
     mount: Path
     limit: str
-    kept: frozenset[str]  # shared memory is, though it counts as files
+    kept: frozenset[str]  # includes shared memory, which counts as files
 
 
 def free_host_memory_bytes() -> int:
-    """What this process can still allocate in host memory without swapping, within the limits of its groups."""
+    """Return what this process can still allocate in host memory without swapping, within its groups' limits."""
     import psutil
 
     available = int(psutil.virtual_memory().available)
@@ -34,19 +34,19 @@ def free_host_memory_bytes() -> int:
 
 
 def host_memory_bytes() -> int:
-    """All of the host's that this process may use: a container may have less than the machine."""
+    """Return all host memory that this process may use: a container may have less than the machine."""
     import psutil
 
     return min([int(psutil.virtual_memory().total), *(group.limit_bytes for group in _groups())])
 
 
 def _groups() -> Iterator[_Group]:
-    """This process's own, and all above it, each of which limits it: of a scheduler's, only some in the middle may."""
+    """Yield this process's group and all above it, since a scheduler may limit only some in the middle."""
     for version in (
         _Version("", _MOUNT, "memory.max", frozenset(("anon", "shmem"))),
         _Version("memory", _MOUNT / "memory", "memory.limit_in_bytes", frozenset(("total_rss", "total_shmem"))),
     ):
-        # A container may see its own group at the mount, and its path as the host has it, which is nowhere then.
+        # A container may see its own group at the mount, with the host's path, which does not exist there.
         own = version.mount / _own_path(version.controller).lstrip("/")
         for folder in (own, *own.parents):
             if folder.is_relative_to(version.mount) and (group := _read(folder, version)) is not None:
@@ -59,7 +59,7 @@ def _own_path(controller: str) -> str:
 
 
 def _read(folder: Path, version: _Version) -> _Group | None:
-    """None: it has no limit, or none that may be known."""
+    """Read a group; None: it has no limit, or no readable one."""
     limit = _text(folder / version.limit).strip()
     if not limit.isdigit():  # "max"
         return None
@@ -68,7 +68,7 @@ def _read(folder: Path, version: _Version) -> _Group | None:
 
 
 def _text(file: Path) -> str:
-    """Of what the system tells; nothing where it does not: another system, a sandbox, a group that has just gone."""
+    """Read a system file; "" if it is missing: another system, a sandbox, or a group that has just gone."""
     try:
         return file.read_text()
     except OSError:

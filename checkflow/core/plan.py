@@ -1,6 +1,6 @@
 """Plan: the schedule of all chunks, what it was made for, and what it promises. Pure data, validated.
 
-The file is canonical JSON: one serialisation for one plan. A file that differs from it in any byte is refused.
+The file is canonical JSON, one serialisation per plan; a file that differs in any byte is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Policy = Literal["direct", "snapshot"]
 
-# Bytes of one element, by dtype. A table, so that plans are read without torch.
+# Bytes per element, by dtype; a table, so that plans are read without torch.
 _ITEM_BYTES = {
     dtype: size
     for size, dtypes in (
@@ -40,19 +40,19 @@ _ITEM_BYTES = {
     )
     for dtype in dtypes.split()
 }
-_MOST_BYTES = 2**63 - 1  # what memory and files can count
-MOST_STEPS = 2**24  # of a horizon: it is walked through step by step
-MAX_BYTES = 1 << 27  # of a file: Llama 3 with 405 billion parameters, in chunks of 8 MiB, has one of 45 MB
+_MOST_BYTES = 2**63 - 1  # the largest size of memory and files
+MOST_STEPS = 2**24  # of a horizon, which is walked step by step
+MAX_BYTES = 1 << 27  # of a file: Llama 3 405B, in chunks of 8 MiB, takes 45 MB
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A byte range of one state tensor, copied in one piece.
 
-    Its bytes cross the link within step ``offload_step``. Where ``snapshot_step`` is set, they are first copied inside
-    device memory at that step and leave from the copy, which is kept up to and including ``offload_step``; otherwise
-    they leave straight from the live tensor. Steps are those of the horizon: step ``i`` of the timeline in iteration
-    ``j`` after the boundary (from 0) is ``j * len(timeline.steps) + i``.
+    Its bytes cross the link within step ``offload_step``. With ``snapshot_step``, they are first copied inside device
+    memory at that step and leave from the copy, which is kept up to and including ``offload_step``; otherwise they
+    leave from the live tensor. Steps are those of the horizon: step ``i`` of the timeline in iteration ``j`` after the
+    boundary (from 0) is ``j * len(timeline.steps) + i``.
     """
 
     __pydantic_config__ = STRICT
@@ -79,7 +79,7 @@ class StateSpec:
 class Fingerprint:
     """What a plan was made for. The runtime refuses a job whose state or optimizers differ.
 
-    The rest it cannot see in a job, such as micro-batches: it is noted here, and ``checkflow check`` compares it.
+    It cannot see the rest in a job, such as micro-batches; ``checkflow check`` compares that.
     """
 
     __pydantic_config__ = STRICT
@@ -97,13 +97,13 @@ class Fingerprint:
 
     @property
     def state_bytes(self) -> int:
-        """Of all state, in host memory too."""
+        """Bytes of all state, in host memory, too."""
         return sum(spec.size_bytes for spec in self.state)
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Why the plan is believed to be the best: the objective reached and the bound that nothing can beat."""
+    """The objective that a plan reaches and the bound that no plan can beat."""
 
     __pydantic_config__ = STRICT
     status: Literal["optimal", "feasible"]
@@ -116,7 +116,7 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Training waits at an anchor, once a checkpoint, while the link goes on."""
+    """Training waits at an anchor, once per checkpoint, while the link goes on."""
 
     __pydantic_config__ = STRICT
     step: int  # of the horizon, as in a chunk
@@ -127,25 +127,24 @@ class Wait:
 class Plan:
     """The schedule of one checkpoint, over the ``interval`` iterations from its boundary to the next one's.
 
-    State is first written in the first of these iterations; what has not left by then leaves from snapshots, or is
-    never written.
+    State is first written in the first of these iterations; the rest then leaves from snapshots, or is never written.
     """
 
     __pydantic_config__ = STRICT
     fingerprint: Fingerprint
     policy: Policy
     bandwidth_bytes_per_second: float
-    unit_bytes: int  # the link's capacity was counted in these, and rounded on the running sum
+    unit_bytes: int  # the link's capacity is counted in these, rounded on the running sum
     timeline: Timeline
     chunks: Many[Chunk]  # sorted by (offload_step, deadline, tensor, offset)
     graph_peak_bytes: int
     plan_peak_bytes: int
-    stall_seconds: float  # of one checkpoint: the wait, and the copies inside device memory
+    stall_seconds: float  # of one checkpoint: the wait and the copies inside device memory
     interval: int  # iterations from one checkpoint to the next
     certificate: Certificate
     format: Literal["checkflow-plan"] = "checkflow-plan"
     version: Literal[1] = 1
-    # of the device's memory: a snapshot's stall is 2 x bytes / this; 0 where a plan prices no snapshots
+    # A snapshot's stall is 2 x bytes / this; 0 if the plan prices no snapshots.
     memory_bandwidth_bytes_per_second: float = 0.0
     wait: Wait | None = None
     digest: str = ""
@@ -160,13 +159,13 @@ class Plan:
         return self.interval * len(self.timeline.steps)
 
     def capacities_bytes(self, unit_bytes: int = 1) -> list[int]:
-        """Bytes (or units) that the link takes in each step of the horizon."""
+        """Return the bytes (or units) that the link takes in each step of the horizon."""
         wait = None if self.wait is None else (self.wait.step, self.wait.seconds)
         return self.timeline.capacities_bytes(self.bandwidth_bytes_per_second, unit_bytes, self.interval, wait)
 
     @functools.cached_property
     def deadlines(self) -> dict[str, int | None]:
-        """For each device tensor the last step in which a direct copy may use the link; None: no deadline."""
+        """Return for each device tensor the last step in which a direct copy may use the link; None: no deadline."""
         return {
             name: None if group.first_write is None else group.first_write - 1
             for group in self.timeline.groups
@@ -175,7 +174,7 @@ class Plan:
 
     @functools.cached_property
     def host_tensors(self) -> tuple[str, ...]:
-        """State tensors that lie in host memory: copied at the boundary itself."""
+        """State tensors in host memory, copied at the boundary itself."""
         return tuple(spec.name for spec in self.fingerprint.state if spec.host)
 
     @property
@@ -183,7 +182,6 @@ class Plan:
         return sum(chunk.length_bytes for chunk in self.chunks if chunk.snapshot_step is not None)
 
     def sealed(self) -> Plan:
-        """The same plan with the digest of its content."""
         return replace(self, digest=_digest(self))
 
 
@@ -204,11 +202,7 @@ def _digest(plan: Plan) -> str:
 
 
 def validate(plan: Plan) -> None:
-    """Check everything that needs no arithmetic of memory and link (``planner.replay`` checks those).
-
-    Raises:
-        PlanError: with the reason, at the first rule that is broken.
-    """
+    """Check all but the arithmetic of memory and link (``planner.replay`` has that); PlanError at the first fault."""
     _validate_timeline(plan.timeline)
     _validate_fingerprint(plan.fingerprint)
     _validate_numbers(plan)
@@ -259,7 +253,7 @@ def _validate_timeline(timeline: Timeline) -> None:
 
 
 def _validate_anchors(timeline: Timeline) -> None:
-    """Every anchor once, with a time that can come; the boundary first, and nowhere else."""
+    """Every anchor once, at a time that can come; the boundary first, and nowhere else."""
     seen: set[AnchorKey] = set()
     for index, step in enumerate(timeline.steps):
         key = step.anchor
@@ -315,7 +309,7 @@ def _validate_numbers(plan: Plan) -> None:
 
 
 def _validate_horizon(plan: Plan) -> None:
-    """The interval is one that can be walked through, and training waits at an anchor within it."""
+    """The interval can be walked through, and training waits at an anchor within it."""
     if plan.interval < 1:
         raise PlanError(f"the plan claims a checkpoint every {plan.interval} iterations")
     if plan.horizon_steps > MOST_STEPS:
@@ -332,7 +326,7 @@ def _validate_horizon(plan: Plan) -> None:
 
 
 def _counts_bytes(plan: Plan) -> Iterator[int]:
-    """All that is added up, or divided by a bandwidth."""
+    """Yield all that is added up, or divided by a bandwidth."""
     yield plan.unit_bytes
     yield sum(spec.size_bytes for spec in plan.fingerprint.state)
     yield sum(size for group in plan.timeline.groups for _, size in group.members)
@@ -367,11 +361,7 @@ def _anchor_of(plan: Plan, step: int) -> AnchorKey | None:
 
 
 def dumps(plan: Plan) -> bytes:
-    """The canonical bytes of a plan file (sealed with its digest).
-
-    Raises:
-        PlanError: it would be too large to be read back.
-    """
+    """Return the canonical bytes of a plan file, sealed with its digest; PlanError if too large to be read back."""
     data = _canonical(plan.sealed())
     if len(data) > MAX_BYTES:
         raise PlanError(f"the plan would have {len(data)} bytes, more than {MAX_BYTES}")
@@ -384,18 +374,14 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def loads(data: bytes, name: str = "plan") -> Plan:
-    """Read a plan; any changed byte is refused.
-
-    Raises:
-        PlanError: the reason, on one line.
-    """
+    """Read a plan; PlanError, with a reason of one line, for any changed byte."""
     from pydantic import ValidationError
 
     if len(data) > MAX_BYTES:
         raise PlanError(f"{name}: not a valid plan: it has more than {MAX_BYTES} bytes")
     try:
         check_density(data)
-        # Forgotten before pydantic, which has all else to say, parses it again: of a hostile file it may be much.
+        # Freed before pydantic parses the text again: a hostile file may be large.
         check_fields(json.loads(data, object_pairs_hook=_object, parse_int=str, parse_float=str), Plan)
         plan: Plan = _adapter().validate_json(data)
     except ValidationError as error:
@@ -409,37 +395,33 @@ def loads(data: bytes, name: str = "plan") -> Plan:
         raise PlanError(f"{name}: the plan was changed after it was made (its digest does not fit); make it anew")
     try:
         validate(plan)
-    except PlanError as error:  # names are the file's own words, of any number of lines
+    except PlanError as error:  # names come from the file, with any number of lines
         raise PlanError(" ".join(str(error).split())) from None
     return plan
 
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan file whole or not at all (a temporary file, fsync, rename)."""
+    """Write a plan file atomically (a temporary file, fsync, rename)."""
     target = Path(path)
     if not target.name or target.is_dir():
         raise PlanError(f"cannot write the plan to {str(path)!r}: that names no file")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        temporary.unlink(missing_ok=True)  # of a process that died; or a link that someone planted
-        # What everyone may write to is trusted by no job, whatever the umask.
+        temporary.unlink(missing_ok=True)  # left by a dead process, or a planted link
+        # Jobs distrust world-writable plans, whatever the umask.
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o664)) as file:
             file.write(dumps(plan))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except OSError as error:
-        with contextlib.suppress(OSError):  # the first error is the one to report
+        with contextlib.suppress(OSError):  # report the first error
             temporary.unlink(missing_ok=True)
         raise PlanError(f"cannot write the plan to {target}: {error.strerror or error}") from error
 
 
 def load(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan file.
-
-    Raises:
-        PlanError: the file cannot be read, or is not a plan that :func:`loads` accepts.
-    """
+    """Read a plan file; PlanError if it is unreadable, or not accepted by :func:`loads`."""
     try:
         data = read_regular(path, MAX_BYTES + 1)
     except OSError as error:
@@ -450,7 +432,7 @@ def load(path: str | os.PathLike[str]) -> Plan:
 def describe_mismatch(
     plan: Plan, state: dict[str, tuple[tuple[int, ...], str]], optimizers: dict[str, str]
 ) -> list[str]:
-    """What differs between a plan's fingerprint and a live job: one line each, empty if it fits.
+    """Return what differs between a plan's fingerprint and a live job: one line each, empty if it fits.
 
     Args:
         state: name to (shape, dtype) of every live state tensor.

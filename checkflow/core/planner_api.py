@@ -1,8 +1,7 @@
-"""What a live job and the planner say to each other when a plan is made while training goes on.
+"""How the runtime asks the planner for a plan during training.
 
-The runtime asks, through :class:`Planner`; the planner answers. Neither wing imports the other: the package's face
-hands one an object of the other's. What crosses into the process that plans, and back, is pure data
-(:class:`Handover`, :class:`Answer`), as JSON.
+The package hands the runtime a :class:`Planner`, so that neither wing imports the other. What crosses to the planner's
+process and back (:class:`PlannerInput`, :class:`PlanResponse`) is pure data, as JSON.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """What the user asks of a plan."""
+class PlanLimits:
+    """The limits that the user sets for a plan."""
 
     __pydantic_config__ = STRICT
     overhead: float = 0.035  # stall allowed, as a share of training's time
-    extra_memory_bytes: int | None = None  # that the plan may add to training's own peak; None: what the device has
+    extra_memory_bytes: int | None = None  # may be added to training's own peak; None: what the device has
 
 
 @dataclass(frozen=True)
-class Handover:
-    """All that the process that plans needs to know."""
+class PlannerInput:
+    """Everything that the planner's process needs to know."""
 
     __pydantic_config__ = STRICT
     timeline: Timeline
@@ -43,30 +42,30 @@ class Handover:
     bandwidth_bytes_per_second: float
     memory_bandwidth_bytes_per_second: float
     memory_limit_bytes: int
-    wishes: Wishes
-    path: str  # where the plan is to be written
+    limits: PlanLimits
+    path: str  # the file to write the plan to
     copy_seconds: float = 0.0  # what each piece of state costs the link besides its bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What came of it. There is a plan at ``path``, or ``reason`` says why not."""
+class PlanResponse:
+    """The planner's result: a plan at ``path``, or ``reason`` says why there is none."""
 
     __pydantic_config__ = STRICT
     path: str | None
     reason: str = ""  # one line
-    final: bool = False  # asking again would give the same answer: no plan satisfies what was asked
+    final: bool = False  # no plan keeps the limits: asking again is useless
     seconds: float = 0.0  # from the start of the process
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What an iteration got from the one before, and handed on to the next: neither batch nor state."""
+    """What an iteration got from the one before and passed on to the next, and is neither batch nor state."""
 
     what: str  # such as "a tensor float32[2, 20]"
-    place: str  # the source line that used it, "" where none is known
+    place: str  # the source line that used it, "" if unknown
     advice: str  # how the script can have it saved
-    identity: int  # of a tensor the address of the storage that it had at the iteration's begin, else its ``id``
+    identity: int  # a tensor's storage address at the iteration's begin, else its ``id``
 
 
 class Recorded(Protocol):
@@ -84,11 +83,11 @@ class Recorder(Protocol):
     def abandon(self) -> None: ...
 
 
-class Making(Protocol):
-    """A plan that is being made in another process."""
+class PendingPlan(Protocol):
+    """A plan that another process is making."""
 
-    def poll(self) -> Answer | None:
-        """The answer, once; None as long as there is none. Returns at once, and raises nothing."""
+    def poll(self) -> PlanResponse | None:
+        """Return the result, once; None while there is none. Never blocks or raises."""
 
     def close(self) -> None:
         """End the process, if it has not ended."""
@@ -108,26 +107,25 @@ class Planner(Protocol):
         usual_seconds: float,
         autocast: str,
         device: str,
-        wishes: Wishes,
+        limits: PlanLimits,
         file: Callable[[Fingerprint], Path],
-    ) -> Making:
-        """Begin to make the plan of a recorded iteration, in a process of its own.
+    ) -> PendingPlan:
+        """Start a process that makes the plan of a recorded iteration.
 
         Args:
-            recorded: what a recorder's ``end`` gave.
+            recorded: what a recorder's ``end`` returned.
             usual_seconds: how long such an iteration lasts when it is not recorded.
-            autocast: the dtype under which whole models are called, "" where it is off: what a running job can be
-                held against.
+            autocast: the dtype under which whole models are called, "" if off; compared with a running job.
             device: the name of the device that the job trains on.
-            file: where the plan of a job with this fingerprint is to be written.
+            file: the file for the plan of a job with this fingerprint.
 
         Raises:
             CheckflowError: nothing was recorded that could be planned, or the process cannot be started.
         """
 
 
-def plan_name(fingerprint: Fingerprint, wishes: Wishes) -> str:
-    """The name of the file of a plan made for a job and wishes: a digest of both, ``.json``."""
-    data = {"fingerprint": asdict(fingerprint), "wishes": asdict(wishes)}
+def plan_name(fingerprint: Fingerprint, limits: PlanLimits) -> str:
+    """Return the file name of a plan for a job and limits: a digest of both, ``.json``."""
+    data = {"fingerprint": asdict(fingerprint), "wishes": asdict(limits)}
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:32] + ".json"

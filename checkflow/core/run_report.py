@@ -1,7 +1,6 @@
-"""The report of a run: what checkpointing did and cost, beside what the plan had promised. Pure data, and its file.
+"""The report of a run: what checkpointing did and cost, beside the plan's promises. Pure data, and its file.
 
-``Checkpointer.report()`` gives one, as a dictionary; ``report.json`` beside the checkpoints holds those of the last
-runs. Every field is in docs/reference/run-report.md. pydantic is imported where a file is read back, and nowhere else.
+docs/reference/run-report.md describes every field. pydantic is imported only where a file is read.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from checkflow.core.small_files import check_density, check_fields, check_member
 FILE = "report.json"
 KEPT_RUNS = 32
 VERSION = 1
-MAX_BYTES = 1 << 22  # some forty times what KEPT_RUNS runs take
+MAX_BYTES = 1 << 22  # some forty times the size of KEPT_RUNS runs
 PlanSource = Literal["given", "cache", "recorded"]
-_MOST = 1e18  # bytes, seconds and counts stay below
+_MOST = 1e18  # no bytes, seconds or count reach it
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class Phases:
     """Where the time of whole iterations went; the phases' totals add up to ``iteration``'s."""
 
     __pydantic_config__ = STRICT
-    clock: Literal["host"]  # on a GPU host times do not tell when the device did what
+    clock: Literal["host"]  # on a GPU, host times do not say when the device worked
     iterations: int
     iteration: PhaseTimes
     data: PhaseTimes
@@ -56,7 +55,7 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class PlanInForce:
-    """The plan that ran last, and what it promises."""
+    """The plan that ran last, and its promises."""
 
     __pydantic_config__ = STRICT
     digest: str
@@ -73,7 +72,7 @@ class PlanInForce:
 
 @dataclass(frozen=True, slots=True)
 class PlanningReport:
-    """The search for a plan, where the job makes its own."""
+    """The search for a plan, if the job makes its own."""
 
     __pydantic_config__ = STRICT
     stage: str
@@ -83,7 +82,7 @@ class PlanningReport:
 
 @dataclass(frozen=True, slots=True)
 class FrequencyChange:
-    """Intervals that were changed at a boundary, and why."""
+    """Intervals that changed at a boundary, and why."""
 
     __pydantic_config__ = STRICT
     step: int
@@ -112,7 +111,7 @@ class Frequency:
 
 @dataclass(frozen=True, slots=True)
 class HeldSeconds:
-    """For how long training was held, the time outside of whole iterations included."""
+    """How long training was held, the time outside of whole iterations included."""
 
     __pydantic_config__ = STRICT
     anchors: float
@@ -173,19 +172,19 @@ class Lag:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What is to be held against the plan's promises, since that plan runs."""
+    """Measurements to compare with the plan's promises, since that plan runs."""
 
     __pydantic_config__ = STRICT
     iteration_seconds: float | None
     stall_seconds: float | None
     peak_bytes: int | None
     peak_reserved_bytes: int | None
-    peak_exactly: bool = False  # as long as nobody knows better, the plan's own peak is at most that
+    peak_exactly: bool = False  # otherwise an upper bound of the plan's own peak
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """One run of a job. Units are in the names; null stands for what is not known, or does not exist."""
+    """One run of a job. Units are in the names; null means unknown or absent."""
 
     __pydantic_config__ = STRICT
     run_id: str
@@ -232,7 +231,7 @@ class RunReport:
 
     @property
     def own_seconds(self) -> float:
-        """Of whole iterations, what nothing of ours held: training's own time, of which ``overhead`` is a share."""
+        """Training's own time in whole iterations, of which ``overhead`` is a share."""
         return self.phases.iteration.total_seconds - self.checkpoint_seconds - self.phases.planning.total_seconds
 
 
@@ -247,7 +246,6 @@ class ReportFile:
 
 
 def promises_of(plan: Plan, source: PlanSource) -> PlanInForce:
-    """What a plan promises."""
     return PlanInForce(
         digest=plan.digest,
         source=source,
@@ -263,25 +261,24 @@ def promises_of(plan: Plan, source: PlanSource) -> PlanInForce:
 
 
 def to_dict(report: RunReport) -> dict[str, Any]:
-    """A report as JSON values."""
     plain = dataclasses.asdict(report)
     plain["frequency"]["changes"] = list(plain["frequency"]["changes"])
     return plain
 
 
 def dump_run(report: RunReport) -> str:
-    """One run's line of the file."""
+    """Return one run's line of the file."""
     return json.dumps(to_dict(report), allow_nan=False, ensure_ascii=True)
 
 
 def dump_file(runs: Iterable[str]) -> bytes:
-    """The file, of runs that were dumped: one on a line. What it is stands first, so that nobody needs to read on."""
+    """Return the file, one dumped run per line, headed by its format so that readers can stop early."""
     lines = ",\n".join(runs)
     return f'{{"format": "checkflow-report", "version": {VERSION}, "runs": [\n{lines}\n]}}\n'.encode()
 
 
 def is_report(path: str | os.PathLike[str]) -> bool:
-    """Whether a file says at its beginning that it is a report; one that cannot be read is none."""
+    """Whether a file says at its beginning that it is a report; False if unreadable."""
     try:
         head = _read(path, 64)
     except ReportError:
@@ -290,7 +287,7 @@ def is_report(path: str | os.PathLike[str]) -> bool:
 
 
 def load(path: str | os.PathLike[str]) -> tuple[RunReport, ...]:
-    """The runs of a report file, the newest last.
+    """Return the runs of a report file, the newest last.
 
     Raises:
         ReportError: the file cannot be read, is damaged, or is of another version; one line with the reason.
@@ -299,11 +296,7 @@ def load(path: str | os.PathLike[str]) -> tuple[RunReport, ...]:
 
 
 def loads(data: bytes, name: str) -> tuple[RunReport, ...]:
-    """The runs of a report file's content; ``name`` is the file's, for messages.
-
-    Raises:
-        ReportError: as :func:`load`.
-    """
+    """Return the runs of a report's content, as :func:`load`; ``name`` is the file's, for messages."""
     from pydantic import TypeAdapter, ValidationError
 
     if len(data) > MAX_BYTES:
@@ -318,7 +311,7 @@ def loads(data: bytes, name: str) -> tuple[RunReport, ...]:
         raise ReportError(f"{name} is a report of version {version}; this checkflow reads version {VERSION}")
     try:
         check_fields(plain, ReportFile)
-        del plain  # of a hostile file it may be much
+        del plain  # a hostile file may be large
         runs: tuple[RunReport, ...] = TypeAdapter(ReportFile).validate_json(data).runs
     except ValidationError as error:
         raise ReportError(f"{name} is no run report: {first_fault(error)}") from None
@@ -331,18 +324,14 @@ def loads(data: bytes, name: str) -> tuple[RunReport, ...]:
 
 
 def latest(runs: Sequence[RunReport], name: str) -> RunReport:
-    """The newest run.
-
-    Raises:
-        ReportError: there is none.
-    """
+    """Return the newest run; ReportError if there is none."""
     if not runs:
         raise ReportError(f"{name} holds no run")
     return runs[-1]
 
 
 def _contradiction(run: RunReport) -> str | None:
-    """What no run can have: a figure below nothing or beyond all measure, more parts than the whole."""
+    """Return what no run can have: a negative or immense figure, or more parts than the whole."""
     for place, number in _numbers(to_dict(run), ""):
         if not abs(number) < _MOST:
             return f"{place} is beyond all measure"

@@ -1,11 +1,9 @@
-"""Names of state tensors, the same for the planner and the runtime.
+"""Names of state tensors (``<owner>/<key>``), the same for planner and runtime.
 
-A state tensor is named ``<owner>/<key>``. The owner is the name of a model or an optimizer; the key is the model's own
-``state_dict`` key, or ``<parameter>.<state>`` for an optimizer, where ``<parameter>`` is the model's key (preceded by
-``<model>.`` where there are several models). Wrappers' prefixes ("module.", "_orig_mod.") are no part of a name.
-
-A tensor whose values lie in several dense tensors (a sparse one, a subclass that ``__tensor_flatten__`` takes apart) is
-that many state tensors, each named after the whole and its part: ``model/adjacency.indices``.
+The owner is a model or an optimizer; the key is the model's ``state_dict`` key, or ``<parameter>.<state>`` for an
+optimizer, with ``<model>.`` before it if there are several models. Names leave out wrappers' prefixes ("module.",
+"_orig_mod."). A tensor made of several dense ones (sparse, or ``__tensor_flatten__``) is that many state tensors, each
+named after whole and part: ``model/adjacency.indices``.
 """
 
 from __future__ import annotations
@@ -32,13 +30,11 @@ DEFAULT_MODEL, DEFAULT_OPTIMIZER = "model", "optimizer"
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """A live state tensor and where it was found."""
-
     name: str
     kind: StateKind
     tensor: torch.Tensor
     module: str = ""  # buffers: "<model>/<path of the owning module>"
-    whole: torch.Tensor | None = None  # what the job holds, where ``tensor`` is only a part of it
+    whole: torch.Tensor | None = None  # what the job holds, if ``tensor`` is only a part of it
 
     @property
     def held(self) -> torch.Tensor:
@@ -55,18 +51,17 @@ class TrainingState:
 
 
 def as_models(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The models by name; a single one is called "model", whatever it is."""
+    """Return the models by name; a single one is called "model"."""
     return dict(model) if isinstance(model, Mapping) else {DEFAULT_MODEL: model}
 
 
 def as_optimizers(
     optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None, models: Collection[str] = ()
 ) -> dict[str, torch.optim.Optimizer]:
-    """The optimizers by name; a single one is called "optimizer", whatever it is. Of a wrapped one, what is inside.
+    """Return the optimizers by name, unwrapped; a single one is called "optimizer".
 
-    Args:
-        models: their names. State and files are named after either: an optimizer that is named as a model ("G") is
-            called "G.optimizer".
+    State and files are named after models or optimizers, so an optimizer named as a model ("G") is called
+    "G.optimizer".
     """
     if optimizer is None:
         return {}
@@ -80,14 +75,14 @@ def as_optimizers(
             taken.add(name)
         found[name] = unwrap_optimizer(one)
     for one in found.values():
-        if isinstance(one, torch.optim.Optimizer):  # what is none is refused elsewhere
+        if isinstance(one, torch.optim.Optimizer):  # others are refused elsewhere
             _have_hooks(one)
     return found
 
 
 def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer inside wrappers that have no state of their own, as Accelerate's: torch's hooks know only that."""
-    while isinstance(optimizer, torch.optim.Optimizer):  # a scheduler has an ``optimizer`` as well
+    """Return the optimizer inside stateless wrappers, as Accelerate's: torch's hooks know only that."""
+    while isinstance(optimizer, torch.optim.Optimizer):  # a scheduler has an ``optimizer``, too
         inner = next(filter(functools.partial(_has_state_of, optimizer), _inner_optimizers(optimizer)), None)
         if inner is None:
             break
@@ -100,17 +95,16 @@ def _has_state_of(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer
 
 
 def _inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
-    """Those that an optimizer holds, as wrappers do."""
+    """Yield those that an optimizer holds, as wrappers do."""
     for value in vars(optimizer).values():
         values = value.values() if type(value) is dict else value if isinstance(value, list | tuple) else (value,)
         yield from (one for one in values if isinstance(one, torch.optim.Optimizer) and one is not optimizer)
 
 
 def _have_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Have torch's hooks run around the step of an optimizer that did not call ``Optimizer.__init__``, which sees to
-    that. Not by its class, as there: others of it need not have what the hooks look for."""
+    """Make torch's hooks run around this optimizer's step (not its class's) if it skipped ``Optimizer.__init__``."""
     step = optimizer.step
-    # Optimizer.__init__ has hooked the class's step: what the user put in its place, on this one, calls that or not.
+    # Optimizer.__init__ has hooked the class's step, which a user's replacement on this instance may call.
     if getattr(type(optimizer).step, "hooked", False) or getattr(step, "hooked", False):
         return
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
@@ -126,23 +120,23 @@ def _have_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's module inside DistributedDataParallel, DataParallel and torch.compile wrappers."""
+    """Return the user's module inside DistributedDataParallel, DataParallel and torch.compile wrappers."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
-        elif "_orig_mod" in (modules := model.__dict__.get("_modules", {})):  # a scripted module's is no dict
+        elif "_orig_mod" in (modules := model.__dict__.get("_modules", {})):  # a scripted module's is not a dict
             model = modules["_orig_mod"]
         else:
             return model
 
 
 def clean_key(key: str) -> str:
-    """A qualified name without the "_orig_mod" that torch.compile puts around inner modules."""
+    """Return a qualified name without the "_orig_mod" that torch.compile adds for inner modules."""
     return ".".join(part for part in key.split(".") if part != "_orig_mod")
 
 
 def module_names(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """("<model>/<module path>", module) for every module, each once, under its first name."""
+    """Yield ("<model>/<module path>", module) for every module, each once, under its first name."""
     seen: set[int] = set()
     for owner, model in models.items():
         for path, module in unwrap(model).named_modules():
@@ -159,11 +153,10 @@ class Region(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    lazy: tuple[bool, bool]  # whether the values are the memory's conjugates, its negatives
+    lazy: tuple[bool, bool]  # whether values are the memory's conjugates, or negatives
 
 
 def region(tensor: torch.Tensor) -> Region:
-    """The region of a dense tensor."""
     return Region(
         tensor.untyped_storage()._cdata,
         int(tensor.storage_offset()),
@@ -186,19 +179,19 @@ _SPARSE_PARTS = {
 
 def is_composite(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no memory of its own: its values lie in other tensors."""
-    if type(tensor) in _PLAIN_TYPES:  # nearly all, and this is asked for every tensor of every operator
+    if type(tensor) in _PLAIN_TYPES:  # nearly all; asked for every tensor of every operator
         return tensor.layout in _SPARSE_PARTS
     return tensor.layout in _SPARSE_PARTS or is_traceable_wrapper_subclass(tensor)
 
 
 def dense_parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The dense tensors whose memory holds a tensor's values, each with what its name has beyond the tensor's."""
-    if is_traceable_wrapper_subclass(tensor):  # jagged tensors are such subclasses, too
+    """Yield the dense tensors whose memory holds a tensor's values, each with its name's suffix."""
+    if is_traceable_wrapper_subclass(tensor):  # jagged tensors, too
         for attribute in tensor.__tensor_flatten__()[0]:
             for suffix, part in dense_parts(getattr(tensor, attribute)):
                 yield f".{attribute}{suffix}", part
     elif tensor.layout in _SPARSE_PARTS:
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():  # a look is no operator
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():  # reading must not be recorded
             parts = [(name, getattr(tensor, name)()) for name in _SPARSE_PARTS[tensor.layout]]
         yield from ((f".{name.removeprefix('_')}", part) for name, part in parts)
     else:
@@ -206,26 +199,23 @@ def dense_parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def with_shapes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors whose shapes tell what a tensor is like: of a nested one, whose own is none, the flat ones inside."""
+    """Return the tensors whose shapes describe a tensor: of a nested one, which has none, the flat ones inside."""
     if not tensor.is_nested:
         return (tensor,)
-    with _disable_current_modes(), torch.no_grad():  # a look is no operator
+    with _disable_current_modes(), torch.no_grad():  # reading must not be recorded
         inside: Any = tensor
         return (inside.values(), inside.offsets()) if tensor.layout is torch.jagged else (inside.values(),)
 
 
 @functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as files name it: "float32" for torch.float32."""
+    """Return a dtype as files name it: "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The dimensions in the order in which memory runs through them, outermost first; None if the tensor is not dense.
-
-    A contiguous tensor has (0, 1, 2, …), a channels_last one (0, 2, 3, 1).
-    """
-    # Dimensions of size 1 may carry any stride, and so stand anywhere in the order.
+    """Return the dimensions in memory order, outermost first, as (0, 2, 3, 1) for channels_last; None if not dense."""
+    # Dimensions of size 1 may have any stride, so stand anywhere in the order.
     strides = tensor.stride()
     order = sorted((d for d in range(tensor.dim()) if tensor.shape[d] != 1), key=lambda d: -strides[d])
     expected = 1
@@ -250,7 +240,7 @@ def _model_tensors(owner: str, model: nn.Module) -> Iterator[StateTensor]:
 
 
 def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
-    """Maps ``id(parameter)`` to the name of its optimizer state: the model's key, or "<model>.<key>" for several."""
+    """Map ``id(parameter)`` to the name of its optimizer state: the model's key, or "<model>.<key>" for several."""
     names: dict[int, str] = {}
     for owner, model in models.items():
         for found in _model_tensors(owner, model):
@@ -261,7 +251,7 @@ def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
 
 
 def parameter_paths(models: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
-    """Maps "<model>/<parameter>" to the parameter, ties under each of their names."""
+    """Map "<model>/<parameter>" to the parameter, ties under each of their names."""
     return {
         found.name: found.tensor
         for owner, model in models.items()
@@ -273,7 +263,7 @@ def parameter_paths(models: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
 def optimizer_parameters(
     models: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, parameter) of everything an optimizer updates; a parameter of no model is "group<g>.param<i>"."""
+    """Yield (name, parameter) of everything an optimizer updates; parameters of no model are "group<g>.param<i>"."""
     names = parameter_names(models)
     for g, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
@@ -293,7 +283,7 @@ def _optimizer_tensors(owner: str, models: Mapping[str, nn.Module], optimizer: A
 def held_tensors(
     models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
 ) -> Iterator[StateTensor]:
-    """Every state tensor under each of its names, as models and optimizers hold it: ties too, and none in parts."""
+    """Yield every state tensor under each of its names, as held: ties, too, and none in parts."""
     for owner, model in models.items():
         yield from _model_tensors(owner, model)
     for owner, optimizer in optimizers.items():
@@ -301,7 +291,7 @@ def held_tensors(
 
 
 def collect_state(models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]) -> TrainingState:
-    """Every state tensor as it is now: persistent buffers and parameters, then optimizer state that exists.
+    """Return every state tensor as it is now: persistent buffers and parameters, then optimizer state that exists.
 
     Raises:
         UnsupportedError: a tensor has no dense memory of its own (an expanded tensor, one that overlaps another without
@@ -313,7 +303,7 @@ def collect_state(models: Mapping[str, nn.Module], optimizers: Mapping[str, torc
     first: dict[Region, str] = {}
     unique, places, ties = [], [], []
     for item, storage in zip(items, storages, strict=True):
-        if tensors_of[storage] == 1:  # nearly all: what is alone in its memory is no other's tie, and overlaps none
+        if tensors_of[storage] == 1:  # nearly all: alone in its memory, so no tie and no overlap
             unique.append(item)
             continue
         here = region(item.tensor)
@@ -328,11 +318,7 @@ def collect_state(models: Mapping[str, nn.Module], optimizers: Mapping[str, torc
 
 
 def _in_parts(item: StateTensor) -> Iterator[StateTensor]:
-    """A state tensor as the dense tensors that hold it.
-
-    Raises:
-        UnsupportedError: there are none such.
-    """
+    """Split a state tensor into the dense tensors that hold it; UnsupportedError if it has none."""
     tensor = item.tensor
     if type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_nested:  # nearly all
         _refuse_memory(item.name, tensor)
@@ -378,7 +364,7 @@ def _refuse_memory(name: str, tensor: torch.Tensor) -> None:
 
 
 def _refuse_overlap(places: list[tuple[StateTensor, Region]]) -> None:
-    """The ranges that tensors fill of their storages must be disjoint."""
+    """Refuse tensors whose ranges within their storages overlap."""
     ranges: dict[int, list[tuple[int, int, str]]] = {}
     for item, place in places:
         if size_bytes := item.tensor.nbytes:
@@ -397,16 +383,12 @@ def _refuse_overlap(places: list[tuple[StateTensor, Region]]) -> None:
 
 
 def closures_repeat(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is known to run its closure several times in a step, and writes parameters in between."""
+    """Whether an optimizer is known to run its closure several times per step, writing parameters in between."""
     return isinstance(optimizer, torch.optim.LBFGS)
 
 
 def refuse_closures(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-    """Refuse to plan for optimizers that run their closure several times in a step, as LBFGS.
-
-    Raises:
-        UnsupportedError: there is one; it is named.
-    """
+    """Refuse to plan for optimizers that run their closure several times per step, as LBFGS (UnsupportedError)."""
     for name, optimizer in optimizers.items():
         if closures_repeat(optimizer):
             raise UnsupportedError(
@@ -417,11 +399,7 @@ def refuse_closures(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
 
 
 def refuse_hidden_state(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-    """Refuse wrappers around optimizers whose state is another one than their own, and in no checkpoint therefore.
-
-    Raises:
-        UnsupportedError: there is one, and the optimizer inside was not given as well; both are named.
-    """
+    """Refuse wrappers with state beside an inner optimizer's that was not passed (UnsupportedError): it is unsaved."""
     given = set(map(id, optimizers.values()))
     for name, optimizer in optimizers.items():
         updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -436,13 +414,13 @@ def refuse_hidden_state(optimizers: Mapping[str, torch.optim.Optimizer]) -> None
 
 
 def training_device(models: Mapping[str, nn.Module]) -> torch.device:
-    """Where a job trains: the device that its first parameter on an accelerator lies on, else the CPU."""
+    """Return the first accelerator that a parameter lies on, else the CPU."""
     devices = (parameter.device for model in models.values() for parameter in model.parameters())
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def optimizer_implementation(optimizer: torch.optim.Optimizer, device_type: str) -> str:
-    """Class and implementation of an optimizer, such as "Adam foreach": what decides which operators update the state.
+    """Return class and implementation of an optimizer, such as "Adam foreach": what decides its operators.
 
     Args:
         device_type: where the parameters lie ("cuda", "cpu"). torch chooses foreach by default on CUDA only, and not
@@ -457,14 +435,16 @@ def optimizer_implementation(optimizer: torch.optim.Optimizer, device_type: str)
 
 
 def foreach_option(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool | None:
-    """What a group says of foreach; None: as torch chooses. Adafactor takes the loop then, whatever the device."""
+    """Return a group's foreach; None: torch chooses. Adafactor then takes the loop, whatever the device."""
     option = group.get("foreach", False)
     return False if option is None and isinstance(optimizer, torch.optim.Adafactor) else option
 
 
 def implementation_options(optimizer: torch.optim.Optimizer) -> list[tuple[bool, bool, bool, bool | None, bool]]:
-    """What :func:`optimizer_implementation` goes by, of each group: fused, capturable, differentiable, foreach (None:
-    as torch chooses) and whether the learning rate is a tensor. Cheap to compare at each boundary."""
+    """Per group, what :func:`optimizer_implementation` depends on; cheap to compare at each boundary.
+
+    fused, capturable, differentiable, foreach (None: torch chooses), whether the learning rate is a tensor.
+    """
     return [
         (
             bool(group.get("fused")), bool(group.get("capturable")), bool(group.get("differentiable")),
@@ -475,11 +455,7 @@ def implementation_options(optimizer: torch.optim.Optimizer) -> list[tuple[bool,
 
 
 def host_counters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """On the CPU, the state of no dimension that counts as lying in host memory: step counters and their like.
-
-    All but capturable and fused optimizers keep most of these there whatever the device: they are copied at the
-    boundary, and are no part of device memory.
-    """
+    """Yield an optimizer's zero-dimensional CPU state, such as step counters, which counts as host memory."""
     for group in optimizer.param_groups:
         if group.get("capturable") or group.get("fused"):
             continue

@@ -1,8 +1,8 @@
 """Timeline: what the planner's mathematics sees of one iteration. Pure data.
 
-Steps are numbered from 0 in code; step ``i`` is the papers' ``t = i + 1``. At segment granularity the steps alternate
-anchor (no duration), segment, anchor, …; at operator granularity there is one step an operator, and a zero-length
-step before each operator that first writes state. Step 0 is always the boundary, so nothing is written in step 0.
+Steps count from 0; step ``i`` is the papers' ``t = i + 1``. At segment granularity they alternate anchor (no duration)
+and segment; at operator granularity each operator is a step, after a zero-length one if it first writes state. Step 0
+is the boundary, so nothing is written in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from checkflow.core.units import MOST_BYTES
 
 StepKind = Literal["anchor", "segment", "operator"]
 Granularity = Literal["segment", "operator"]
-# Relative, and absolute in units: more than doubles lose over a timeline, and far less than a unit.
+# Relative, and absolute in units: more than doubles lose over a timeline, far less than a unit.
 _ROUNDING = 1e-10
 MOST_SECONDS = 1e9  # of an iteration, and of a wait
 
@@ -33,8 +33,8 @@ class Step:
     kind: StepKind
     label: str  # for people: the anchor's text, the operator's name, or "<first operator> … <last operator>"
     duration_seconds: float
-    live_bytes: int  # device memory of training itself, checkpointing excluded; the largest within a segment
-    link_bytes: int = 0  # bytes that training itself moves from device to host during this step
+    live_bytes: int  # device memory of training alone; the largest within a segment
+    link_bytes: int = 0  # training's own traffic from device to host in this step
     anchor: AnchorKey | None = None  # set iff kind == "anchor" and eager training has a hook there
 
     @property
@@ -47,8 +47,8 @@ class Step:
 class StateGroup:
     """State tensors with one deadline: their bytes are interchangeable to the planner.
 
-    ``first_write`` is the index of the first step that writes them (None: never written in an iteration). Snapshots
-    are made at step ``first_write - 1``; direct copies may use the link up to and including that step.
+    ``first_write`` is the first step that writes them (None: never). Snapshots are made at step ``first_write - 1``;
+    direct copies may use the link up to and including that step.
     """
 
     __pydantic_config__ = STRICT
@@ -85,21 +85,17 @@ class Timeline:
         return sum(group.size_bytes for group in self.groups)
 
     def available_bytes(self, bandwidth_bytes_per_second: float) -> list[float]:
-        """Bytes that the link has left over for checkpoints by the end of each step, counted from the boundary.
+        """Return the bytes that the link leaves for checkpoints by the end of each step, from the boundary.
 
-        Training's own traffic goes first. What does not fit the step that issues it is carried over: into the next
-        steps, and from an iteration's end into the next iteration. This is the steady state of that queue (Lindley,
-        1952); where training alone asks for more than the link gives, nothing is left over.
+        Training's own traffic goes first; what does not fit its step is carried over, also into the next iteration: the
+        steady state of a queue (Lindley, 1952). Nothing is left if training alone exceeds the link.
         """
         moved = [step.duration_seconds * bandwidth_bytes_per_second for step in self.steps]
         queued = self.queued_bytes(bandwidth_bytes_per_second)
         return list(itertools.accumulate(max(0.0, takes - before) for takes, before in zip(moved, queued, strict=True)))
 
     def queued_bytes(self, bandwidth_bytes_per_second: float) -> list[float]:
-        """Training's own traffic that each step finds waiting for the link, or issues; in the steady state.
-
-        Infinite where training alone asks for more than the link gives.
-        """
+        """Training's own traffic queued or issued in each step, in the steady state; infinite if beyond the link."""
         moved = [step.duration_seconds * bandwidth_bytes_per_second for step in self.steps]
         own = [step.link_bytes for step in self.steps]
         if not any(own):
@@ -107,7 +103,7 @@ class Timeline:
         if sum(own) >= math.fsum(moved):
             return [math.inf] * len(self.steps)
         left, queued = 0.0, [0.0] * len(self.steps)
-        for _ in range(2):  # what the first iteration leaves behind stays the same ever after
+        for _ in range(2):  # the queue after the first iteration is that after all others
             for index, (now, takes) in enumerate(zip(own, moved, strict=True)):
                 queued[index] = left + now
                 left = max(0.0, queued[index] - takes)
@@ -120,14 +116,11 @@ class Timeline:
         iterations: int = 1,
         wait: tuple[int, float] | None = None,
     ) -> list[int]:
-        """Whole bytes (or units of ``unit_bytes``) that the link takes in each step of some iterations.
+        """Return the whole bytes (or units of ``unit_bytes``) that the link takes in each step, less training's own
+        traffic.
 
-        Rounded on the running sum, so that short steps do not lose their share; less training's own traffic
-        (:meth:`available_bytes`).
-
-        Args:
-            wait: a step and the seconds for which training waits in it while the link goes on: first with what of
-                training's own traffic is queued.
+        Rounded on the running sum, so that short steps lose nothing. ``wait``: a step and the seconds that training
+        waits in it while the link goes on, with training's own queue first.
         """
         available = self.available_bytes(bandwidth_bytes_per_second)
         capacities, given = [], 0
@@ -145,17 +138,17 @@ class Timeline:
 
 
 def whole_units(amount_bytes: float, unit_bytes: int) -> int:
-    """Whole units in an amount that was added up in floating point: its rounding costs no unit."""
+    """Return the whole units in a floating-point sum, whose rounding must not cost a unit."""
     units = amount_bytes / unit_bytes
     return int(units + units * _ROUNDING + _ROUNDING)
 
 
 def check_timeline(timeline: Timeline) -> None:
-    """Refuse numbers that make no sense.
+    """Refuse invalid numbers.
 
     Raises:
-        PlanError: a duration is negative, no number, or beyond any training; a size is negative, no whole number, or
-            beyond what memory counts; or a first write lies outside of the timeline.
+        PlanError: a duration is negative, not a number, or beyond any training; a size is negative, fractional, or
+            beyond any memory; or a first write lies outside of the timeline.
     """
     if not timeline.steps:
         raise PlanError("the timeline has no steps")
@@ -178,6 +171,6 @@ def check_timeline(timeline: Timeline) -> None:
 
 
 def _check_bytes(what: str, size_bytes: int) -> None:
-    # a float would pass for a number of bytes here, and hold no odd one above 2**53
+    # A float would pass the range check, yet hold no odd number above 2**53.
     if not isinstance(size_bytes, int) or not 0 <= size_bytes < MOST_BYTES:
         raise PlanError(f"{what} of {size_bytes} bytes: not a whole number from 0 to 2**63 - 1")

@@ -15,7 +15,7 @@ from checkflow.core.state import as_models, as_optimizers
 class TrainingStep:
     """One training iteration: models, optimizers, an example batch, and the function that runs it.
 
-    The short form takes a loss; an iteration is ``zero_grad``, loss and ``backward`` (once a micro-batch), ``step``::
+    The short form takes a loss; an iteration is ``zero_grad``, loss and ``backward`` (once per micro-batch), ``step``::
 
         TrainingStep(model, optimizer, loss=lambda model, x, y: F.cross_entropy(model(x), y), batch=(x, y))
 
@@ -23,11 +23,11 @@ class TrainingStep:
 
         TrainingStep(step=iteration, models={"generator": g, "critic": c}, optimizers={"g": og, "c": oc}, batch=images)
 
-    ``micro_batches`` is the number of times that the short form runs loss and backward, each on ``batch``, before the
-    optimizer steps; the general form only notes it in the plan's fingerprint.
+    ``micro_batches`` is how often the short form runs loss and backward, each on ``batch``, before the optimizer steps;
+    the general form only notes it in the plan's fingerprint.
 
     Raises:
-        ModelError: neither or both forms are given, an argument is missing or of the wrong kind.
+        ModelError: neither or both forms are given, or an argument is missing or of the wrong kind.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class TrainingStep:
         return function
 
     def run(self, batch: Any) -> Any:
-        """Run one whole iteration; returns what the user's step returns (the last loss in the short form)."""
+        """Run one whole iteration; return what the user's step returns (the last loss in the short form)."""
         if self._step is not None:
             return self._step(batch)
         assert self.loss is not None

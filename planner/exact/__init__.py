@@ -1,1 +1,1 @@
-"""Closed rules and bounds; the whole-unit problem."""
+"""Exact scheduling rules, their bounds, and the problem in whole units that they solve."""

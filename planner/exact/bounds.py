@@ -1,23 +1,7 @@
 """What a peak demands of the direct policy: the least wait, the fewest snapshots, and how early they may leave.
 
-Let U_t units be due by the end of step t, and C_t what the link can have taken (with the wait at the boundary). At a
-peak, step t has room for R_t units of snapshots. Of a schedule, let V_t units be snapshotted and G_t of them gone by
-the end of step t; snapshots are made where something falls due, so V is constant from one deadline to the next. All
-that a schedule must keep are bounds of one of these numbers by another and a constant:
-
-    what leaves live state, A_t, and what leaves snapshots share the link: A_t <= C_t - G_t
-    what is due has left or is snapshotted: V_t >= U_t - A_t             hence V_t     >= G_t + U_t - C_t
-    there is room for what is held:                                            G_{t-1} >= V_t - R_t
-    the link carries no more in a step than it can:                            G_{t-1} >= G_t - c_t
-    a snapshot leaves after the step that made it:                             V_{t-1} >= G_t
-    neither number falls; at the end G = V                                     (all snapshots leave)
-
-Conversely the least V and G that keep them make a schedule: A fills what G leaves of the link, and V is never more than
-what A leaves due. Such difference constraints have a least solution, which has the fewest snapshots, and for a given
-number of snapshots a greatest one, in which they leave as early as possible. Both are found as longest paths are
-(Bellman, 1958; Ford, 1956): by sweeps forward and backward until nothing moves. A further sweep is needed only where a
-snapshot that must leave early costs another one later, which must leave early too. A longest path passes each stretch
-between deadlines once: what still moves after as many sweeps goes round in a circle, and there is no schedule.
+docs/explanation/proofs.md ("the fewest snapshots") has the constraints and the proof; names follow it: V is ``made``, G
+is ``gone``.
 """
 
 from __future__ import annotations
@@ -26,14 +10,13 @@ import numpy as np
 
 from checkflow.planner.exact.problem import Array, Problem
 
-_MORE_SWEEPS = 2  # than stretches: one to begin, one to see that nothing moves
+_MORE_SWEEPS = 2  # than stretches: one to begin, one to see that nothing changes
 
 
 def least_wait(problem: Problem, peak_bytes: int) -> int:
-    """Units that must leave while training waits at the boundary, in every schedule of this peak.
+    """Return the units that must leave while training waits at the boundary, in every schedule of this peak.
 
-    At least training's own peak is needed. With as much waiting some schedule has the peak, if it may make any number
-    of snapshots: no step of the direct rule (:mod:`.exact.greedy`) holds more than these bounds leave over.
+    ``peak_bytes`` must be at least training's own peak. With this wait and any number of snapshots the peak is reached.
     """
     room = _room(problem, peak_bytes)
     short = problem.counts.late[:-1] - np.minimum(room[:-1], room[1:])
@@ -41,7 +24,7 @@ def least_wait(problem: Problem, peak_bytes: int) -> int:
 
 
 def fewest_snapshots(problem: Problem, peak_bytes: int, wait: int) -> int | None:
-    """The fewest snapshots of any schedule with this peak and this wait at the boundary; None if there is none."""
+    """Return the fewest snapshots of any schedule with this peak and wait at the boundary; None if there is none."""
     counts, room = problem.counts, _room(problem, peak_bytes)
     late, reached = counts.late - wait, counts.reached + wait
     if room.min() < 0 or least_wait(problem, peak_bytes) > wait:
@@ -65,9 +48,9 @@ def fewest_snapshots(problem: Problem, peak_bytes: int, wait: int) -> int | None
 
 
 def most_gone(problem: Problem, peak_bytes: int, snapshots: int) -> list[int] | None:
-    """How many of at most so many snapshots may have left when each step ends, in any schedule with this peak.
+    """Return how many of at most ``snapshots`` may have left when each step ends, in any schedule with this peak.
 
-    A schedule that sends snapshots as early as that keeps the peak and the number. None: there is no schedule.
+    A schedule that sends them this early keeps peak and number. None: there is no schedule.
     """
     counts, room = problem.counts, _room(problem, peak_bytes)
     late, reached = counts.late, counts.reached
@@ -95,5 +78,5 @@ def most_gone(problem: Problem, peak_bytes: int, snapshots: int) -> list[int] | 
 
 
 def _room(problem: Problem, peak_bytes: int) -> Array:
-    """Units of snapshots that a peak leaves room for, in each step."""
+    """Return the units of snapshots that a peak leaves room for in each step."""
     return (peak_bytes - problem.counts.live_bytes) // problem.unit_bytes

@@ -1,8 +1,7 @@
-"""How often a checkpoint is possible, and what it costs: a timeline on a device, held against limits.
+"""How often a checkpoint is possible and what it costs, for a timeline on a device within limits.
 
-A checkpoint every k iterations is spread over k of them. State is due in the first, as ever; the others give the link
-more time, and training more time to earn the seconds for which it stands still: the budget is a share of all k. So
-whatever fits k fits k + 1, and the smallest interval is found by bisection.
+A checkpoint every k iterations spreads over k of them. State is due in the first; the others add time on the link and
+raise the stall budget, which is a share of all k. So what fits k fits k + 1, and bisection finds the smallest k.
 """
 
 from __future__ import annotations
@@ -20,19 +19,16 @@ from checkflow.planner.exact.problem import Problem, make_problem
 from checkflow.planner.exact.shrink import Shrunk, shrink
 
 _MOST_SNAPSHOT_STEPS = 2**20  # of a horizon under the snapshot policy, which is searched step by step
-MOST_INTERVAL = 1000  # iterations, where nobody says otherwise
+MOST_INTERVAL = 1000  # iterations, by default
 _FRONTIER_INTERVALS = 6
 _FRONTIER_SNAPSHOT_STEPS = 50_000  # beyond these, horizons of the snapshot policy are left out of the frontier
 _FRONTIER_HALVINGS = 2  # between the ends of one interval's frontier: up to 2**n - 1 rows
-_BENT = 1e-3  # of the stall: less than this off the straight line between its neighbours, a row says nothing
+_BENT = 1e-3  # of the stall: a row closer than this to the line between its neighbours adds nothing
 
 
 @dataclass(frozen=True)
 class FrontierRow:
-    """A trade-off that the link allows, limits aside: a checkpoint every ``interval`` iterations for this price.
-
-    No schedule of as few iterations has less of both: extra memory, and stall.
-    """
+    """A trade-off, limits aside: a checkpoint every ``interval`` iterations. No shorter one has less of both prices."""
 
     interval: int
     stall_seconds: float
@@ -50,7 +46,7 @@ class Question:
     memory_bandwidth_bytes_per_second: float
     overhead: float | None  # share of training's time; None: any snapshots, no waiting for the link
     peak_limit_bytes: int | None = None
-    # Of this timeline, policy and unit, by interval: made when first asked for, and shared with copies of the question.
+    # By interval, of this timeline, policy and unit; made on first use and shared with copies of this object.
     blocks: dict[int, Shrunk] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -63,7 +59,7 @@ class Question:
 
     @property
     def may_wait(self) -> bool:
-        """Whether training may wait for the link: not where its own traffic never leaves any of it over."""
+        """Whether training may wait for the link: not where its own traffic always fills it."""
         return self.overhead is not None and self.policy == "direct" and math.isfinite(self.prices.queue_seconds)
 
     def budget(self, interval: int) -> Budget:
@@ -73,26 +69,24 @@ class Question:
         return Budget(seconds, may_wait=self.may_wait)
 
     def shrunk(self, interval: int) -> Shrunk:
-        """The blocks of a horizon."""
         if interval not in self.blocks:
             self.blocks[interval] = shrink(self.timeline, self.unit_bytes, interval, self.policy)
         return self.blocks[interval]
 
     def problem(self, interval: int) -> Problem:
-        """What is searched for one interval: its blocks."""
+        """Return what is searched for one interval: its blocks."""
         return self.shrunk(interval).problem(self.bandwidth_bytes_per_second)
 
     def every_step(self, interval: int) -> Problem:
-        """What is scheduled for one interval: all of its steps."""
+        """Return what is scheduled for one interval: all of its steps."""
         return make_problem(self.timeline, self.bandwidth_bytes_per_second, self.unit_bytes, interval)
 
     def peak_limit(self, problem: Problem) -> int:
-        """The limit, or where there is none a peak that holds all state at once."""
+        """Return the limit or, without one, a peak that holds all state at once."""
         enough = problem.training_peak_bytes + problem.unit_bytes * problem.total
         return enough if self.peak_limit_bytes is None else min(enough, self.peak_limit_bytes)
 
     def fits(self, interval: int) -> bool:
-        """Whether any schedule of this interval keeps the limits."""
         problem = self.problem(interval)
         return optimum.fits(problem, self.policy, self.peak_limit(problem), self.prices, self.budget(interval))
 
@@ -102,23 +96,23 @@ class Question:
         return greedy.deadlines_hold(problem, self.peak_limit(problem))
 
     def least_peak_bytes(self, interval: int) -> int | None:
-        """The least peak of this interval within the budget, whatever the memory limit; None if there is none."""
+        """Return the least peak of this interval within the budget, whatever the memory limit; None if none is."""
         return optimum.least_peak_bytes(self.problem(interval), self.policy, self.prices, self.budget(interval))
 
     def least_stall(self, interval: int, peak_bytes: int) -> Terms | None:
-        """The terms of the shortest stall of this interval at a peak, whatever the budget."""
+        """Return the terms of the shortest stall of this interval at a peak, whatever the budget."""
         problem = self.problem(interval)
         return optimum.least_stall(problem, self.policy, peak_bytes, self.prices, may_wait=self.may_wait)
 
 
 def longest_interval(timeline: Timeline, policy: Policy, most: int | None) -> int:
-    """The interval up to which plans are looked for: what is asked for, as far as a horizon can be walked through."""
+    """Return the longest interval to search: ``most``, as far as a horizon can be walked through."""
     steps = MOST_STEPS if policy == "direct" else _MOST_SNAPSHOT_STEPS
     return max(1, min(MOST_INTERVAL if most is None else most, steps // max(1, len(timeline.steps))))
 
 
 def smallest_interval(question: Question, most: int) -> int | None:
-    """The least number of iterations, up to ``most``, in which a checkpoint keeps the limits; None if there is none."""
+    """Return the fewest iterations, up to ``most``, in which a checkpoint keeps the limits; None if none does."""
     if question.policy == "snapshot" and not question.deadlines_hold():
         return None  # they lie in the first iteration: no further one helps
     high = 1
@@ -137,10 +131,9 @@ def smallest_interval(question: Question, most: int) -> int | None:
 
 
 def frontier(question: Question, most: int) -> tuple[FrontierRow, ...]:
-    """What checkpoints cost, limits aside: for each interval from the least memory to the shortest stall.
+    """Return what checkpoints cost, limits aside: for each interval from the least memory to the shortest stall.
 
-    Intervals beyond the one in which the link takes all state by itself gain nothing, and are left out; so is what
-    costs as much as a shorter interval.
+    Leaves out rows as dear as a shorter interval's, and intervals beyond the first whose link takes all state.
     """
     rows: list[FrontierRow] = []
     for interval in _intervals(question, most):
@@ -153,7 +146,7 @@ def frontier(question: Question, most: int) -> tuple[FrontierRow, ...]:
 
 
 def _intervals(question: Question, most: int) -> list[int]:
-    """1, 2, 4, …, and the first interval whose link takes all state."""
+    """Return 1, 2, 4, …, and the first interval whose link takes all state."""
     state, taken = question.timeline.state_bytes, 0.0
     if question.timeline.steps:
         taken = question.timeline.available_bytes(question.bandwidth_bytes_per_second)[-1]
@@ -166,7 +159,7 @@ def _intervals(question: Question, most: int) -> list[int]:
 
 
 def _trade_offs(question: Question, interval: int) -> list[FrontierRow]:
-    """The ends of an interval's frontier and, between them, where it bends (stall is convex in the peak)."""
+    """Return the ends of an interval's frontier and the bends between them (stall is convex in the peak)."""
     problem = question.problem(interval)
     ends = [_trade_off(question, interval, problem, problem.training_peak_bytes)]
     ends.append(_trade_off(question, interval, problem, _everything(problem)))
@@ -183,7 +176,7 @@ def _trade_offs(question: Question, interval: int) -> list[FrontierRow]:
 
 
 def _halved(question: Question, interval: int, problem: Problem, rows: list[FrontierRow]) -> list[FrontierRow]:
-    """The rows, and between each two of them one that is off their straight line, if there is one."""
+    """Add to the rows, between each two of them, one that is off their straight line, if there is one."""
     result = rows[:1]
     for left, right in pairwise(rows):
         middle_bytes = (left.extra_bytes + right.extra_bytes) // 2
@@ -198,7 +191,7 @@ def _halved(question: Question, interval: int, problem: Problem, rows: list[Fron
 
 
 def _trade_off(question: Question, interval: int, problem: Problem, peak_bytes: int) -> FrontierRow | None:
-    """The shortest stall at a peak, and what of the peak it needs."""
+    """Return the shortest stall at a peak, and how much of the peak it needs."""
     may_wait = question.may_wait
     terms = optimum.least_stall(problem, question.policy, peak_bytes, question.prices, may_wait=may_wait)
     if terms is None:

@@ -1,25 +1,8 @@
-"""The least peak within a budget of standing still, and the least standing still at a peak: exactly, without a solver.
+"""The least peak within a stall budget, and the shortest stall at a peak: exact, without a solver.
 
-Training stands still in two ways, and both have a price for each unit of state: it waits until the link has taken the
-unit (W of them), or until the unit has been copied inside device memory (Z of them).
-
-*One wait, at the boundary, does as well as any number of waits anywhere.* Each unit that left during another wait can
-leave its live tensor during one at the boundary instead: its deadline is not before that, a snapshot of it is saved,
-and no other unit moves. (For the same price the plan waits as late as that serves: :func:`latest_wait`. A link that is
-faster than planned then shortens it. Training's own traffic that is queued at the boundary goes first, and adds to the
-price of any wait; where there is such traffic, the plan waits there.)
-
-*Which W and Z.* At a peak P, W is at least what :func:`.bounds.least_wait` says. For each such W let
-f(W) be the fewest snapshots that reach P (:func:`.bounds.fewest_snapshots`). A schedule is a flow of
-units through a network: from the live state, whose stock must fall to N - U_t by the end of step t, along the link's
-arc of a step (capacity c_t, and at the boundary a second arc, of W), or first through a snapshot into the store, whose
-arc along step t holds what P leaves free. So W and Z are the costs of a minimum cost flow: whole numbers are optimal,
-and f is convex. The cheapest W is therefore the first at which one unit more of waiting no longer saves its price in
-snapshots. No unit saves more snapshots than there are deadlines, since a cycle of the residual network passes each
-deadline once; where that many cost less than one unit of waiting, the least W is the cheapest, and nothing need be
-searched.
-
-Under the snapshot policy, every unit is copied once and training never waits for the link: the price is fixed.
+Training stalls while the link takes W units, and while Z units are copied inside device memory.
+docs/explanation/proofs.md ("the least pause") shows that one wait at the boundary is enough, and how W and Z are
+chosen.
 """
 
 from __future__ import annotations
@@ -34,29 +17,27 @@ from checkflow.core.plan import Policy
 from checkflow.planner.exact import bounds, greedy
 from checkflow.planner.exact.problem import Flow, Problem
 
-_ROUNDING = 1e-12  # of a budget: the product of a share and a time is allowed its last digits
+_ROUNDING = 1e-12  # of a budget: a share times a time is off in its last digits
 
 
 @dataclass(frozen=True)
 class Prices:
-    """Seconds for which training stands still, for each unit."""
+    """Seconds that training stalls, for each unit."""
 
     wait_seconds: float  # that leaves while training waits for the link
     snapshot_seconds: float  # that is copied inside device memory
     queue_seconds: float = 0.0  # before the first that leaves: until training's own traffic has gone
 
     def waiting_seconds(self, wait_units: int) -> float:
-        """For the link, in one checkpoint."""
         return self.queue_seconds + wait_units * self.wait_seconds if wait_units else 0.0
 
     def stall_seconds(self, terms: Terms) -> float:
-        """Of one checkpoint."""
         return self.waiting_seconds(terms.wait_units) + terms.snapshots * self.snapshot_seconds
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What a schedule does at most while training stands still, in units."""
+    """The most units that a schedule moves during stalls."""
 
     wait_units: int
     snapshots: int
@@ -64,7 +45,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Budget:
-    """For how long training may stand still for one checkpoint."""
+    """How long training may stall for one checkpoint."""
 
     seconds: float  # infinite: as long as the snapshots take
     may_wait: bool = True  # for the link, too
@@ -73,20 +54,20 @@ class Budget:
         return stall_seconds <= self.seconds * (1 + _ROUNDING)
 
     def most(self, price_seconds: float, spent_seconds: float = 0.0) -> float:
-        """How many units of a price remain."""
+        """Return how many units of a price the rest of the budget buys."""
         left = self.seconds * (1 + _ROUNDING) - spent_seconds
         return left / price_seconds if price_seconds else math.inf
 
 
 def make_prices(unit_bytes: int, bandwidth_bytes_per_second: float, memory_bandwidth_bytes_per_second: float) -> Prices:
-    """Of one unit: over the link once; inside device memory, read once and written once."""
+    """Return the prices of one unit: once over the link; inside device memory, one read and one write."""
     return Prices(unit_bytes / bandwidth_bytes_per_second, 2 * unit_bytes / memory_bandwidth_bytes_per_second)
 
 
 def least_stall(
     problem: Problem, policy: Policy, peak_bytes: int, prices: Prices, *, may_wait: bool = True
 ) -> Terms | None:
-    """The terms of the shortest standing still at a peak; None if no schedule has that peak."""
+    """Return the terms of the shortest stall at a peak; None if no schedule has that peak."""
     if peak_bytes < problem.training_peak_bytes:
         return None
     if policy == "snapshot":
@@ -99,7 +80,7 @@ def least_stall(
     if may_wait and not _waiting_never_pays(problem, prices):
         wait = _cheapest_wait(problem, prices, wait, fewest)
         longer = Terms(wait, fewest(wait))
-        if prices.stall_seconds(longer) < prices.stall_seconds(terms):  # what is queued goes first, if at all
+        if prices.stall_seconds(longer) < prices.stall_seconds(terms):  # a wait also pays for what is queued before it
             return longer
     return terms
 
@@ -107,7 +88,7 @@ def least_stall(
 def least_peak_bytes(
     problem: Problem, policy: Policy, prices: Prices, budget: Budget, most_bytes: int | None = None
 ) -> int | None:
-    """The least peak of all schedules within the budget; None if none is within it, or under ``most_bytes``."""
+    """Return the least peak of all schedules within the budget; None if none is within it, or under ``most_bytes``."""
     low = problem.training_peak_bytes
     high = low + problem.unit_bytes * problem.total
     if most_bytes is not None and most_bytes < high:
@@ -124,7 +105,7 @@ def least_peak_bytes(
 
 
 def fits(problem: Problem, policy: Policy, peak_bytes: int, prices: Prices, budget: Budget) -> bool:
-    """Whether a schedule has this peak, or a lower one, and is within the budget."""
+    """Whether a schedule within the budget has at most this peak."""
     if peak_bytes < problem.training_peak_bytes:
         return False
     if policy == "snapshot":
@@ -143,13 +124,10 @@ def fits(problem: Problem, policy: Policy, peak_bytes: int, prices: Prices, budg
 
 
 def cheapest_flow(problem: Problem, terms: Terms, peak_bytes: int) -> Flow:
-    """A schedule of the direct policy with this peak on these terms; its snapshots leave as early as they may.
+    """Return a direct schedule with this peak on these terms, or raise ValueError; snapshots leave as early as
+    possible.
 
-    Args:
-        problem: with the wait.
-
-    Raises:
-        ValueError: there is none.
+    ``problem`` has the wait already.
     """
     allowed = bounds.most_gone(problem, peak_bytes, terms.snapshots)
     flow = None if allowed is None else greedy.direct_flow(problem, allowed)
@@ -159,10 +137,9 @@ def cheapest_flow(problem: Problem, terms: Terms, peak_bytes: int) -> Flow:
 
 
 def latest_wait(problem: Problem, terms: Terms, peak_bytes: int, anchors: list[int]) -> int:
-    """The last of the given steps at which training can wait for the same terms and peak.
+    """Return the last of the sorted ``anchors`` at which training can wait for the same terms and peak.
 
-    Args:
-        anchors: sorted; the first is the boundary, where a wait always serves.
+    The first is the boundary, where a wait always serves.
     """
 
     def too_late(step: int) -> bool:
@@ -179,7 +156,7 @@ def _waiting_never_pays(problem: Problem, prices: Prices) -> bool:
 
 
 def _cheapest_wait(problem: Problem, prices: Prices, low: int, fewest: Callable[[int], int]) -> int:
-    """From ``low`` on, the first wait at which one more unit saves less than it costs. Saving falls: f is convex."""
+    """Return the first wait from ``low`` where one more unit saves less than it costs (f is convex: savings fall)."""
 
     def pays(wait: int) -> bool:
         return (fewest(wait) - fewest(wait + 1)) * prices.snapshot_seconds > prices.wait_seconds

@@ -1,10 +1,8 @@
-"""Problem: what all formulations schedule, in whole units; Flow: how many units move when.
+"""What all formulations schedule, in whole units (:class:`Problem`), and how many units move when (:class:`Flow`).
 
-All state is one string of bytes, in the order in which it is first written (then by name): the bytes that must be safe
-first come first, and whatever moves next is the next piece of the string. It is cut into units, so that solvers see
-small whole numbers; a unit is due with its first byte. Both roundings act on running sums (of state and of link
-capacity), so that all of them together lose less than two units of state and one of link. The unit that may
-be partly filled is the first: it leaves first, so it is counted whole in a peak only if the peak comes before that.
+All state is one string of bytes, ordered by first write, then name; whatever moves next is its next piece. A unit is
+due with its first byte. Rounding acts on running sums of state and of link capacity, so it loses less than two units of
+state and one of link in all. Only the first unit may be partly filled; it leaves first.
 """
 
 from __future__ import annotations
@@ -28,23 +26,23 @@ Array = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class Counts:
-    """A problem's numbers, one entry a step, and the stretches from deadline to deadline."""
+    """A problem's numbers, one entry per step, and the stretches from deadline to deadline."""
 
     live_bytes: Array
     due: Array
     reached: Array
-    starts: Array  # the first step of each stretch; the first stretch begins with the problem
+    starts: Array  # the first step of each stretch; the first is step 0
     stretch: Array  # the stretch that each step lies in
 
     @property
     def late(self) -> Array:
-        """What cannot have left live state by the end of each step, at the least."""
+        """The least that cannot have left live state by the end of each step."""
         return self.due - self.reached
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One or more iterations in units. Tuples have one entry a step; all deadlines lie in the first iteration."""
+    """One or more iterations in units. Tuples have one entry per step; all deadlines lie in the first iteration."""
 
     unit_bytes: int
     total: int  # units of state
@@ -67,7 +65,6 @@ class Problem:
 
     @cached_property
     def counts(self) -> Counts:
-        """The same as arrays."""
         due = np.array(self.due, dtype=np.int64)
         starts = np.flatnonzero(np.diff(due, prepend=0))
         begins = np.zeros_like(due)
@@ -82,7 +79,7 @@ class Problem:
         )
 
     def waiting(self, units: int, step: int = 0) -> Problem:
-        """The same, if training waits in a step until the link has taken that many units more."""
+        """Return the problem in which training waits in a step until the link has taken ``units`` more."""
         if not units:
             return self
         capacity = self.capacity
@@ -91,10 +88,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Flow:
-    """Units that move in each step: out of live tensors, into snapshots, out of snapshots.
-
-    Which units they are follows from the order of the string (:mod:`checkflow.planner.schedule.chunks`).
-    """
+    """Units that move in each step; the string's order decides which (:mod:`checkflow.planner.schedule.chunks`)."""
 
     direct: tuple[int, ...]
     made: tuple[int, ...]
@@ -105,7 +99,7 @@ class Flow:
         return sum(self.made)
 
     def held(self) -> list[int]:
-        """Units of snapshots in device memory during each step: those made in it, less those gone before it."""
+        """Return the units of snapshots held during each step: made by its end, less those gone before it."""
         held, level, gone = [], 0, 0
         for made, drained in zip(self.made, self.drained, strict=True):
             level += made - gone
@@ -114,12 +108,11 @@ class Flow:
         return held
 
     def peak_bytes(self, problem: Problem) -> int:
-        """Peak of device memory, every unit counted whole."""
         return max(live + problem.unit_bytes * held for live, held in zip(problem.live_bytes, self.held(), strict=True))
 
 
 def unit_for(state_bytes: int) -> int:
-    """The least power of two of bytes, at least 512, of which all state is at most 2^24 units."""
+    """Return the least power of two of bytes, at least 512, of which all state is at most 2^24 units."""
     unit = SMALLEST_UNIT_BYTES
     while unit * MOST_UNITS < state_bytes:
         unit *= 2
@@ -132,14 +125,10 @@ def make_problem(
     unit_bytes: int | None = None,
     iterations: int = 1,
 ) -> Problem:
-    """The timeline in units, repeated for a number of iterations.
-
-    Args:
-        bandwidth_bytes_per_second: of the link, from device to host.
-        unit_bytes: None: as :func:`unit_for` says.
+    """Convert the timeline, repeated for a number of iterations, to units (None: as :func:`unit_for` chooses).
 
     Raises:
-        PlanError: a duration or a size is negative or no number, or a first write lies outside of the timeline.
+        PlanError: a duration or size is negative or not a number, or a first write lies outside the timeline.
     """
     check_timeline(timeline)
     check_bandwidth(bandwidth_bytes_per_second)
@@ -158,11 +147,7 @@ def make_problem(
 
 
 def count_units(timeline: Timeline, unit_bytes: int, iterations: int) -> int:
-    """Units of all state, the last one counted whole.
-
-    Raises:
-        PlanError: more than can be counted with.
-    """
+    """Return the units of all state, the last one counted whole; PlanError if too large to count with."""
     total = -(-timeline.state_bytes // unit_bytes)
     if timeline.training_peak_bytes + total * unit_bytes >= MOST_BYTES:
         raise PlanError("training's peak and a copy of its state are more bytes than any memory has")
@@ -172,7 +157,7 @@ def count_units(timeline: Timeline, unit_bytes: int, iterations: int) -> int:
 
 
 def due_units(timeline: Timeline, unit_bytes: int) -> tuple[int, ...]:
-    """For each step of one iteration the units that must have left, or lie in a snapshot, when it ends."""
+    """Return for each step of one iteration the units that must have left, or lie in a snapshot, when it ends."""
     fresh = [0] * len(timeline.steps)
     for group in timeline.groups:
         if group.first_write is not None:
@@ -182,10 +167,6 @@ def due_units(timeline: Timeline, unit_bytes: int) -> tuple[int, ...]:
 
 
 def check_bandwidth(bytes_per_second: float) -> None:
-    """Refuse what is no bandwidth.
-
-    Raises:
-        PlanError: it is not a number above zero, or more than 2**63 bytes per second.
-    """
-    if not 0 < bytes_per_second < MOST_BYTES:  # NaN neither
+    """Refuse with PlanError what is not above zero, or above 2**63 bytes per second."""
+    if not 0 < bytes_per_second < MOST_BYTES:  # refuses NaN, too
         raise PlanError(f"not a bandwidth: {bytes_per_second} bytes per second")

@@ -1,26 +1,6 @@
-"""What of a timeline can bind: long runs of steps become one step each, and nothing is lost.
+"""Joins the steps of a timeline that cannot bind into blocks, without losing a schedule.
 
-**Direct policy.** Cut the horizon into blocks: each step at which state falls due is a block of its own; every other
-run of steps is cut right before each step whose live memory exceeds that of all steps of the run before it. A block's
-capacity is the sum of its steps', its live memory the largest of them.
-
-*The least peak stays the same, with and without limits on snapshots and waiting.* No snapshot is made inside a run, so
-what is held only falls along it: held_t = V - Y_{t-1} for V snapshots made before the run. By the cuts, a block's first
-step has the largest live memory of the block, and it is also the step that holds the most. So a block's peak is that of
-its first step, which is what the shrunk problem counts: V - Y after the previous block. Deadlines are met at the ends
-of blocks by both; the link's limit on a block is the sum of the limits on its steps, and any amount within it can be
-spread over them. Hence every schedule of the steps gives one of the blocks with the same peak, snapshots and wait, by
-adding up, and every one of the blocks gives one of the steps (:func:`expand`).
-
-Two more cuts fall away. Live memory that stays under the peak even with all state in snapshots beside it is harmless:
-it never binds. After the first iteration nothing falls due, so from the step of the peak in the second one on, nothing
-binds any more: the last block takes in all further iterations, and a horizon of a thousand iterations costs no more
-than one of two.
-
-**Snapshot policy.** What leaves in a step was copied one step before at the latest, so snapshots are made everywhere,
-and only runs of harmless steps without deadlines that follow a harmless step become blocks. What leaves within such a
-block counts as copied at the step before it: earlier than it must be, but only where nothing binds, so no other step
-holds more or less than before. Back again, what leaves is spread over the steps, each part copied one step earlier.
+docs/explanation/proofs.md ("shrinking a timeline") has the cuts and why the least peak stays the same.
 """
 
 from __future__ import annotations
@@ -40,7 +20,7 @@ _Block = tuple[int, int, int]  # last step, live bytes, units due
 
 @dataclass(frozen=True)
 class Shrunk:
-    """The blocks of a horizon. Tuples have one entry a block."""
+    """The blocks of a horizon. Tuples have one entry per block."""
 
     timeline: Timeline
     policy: Policy
@@ -52,11 +32,7 @@ class Shrunk:
     due: tuple[int, ...]
 
     def problem(self, bandwidth_bytes_per_second: float) -> Problem:
-        """The blocks over a link of this bandwidth.
-
-        Raises:
-            PlanError: it is no bandwidth.
-        """
+        """Return the blocks over a link of this bandwidth."""
         check_bandwidth(bandwidth_bytes_per_second)
         count = len(self.timeline.steps)
         available = self.timeline.available_bytes(bandwidth_bytes_per_second)
@@ -68,16 +44,11 @@ class Shrunk:
         return Problem(self.unit_bytes, self.total, self.live_bytes, capacity, self.due)
 
     def block_of(self, step: int) -> int:
-        """The block that a step of the horizon lies in."""
         return bisect_left(self.ends, step)
 
 
 def shrink(timeline: Timeline, unit_bytes: int | None = None, interval: int = 1, policy: Policy = "direct") -> Shrunk:
-    """The blocks of ``interval`` iterations of a timeline.
-
-    Raises:
-        PlanError: as :func:`checkflow.planner.exact.problem.make_problem`.
-    """
+    """Return the blocks of ``interval`` iterations of a timeline; PlanError as :func:`.problem.make_problem`."""
     check_timeline(timeline)
     unit = unit_for(timeline.state_bytes) if unit_bytes is None else unit_bytes
     total = count_units(timeline, unit, interval)
@@ -124,10 +95,9 @@ def _snapshot_blocks(live: Sequence[int], due: Sequence[int], harmless: int, int
 
 
 def expand(shrunk: Shrunk, flow: Flow, problem: Problem) -> Flow:
-    """A schedule of blocks as one of steps: within each block as early as the link allows, snapshots first.
+    """Turn a schedule of blocks into one of steps: within each block as early as the link allows, snapshots first.
 
-    Args:
-        problem: the steps that the blocks were made of, with the same wait.
+    ``problem`` has the steps that the blocks were made of, with the same wait.
     """
     if shrunk.policy == "snapshot":
         left, begin = [0] * problem.steps, 0

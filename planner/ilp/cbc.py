@@ -1,4 +1,4 @@
-"""CBC: a program of its own, started here and not by PuLP, whose interface has no way to end it."""
+"""Runs CBC as a child process of its own, since PuLP's interface cannot kill it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from checkflow.planner.ilp.search import Solve, found, infeasible, nothing_found
 if TYPE_CHECKING:
     import pulp
 
-_GRACE_SECONDS = 10.0  # CBC looks at the clock only now and then
+_GRACE_SECONDS = 10.0  # CBC reads the clock only now and then
 
 
 def search(problem: pulp.LpProblem, seconds: float, tolerance: float | None) -> Solve:
@@ -52,16 +52,16 @@ def search(problem: pulp.LpProblem, seconds: float, tolerance: float | None) -> 
         raise nothing_found("CBC", seconds)
     if solution_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         raise SolverError(f"CBC failed: {pulp.LpSolution[solution_status].lower()}")
-    # the solution file has eight digits, so that a sum over its values may be below the bound; the log has all
-    told = re.search(r"^Objective value:\s*(\S+)", text, re.MULTILINE)
-    objective = float(told[1]) if told else float(pulp.value(problem.objective))
+    # The solution file has eight digits, so a sum over its values may be below the bound; the log has all digits.
+    logged = re.search(r"^Objective value:\s*(\S+)", text, re.MULTILINE)
+    objective = float(logged[1]) if logged else float(pulp.value(problem.objective))
     lower = re.search(r"^Lower bound:\s*(\S+)", text, re.MULTILINE)
     optimal = solution_status == pulp.LpSolutionOptimal
     return found("cbc", version, optimal, objective, objective if optimal else float(lower[1]) if lower else -math.inf)
 
 
 def _run_cbc(command: list[str], log: Path, seconds: float) -> None:
-    """Run to its end; whatever happens here, the process does not outlive this call."""
+    """Run CBC to its end; the process never outlives this call."""
     with log.open("wb") as output:
         try:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
@@ -82,11 +82,7 @@ def _run_cbc(command: list[str], log: Path, seconds: float) -> None:
 
 
 def _check_whole(solution: Path, lines: int) -> None:
-    """A row that is missing would be read as zeros.
-
-    Args:
-        lines: that a whole file has: the status, and each row and column of the model.
-    """
+    """Refuse a solution file with fewer than ``lines`` lines: a missing row would be read as zeros."""
     try:
         text = solution.read_text()
     except FileNotFoundError:

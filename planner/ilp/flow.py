@@ -1,18 +1,7 @@
 """The aggregate ILP: it counts units, not chunks, since bytes with the same deadline are interchangeable.
 
-It stands beside the Checkflow paper's ILP (one binary per tensor, action and step): the same rules, summed over
-tensors. Its variables are running sums over the steps, so that each rule is one short row:
-
-    D_t (X_t)   units that have left live tensors when step t ends (snapshot policy: from a copy made one step before)
-    Y_t         units that have left longer-lived snapshots when step t ends
-    Z_u         units snapshotted at the deadlines up to that of first write u; a group's part is at most the group
-    wait        units that leave while training waits at the boundary (a wait anywhere else serves no better)
-    waits       1 if it waits, where training's own traffic must go first
-    extra       what the peak exceeds training's own by, in units (not a whole number: memory is not counted in units)
-
-Steps in which nothing can leave have no variables of their own. Everything here is a plain function of a
-:class:`~.exact.problem.Problem`; it knows nothing of the rules in :mod:`.exact.greedy`, and tests
-hold the two against each other.
+docs/explanation/proofs.md ("the flow ILP") lists its variables. It is a function of a :class:`~.exact.problem.Problem`
+only and knows nothing of :mod:`.exact.greedy`; tests hold the two against each other.
 """
 
 from __future__ import annotations
@@ -39,7 +28,7 @@ _SLACK = 1e-4  # how far, in units, a solver's bound may be above the truth
 
 @dataclass(frozen=True)
 class Model:
-    """The built ILP. Each list has the running sum after each step, a number where it cannot have changed."""
+    """The built ILP. Each list has the running sum after each step, or a number where it cannot have changed."""
 
     problem: Problem
     policy: Policy
@@ -52,11 +41,9 @@ class Model:
 
 
 def build(problem: Problem, policy: Policy, prices: Prices | None = None, budget: Budget | None = None) -> Model:
-    """The ILP of a horizon; its objective is ``extra``.
+    """Build the ILP of a horizon; its objective is ``extra``.
 
-    Args:
-        prices, budget: for how long training may stand still, and what for. None: for any number of snapshots, and
-            never for the link.
+    Without ``prices`` and ``budget``: any number of snapshots, and no waiting for the link.
     """
     import pulp
 
@@ -86,15 +73,11 @@ def build(problem: Problem, policy: Policy, prices: Prices | None = None, budget
 
 
 def extract(model: Model) -> Flow:
-    """The solved model's schedule.
-
-    Raises:
-        SolverError: a value is no whole number, or a running sum falls.
-    """
+    """Return the solved model's schedule; SolverError if a value is not a whole number, or a running sum falls."""
     through, drained, made = (_steps(sums) for sums in (model.through, model.drained, model.made))
     if model.policy == "direct":
         return Flow(through, made, drained)
-    # what leaves through a short-lived copy was copied one step before
+    # A short-lived copy is made one step before it leaves.
     ahead = (*through[1:], 0)
     return Flow(
         (0,) * model.problem.steps,
@@ -104,23 +87,19 @@ def extract(model: Model) -> Flow:
 
 
 def extract_wait(model: Model) -> int:
-    """The solved model's units that leave while training waits at the boundary.
-
-    Raises:
-        SolverError: the value is no whole number.
-    """
+    """Return the units that leave while training waits at the boundary; SolverError if not a whole number."""
     return model.wait if isinstance(model.wait, int) else _whole(model.wait)
 
 
 def peak_bound_bytes(problem: Problem, bound_units: float) -> int:
-    """The least peak that a solver's bound on ``extra`` leaves possible, in bytes.
+    """Return the least peak, in bytes, that a solver's bound on ``extra`` allows.
 
-    A peak is the live memory of some step plus whole units: the bound is lifted to the next such number, which makes up
-    for the solver's tolerance.
+    A peak is the live memory of some step plus whole units. Rounding the bound up to such a number makes up for the
+    solver's tolerance.
     """
     if not math.isfinite(bound_units):
         return problem.training_peak_bytes
-    # Exact: a float holds no odd number of bytes above 2**53.
+    # A Fraction, since a float holds no odd number of bytes above 2**53.
     least = problem.training_peak_bytes + Fraction(bound_units - _SLACK) * problem.unit_bytes
     if least <= problem.training_peak_bytes:
         return problem.training_peak_bytes
@@ -131,7 +110,7 @@ def peak_bound_bytes(problem: Problem, bound_units: float) -> int:
 
 
 def _most_waiting(problem: Problem, prices: Prices | None, budget: Budget | None) -> int:
-    """Units that may leave while training waits, if the whole budget goes into that."""
+    """Return the units that may leave while training waits, if the whole budget goes into that."""
     if prices is None or budget is None or not budget.may_wait:
         return 0
     most = budget.most(prices.wait_seconds, prices.queue_seconds)
@@ -139,7 +118,7 @@ def _most_waiting(problem: Problem, prices: Prices | None, budget: Budget | None
 
 
 def _running_sum(name: str, problem: Problem, first: int, *, also: bool = False) -> list[Sum]:
-    """One variable for each step in which the link can carry something; ``also`` in the first, where training waits."""
+    """Make one variable for each step in which the link can carry something; with ``also``, for the first step, too."""
     import pulp
 
     sums: list[Sum] = []
@@ -152,7 +131,6 @@ def _running_sum(name: str, problem: Problem, first: int, *, also: bool = False)
 
 
 def _snapshot_sum(problem: Problem) -> list[Sum]:
-    """One variable for each deadline."""
     import pulp
 
     sums: list[Sum] = []
@@ -165,7 +143,7 @@ def _snapshot_sum(problem: Problem) -> list[Sum]:
 
 
 def _row(lp: pulp.LpProblem, row: pulp.LpConstraint | bool, otherwise: str = "a rule without variables fails") -> None:
-    """Add a row; one that has no variables left is true, or makes the model infeasible."""
+    """Add a row; one without variables is true, or makes the model infeasible."""
     import pulp
 
     if row is False:
@@ -175,19 +153,19 @@ def _row(lp: pulp.LpProblem, row: pulp.LpConstraint | bool, otherwise: str = "a 
 
 
 def _link(model: Model) -> None:
-    """Nothing returns, and in each step the link carries at most its capacity: d_t + y_t <= c_t (at the boundary, and
-    what leaves while training waits there)."""
+    """Nothing returns; each step carries at most its capacity, plus the wait at the boundary: d_t + y_t <= c_t."""
     for step, capacity in enumerate(model.problem.capacity):
         d, y = _difference(model.through, step), _difference(model.drained, step)
         for amount in (d, y):
             _row(model.lp, amount >= 0)
-        most = min(capacity, model.problem.total)  # solvers are shown no number larger than they need
+        most = min(capacity, model.problem.total)  # keeps the solver's numbers small
         _row(model.lp, d + y <= (most if step else most + model.wait))
 
 
 def _deadlines(model: Model) -> None:
-    """Before its first write a unit has left or lies in a snapshot; earliest deadline first is feasible iff:
-    D_{u-1} + sum of z up to u >= sum of N up to u, for every u (snapshot policy: X_u in place of D_{u-1})."""
+    """Before its first write a unit has left or is snapshotted. Earliest deadline first is feasible iff, for every u,
+    D_{u-1} + sum of z up to u >= sum of N up to u (snapshot policy: X_u in place of D_{u-1}).
+    """
     ahead = 1 if model.policy == "snapshot" else 0
     for step, (before, due) in enumerate(pairwise((0, *model.problem.due))):
         z = _difference(model.made, step)
@@ -207,8 +185,7 @@ def _everything_leaves(model: Model) -> None:
 
 
 def _memory(model: Model, extra: pulp.LpVariable) -> None:
-    """M_t + Z_t - Y_{t-1} <= peak (snapshot policy: + x_t + x_{t+1}). Of steps that hold the same,
-    the largest counts."""
+    """M_t + Z_t - Y_{t-1} <= peak (snapshot policy: + x_t + x_{t+1}). Among steps that hold the same, the largest."""
     problem = model.problem
     largest: dict[tuple[int, ...], tuple[int, int]] = {}
     for step, live in enumerate(problem.live_bytes):
@@ -229,8 +206,7 @@ def _memory(model: Model, extra: pulp.LpVariable) -> None:
 
 
 def _stall(model: Model, prices: Prices, budget: Budget) -> None:
-    """Waiting for the link (any wait first for what training itself has queued there) and copying inside device memory
-    take no longer than the budget; in units of snapshots."""
+    """The wait, what training itself queued before it, and the device copies fit the budget; in units of snapshots."""
     snapshots = model.made[-1] + (model.through[-1] if model.policy == "snapshot" else 0)
     most = budget.most(prices.snapshot_seconds)
     ratio = prices.wait_seconds / prices.snapshot_seconds if prices.snapshot_seconds else 0.0
@@ -238,17 +214,16 @@ def _stall(model: Model, prices: Prices, budget: Budget) -> None:
     if not isinstance(model.waits, int):
         queue = prices.queue_seconds / prices.snapshot_seconds if prices.snapshot_seconds else 0.0
         _row(model.lp, model.wait - model.waits * model.problem.total <= 0)
-    if most < model.problem.total * (1 + ratio) + queue:  # else it allows all of both
+    if most < model.problem.total * (1 + ratio) + queue:  # else the budget never binds
         _row(model.lp, snapshots + model.wait * ratio + model.waits * queue <= most)
 
 
 def _at(sums: list[Sum], step: int) -> Sum:
-    """A running sum after a step: nothing before the first, no more after the last."""
+    """Return a running sum after a step: zero before the first, the total after the last."""
     return 0 if step < 0 else sums[min(step, len(sums) - 1)]
 
 
 def _difference(sums: list[Sum], step: int) -> pulp.LpAffineExpression | int:
-    """What a step adds to a running sum."""
     now, before = sums[step], _at(sums, step - 1)
     return 0 if now is before else now - before
 

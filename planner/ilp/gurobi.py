@@ -1,4 +1,4 @@
-"""Gurobi, with a licence of the user's own or with the restricted one that comes with pip's gurobipy."""
+"""Gurobi, with a licence of the user's own or the restricted one that comes with pip's gurobipy."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from checkflow.planner.ilp.search import (
 if TYPE_CHECKING:
     import pulp
 
-# Gurobi's errors of a licence: none that counts (expired, another machine's, no token server), too small for the model
-# (the restricted one ends at 2,000 variables or constraints), or a server or a cloud that does not let us in.
+# Gurobi's licence errors: none is valid, the model is too large for it (the restricted one ends at 2,000 variables or
+# constraints), or a licence server or cloud refuses us.
 _LICENCE = frozenset({10009, 10010, 10022, 10023, 10028, 10030})
 
 
 class LicenceError(SolverError):
-    """There is no valid licence of Gurobi, or it does not admit the model."""
+    """There is no valid Gurobi licence, or it does not admit the model."""
 
 
 @contextlib.contextmanager
 def environment() -> Iterator[tuple[Any, bool]]:
-    """A silent Gurobi environment, and whether its licence is the restricted one (Gurobi says so only in its log)."""
+    """Yield a silent Gurobi environment, and whether its licence is the restricted one (only Gurobi's log says so)."""
     try:
         import gurobipy
     except ImportError:
@@ -56,11 +56,7 @@ def _is_restricted(log: str) -> bool:
 
 
 def search(problem: pulp.LpProblem, environment: Any, seconds: float, tolerance: float | None) -> Solve:
-    """Minimise, as :func:`.solvers.solve`; in an environment that :func:`environment` gave.
-
-    Raises:
-        LicenceError: the licence does not admit the model.
-    """
+    """Minimise, as :func:`.solvers.solve`, in an environment made by :func:`environment`; may raise LicenceError."""
     import gurobipy
     import pulp
 
@@ -74,7 +70,7 @@ def search(problem: pulp.LpProblem, environment: Any, seconds: float, tolerance:
             solver.buildSolverModel(problem)
             model = problem.solverModel
             run_in_thread(model.optimize, model.terminate)
-            if model.Status == codes.INF_OR_UNBD:  # which of the two is known only without these reductions
+            if model.Status == codes.INF_OR_UNBD:  # only a solve without these reductions tells which
                 model.setParam("DualReductions", 0)
                 run_in_thread(model.optimize, model.terminate)
             solver.findSolutionValues(problem)
@@ -93,7 +89,7 @@ def search(problem: pulp.LpProblem, environment: Any, seconds: float, tolerance:
     finally:
         solver.close()
         problem.solverModel = None
-        for variable in problem.variables():  # what PuLP keeps of a closed model would be taken for the next one's
+        for variable in problem.variables():  # else PuLP takes them for the next model's
             vars(variable).pop("solverVar", None)
 
 

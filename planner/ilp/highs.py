@@ -1,6 +1,6 @@
-"""HiGHS: PuLP's problems handed to it as arrays, its search, and the values back.
+"""HiGHS: hands over PuLP's problems as arrays, runs the search, and puts the values back.
 
-PuLP's own way makes a call a row and a column: for a million of them that takes as long as the search.
+PuLP's own interface makes one call per row and column, which for a million of them takes as long as the search.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from checkflow.planner.ilp.search import Solve, found, infeasible, nothing_found
 if TYPE_CHECKING:
     import pulp
 
-# Up to so many, a search for a first solution takes a third of the time, and the root's relaxation gives one anyway.
+# In smaller models the search for a first solution takes a third of the time, and the root relaxation gives one anyway.
 _SMALL_VARIABLES = 10_000
 
 
@@ -45,19 +45,16 @@ def search(problem: pulp.LpProblem, seconds: float, tolerance: float | None) -> 
     assign_values(problem, model)
     optimal = status == highspy.HighsModelStatus.kOptimal
     integer = any(variable.cat == pulp.LpInteger for variable in problem.variables())
-    # HiGHS keeps a dual bound for integer models only; a linear one is proved or it is not.
+    # HiGHS keeps a dual bound for integer models only.
     bound = info.mip_dual_bound if integer else info.objective_function_value if optimal else -math.inf
     return found("highs", version, optimal, info.objective_function_value, bound)
 
 
 def make_model(problem: pulp.LpProblem, options: dict[str, Any]) -> Any:
-    """A ``highspy.Highs`` that is ready to run; its columns are ``problem.variables()``, in that order.
+    """Return a ``highspy.Highs`` ready to run, with the columns of ``problem.variables()``; PulpSolverError if
+    rejected.
 
-    Args:
-        options: HiGHS's own, by name.
-
-    Raises:
-        PulpSolverError: HiGHS does not take the model, or an option.
+    ``options`` are HiGHS's own, by name.
     """
     import highspy
     import numpy as np
@@ -97,6 +94,5 @@ def make_model(problem: pulp.LpProblem, options: dict[str, Any]) -> Any:
 
 
 def assign_values(problem: pulp.LpProblem, model: Any) -> None:
-    """Put the solution that a model holds into the problem's variables."""
     for variable, value in zip(problem.variables(), list(model.getSolution().col_value), strict=True):
         variable.varValue = value

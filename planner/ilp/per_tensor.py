@@ -1,24 +1,8 @@
 """The ILP of the Checkflow paper, section III-A: one binary per chunk, action and step. The definition of a schedule.
 
-Every chunk e of a state tensor has a snapshot sn(e), and for every step t (``index`` t - 1 in code) the binaries
-
-    C_{e,t}     the snapshot is created in the step
-    P_{e,t}     it is preserved in device memory
-    S_{e,t}     it is offloaded to host memory
-
-so every byte leaves through a copy made in an earlier step: this is the *snapshot* policy, and there is no other here.
-The objective is ``extra``: what the peak exceeds training's own by, in units (equation (12), less a constant).
-
-The equations stand below in the paper's order, each under its number and the rule that it encodes. One is corrected:
-(7) is stated for every step but the first, which leaves S_{e,1} free, so that a chunk could leave before its snapshot
-exists; here S_{e,1} = 0.
-
-Variables that the equations fix at zero are not made: S in step 1, and where the chunk alone exceeds the link (9); C in
-or after the step of the first write (4, 8); C and P where no S can follow (2, 3, 4, 7). Rows that cannot bind are left
-out. None of this changes which schedules there are.
-
-The model grows as chunks x steps. It is the answer for small graphs, and what the formulations that scale
-(:mod:`.ilp.flow`, :mod:`.exact.greedy`) are held against; none of its equations is theirs.
+Each function below encodes the equations whose numbers it gives. docs/explanation/proofs.md ("the paper's ILP") has the
+variables and the correction of (7). None of the formulations that scale (:mod:`.ilp.flow`, :mod:`.exact.greedy`) uses
+these equations; both are held against them.
 """
 
 from __future__ import annotations
@@ -47,25 +31,25 @@ if TYPE_CHECKING:
 
 MOST_VARIABLES = 2_000_000
 _FIRST_OFFLOAD = 1  # the paper's step 2: equation (7) as corrected
-_FINE = 1e-9  # a tolerance that hides no byte; at the solvers' own, 1e-6, a chunk of 8 MiB may hide 8
+_FINE = 1e-9  # hides no byte; the solvers' own tolerance, 1e-6, may hide 8 bytes of an 8 MiB chunk
 _WHOLE = 1e-4  # how far a solver's binary may be from 0 or 1
 _SLACK = 1e-4  # how far, in units, a solver's bound may be above the truth
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A chunk that has no place in time yet: the e of the equations."""
+    """A chunk without a place in time yet: the e of the equations."""
 
     tensor: str
     offset_bytes: int
     length_bytes: int  # the paper's size of e
     created_in: tuple[int, ...]  # the steps in which its snapshot may be created
-    deadline: int  # the step before the first write; of what is never written: the last of all
+    deadline: int  # the step before the first write; the last step if never written
 
 
 @dataclass(frozen=True)
 class Model:
-    """The built ILP. Each list has one entry a piece: index of step to binary, where that is not fixed at zero."""
+    """The built ILP. Each list has one entry per piece: step index to binary, where that is not fixed at zero."""
 
     problem: Problem
     pieces: tuple[Piece, ...]
@@ -78,15 +62,14 @@ class Model:
 
 @dataclass(frozen=True)
 class PerTensorSchedule:
-    """What Algorithm 1 of the paper came to.
+    """The result of Algorithm 1 of the paper. Without chunks there is no schedule.
 
-    Without chunks there is no schedule: the link does not do if the solve says "infeasible", else the limit on the peak
-    does not (``bound_bytes`` is above it).
+    Then either the link is too slow (the solve says "infeasible"), or the limit on the peak is below ``bound_bytes``.
     """
 
     chunks: tuple[Chunk, ...] | None  # sorted by (offload step, deadline, tensor, offset)
     bound_bytes: int  # on the peak: no schedule of chunks of this size is below it
-    chunk_bytes: int  # the chunk size that was reached by splitting; without a schedule the largest chunk's
+    chunk_bytes: int  # reached by splitting; without a schedule, of the largest chunk
     solve: solvers.Solve  # of the last model
 
 
@@ -99,26 +82,21 @@ def find_chunks(
     solver: solvers.SolverChoice = "auto",
     time_limit_seconds: float = 60.0,
 ) -> PerTensorSchedule:
-    """Algorithm 1 of the paper: solve; split the chunks in two and solve again while that can help.
+    """Run Algorithm 1 of the paper: solve, then halve the chunks and solve again while that can help.
 
-    Tensors are cut into chunks of at most ``chunk_bytes``; smaller ones stay whole. Without a limit on the peak a model
-    is infeasible because of the link alone (9): each snapshot may be created in step 1, and all be held to the end.
-
-    Splitting can no longer help, exactly, when no chunk is larger than the problem's unit (the link's capacity is
-    counted in those); or when all state, cut anywhere, does not fit the link, or not the limit on the peak, which the
-    exact rule of the snapshot policy tells (:func:`checkflow.planner.exact.greedy.least_peak_bytes`).
+    Tensors are cut into chunks of at most ``chunk_bytes``. Without a limit on the peak, only the link (9) can make a
+    model infeasible: each snapshot may be created in step 1 and held to the end.
 
     Args:
         timeline: gives the state tensors and their deadlines, in bytes; it need not be as long as the problem.
         problem: gives the steps: their live bytes and what the link takes in them.
-        chunk_bytes: the largest chunk to begin with; that of the largest tensor or more: tensors are whole at first.
         peak_limit_bytes: of the whole peak; None: any.
         time_limit_seconds: for all solves together.
 
     Raises:
         PlanError: ``chunk_bytes`` is less than one.
         SolverError: the solver is missing or failed, or the model has more than 2,000,000 variables.
-        NothingFoundError: the time ran out before a schedule was found that keeps the limit, or a proof that none does.
+        NothingFoundError: the time ran out before a schedule within the limit was found, or proved not to exist.
     """
     end = time.perf_counter() + time_limit_seconds
     while True:
@@ -145,10 +123,9 @@ def find_chunks(
 def _solve_to_the_byte(
     model: Model, solver: solvers.SolverChoice, end_seconds: float
 ) -> tuple[solvers.Solve, tuple[Chunk, ...] | None]:
-    """Solve at the solver's own tolerance, and again at a finer one if bytes were hidden in that.
+    """Solve at the solver's own tolerance, and again at a finer one if the first hid bytes.
 
-    A finer tolerance from the start would cost up to four times the time, for answers that are nearly always exact.
-    Infeasible at the coarser one is infeasible.
+    Starting with the finer one would take up to four times as long. Infeasible at the coarser one is infeasible.
     """
     found, chunks = solve(model, solver, _left(end_seconds)), None
     if found.status == "infeasible":
@@ -162,7 +139,7 @@ def _solve_to_the_byte(
     except solvers.NothingFoundError:
         if chunks is None:
             raise
-        return found, chunks  # a schedule, whose bound is a few bytes below it
+        return found, chunks  # a schedule, whose bound is a few bytes lower
     return finer, None if finer.status == "infeasible" else extract(model)
 
 
@@ -176,14 +153,14 @@ def _can_splitting_help(problem: Problem, largest_bytes: int, peak_limit_bytes: 
     least = greedy.least_peak_bytes(problem, "snapshot")
     if least is None:
         return False
-    # single bytes do better than whole units of a pooled string, by less than two units
+    # Single bytes beat whole units of a pooled string by less than two units.
     return peak_limit_bytes is None or peak_limit_bytes > least - 2 * problem.unit_bytes
 
 
 def cut(timeline: Timeline, problem: Problem, chunk_bytes: int) -> tuple[Piece, ...]:
-    """All state as pieces of at most ``chunk_bytes`` bytes, by deadline, tensor and offset.
+    """Cut all state into pieces of at most ``chunk_bytes`` bytes, by deadline, tensor and offset.
 
-    Each knows the steps in which its snapshot may be created:
+    Each piece knows the steps in which its snapshot may be created:
 
     (6) C_{sn(e),t} <= l_{e,t}: the tensor is available. State is in device memory in every step; at segment granularity
     eager training lets it be copied at anchors only.
@@ -209,10 +186,9 @@ def cut(timeline: Timeline, problem: Problem, chunk_bytes: int) -> tuple[Piece, 
 
 
 def build(problem: Problem, pieces: tuple[Piece, ...]) -> Model:
-    """The paper's model; its objective is ``extra``.
+    """Build the paper's model; its objective is ``extra``: (12) less a constant, in units.
 
-    Raises:
-        SolverError: it would have more than 2,000,000 variables.
+    Raises SolverError for more than 2,000,000 variables.
     """
     import pulp
 
@@ -247,15 +223,14 @@ def solve(
     time_limit_seconds: float = 60.0,
     tolerance: float | None = None,
 ) -> solvers.Solve:
-    """Minimise; as :func:`checkflow.planner.ilp.solvers.solve`. "infeasible" means that equation (9) cannot be kept."""
+    """Minimise, as :func:`checkflow.planner.ilp.solvers.solve`. "infeasible" means that the link (9) is too slow."""
     return solvers.solve(model.lp, solver, time_limit_seconds, tolerance)
 
 
 def extract(model: Model) -> tuple[Chunk, ...]:
-    """The solved model's schedule, sorted by (offload step, deadline, tensor, offset).
+    """Return the solved model's schedule, sorted by (offload step, deadline, tensor, offset).
 
-    Raises:
-        SolverError: a value is no binary, or the values break an equation.
+    Raises SolverError if a value is not binary, or the values break an equation.
     """
     placed = []
     link = [0] * model.problem.steps
@@ -280,8 +255,7 @@ def extract(model: Model) -> tuple[Chunk, ...]:
 
 
 def peak_bytes(problem: Problem, chunks: Iterable[Chunk]) -> int:
-    """Peak of device memory: a snapshot is held from the step that creates it to the one that offloads it, both
-    included."""
+    """Return the peak of device memory; a snapshot is held from the step that creates it through its offload."""
     change = [0] * (problem.steps + 1)
     for chunk in chunks:
         if chunk.snapshot_step is not None:
@@ -292,16 +266,16 @@ def peak_bytes(problem: Problem, chunks: Iterable[Chunk]) -> int:
 
 
 def peak_bound_bytes(model: Model, bound_units: float | None) -> int:
-    """The least peak that a solver's bound on ``extra`` (None: nothing is known) leaves possible, in bytes.
+    """Return the least peak, in bytes, that a solver's bound on ``extra`` (None: unknown) allows.
 
-    A peak is the live memory of some step plus whole chunks, so a multiple of what divides them all: the bound is
-    lifted to the next such number, which makes up for the solver's tolerance.
+    A peak is the live memory of some step plus whole chunks, so a multiple of their common divisor. Rounding the bound
+    up to such a number makes up for the solver's tolerance.
     """
     problem = model.problem
     training = problem.training_peak_bytes
     if bound_units is None or not math.isfinite(bound_units):
         return training
-    # exact: a float holds no odd number of bytes above 2**53
+    # A Fraction, since a float holds no odd number of bytes above 2**53.
     least = training + Fraction(bound_units - _SLACK) * problem.unit_bytes
     if least <= training:
         return training
@@ -311,9 +285,9 @@ def peak_bound_bytes(model: Model, bound_units: float | None) -> int:
 
 
 def _windows(problem: Problem, piece: Piece) -> tuple[list[int], range, list[int]]:
-    """The steps in which the piece's C, P and S are not fixed at zero.
+    """Return the steps in which the piece's C, P and S are not fixed at zero.
 
-    (5) At the beginning, no snapshot is held: P_{e,1} = 0; the same is true of S_{e,1}, which (7) leaves free.
+    (5) At the beginning no snapshot is held: P_{e,1} = 0. The same holds for S_{e,1}, which (7) leaves free.
     """
     left = [
         step
@@ -331,7 +305,7 @@ def _binaries(name: str, index: int, steps: Iterable[int]) -> Binaries:
 
 
 def _row(model: Model, terms: Mapping[pulp.LpVariable, float], sense: Literal["<=", "=="], bound: float) -> None:
-    """Add one row, without PuLP's arithmetic on expressions: there may be a million of them."""
+    """Add one row without PuLP's slow expressions: there may be a million of them."""
     import pulp
 
     code = pulp.LpConstraintEQ if sense == "==" else pulp.LpConstraintLE
@@ -377,10 +351,7 @@ def _held_before(created: Binaries, preserved: Binaries, step: int) -> dict[pulp
 
 
 def _link(model: Model) -> None:
-    """(9) In each step the link carries at most its capacity: the sum of S_{e,t} size(e) is at most B_S tau_t.
-
-    In units, and in the whole ones that the problem gives the step.
-    """
+    """(9) In each step the link carries at most its capacity, in whole units: sum of S_{e,t} size(e) <= B_S tau_t."""
     crossing: list[dict[pulp.LpVariable, float]] = [{} for _ in range(model.problem.steps)]
     for piece, offloaded in zip(model.pieces, model.offloaded, strict=True):
         for step, binary in offloaded.items():
@@ -408,7 +379,6 @@ def _memory(model: Model) -> None:
 
 
 def _chosen(binaries: Binaries) -> list[int]:
-    """The steps whose binary is one."""
     chosen = []
     for step, variable in binaries.items():
         value: float | None = variable.varValue

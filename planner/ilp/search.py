@@ -1,4 +1,4 @@
-"""What the searches of all solvers share: what one finds, its thread, files, prints, and errors in words."""
+"""What all solvers share: their result, thread, files, silence, and errors in words."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SolverName = Literal["gurobi", "highs", "cbc"]
 SolverChoice = Literal["auto", "gurobi", "highs", "cbc"]
 SolveStatus = Literal["optimal", "feasible", "infeasible"]
 _POLL_SECONDS = 0.05
-# HiGHS and Gurobi look for a cancellation between two steps of their search. Some steps are long (presolve); then the
-# thread is left to itself, and ends later, or with the process.
+# HiGHS and Gurobi check for cancellation between two steps of their search. Presolve may take longer than this; then
+# the thread is left to end later, or with the process.
 _CANCEL_SECONDS = 1.0
-_one_at_a_time = threading.Lock()  # else the last of two to end would put back what the first had redirected
+_one_at_a_time = threading.Lock()  # else two redirections may restore standard output in the wrong order
 
 
 class NothingFoundError(SolverError):
@@ -33,7 +33,7 @@ class NothingFoundError(SolverError):
 
 @dataclass(frozen=True)
 class Solve:
-    """What a solver found. The values are in the problem's variables."""
+    """A solver's result. The values are in the problem's variables."""
 
     name: SolverName
     version: str
@@ -57,7 +57,6 @@ class Solve:
 
 @contextlib.contextmanager
 def solver_files() -> Iterator[Path]:
-    """A folder for a solver's files, gone afterwards."""
     try:
         with tempfile.TemporaryDirectory(prefix="checkflow-") as folder:
             yield Path(folder)
@@ -67,14 +66,14 @@ def solver_files() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def nothing_printed() -> Iterator[None]:
-    """Send what is written to standard output nowhere, by whatever means, for as long as a solver runs.
+    """Discard everything written to standard output while a solver runs.
 
-    Solvers print before any option of theirs holds. What other threads print meanwhile is lost, too: ``checkflow plan``
-    has none that do, and a live job plans in a process of its own.
+    Solvers print before any option of theirs takes effect. Other threads' output is lost too: ``checkflow plan`` has no
+    such threads, and a live job plans in a child process.
     """
     flush = ctypes.CDLL(None).fflush
     with _one_at_a_time, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        flush(None)  # what the C library still holds back is not a solver's
+        flush(None)  # the C library's buffer holds our own output
         shown = _copy_of_standard_output()
         try:
             if shown is not None:
@@ -88,7 +87,7 @@ def nothing_printed() -> Iterator[None]:
 
 
 def _copy_of_standard_output() -> int | None:
-    """None where it is closed."""
+    """Duplicate standard output; None if it is closed."""
     try:
         return os.dup(1)
     except OSError as error:
@@ -98,10 +97,10 @@ def _copy_of_standard_output() -> int | None:
 
 
 def run_in_thread(search: Callable[[], object], cancel: Callable[[], object]) -> None:
-    """Run a search to its end, or, if an exception is raised here meanwhile, cancel it.
+    """Run a search to its end; cancel it if an exception is raised here meanwhile.
 
-    A signal is handled by Python's code only, so the main thread must not be in a solver's. Not ``Thread.join``:
-    interrupted once, it takes the thread for finished (CPython 3.11).
+    Python handles signals only in Python code, so the main thread must not be inside a solver. ``Thread.join`` will not
+    do: once interrupted, it takes the thread for finished (CPython 3.11).
     """
     failures: list[BaseException] = []
     done = threading.Event()
@@ -109,7 +108,7 @@ def run_in_thread(search: Callable[[], object], cancel: Callable[[], object]) ->
     def work() -> None:
         try:
             search()
-        except BaseException as error:  # noqa: BLE001 - it is raised below, where the caller is
+        except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
             failures.append(error)
         finally:
             done.set()
@@ -127,14 +126,14 @@ def run_in_thread(search: Callable[[], object], cancel: Callable[[], object]) ->
 
 
 def _keep_interrupts() -> None:
-    """Put Python's handler of Ctrl-C back: Gurobi's search replaces it by one that writes to standard output."""
+    """Restore Python's Ctrl-C handler: Gurobi's search replaces it by one that writes to standard output."""
     handler = signal.getsignal(signal.SIGINT)
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, handler)
 
 
 def found(name: SolverName, version: str, optimal: bool, objective: float, bound: float) -> Solve:
-    """A solution, not yet timed: :func:`.solvers.solve` does that."""
+    """Return a solution; :func:`.solvers.solve` adds the time."""
     return Solve(name, version, "optimal" if optimal else "feasible", objective, bound, 0.0, 0, 0)
 
 
@@ -147,7 +146,7 @@ def nothing_found(name: str, seconds: float) -> NothingFoundError:
 
 
 def threads() -> int:
-    """What this process may use; a job's limits count, not the machine's size."""
+    """Return the CPUs that this process may use; a job's limits count, not the machine's size."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

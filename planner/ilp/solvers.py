@@ -1,12 +1,8 @@
-"""One function over three solvers, through PuLP: Gurobi, HiGHS, CBC.
+"""One function over three solvers, through PuLP: Gurobi, HiGHS, CBC. Writes nothing to standard output.
 
-What a solver calls itself, and what PuLP makes of it, is not trusted: "optimal" is said only of a proof, a schedule
-found when time ran out is "feasible" (PuLP reports CBC's and HiGHS's as status 1 with sol_status 2), and the caller
-checks the values themselves. Nothing is written to standard output.
-
-Whatever stops the main thread (Ctrl-C, or another signal whose handler raises) ends the search too: CBC is a process of
-its own and is killed; HiGHS and Gurobi run in a thread, since no handler of Python's runs while the main thread is in
-their code, and are told to stop.
+Only a proof is called "optimal"; a schedule found when time ran out is "feasible" (PuLP reports CBC's and HiGHS's as
+status 1 with sol_status 2). Callers check the values. An exception in the main thread, such as Ctrl-C, ends the search:
+CBC is a process and is killed, HiGHS and Gurobi run in a thread and are cancelled.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NothingFoundError", "Solve", "SolveStatus", "SolverChoice", "SolverName", "check_numbers", "solve"]
 
-_LARGEST = 1e15  # HiGHS takes no larger coefficients, and beside such numbers a whole one is lost in rounding
+_LARGEST = 1e15  # HiGHS takes no larger coefficients, and beside them rounding loses whole units
 _logger = logging.getLogger("checkflow")
 
 
@@ -46,19 +42,19 @@ def solve(
     time_limit_seconds: float = 60.0,
     tolerance: float | None = None,
 ) -> Solve:
-    """Minimise a PuLP problem; the variables hold the solution afterwards.
+    """Minimise a PuLP problem; its variables then hold the solution.
 
     Args:
-        solver: "auto": Gurobi if it has a licence of the user's own, else HiGHS, else CBC. An explicit "gurobi" takes
-            the restricted licence that comes with pip's gurobipy too. Where Gurobi's licence does not admit the model,
-            HiGHS (or CBC) solves it, and one warning says so.
-        time_limit_seconds: for the search; what was found until then is returned as "feasible". Infinite: no limit.
+        solver: "auto": Gurobi if it has a licence of the user's own, else HiGHS, else CBC. An explicit "gurobi" also
+            takes the restricted licence of pip's gurobipy. If Gurobi's licence does not admit the model, HiGHS (or CBC)
+            solves it, with one warning.
+        time_limit_seconds: for the search; a solution found by then is returned as "feasible". Infinite: no limit.
         tolerance: how far a value may be from a whole one, and a row from its bound; None: the solver's own, some 1e-6.
-            Coefficients of 1e6 and more need less: a binary that is a millionth short of one would hide a whole unit.
+            Coefficients of 1e6 and more need less: a binary a millionth short of one would hide a whole unit.
 
     Raises:
         SolverError: the solver is missing, failed or was killed; or the problem holds a number that is not finite, or
-            one that solvers cannot carry.
+            that solvers cannot carry.
         NothingFoundError: it found nothing within the time.
     """
     import pulp
@@ -86,16 +82,16 @@ def solve(
 
 
 def check_numbers(problem: pulp.LpProblem) -> None:
-    """Refuse what solvers answer wrongly, or each in its own way.
+    """Refuse numbers that solvers answer wrongly, or each in its own way.
 
     Raises:
         SolverError: a coefficient, a bound or a right-hand side is not finite, or larger than 1e15; a variable's bounds
-            cross (model files cannot say so); the objective is missing, or has a constant (not all of them count it).
+            cross (model files cannot say so); the objective is missing, or has a constant (some solvers ignore it).
     """
     if problem.objective is None or problem.objective.constant:
         raise SolverError("the model cannot be solved: its objective is missing, or has a constant")
     for where, value in _numbers(problem):
-        if not abs(value) <= _LARGEST:  # no number compares with NaN
+        if not abs(value) <= _LARGEST:  # NaN fails every comparison
             raise SolverError(f"the model cannot be solved: {where} is {value:g}; solvers carry numbers up to 1e15")
     for variable in problem.variables():
         if None not in (variable.lowBound, variable.upBound) and variable.lowBound > variable.upBound:
@@ -138,7 +134,7 @@ def _installed(module: str) -> bool:
 def _licensed_gurobi(
     problem: pulp.LpProblem, solver: SolverChoice, seconds: float, tolerance: float | None
 ) -> Solve | None:
-    """None: another solver has to do it. That is told where Gurobi was asked for, or a licence of one's own fails."""
+    """Solve with Gurobi. None: no licence serves; warn if "gurobi" was asked for, or a licence of one's own fails."""
     if solver == "auto" and not _installed("gurobipy"):
         return None
     try:

@@ -1,1 +1,1 @@
-"""What trace and record both watch: hooks, storages, placement, numbers read."""
+"""Watches one iteration, for trace and record alike: hooks, storages, placement, numbers read."""

@@ -1,12 +1,8 @@
-"""Where a trace is: the anchors that fire, the module that runs, and the phase of the iteration.
+"""Watches where an iteration is: the anchors that fire, the module that runs, and the phase.
 
-The hooks are those that the runtime hangs into real training (forward-pre hooks before the user's own, global hooks of
-optimizers, post-accumulate-grad hooks), so that anchors fire in the same order here and there.
-
-A trace watches compiled code run eagerly, and anchors that would not fire in the job do not fire here: modules inside
-of compiled calls have none (:mod:`.core.compiled_regions`), an optimizer that steps inside of one has its own only
-where torch may leave the compiled code for them. Gradients of modules that run inside of one compiled call come when
-the whole of its backward has run. In a live job compiled code runs as ever, with no hooks inside of its regions.
+Its hooks are the runtime's (forward-pre before the user's own, global optimizer, post-accumulate-grad), so anchors fire
+in the same order. A trace leaves out anchors that would not fire in compiled code (:mod:`.core.compiled_regions`):
+modules inside of it have none, an optimizer only where torch may leave that code for them.
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ from checkflow.core.state import module_names, parameter_paths
 
 
 class RegionWatcher(Protocol):
-    """Told when a compiled region's forward, or an optimizer's step in compiled code, begins and ends."""
+    """Notified when a compiled region's forward, or an optimizer's step in compiled code, begins and ends."""
 
     def entered(self) -> None: ...
     def left(self, modules: Mapping[str, nn.Module], result: Any) -> None: ...
@@ -51,10 +47,10 @@ class RegionWatcher(Protocol):
 
 
 class Whereabouts:
-    """Collects anchors with their positions, and tells module and phase of the operator that runs now.
+    """Collects anchors with their positions, and knows module and phase of the operator that runs now.
 
     Args:
-        operators: how many operators have run so far: the position of an anchor that fires now.
+        operators: gives the number of operators so far: the position of an anchor that fires now.
         on_gradient: called with the name and the parameter whose gradient was accumulated.
         on_step: called before an optimizer steps.
         device_type: of the tensors that the step computes with; its autocast is the one that counts.
@@ -71,19 +67,19 @@ class Whereabouts:
         device_type: str = "cpu",
     ) -> None:
         self.autocast = ""
-        #: Why what was seen is no iteration to plan by, if that is so.
+        #: Why this iteration cannot be planned by, if so.
         self.failure: TraceError | None = None
-        self.compiled: set[str] = set()  # the compiled calls that were met: modules, and functions as "name()"
+        self.compiled: set[str] = set()  # compiled calls seen: modules, and functions as "name()"
         self._anchors: list[Anchor] = [Anchor(BOUNDARY, 0)]
         self._models = models
         self._regions = compiled_regions(models)
         self._within: dict[int, str] = {}  # the compiled call that a parameter is used in, by the parameter's id
-        self._brought_by: dict[str, str] = {}  # the same by the parameter's name, of those that had a gradient
+        self._brought_by: dict[str, str] = {}  # the same by name, for parameters that had a gradient
         self._instead: dict[str, AnchorKey] = {}  # the anchor before a module's first forward in compiled code
         self._steps = UnseenSteps()
-        self._thread = threading.get_ident()  # that is watched: a dispatch mode sees one
+        self._thread = threading.get_ident()  # the watched one: a dispatch mode sees one thread
         self.elsewhere = ""  # the first module that ran forward in another thread
-        #: Set for a live job, whose compiled code runs compiled: no hooks go into its regions.
+        #: Set for a live job, whose compiled regions get no hooks.
         self.regions: RegionWatcher | None = None
         self._members: dict[str, dict[str, nn.Module]] = {}  # of each region, by name
         for name, module in module_names(models):
@@ -99,7 +95,7 @@ class Whereabouts:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Hang the hooks in, and take them out again. Forward is watched in the thread that calls this."""
+        """Install the hooks, and remove them afterwards. Watches forward in the calling thread."""
         self._thread = threading.get_ident()
         with contextlib.ExitStack() as handles:
             for name, module in module_names(self._models):
@@ -121,7 +117,7 @@ class Whereabouts:
 
     @contextlib.contextmanager
     def watching_threads(self) -> Iterator[None]:
-        """Of an iteration that is not watched otherwise: note what runs in another thread than the one that calls."""
+        """In an otherwise unwatched iteration, note modules that run in other threads than the caller's."""
         self._thread = threading.get_ident()
         with contextlib.ExitStack() as handles:
             for name, module in module_names(self._models):
@@ -136,7 +132,7 @@ class Whereabouts:
     @property
     def anchors(self) -> tuple[Anchor, ...]:
         """The anchors that fire in the job, by position."""
-        if self.steps_unseen:  # then nothing tells when the parameters are written either
+        if self.steps_unseen:  # then the time of the parameters' writes is unknown, too
             return (self._anchors[0],)
         last: dict[tuple[str, int], int] = {}
         for anchor in self._anchors:
@@ -149,9 +145,9 @@ class Whereabouts:
         return tuple(sorted(moved, key=lambda anchor: anchor.position))
 
     def barrier(self, kind: StateKind, module: str) -> AnchorKey | None:
-        """The anchor at which a state tensor must be taken for written, whether an operator was seen to or not.
+        """Return the anchor at which a state tensor counts as written, whether an operator was seen or not.
 
-        A module may write its buffers without being seen, so none passes its forward, which the runtime guards.
+        A module may write its buffers unseen, so none passes its forward, which the runtime guards.
         """
         if self.steps_unseen:
             return BOUNDARY
@@ -159,7 +155,7 @@ class Whereabouts:
             return None
         if (AnchorKind.FORWARD, module) in self._counts:
             return AnchorKey(AnchorKind.FORWARD, module)
-        # In a live job, code that was compiled before passes hooks by.
+        # In a live job, code compiled earlier bypasses hooks.
         passed_by = self.regions is not None and anything_compiled()
         return self._instead.get(module, BOUNDARY if passed_by else None)
 
@@ -169,7 +165,7 @@ class Whereabouts:
         return "backward" if in_backward() else self._phase
 
     def module(self) -> str:
-        """The module whose forward runs; in backward the one whose forward made the operator that is differentiated."""
+        """The module whose forward runs; in backward the one whose forward made the differentiated operator."""
         if self._running:
             return self._running[-1]
         if in_backward():
@@ -178,13 +174,13 @@ class Whereabouts:
         return ""
 
     def note_forward(self) -> None:
-        """Remember which module the operator that ran just now belongs to, for its backward."""
+        """Remember, for its backward, which module the last operator belongs to."""
         if self._running and torch.is_grad_enabled():
-            # The newest number is that of this operator's node, unless it made none: then the node's own came first.
+            # The newest number is this operator's, unless it made no node: then the entry of the node before stays.
             self._by_sequence.setdefault(torch._C._autograd._get_sequence_nr() - 1, self._running[-1])
 
     def forget_running(self) -> None:
-        """The iteration has ended in the forward that begins the next one: what runs now is no part of it."""
+        """The iteration ended in the forward that begins the next one: what runs now is not part of it."""
         for name in reversed(self._running):
             if self._anchors[-1].key.name == name and self._anchors[-1].key.kind is AnchorKind.FORWARD:
                 self._anchors.pop()
@@ -196,7 +192,7 @@ class Whereabouts:
         self._anchors.append(Anchor(AnchorKey(kind, name, occurrence), self._operators()))
 
     def _call_of(self, key: AnchorKey) -> tuple[str, int] | None:
-        """The compiled call whose backward brings a gradient, and for which time."""
+        """Return the compiled call whose backward brings a gradient, and its occurrence."""
         if key.kind is not AnchorKind.GRADIENT or key.name not in self._brought_by:
             return None
         return self._brought_by[key.name], key.occurrence
@@ -208,7 +204,7 @@ class Whereabouts:
         def reached() -> None:
             if not self._seen(name):
                 return
-            if not in_backward():  # activation checkpointing runs forward again there: no anchor
+            if not in_backward():  # activation checkpointing repeats forward: no anchor
                 self._phase = "forward"
                 function = compiled_function()
                 if function is not None:
@@ -252,7 +248,7 @@ class Whereabouts:
         return seen
 
     def _enter_compiled(self, call: str, modules: Mapping[str, nn.Module]) -> None:
-        """A compiled call begins, or within one a module's forward."""
+        """A compiled call begins, or a module's forward within one."""
         self.compiled.add(call)
         before = next(anchor.key for anchor in reversed(self._anchors) if anchor.key.kind is not AnchorKind.GRADIENT)
         for name, module in modules.items():
@@ -268,7 +264,7 @@ class Whereabouts:
         def left(result: Any) -> None:
             if (
                 self._seen(name) and self._running and self._running[-1] == name
-            ):  # hooks may have been hung in when it ran already
+            ):  # hooks may have been installed while it ran
                 if region is not None and self.regions is not None and not in_backward():
                     self.regions.left(self._members[name], result)
                 self._running.pop()
@@ -290,7 +286,7 @@ class Whereabouts:
         return hook
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> Any:
-        """A closure is a part of the iteration before the step: the optimizer writes when it has run."""
+        """A closure belongs to the iteration before the step: the optimizer writes after it has run."""
         begins, again = (functools.partial(what, optimizer) for what in (self._step_begins, self._again))
         noted = with_closure(arguments, keywords, lambda closure: noting(closure, begins, again))
         if noted is None:
@@ -298,7 +294,7 @@ class Whereabouts:
         return noted
 
     def _again(self, optimizer: torch.optim.Optimizer) -> None:
-        if id(optimizer) not in self._optimizers:  # of others nothing is saved: they may step as they like
+        if id(optimizer) not in self._optimizers:  # others' state is not saved: they may step freely
             return
         self.failure = TraceError(
             f"cannot plan a step in which {type(optimizer).__name__} runs its closure more than once, and writes "
@@ -327,13 +323,13 @@ class Whereabouts:
 
 @contextlib.contextmanager
 def deeper(times: int) -> Iterator[None]:
-    """Modules nested as deep as training allows, although what watches them adds frames to each call."""
+    """Raise the recursion limit, so that modules nest as deep as in training in spite of the watchers' frames."""
     before, raised = sys.getrecursionlimit(), times * sys.getrecursionlimit()
     sys.setrecursionlimit(raised)
     try:
         yield
     finally:
-        if sys.getrecursionlimit() == raised:  # the user may have set another meanwhile
+        if sys.getrecursionlimit() == raised:  # the user may have changed it meanwhile
             sys.setrecursionlimit(before)
 
 
@@ -342,11 +338,7 @@ def in_backward() -> bool:
 
 
 def compiled_function(*, whole: bool = False) -> str | None:
-    """The name of the outermost compiled function that is being called; None in uncompiled code.
-
-    Args:
-        whole: look only for functions that must be compiled in one piece (``fullgraph=True``).
-    """
+    """Name the outermost compiled function being called; ``whole``: only of those with ``fullgraph=True``."""
     name: str | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

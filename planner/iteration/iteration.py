@@ -1,7 +1,6 @@
-"""One iteration as it is watched: operators, storages, anchors and state, and the TrainingGraph that comes of it.
+"""One watched iteration: its operators, storages, anchors and state, and the TrainingGraph made of them.
 
-Two ways lead here: the trace (fake tensors under make_fx, :mod:`.trace.trace`) and the record (a live job's
-own tensors, :mod:`checkflow.planner.record.recorder`). They see the same things, which are put together in one place.
+Both the trace (:mod:`.trace.trace`) and the record (:mod:`checkflow.planner.record.recorder`) use it.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from checkflow.planner.iteration.placement import Crossing
 from checkflow.planner.iteration.structures import tensors_of
 from checkflow.planner.operators import operators as op
 
-CAPTURED: Final = "captured"  # the name of tensors that are neither state nor batch, and that the iteration may reach
+CAPTURED: Final = "captured"  # reachable tensors that are neither state nor batch
 
 
 class Places(Protocol):
-    """Which tensors lie in host memory, where that is apart from the device's, and what crosses the link."""
+    """Which tensors lie in separate host memory, and what crosses the link."""
 
     def holds(self, tensor: torch.Tensor, /) -> bool: ...
 
@@ -62,13 +61,8 @@ class _Known:
         return f"{self.dtype}{list(self.shape)}"
 
 
-class Iteration:
-    """What one iteration shows while it runs, and the graph that comes of it.
-
-    Args:
-        on_step: called before an optimizer steps.
-        device_type: of the tensors that the iteration computes with.
-    """
+class WatchedIteration:
+    """Collects what one iteration does, and makes its graph. ``on_step`` is called before an optimizer steps."""
 
     def __init__(
         self,
@@ -91,21 +85,19 @@ class Iteration:
         )
         self.places = places
         self._models, self._optimizers = models, optimizers
-        # Of the state at the boundary no tensor is kept: what the iteration drops is freed then.
+        # Keeps no tensors of the state at the boundary: what the iteration drops must be freed.
         self._before: tuple[_Known, ...] = ()
         self._ties: tuple[tuple[str, str], ...] = ()
         self._parameters = 0
         self._after = TrainingState((), ())
 
     def position(self) -> int:
-        """How many operators have run so far."""
         return len(self.operators)
 
     def begin(self, batch: Any, held: Any, captured: Sequence[torch.Tensor] = ()) -> list[tuple[str, torch.Tensor]]:
-        """At the boundary: enter everything that lives now. Returns the same, by name.
+        """Enter everything that lives at the boundary; return it by name.
 
         Args:
-            batch: a structure with the tensors of the batch.
             held: a structure with what the loop still holds of the last iteration.
             captured: further tensors that the iteration may reach.
         """
@@ -125,12 +117,12 @@ class Iteration:
             self.enter(tensor, name, kind)
         self._before = tuple(_Known.of(item, self._index(item.tensor)) for item in before.tensors)
         self._ties = before.ties
-        # Each once, also where it consists of several state tensors.
+        # Each once, even if it consists of several state tensors.
         self._parameters = sum(whole.numel() for whole in {id(item.held): item.held for item in parameters}.values())
         return [(name, part) for name, tensor, _ in found for part in _without_wrapper(tensor)]
 
     def state(self) -> list[tuple[str, torch.Tensor]]:
-        """The tensors of the state as they are now, by name."""
+        """Return the current state tensors by name."""
         return [(item.name, item.tensor) for item in collect_state(self._models, self._optimizers).tensors]
 
     def enter(self, tensor: torch.Tensor, name: str, kind: StorageKind) -> None:
@@ -142,9 +134,8 @@ class Iteration:
     def append(
         self, name: str, target: str, effect: op.Effects, flops: int, crossing: Crossing, transient_bytes: int = 0
     ) -> None:
-        """Note an operator that has run."""
         index = len(self.operators)
-        # A storage that was never seen before and is read now lived at the boundary: a value that the user keeps.
+        # A storage first seen when it is read lived at the boundary: a value that the user keeps.
         reads: dict[int, None] = {}
         writes: dict[int, None] = {}
         read_bytes = written_bytes = 0
@@ -184,20 +175,18 @@ class Iteration:
             self.ledger.enter(tensor, name, "activation", len(self.operators))
 
     def end(self) -> None:
-        """At the next boundary: what lives now goes on living."""
+        """Close the iteration at the next boundary: what lives now goes on living."""
         self.ledger.close()
         self._after = collect_state(self._models, self._optimizers)
-        for item in self._after.tensors:  # one that took another's place in the iteration is state from now on
+        for item in self._after.tensors:  # one that replaced another is state from now on
             self.ledger.rename(item.tensor, item.name, item.kind)
 
     def graph(
         self, name: str, batch: Any, micro_batches: int, implementations: tuple[tuple[str, str], ...]
     ) -> TrainingGraph:
-        """Everything that was seen, as plain data.
+        """Return everything seen as plain data.
 
-        Raises:
-            TraceError: state was made or taken away in this iteration, so that it is none like those to come; or a
-                module ran in another thread.
+        Raises TraceError if the iteration made or removed state, or a module ran in another thread.
         """
         self.refuse_threads(name)
         have, had = {item.name for item in self._after.tensors}, {item.name for item in self._before}
@@ -237,11 +226,7 @@ class Iteration:
         )
 
     def refuse_threads(self, name: str) -> None:
-        """Refuse an iteration of which a part ran where nothing was seen.
-
-        Raises:
-            TraceError: names the first module that ran in another thread.
-        """
+        """Refuse an iteration with an unseen part: TraceError names the first module that ran in another thread."""
         if module := self.where.elsewhere.rstrip("/"):
             raise TraceError(
                 f"cannot plan {name}: {module} runs forward in another thread, where no operator is seen: call it in "
@@ -273,10 +258,9 @@ class Iteration:
         )
 
     def _first_write(self, index: int, after: torch.Tensor) -> int | None:
-        """The first write to a state tensor's storage, or to the one that has taken its place when the iteration ends.
+        """Return the first write to a state tensor's storage, or to the one that replaced it by the iteration's end.
 
-        One that lived at the boundary already (statistics with two buffers, which are exchanged) is written as any
-        other; one that is made in the iteration is written when it is made, by the last operator at the latest.
+        An exchanged buffer is written as any other; a new one when it is made, by the last operator at the latest.
         """
         writes = [self.ledger.first_write(index)]
         successor = self.ledger.find(after)
@@ -288,13 +272,13 @@ class Iteration:
 
     def _name_gradient(self, name: str, parameter: torch.Tensor) -> None:
         for part in op.tensors_in(parameter.grad):
-            if not self.places.holds(part):  # new here if compiled code made it
+            if not self.places.holds(part):  # first seen here if compiled code made it
                 self.ledger.enter(part, f"gradient of {name}", "gradient", len(self.operators) - 1)
             self.ledger.rename(part, f"gradient of {name}", "gradient")
 
 
 def _named(structure: Any, name: str, kind: StorageKind) -> list[tuple[str, torch.Tensor, StorageKind]]:
-    """The tensors of a structure, numbered in its order."""
+    """Return the tensors of a structure, numbered in its order."""
     return [(f"{name}.{number}", tensor, kind) for number, tensor in enumerate(tensors_of(structure))]
 
 
@@ -303,7 +287,7 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 def _without_wrapper(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that operators really get: those inside of a subclass that is no more than a wrapper of them."""
+    """Yield the tensors that operators get: those inside a subclass that only wraps them."""
     if is_traceable_wrapper_subclass(tensor):
         yield from (part for _, part in dense_parts(tensor))
     else:
@@ -311,7 +295,7 @@ def _without_wrapper(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _renumbered(operator: Operator, places: Mapping[int, int]) -> Operator:
-    """An operator with the final indices of its storages."""
+    """Return an operator with the final indices of its storages."""
     return replace(
         operator,
         reads=tuple(places[i] for i in operator.reads if i in places),

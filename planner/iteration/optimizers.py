@@ -1,8 +1,7 @@
-"""Optimizers as the target would run them, while their tensors are fake and on the CPU.
+"""Runs optimizers as the target would, while their tensors are fake and on the CPU.
 
-CUDA's default is the foreach implementation, the CPU's the for-loop; the difference is hundreds of operators. An
-optimizer whose step needs data to go on (SparseAdam, or one of the user's own that decides upon a number) becomes one
-opaque operator: eager training has no anchor inside of it anyway.
+CUDA's default is foreach, the CPU's the for-loop: hundreds of operators differ. An optimizer whose step needs data
+(SparseAdam, a user's own) becomes one opaque operator; eager training has no anchor inside of it anyway.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from checkflow.planner.iteration.read_numbers import RECORD, ReadNumbers, Undeci
 from checkflow.planner.operators.operators import is_host_scalar
 
 Target = Literal["cuda", "cpu"]
-# What a fake tensor raises where only data could tell how to go on.
+# What a fake tensor raises where the next operator depends on data.
 NEEDS_DATA = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -48,11 +47,11 @@ FUSED_STEPS = (
 )
 
 
-_STEADY = 2  # steps that a new optimizer has begun in the iteration that is traced
+_STEADY = 2  # steps that a new optimizer has begun when the traced iteration runs
 
 
 class OptimizerSteps:
-    """The steps of a trace's optimizers; finds out in the untraced iteration which of them are opaque."""
+    """The steps of a trace's optimizers; the untraced iteration shows which of them are opaque."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer], target: Target, numbers: ReadNumbers) -> None:
         self._optimizers = list(optimizers)
@@ -63,7 +62,7 @@ class OptimizerSteps:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Choose the target's implementation and watch over ``step``. The caller restores the attributes."""
+        """Choose the target's implementation and wrap ``step``. The caller restores the attributes."""
         for optimizer in self._optimizers:
             if self._target == "cuda":
                 _prefer_foreach(optimizer)
@@ -71,7 +70,7 @@ class OptimizerSteps:
         yield
 
     def opaque_parameters(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor] | None:
-        """The parameters that the opaque step that is about to run updates; None for an optimizer that is traced."""
+        """Return the parameters that the opaque step about to run updates; None for a traced optimizer."""
         return self._stepping if id(optimizer) in self._opaque else None
 
     def _guarded(self, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
@@ -101,7 +100,7 @@ class OptimizerSteps:
         return guarded
 
     def _know_averages(self, optimizer: torch.optim.Optimizer) -> None:
-        """ASGD's loop asks for each ``mu`` whether it averages yet: it is one until step ``t0``, the millionth."""
+        """Declare ``mu`` known: ASGD's loop asks if it averages yet; it is one until step ``t0``, the millionth."""
         for group in optimizer.param_groups if id(optimizer) in self._asgd_steps else ():
             if self._asgd_steps[id(optimizer)] <= group["t0"]:
                 for parameter in group["params"]:
@@ -124,7 +123,7 @@ class OptimizerSteps:
 
 
 def _evaluated(closure: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a step's closure now: forward and backward are no part of what is done differently in a step."""
+    """Run a step's closure now: its forward and backward are traced as usual."""
     with torch.enable_grad():
         result = closure()
     return lambda: result
@@ -137,7 +136,7 @@ def _steps_done(optimizer: torch.optim.Optimizer) -> int:
 
 @contextlib.contextmanager
 def fused_kernels_faked() -> Iterator[None]:
-    """Fake kernels of the fused steps that torch has none for: they work in place, and so there is nothing to fake."""
+    """Add fake kernels for fused steps that torch lacks; they work in place, so there is nothing to fake."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         for packet in FUSED_STEPS:
             for overload in packet.overloads():  # type: ignore[no-untyped-call]
@@ -150,7 +149,7 @@ def fused_kernels_faked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def foreach_on_fakes() -> Iterator[None]:
-    """Gradients are clipped by foreach operators where all are plain tensors, which the fake ones stand for."""
+    """Let gradients be clipped by foreach operators, as plain tensors are: fake ones stand for them."""
     plain: list[type] = torch.utils._foreach_utils._foreach_supported_types  # type: ignore[assignment]
     plain.append(FakeTensor)
     try:
@@ -160,7 +159,7 @@ def foreach_on_fakes() -> Iterator[None]:
 
 
 def _prefer_foreach(optimizer: torch.optim.Optimizer) -> None:
-    """torch's own default on CUDA (``_default_to_fused_or_foreach``), which looks at devices that are fake here."""
+    """Apply torch's default on CUDA (``_default_to_fused_or_foreach``), which looks at devices that are fake here."""
     for group in optimizer.param_groups:
         open_choice = foreach_option(optimizer, group) is None
         tensor_rate = isinstance(group.get("lr"), torch.Tensor) and not group.get("capturable")
@@ -170,7 +169,7 @@ def _prefer_foreach(optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def _capturable(optimizer: torch.optim.Optimizer, target: Target) -> Iterator[None]:
-    """torch accepts capturable parameters on the CPU (where the fake ones are) only while it believes to compile."""
+    """Allow capturable parameters on the CPU, where fakes are: torch accepts them only while compiling."""
     if target == "cuda" and any(group.get("capturable") for group in optimizer.param_groups):
         before = torch.compiler._is_compiling_flag
         torch.compiler._is_compiling_flag = True
@@ -183,7 +182,7 @@ def _capturable(optimizer: torch.optim.Optimizer, target: Target) -> Iterator[No
 
 
 def _make_state(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> bool:
-    """Have a step that breaks off create the state of every parameter, one by one; whether it did."""
+    """Make a step that fails create the state of every parameter, one by one; return whether it did."""
 
     def has_state(parameter: torch.Tensor) -> bool:
         return any(isinstance(value, torch.Tensor) for value in optimizer.state.get(parameter, {}).values())

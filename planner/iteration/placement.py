@@ -1,17 +1,7 @@
 """Which tensors of a trace lie in host memory, and which operators use the link between device and host.
 
-A trace for a GPU runs on fake CPU tensors throughout, so torch's own devices say nothing. What says it is what the step
-asks for: ``.cpu()``, ``.to("cpu")``, a factory that names the CPU, pinned memory or no device at all
-(``torch.autograd.graph.save_on_cpu`` does the first or the fourth) give host memory; ``.to(device)``, ``.cuda()`` and
-factories that name another device, or that of a tensor on it, give device memory. Everything else lies where its inputs
-lie. Parameters, buffers, optimizer state and the batch lie on the device from the start.
-
-Training files that run anywhere name the CPU where they mean the device, if the machine that plans has no GPU. Such a
-step computes with both at once, which no GPU would do, and this shows in the iteration before the traced one: from then
-on that way of saying it (by name, by no name, by a captured tensor) means the device. Tensors of no dimension (losses,
-norms, counters) are a few bytes: they may meet tensors of either place, and their way to the host is not counted; nor
-is that of numbers read with ``.item()``. Collectives among GPUs have links of their own and are ordinary operators.
-Code that moves tensors only after it has looked at ``is_cuda`` or compared devices sees one device, and moves nothing.
+All tensors are fake CPU ones, so what the step asks for decides; docs/explanation/tracing.md ("host memory") has the
+rules.
 """
 
 from __future__ import annotations
@@ -30,9 +20,9 @@ from torch.utils._device import _device_constructors
 from checkflow.core.state import is_composite
 from checkflow.planner.operators.operators import is_host_scalar, tensors_in, written
 
-# Why a tensor lies in host memory. The first two are certain; the others mean the device where the step shows it.
+# Why a tensor lies in host memory. The first two are certain; the others may turn out to mean the device.
 Reason = Literal["copied", "pinned", "cpu", "default", "captured"]
-Place = frozenset[Reason]  # all that a tensor's being in host memory rests on; empty: it lies on the device
+Place = frozenset[Reason]  # all reasons why it lies in host memory; empty: it lies on the device
 DEVICE: Final[Place] = frozenset()
 COPIED: Final[Place] = frozenset(("copied",))
 PINNED: Final[Place] = frozenset(("pinned",))
@@ -41,7 +31,7 @@ DEFAULT: Final[Place] = frozenset(("default",))
 CAPTURED: Final[Place] = frozenset(("captured",))
 
 _COPIES = frozenset(("aten::copy_", "aten::_to_copy", "aten::_foreach_copy_"))
-# Operators that take tensors of both places on a GPU too: copies, and those with indices or lengths in host memory.
+# Operators that mix both places on a GPU, too: copies, and those with indices or lengths in host memory.
 _BOTH_PLACES = _COPIES | frozenset(
     f"aten::{name}"
     for name in (
@@ -70,13 +60,11 @@ def crossing(
     on_host: Callable[[torch.Tensor], bool],
     waits: Callable[[torch.Tensor, torch.Tensor, bool], bool],
 ) -> Crossing:
-    """What an operator moves over the link.
+    """Return what an operator moves over the link. ``waits``: for source, target and non_blocking, whether training
+    waits.
 
-    torch converts before a copy to the host's side of the link and after one from it: a value crosses in the source's
-    dtype to the host, and in the destination's to the device.
-
-    Args:
-        waits: whether training waits for a copy, given its source, its target, and whether it was called non-blocking.
+    torch converts before a copy to the host and after one from it: a value crosses in the source's dtype to the host,
+    in the destination's to the device.
     """
     if func._schema.name not in _COPIES:
         return NO_CROSSING
@@ -98,36 +86,33 @@ def crossing(
 def _default_is_cpu() -> bool:
     try:
         return torch.get_default_device().type == "cpu"
-    except (AssertionError, RuntimeError):  # set to a device that this machine does not have
+    except (AssertionError, RuntimeError):  # set to a device that this machine lacks
         return False
 
 
 class HostMemory:
     """The storages of a trace that lie in host memory.
 
-    Args:
-        apart: whether the target has host memory apart from its own (a GPU). Where it has not, only counters whose
-            value is known count as host memory.
+    Without ``apart`` (a target that is not a GPU) only counters of known value count as such.
     """
 
     def __init__(self, *, apart: bool) -> None:
         self.apart = apart
         self._places: dict[int, Place] = {}  # by the address of the storage
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        # Storages on the device of which the value is known all the same, by address.
+        # Storages on the device whose value is known, by address.
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._disproved: Place = DEVICE if _default_is_cpu() else DEFAULT
         self._concluded = False
         self._allocating: Place | None = None
-        # torch.device objects are equal by what they name; these are told apart by identity.
+        # torch.device objects compare by name; these are distinguished by identity.
         self._names: dict[Place, torch.device] = {}
 
     def conclude(self) -> None:
-        """The iteration that shows what the step means by its names is over."""
+        """End the iteration that shows what the step means by its names."""
         self._concluded = True
 
     def place(self, tensor: torch.Tensor) -> Place:
-        """Where a tensor lies."""
         if is_composite(tensor):
             return self._common_place(list(tensors_in(tensor)))
         place = self._proved(self._places.get(tensor.untyped_storage()._cdata, DEVICE))
@@ -135,19 +120,18 @@ class HostMemory:
         return COPIED if counts else place
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in host memory."""
         return self.place(tensor) != DEVICE
 
     def holds_storage(self, storage: torch.UntypedStorage) -> bool:
         return self._proved(self._places.get(storage._cdata, DEVICE)) != DEVICE
 
     def mark(self, tensor: torch.Tensor, place: Place) -> None:
-        """Note where a tensor's storage lies, if that is not the device."""
+        """Note where a tensor's storage lies, unless on the device."""
         if self.apart and place:
             self._note(tensor, place)
 
     def mark_counter(self, tensor: torch.Tensor) -> None:
-        """Have a tensor of no dimension count as host memory where that is not apart from the device's."""
+        """Count a zero-dimensional tensor as host memory if the target has no separate one."""
         if not self.apart:
             self._note(tensor, COPIED)
 
@@ -158,12 +142,12 @@ class HostMemory:
         self._known[address] = weakref.ref(storage, lambda _: self._known.pop(address, None))
 
     def name_device(self, tensor: torch.Tensor) -> None:
-        """Have ``tensor.device`` tell later where the tensor lies, in spite of all being fake CPU tensors."""
+        """Make ``tensor.device`` say where the tensor lies, although all are fake CPU tensors."""
         if self.apart and isinstance(tensor, FakeTensor):
             tensor.fake_device = self._names.setdefault(self.place(tensor), torch.device("cpu"))
 
     def meant_by(self, device: Any) -> Place | None:
-        """Where a device that the step gives is; None: it says nothing."""
+        """Return where a device that the step gives is; None: it says nothing."""
         if device is None or isinstance(device, bool):
             return None
         for place, name in self._names.items():
@@ -171,16 +155,16 @@ class HostMemory:
                 return self._proved(place)
         if isinstance(device, int) or torch.device(device).type != "cpu":
             return DEVICE
-        # Once disproved, a string says nothing: torch's own counters are made for "cpu".
+        # Once disproved, a string means nothing: torch makes its own counters for "cpu".
         return self._proved(NAMED) or (DEVICE if isinstance(device, torch.device) else None)
 
     def asked_by(self, func: Any, args: Sequence[Any], keywords: dict[str, Any]) -> Place | None:
-        """Where a call wants what it allocates; takes ``pin_memory`` out of its arguments, as fakes have no such."""
+        """Return where a call wants what it allocates; remove ``pin_memory``, which fakes lack, from its arguments."""
         device = keywords.get("device")
         pinned = keywords.pop("pin_memory", None)
         place = self.meant_by(device)
         if func in _device_constructors():
-            # save_on_cpu pins where the planning machine could, and says so either way; "no" says host memory too.
+            # save_on_cpu passes pin_memory as the planning machine can; False means host memory, too.
             if pinned is not None and (device is None or place == NAMED):
                 return PINNED
             if device is None and not any(True for value in args for _ in tensors_in(value)):
@@ -189,7 +173,7 @@ class HostMemory:
 
     @contextlib.contextmanager
     def allocating(self, place: Place | None) -> Iterator[None]:
-        """What operators allocate in this region lies there; None: where their inputs lie."""
+        """Place what operators allocate in this region; None: where their inputs lie."""
         before, self._allocating = self._allocating, place
         try:
             yield
@@ -197,7 +181,7 @@ class HostMemory:
             self._allocating = before
 
     def settle(self, func: OpOverload, args: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> None:
-        """Note where the results of an operator lie, which has just run."""
+        """Note where the results of an operator lie that has just run."""
         inputs = [tensor for value in (*args, *keywords.values()) for tensor in tensors_in(value)]
         self._settle_known(func, args, keywords, inputs, result)
         if not self.apart:
@@ -211,12 +195,12 @@ class HostMemory:
             self.name_device(made)
 
     def crossing(self, func: OpOverload, args: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> Crossing:
-        """What an operator moves over the link; its results are settled already."""
+        """Return what an operator moves over the link; its results are settled already."""
         if not self.apart:
             return NO_CROSSING
 
         def waits(_source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> bool:
-            # Whether a copy into pinned memory is asked to wait may depend on the machine that plans (save_on_cpu).
+            # Whether a copy into pinned memory waits may depend on the planning machine (save_on_cpu).
             return not non_blocking and self.place(target) != PINNED
 
         return crossing(func, args, keywords, result, self.holds, waits)
@@ -229,7 +213,7 @@ class HostMemory:
     ) -> None:
         """What is computed from known values on the device alone is known, too, and lies on the device.
 
-        torch forgets what it knew of a tensor that an operator writes, but for those in lists and hidden writes.
+        torch forgets the known value of a written tensor, except those in lists and hidden writes.
         """
         if any(tensor.untyped_storage()._cdata in self._known for tensor in inputs):
             for made in tensors_in(result):
@@ -242,17 +226,17 @@ class HostMemory:
 
     def _settle(self, made: torch.Tensor, place: Place) -> None:
         if self._allocating == DEVICE and isinstance(made, FakeTensor):
-            made.constant = None  # a known value makes no host scalar of what was made for the device
-        # torch's own counters are made on no device by name; what they meet proves nothing.
+            made.constant = None  # a known value must not make this a host scalar
+        # torch makes its own counters without a device; what they meet proves nothing.
         self.mark(made, COPIED if place == DEFAULT and made.dim() == 0 else place)
 
     def _common_place(self, inputs: Sequence[torch.Tensor]) -> Place:
-        """Host memory if all inputs lie there."""
+        """Return host memory if all inputs lie there."""
         places = [self.place(tensor) for tensor in inputs]
         return DEVICE.union(*places) if all(places) else DEVICE
 
     def _learn(self, func: OpOverload, inputs: Sequence[torch.Tensor]) -> None:
-        """An operator that computes with both places at once shows that the step means one device by its names."""
+        """An operator that computes with both places shows that the step's names mean one device."""
         if self._concluded or func._schema.name in _BOTH_PLACES:
             return
         places = {self.place(tensor) for tensor in inputs if tensor.dim()}

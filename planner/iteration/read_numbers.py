@@ -1,16 +1,7 @@
 """Numbers that a training step reads from its tensors (``loss.item()``), which fake tensors cannot give.
 
-A trace hands out ordinary ones in their place: 0.7 for a real number, 1 for a whole one, False for a truth. They may
-flow wherever numbers flow: into sums over many iterations, lists, messages, schedulers. What they must not do is decide
-which operators run, since another number might have decided otherwise. Whether they do is tried: where numbers were
-read, the iteration runs once more with others (0.001 and 2), and with every comparison of one in the user's own code
-coming out the other way; and again with 100.0 where the step took some as plain numbers (``float(loss)``), of which it
-cannot be seen what they are compared to, and with 0 where it took whole ones, which may be the place of one of two
-modules. The same operators, on the same state and tensors of the same shapes, must run; until the first error, as an
-iteration that ends training (a loss that is not finite) is no steady state.
-
-What torch's own code decides is not turned around: it is taken as in an ordinary iteration (a gradient norm that is
-finite, an average that has members). A GradScaler finds no infinity, and so the optimizer steps.
+A trace hands out ordinary numbers and tests, by another run with others, that they do not decide which operators run:
+docs/explanation/tracing.md ("numbers read from tensors").
 """
 
 from __future__ import annotations
@@ -37,8 +28,8 @@ from checkflow.planner.operators.operators import is_host_scalar, tensors_in
 aten = torch.ops.aten
 logger = logging.getLogger("checkflow")
 
-# Methods that hand the user's code what is in a tensor. (float() and int() do, too, but can give only plain numbers.)
-TELLING: Final[frozenset[Any]] = frozenset(
+# Methods that give the user's code a tensor's values. (float() and int() do, too, but only as plain numbers.)
+NUMBER_METHODS: Final[frozenset[Any]] = frozenset(
     (
         *(torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero),
         *(torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.allclose),
@@ -50,18 +41,18 @@ ADVICE: Final = (
     "move what depends on data (if, while, data-dependent sizes) out of the training step, metrics and logging too, "
     f"compute it with torch.where, or {RECORD}"
 )
-# Neither the real one, its logarithm nor 1 minus it is zero.
+# Neither 0.7, its logarithm nor 1 minus it is zero.
 _USUAL: Final[Mapping[type, Any]] = {bool: False, float: 0.7, int: 1}
-_PATIENCE = 10_000  # so often may one line of an iteration read or compare: a loop that waits for a number never ends
+_PATIENCE = 10_000  # most reads or comparisons of one line: a loop that waits for a number never ends
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _WINGS = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 _OURS = tuple(os.path.join(_WINGS, wing, "") for wing in ("planner", "runtime", "core"))  # models are the user's, too
-# Torch's files through which calls of the user's pass on their way to a tensor.
+# Torch's files that the user's calls pass on their way to a tensor.
 _PASSAGES = frozenset(_TORCH + name for name in ("_tensor.py", "overrides.py", "_ops.py", "_compile.py"))
 
 
 class NumberError(TraceError):
-    """A number that only data can tell decides which operators run: the operator that gives it, and the place."""
+    """A number that depends on data decides which operators run; names the operator that gives it, and the place."""
 
     def __init__(self, operator: Any, place: str) -> None:
         super().__init__(f"{operator} needs the values of tensors at {place}")
@@ -69,24 +60,24 @@ class NumberError(TraceError):
 
 
 class UndecidedError(Exception):
-    """An optimizer of the user's own decides upon a number that only data can tell."""
+    """A user's own optimizer decides upon a number that depends on data."""
 
 
 class ReadNumbers:
-    """What the step reads in one trace, and whether it matters."""
+    """The numbers that the step reads in one trace, and whether they matter."""
 
     def __init__(self) -> None:
-        self.count = 0  # numbers handed out that only data could tell
+        self.count = 0  # numbers handed out
         self.plain = False  # some of them as plain numbers, whose comparisons are not seen
         self.whole = False  # some of them as whole numbers
-        self._other: Mapping[type, Any] = {}  # in the place of the usual ones, in that iteration
+        self._other: Mapping[type, Any] = {}  # instead of the usual ones, in that iteration
         self._turned = False  # in the iteration that tries other numbers
         self._traced: list[tuple[Any, ...]] | None = None  # operators of the traced iteration, on which tensors
         self._state: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple
         self._storages = _StorageNames(())
         self._tried = 0  # operators of the other one so far
         self._last: tuple[Any, str] | None = None  # operator and place of the newest number or decision
-        self._odd: tuple[Any, str] | None = None  # as it was where the iterations first differed
+        self._odd: tuple[Any, str] | None = None  # where the iterations first differed
         self._decided: tuple[Any, str] | None = None  # operator and place of the newest decision of the user's
         self._in_step = False
         self._patience: collections.Counter[str] = collections.Counter()
@@ -96,11 +87,7 @@ class ReadNumbers:
     # The iterations of a trace
 
     def begin_traced(self, state: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
-        """The iteration that is traced begins.
-
-        Args:
-            state: gives the tensors of the state as they are now, by name.
-        """
+        """Begin the traced iteration; ``state`` gives the current state tensors by name."""
         self._state = state
         self._forget_iteration()
         self._traced = []
@@ -109,11 +96,8 @@ class ReadNumbers:
     def try_others(self, iteration: Callable[[], Any], rewind: Callable[[], None]) -> None:
         """Run the iteration again with other numbers, if it read some.
 
-        Args:
-            rewind: puts back what numbers, flags and texts of the user's were before the traced iteration.
-
-        Raises:
-            NumberError: other operators ran; it names the operator that gave the number, and the place.
+        Raises NumberError, with the operator that gave the number and the place, if other operators ran. ``rewind``
+        restores the user's numbers, flags and texts from before the traced iteration.
         """
         if not self.count:
             return
@@ -128,7 +112,7 @@ class ReadNumbers:
                 iteration()
             except NumberError:
                 raise
-            except Exception as error:  # noqa: BLE001 - an iteration that ends training; what ran before it still counts
+            except Exception as error:  # noqa: BLE001 - an iteration that ends training; what ran before it counts
                 logger.debug("the iteration with other numbers raised %s: %s", type(error).__name__, error)
             else:
                 if self._odd is None and self._traced is not None and self._tried < len(self._traced):
@@ -139,12 +123,12 @@ class ReadNumbers:
                 raise NumberError(*self._odd)
 
     def note_operator(self, func: OpOverload, args: tuple[Any, ...], result: Any) -> None:
-        """An operator ran. In the iteration with other numbers: it must be the one that ran in the traced one."""
-        if torch.Tag.data_dependent_output not in func.tags:  # to look at a number changes nothing
+        """Note an operator; in the iteration with other numbers it must be the traced one's."""
+        if torch.Tag.data_dependent_output not in func.tags:  # reading a number changes nothing
             self.note(func, args, result)
 
     def note(self, what: object, args: Any, result: Any = None) -> None:
-        """As :meth:`note_operator`, for anything that is done to a structure of tensors."""
+        """As :meth:`note_operator`, for anything done to a structure of tensors."""
         if self._traced is None:
             return
         place = self._tried if self._turned else len(self._traced)
@@ -157,17 +141,12 @@ class ReadNumbers:
             self._tried += 1
 
     def blamed(self) -> tuple[Any, str] | None:
-        """Operator and place of the newest (made-up) number that decided in the user's own code: what then goes wrong
-        may never happen."""
+        """Operator and place of the newest made-up number that decided in the user's code: blame it for errors."""
         return self._decided
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
-        """An optimizer steps, which is one operator where code that is not torch's decides upon numbers there.
-
-        Raises:
-            UndecidedError: it did.
-        """
+        """Run an optimizer's step; UndecidedError if code outside torch decides upon numbers in it."""
         before, self._in_step = self._in_step, True
         try:
             yield
@@ -177,7 +156,6 @@ class ReadNumbers:
     # Reads
 
     def know(self, tensor: torch.Tensor, value: float) -> None:
-        """From now on this tensor holds a known value."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         self._known[address] = (weakref.ref(storage, lambda _: self._known.pop(address, None)), value)
@@ -190,7 +168,7 @@ class ReadNumbers:
         return kinds <= {"Scalar", "number", "bool"} and not all(is_host_scalar(t) for t in tensors_in(list(args)))
 
     def read(self, func: OpOverload, args: tuple[Any, ...]) -> bool | int | float | complex:
-        """An ordinary number in the place of the one that the operator reads."""
+        """Return an ordinary number for the one that the operator reads."""
         if func is not aten._local_scalar_dense.default:
             self._note(func)
             return False
@@ -201,25 +179,25 @@ class ReadNumbers:
         self._note(func)
         return self._ordinary(tensor.dtype)
 
-    def told(self, value: Any) -> Any:
-        """What a method of a tensor tells: numbers that are known again where the user's code compares them."""
+    def wrapped(self, value: Any) -> Any:
+        """Wrap the numbers that a tensor's method gives, so that the user's comparisons of them are noticed."""
         if isinstance(value, list):
-            return [self.told(item) for item in value]
+            return [self.wrapped(item) for item in value]
         if type(value) is bool:
             return self.decide(False)  # which is turned around there
         return _made(value, _USUAL.get(type(value)), self)
 
     def array(self, tensor: torch.Tensor) -> Any:
-        """A tensor's values as an array, which takes no memory: one number stands everywhere."""
+        """Return a tensor's values as an array without memory: one number everywhere."""
         import numpy
 
-        kind = numpy.dtype(dtype_name(tensor.dtype))  # a TypeError for what numpy has not, as in torch
+        kind = numpy.dtype(dtype_name(tensor.dtype))  # a TypeError for dtypes that numpy lacks, as in torch
         self._note(aten._local_scalar_dense.default)
         self.plain = True
         return numpy.broadcast_to(numpy.array(self._ordinary(tensor.dtype), dtype=kind), tuple(tensor.shape))
 
     def decide(self, outcome: bool) -> bool:
-        """The truth of a comparison of a number that was read."""
+        """Return the truth of a comparison of a number that was read."""
         place, torchs = user_place()
         if torchs:
             return outcome
@@ -254,7 +232,7 @@ class ReadNumbers:
 
 
 class _StorageNames:
-    """What a storage is called in each iteration: state by its name, others by where they first appear."""
+    """Names storages alike in each iteration: state by its name, others by where they first appear."""
 
     def __init__(self, state: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._names: dict[int, tuple[weakref.ref[torch.UntypedStorage], Any]] = {}  # by address
@@ -263,7 +241,7 @@ class _StorageNames:
                 self._name(part.untyped_storage(), name)
 
     def on(self, structure: Any, place: tuple[int, str]) -> Iterator[tuple[Any, ...]]:
-        """The shapes of tensors and the names of their storages, which are numbered from this place if they are new."""
+        """Yield shapes and storage names of tensors; new storages are numbered from this place."""
         tensors = (leaf for leaf in pytree.tree_leaves(structure) if torch.is_tensor(leaf))
         for number, tensor in enumerate(tensors):
             yield (
@@ -272,7 +250,6 @@ class _StorageNames:
             )
 
     def _name(self, storage: torch.UntypedStorage, name: Any) -> Any:
-        """The name of a storage, which is this one if it is new."""
         names, address = self._names, storage._cdata
         if address not in names:
             names[address] = weakref.ref(storage, lambda _: names.pop(address, None)), name
@@ -280,12 +257,12 @@ class _StorageNames:
 
 
 def format_number(tensor: torch.Tensor, specification: str) -> str:
-    """As torch formats a tensor of one number."""
+    """Format as torch does a tensor of one number."""
     return format(tensor.item() if tensor.dim() == 0 and specification else tensor, specification)
 
 
 def user_place() -> tuple[str, bool]:
-    """The innermost source line of the user's that runs, and whether code of torch's runs for it."""
+    """Return the user's innermost running source line, and whether torch's code runs for it."""
     torchs = False
     frame = sys._getframe(1)
     while frame is not None:
@@ -298,18 +275,18 @@ def user_place() -> tuple[str, bool]:
     return "", torchs
 
 
-class _Told:
-    """A number that a trace made up. What is computed from it is one, too; what it is compared to is noted."""
+class _MadeUp:
+    """A number that a trace made up. Numbers computed from it are made up, too; comparisons are noted."""
 
-    traced: Any  # what it is in the traced iteration: the outcome of a comparison there is the one to turn around
+    traced: Any  # its value in the traced iteration, whose comparisons are turned around
     reads: ReadNumbers
 
 
-class _Real(float, _Told):
+class _Real(float, _MadeUp):
     pass
 
 
-class _Whole(int, _Told):
+class _Whole(int, _MadeUp):
     pass
 
 
@@ -317,17 +294,17 @@ def _made(value: Any, traced: Any, reads: ReadNumbers) -> Any:
     kind = {float: _Real, int: _Whole}.get(type(value))
     if kind is None:
         return value
-    number: _Told = kind(value)
+    number: _MadeUp = kind(value)
     number.traced, number.reads = traced, reads
     return number
 
 
 def _traced(value: Any) -> Any:
-    return value.traced if isinstance(value, _Told) else value
+    return value.traced if isinstance(value, _MadeUp) else value
 
 
 def _computed(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: _Told, *others: Any) -> Any:
+    def method(self: _MadeUp, *others: Any) -> Any:
         value = plain(self, *others)
         return value if value is NotImplemented else _made(value, _again(plain, self, others), self.reads)
 
@@ -335,15 +312,15 @@ def _computed(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compared(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: _Told, *others: Any) -> Any:
+    def method(self: _MadeUp, *others: Any) -> Any:
         outcome = _again(plain, self, others)
         return outcome if outcome is NotImplemented else self.reads.decide(outcome)
 
     return method
 
 
-def _again(plain: Callable[..., Any], number: _Told, others: tuple[Any, ...]) -> Any:
-    """As in the traced iteration, where a number may have been whole or real as it is here."""
+def _again(plain: Callable[..., Any], number: _MadeUp, others: tuple[Any, ...]) -> Any:
+    """Repeat the operation as in the traced iteration, where the kind of number may differ."""
     operands = [type(number).__bases__[0](_traced(number)), *(_traced(other) for other in others)]
     return plain(*operands)
 
@@ -360,5 +337,5 @@ for _kind, _base in _METHODS.items():
         setattr(_kind, _name, _compared(getattr(_base, _name)))
     for _name in _ARITHMETIC:
         setattr(_kind, _name, _computed(getattr(_base, _name)))
-    _kind.__name__ = _kind.__qualname__ = _base.__name__  # for Python's own messages about it
+    _kind.__name__ = _kind.__qualname__ = _base.__name__  # for Python's messages
     _kind.__hash__ = _base.__hash__  # type: ignore[method-assign]

@@ -1,8 +1,7 @@
-"""Batches and results as users build them: lists, tuples, dictionaries, dataclasses, and objects that hold tensors.
+"""Batches and results as users build them: containers, dataclasses, and objects that hold tensors.
 
-torch's pytree looks into containers of exactly the types that it knows. Here a leaf of it that is a mapping, a
-dataclass, or an object with tensors among its attributes is looked into as well (a ``BatchEncoding``, a graph's
-``Data``, a ``PackedSequence``).
+Looks also into leaves of torch's pytree that are mappings, dataclasses, or objects with tensor attributes (a
+``BatchEncoding``, a graph's ``Data``, a ``PackedSequence``).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 
 def tensors_of(structure: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a structure, in its order."""
+    """Yield the tensors of a structure, in its order."""
     return _tensors_of(structure, ())
 
 
@@ -26,13 +25,13 @@ def _tensors_of(structure: Any, around: tuple[int, ...]) -> Iterator[torch.Tenso
     for leaf in pytree.tree_leaves(structure):
         if isinstance(leaf, torch.Tensor):
             yield leaf
-        elif id(leaf) not in around:  # an object may hold itself
+        elif id(leaf) not in around:  # objects may be cyclic
             for value in _parts(leaf).values():
                 yield from _tensors_of(value, (*around, id(leaf)))
 
 
 def with_tensors(structure: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same structure with other tensors; what holds none is the same object."""
+    """Return the structure with other tensors; parts without tensors stay the same object."""
     return _with_tensors(structure, replace, ())
 
 
@@ -43,7 +42,7 @@ def _with_tensors(structure: Any, replace: Callable[[torch.Tensor], torch.Tensor
         if next(tensors_of(leaf), None) is None or id(leaf) in around:
             return leaf
         changed = {key: _with_tensors(value, replace, (*around, id(leaf))) for key, value in _parts(leaf).items()}
-        if isinstance(leaf, tuple):  # a kind of named tuple that pytree does not know, such as PackedSequence
+        if isinstance(leaf, tuple):  # a named tuple that pytree does not know, such as PackedSequence
             return tuple.__new__(type(leaf), changed.values())
         twin = copy.copy(leaf)
         for key, value in changed.items():
@@ -59,7 +58,7 @@ def _with_tensors(structure: Any, replace: Callable[[torch.Tensor], torch.Tensor
 
 
 def _parts(leaf: Any) -> Mapping[Any, Any]:
-    """What a leaf of pytree holds, by name: items of a dictionary, fields, attributes; of a tuple by place."""
+    """Return what a leaf of pytree holds, by name: items, fields or attributes; of a tuple by place."""
     if isinstance(leaf, type | nn.Module | torch.optim.Optimizer | torch.nn.utils.parametrize.ParametrizationList):
         return {}
     if isinstance(leaf, tuple):
@@ -67,7 +66,7 @@ def _parts(leaf: Any) -> Mapping[Any, Any]:
     parts: dict[Any, Any] = dict(leaf) if isinstance(leaf, dict) else {}
     if dataclasses.is_dataclass(leaf):
         parts |= {field.name: getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)}
-    # Only what holds tensors itself or in containers: an object's objects are its own affair.
+    # Only attributes that are or contain tensors; does not search an object's objects.
     held = getattr(leaf, "__dict__", None)
     if isinstance(held, dict) and not callable(leaf):
         parts |= {key: value for key, value in held.items() if _holds_tensors(value)}

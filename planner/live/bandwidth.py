@@ -1,9 +1,6 @@
-"""How fast this machine copies state, measured in a moment: for a job that makes its own plan.
+"""Measures quickly how fast this machine copies state, for a job that makes its own plan.
 
-:mod:`.measure.probe` has the measurements.
-
-What is measured is what the runtime's copy engine does, alone on the machine: training that uses the same memory at the
-same time slows it down, and is slowed down by it.
+Measures the runtime's copy engine alone (:mod:`.measure.probe`); training on the same memory would slow it down.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from checkflow.planner.measure.probe import (
 )
 from checkflow.planner.measure.timing import Effort, clock_of, repeat
 
-_BYTES = 32 * 2**20  # larger than most caches of a CPU, and long enough for a link
+_BYTES = 32 * 2**20  # larger than most CPU caches, and long enough for a link
 _GPU_BYTES = 256 * 2**20  # an H100's cache is 50 MB
 MOMENT = Effort(repetitions=7, seconds=0.05, array_bytes=_BYTES, product_seconds=0.0, disk_bytes=0)
 GPU_MOMENT = dataclasses.replace(MOMENT, array_bytes=_GPU_BYTES)
@@ -33,25 +30,21 @@ class Bandwidths:
     """Medians of a few copies."""
 
     link_bytes_per_second: float  # from device memory to staging memory
-    memory_bytes_per_second: float  # of device memory: a copy within it reads each byte once and writes it once
+    memory_bytes_per_second: float  # a copy within device memory reads and writes each byte once
     copy_seconds: float = 0.0  # what each piece costs the link besides its bytes
 
 
 def measure_bandwidths(device: torch.device) -> Bandwidths:
-    """Measure the copies that checkpoints will make; takes some 0.1 s.
+    """Measure the copies that checkpoints will make, in some 0.1 s; CheckflowError if too little memory is free.
 
-    On the CPU all are one thread's memmove. On a GPU the link's are copies into memory as staging buffers are, and the
-    memory's is one inside it, of which 512 MiB are taken for that moment, or less where little is free. All is given
-    back before this returns; but torch's peaks (``max_memory_allocated``, ``max_memory_reserved``) count it.
-
-    Raises:
-        CheckflowError: so little memory is free that nothing can be measured.
+    On a CPU all are one thread's memmove. On a GPU the link's go to memory like staging buffers, and the memory's take
+    up to 512 MiB of the device for a moment, which torch's peaks (``max_memory_allocated``) count.
     """
     if device.type != "cuda":
         link, piece = host_link_figures(clock_of(device), MOMENT, array_size_bytes(MOMENT, device))
         return Bandwidths(link.spread.median, 2 * link.spread.median, piece.spread.median)
     with torch.cuda.device(device):  # a pool belongs to the current device
-        pool = torch.cuda.MemPool()  # and gives its memory back to CUDA when it goes, after the arrays in it
+        pool = torch.cuda.MemPool()  # gives its memory back to CUDA when freed, after the arrays in it
         with torch.cuda.use_mem_pool(pool):
             return _measure_gpu(device)
 

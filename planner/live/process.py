@@ -1,10 +1,8 @@
-"""``python -m checkflow.planner.live.process PARENT``: the process that plans for a live job. Not for people.
+"""``python -m checkflow.planner.live.process PARENT``: the child process that plans for a live job.
 
-Standard input is a :class:`checkflow.core.planner_api.Handover` as JSON, standard output gets an
-:class:`.core.planner_api.Answer`, and the plan goes into the file that the handover names, whole or not at all.
-
-It serves the process that started it (its id is the argument) and ends with it, however that ends: Linux sends a
-signal, and everywhere the parent's id is looked at now and then.
+Reads a :class:`checkflow.core.planner_api.PlannerInput` as JSON from standard input, writes an
+:class:`.core.planner_api.PlanResponse` to standard output, and the plan atomically to the file that the input names. It
+ends with the process whose id is PARENT: by a signal on Linux, and by polling the parent's id everywhere.
 """
 
 from __future__ import annotations
@@ -22,41 +20,41 @@ from pydantic import TypeAdapter
 
 from checkflow.core import plan as plans
 from checkflow.core.errors import CheckflowError
-from checkflow.core.planner_api import Answer, Handover
-from checkflow.planner.schedule.scheduler import Request, make_plan
+from checkflow.core.planner_api import PlannerInput, PlanResponse
+from checkflow.planner.schedule.scheduler import PlanRequest, make_plan
 
 LOOK_SECONDS = 0.5
 LOWEST_PRIORITY = 19
 _PR_SET_PDEATHSIG = 1
 
 
-def answer(handover: Handover) -> Answer:
+def respond(given: PlannerInput) -> PlanResponse:
     """Make the plan and write it, or say why there is none."""
-    wishes = handover.wishes
+    limits = given.limits
     try:
         outcome = make_plan(
-            handover.timeline,
-            handover.fingerprint,
-            Request(
-                bandwidth_bytes_per_second=handover.bandwidth_bytes_per_second,
-                memory_bandwidth_bytes_per_second=handover.memory_bandwidth_bytes_per_second,
-                copy_seconds=handover.copy_seconds,
-                memory_limit_bytes=handover.memory_limit_bytes,
-                extra_memory_bytes=wishes.extra_memory_bytes,
-                overhead=wishes.overhead,
+            given.timeline,
+            given.fingerprint,
+            PlanRequest(
+                bandwidth_bytes_per_second=given.bandwidth_bytes_per_second,
+                memory_bandwidth_bytes_per_second=given.memory_bandwidth_bytes_per_second,
+                copy_seconds=given.copy_seconds,
+                memory_limit_bytes=given.memory_limit_bytes,
+                extra_memory_bytes=limits.extra_memory_bytes,
+                overhead=limits.overhead,
             ),
-            graph_peak_bytes=handover.graph_peak_bytes,
+            graph_peak_bytes=given.graph_peak_bytes,
         )
         if outcome.plan is None:
-            return Answer(None, _for_scripts(outcome.explanation), final=True)
-        plans.save(outcome.plan, handover.path)
+            return PlanResponse(None, _for_scripts(outcome.explanation), final=True)
+        plans.save(outcome.plan, given.path)
     except CheckflowError as error:
-        return Answer(None, str(error))
-    return Answer(handover.path)
+        return PlanResponse(None, str(error))
+    return PlanResponse(given.path)
 
 
 def _for_scripts(explanation: str) -> str:
-    """What to do about it, as one who holds a Checkpointer does it."""
+    """Replace command-line options in the advice by the Checkpointer's arguments."""
     return explanation.replace("--overhead ", "overhead=").replace(
         ", another device, or --relax-memory", " or another device"
     )
@@ -66,16 +64,16 @@ def main(arguments: Sequence[str]) -> int:
     """Serve the process whose id is the only argument."""
     (parent,) = arguments
     _end_with(int(parent))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training job decides when this is over
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the training job ends this process
     with contextlib.suppress(OSError):
         os.nice(LOWEST_PRIORITY)
-    handover = TypeAdapter(Handover).validate_json(sys.stdin.buffer.read())
-    sys.stdout.buffer.write(TypeAdapter(Answer).dump_json(answer(handover)))
+    given = TypeAdapter(PlannerInput).validate_json(sys.stdin.buffer.read())
+    sys.stdout.buffer.write(TypeAdapter(PlanResponse).dump_json(respond(given)))
     return 0
 
 
 def _end_with(parent: int) -> None:
-    """Whatever becomes of the parent, this process does not outlive it by more than ``LOOK_SECONDS``."""
+    """Exit within ``LOOK_SECONDS`` of the parent's end, however that comes."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

@@ -1,1 +1,1 @@
-"""This machine, measured."""
+"""Measures this machine."""

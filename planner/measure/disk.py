@@ -1,9 +1,8 @@
-"""How fast a directory's disk takes a file, its fsync included, and gives it back from the disk itself.
+"""Measures how fast a directory's disk takes a file, fsync included, and gives it back from the disk itself.
 
-What was just written still lies in memory. So the file is dropped from there first (``posix_fadvise``), and the kernel
-is asked whether it has gone (reads that would wait are refused: ``RWF_NOWAIT``); where it has not, or the kernel does
-not tell, it is read around the memory (``O_DIRECT``); where the file system does not take that either, the figure says
-that it may be memory's. A disk of a virtual machine may still answer from its host's memory.
+The written file is first dropped from the page cache (``posix_fadvise``, checked with ``RWF_NOWAIT``), else read past
+it (``O_DIRECT``), else a note says that the figure may be memory's. A virtual disk may still answer from its host's
+memory.
 """
 
 from __future__ import annotations
@@ -22,27 +21,22 @@ from checkflow.core.errors import StorageError
 from checkflow.core.units import format_size
 from checkflow.planner.measure.timing import LEAST_REPETITIONS, Clock, Effort, Figure, rate, spread_of
 
-BLOCK_BYTES = 8 * 2**20  # of one write or read: a multiple of every page and sector
+BLOCK_BYTES = 8 * 2**20  # per write or read: a multiple of every page and sector size
 LEAST_FILE_BYTES = 2 * BLOCK_BYTES
-_FREE_SHARE = 4  # the file takes a quarter of what is free, at most
-_PEEKS = 16  # places of the file at which the kernel is asked whether they lie in memory
+_FREE_SHARE = 4  # the file takes at most a quarter of the free space
+_PEEKS = 16  # places of the file that are checked for the page cache
 
 
 def disk_figures(directory: Path, effort: Effort, clock: Clock) -> tuple[list[Figure], list[str]]:
-    """Write and read figures of the disk under a directory, and what is to be said about them.
-
-    Raises:
-        StorageError: there is no such directory, it cannot be written or read, or too little of it is free.
-    """
+    """Return write and read figures of the disk under a directory, and notes; StorageError if it cannot be measured."""
     with _reported(directory):
         size_bytes = _file_size_bytes(directory, effort)
         written: list[float] = []
         read: list[float] = []
         cold = not _is_memory(directory)
-        # Its address is a multiple of the page's size, as O_DIRECT wants. Not closed by hand: an error that passes here
-        # still holds views of it.
+        # Page-aligned, as O_DIRECT requires. Not closed by hand: an error that passes here still holds views of it.
         block = mmap.mmap(-1, BLOCK_BYTES)
-        block[:] = os.urandom(BLOCK_BYTES)  # no file system can compress it
+        block[:] = os.urandom(BLOCK_BYTES)  # incompressible
         while len(written) < LEAST_REPETITIONS or (
             len(written) < effort.repetitions and sum(written) + sum(read) < 2 * effort.seconds
         ):
@@ -68,7 +62,7 @@ def _reported(directory: Path) -> Iterator[None]:
 
 
 def _file_size_bytes(directory: Path, effort: Effort) -> int:
-    """As much as asked, within a quarter of what is free, in whole blocks."""
+    """Return the size asked for, within a quarter of what is free, in whole blocks."""
     status = os.statvfs(directory)
     free = status.f_bavail * status.f_frsize
     size = min(effort.disk_bytes, free // _FREE_SHARE) // BLOCK_BYTES * BLOCK_BYTES
@@ -107,17 +101,17 @@ def _read(file: IO[bytes], block: mmap.mmap, size_bytes: int) -> None:
 
 
 def _drop_from_memory(fd: int, size_bytes: int) -> bool:
-    """Have the next reads come from the disk; whether they will."""
+    """Drop the file from the page cache; return whether the next reads come from the disk."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, 0, size_bytes, os.POSIX_FADV_DONTNEED)
         if _gone(fd, size_bytes):
-            os.posix_fadvise(fd, 0, size_bytes, os.POSIX_FADV_DONTNEED)  # asking may have begun to read ahead
+            os.posix_fadvise(fd, 0, size_bytes, os.POSIX_FADV_DONTNEED)  # the check may have started to read ahead
             return True
     return _around_memory(fd)
 
 
 def _gone(fd: int, size_bytes: int) -> bool:
-    """Whether the kernel would have to wait for the disk at each of some places; False where it does not tell."""
+    """Whether the kernel would have to wait for the disk at each of some places; False if it cannot say."""
     if not hasattr(os, "RWF_NOWAIT"):
         return False
     byte = bytearray(1)
@@ -126,14 +120,14 @@ def _gone(fd: int, size_bytes: int) -> bool:
             os.preadv(fd, [byte], place * size_bytes // _PEEKS, os.RWF_NOWAIT)
         except BlockingIOError:
             continue
-        except OSError:  # not by this file system
+        except OSError:  # not supported by this file system
             return False
         return False
     return True
 
 
 def _around_memory(fd: int) -> bool:
-    """Have the file read without the kernel's memory of it; whether its file system does that."""
+    """Read the file past the page cache from now on; return whether its file system can."""
     if not hasattr(os, "O_DIRECT"):
         return False
     try:

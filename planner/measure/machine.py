@@ -1,4 +1,4 @@
-"""The machine that this process runs on: the device that training would use here, and how much memory it has."""
+"""The machine that this process runs on: the device that training would use, and its memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Machine:
     kind: DeviceKind
     name: str  # "NVIDIA H200", or the processor and its threads
     software: str  # torch and, on a GPU, CUDA and the driver
-    memory_bytes: int  # all of the device's
+    memory_bytes: int  # total
     compute_capability: ComputeCapability | None = None  # of a GPU
 
 
 def this_machine() -> Machine:
-    """The current CUDA device where there is one that torch can use, else the CPU."""
+    """Return the current CUDA device if torch can use one, else the CPU."""
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
         properties = torch.cuda.get_device_properties(device)
@@ -38,15 +38,15 @@ def this_machine() -> Machine:
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """What this process can still allocate on a device: of the host, without swapping."""
+    """Return what this process can still allocate on a device; on the host, without swapping."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for this process
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # cached by torch
         return int(torch.cuda.mem_get_info(device)[0]) + kept
     return free_host_memory_bytes()
 
 
 def _processor() -> str:
-    """The processor's name: Linux tells it in /proc alone."""
+    """Return the processor's name, which Linux has in /proc only."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text().splitlines():
@@ -57,7 +57,7 @@ def _processor() -> str:
 
 
 def _driver() -> str:
-    """ ", driver 550.54.15" on Linux; torch does not tell it."""
+    """Return ", driver 550.54.15" on Linux; torch does not know it."""
     version = Path("/proc/driver/nvidia/version")
     if not version.is_file():
         return ""

@@ -1,19 +1,8 @@
-"""What this machine can do, measured: copies, products, element-wise streaming, launches; and its disk.
+"""Measures this machine as a :class:`~checkflow.core.device.Device`: copies, products, streaming, launches, its disk.
 
-Every figure is the median of several repetitions, warmed up, timed by :mod:`.measure.timing`; its spread is
-kept beside it. Arrays are far larger than caches and no larger than an eighth of the free memory allows; products grow
-until one of them takes long enough to be timed. The figures become a :class:`~checkflow.core.device.Device`:
-
-- the peak of a dtype is what one large matrix product reaches, so that ``compute_efficiency`` is 1;
-- memory bandwidth is a copy's, within the device, every byte counted twice (read and written); ``memory_efficiency`` is
-  the share of it that ``z = x + y`` reaches, into memory that was used before (what a CPU's fresh memory costs besides
-  depends on sizes; without it iterations are short, which is the safe side);
-- the link is what large copies to pinned host memory give. On a machine without a GPU, it is one thread's memmove from
-  memory to memory, which is what the runtime does there;
-- what a piece costs besides its bytes is the time of many small copies, less that of as many bytes in one;
-- launches are tiny operators back to back.
-
-All of it is measured on a machine that does nothing else: training leaves less of what it uses itself.
+docs/how-to/probe.md says what each figure means. Every one is the median of several repetitions
+(:mod:`.measure.timing`), with its spread. Arrays are far larger than caches, within an eighth of the free memory;
+products grow until one takes long enough to be timed.
 """
 
 from __future__ import annotations
@@ -49,10 +38,10 @@ from checkflow.planner.measure.torch_settings import torch_settings_kept
 Progress = Callable[[str], None]
 
 _MIB = 2**20
-LEAST_ARRAY_BYTES = 8 * _MIB  # smaller ones lie in caches
+LEAST_ARRAY_BYTES = 8 * _MIB  # smaller ones fit caches
 LAUNCHES = 1000  # in one lap
 PIECES, PIECE_BYTES = 128, 4096  # of small copies in one lap
-LEAD_BYTES = 32 * _MIB  # of the copy before them: while it crosses a link of 50 GB/s, the host issues so many
+LEAD_BYTES = 32 * _MIB  # of the copy before them: the host issues the pieces while it crosses a 50 GB/s link
 _FIRST_PRODUCT, _LARGEST_PRODUCT = 512, 16384  # rows and columns
 _DTYPES = {
     "float32": torch.float32,
@@ -60,11 +49,11 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float64": torch.float64,
 }
-# From which compute capability a dtype's products run on matrix units (NVIDIA, CUDA C++ programming guide, table of
-# features by compute capability); float64 ones are in data centres' chips alone.
+# First compute capability whose matrix units take a dtype (NVIDIA, CUDA C++ programming guide, table of features by
+# compute capability). Only data-centre chips have float64 ones.
 _MATRIX_SINCE = {"float16": (7, 0), "tf32": (8, 0), "bfloat16": (8, 0)}
 _MATRIX_FLOAT64 = frozenset({(8, 0), (9, 0), (10, 0)})
-_DIGITS = 4  # of a median that goes into a device: more than a measurement has
+_DIGITS = 4  # of a median in a device: more than a measurement has
 
 
 FULL = Effort(repetitions=25, seconds=3.0, array_bytes=1024 * _MIB, product_seconds=0.02, disk_bytes=1024 * _MIB)
@@ -76,11 +65,11 @@ _PORTABLE = 1  # cudaHostRegisterPortable, of driver_types.h
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """A machine's figures, and the device that they make."""
+    """A machine's figures, and the device made of them."""
 
     device: Device
     figures: tuple[Figure, ...]
-    notes: tuple[str, ...]  # what was not measured, or not as its name says
+    notes: tuple[str, ...]  # what was not measured, or otherwise than its name says
 
 
 def probe(
@@ -91,12 +80,10 @@ def probe(
     clock: Clock | None = None,
     progress: Progress = lambda part: None,
 ) -> Probed:
-    """Measure this machine: its CUDA device where there is one, else its CPU.
+    """Measure this machine: its CUDA device if there is one, else its CPU.
 
     Args:
-        directory: where the disk is measured; None: it is not.
-        machine: by default :func:`~checkflow.planner.measure.machine.this_machine`.
-        clock: tells when work on the device is done; by default the device's own.
+        directory: where to measure the disk; None: nowhere.
         progress: called with the name of what is measured next.
 
     Raises:
@@ -106,7 +93,7 @@ def probe(
     here = this_machine() if machine is None else machine
     disk: list[Figure] = []
     disk_notes: list[str] = []
-    if directory is not None:  # first: a folder that cannot be written is known at once
+    if directory is not None:  # first, so that an unwritable folder fails at once
         progress("the disk")
         disk, disk_notes = disk_figures(directory, effort, HostClock() if clock is None else clock)
     figures, notes = device_figures(here, clock_of(here.device) if clock is None else clock, effort, progress)
@@ -117,7 +104,7 @@ def probe(
 def device_figures(
     machine: Machine, clock: Clock, effort: Effort, progress: Progress
 ) -> tuple[list[Figure], list[str]]:
-    """Everything but the disk, and what is to be said about it."""
+    """Return all figures but the disk's, and notes about them."""
     device, notes = machine.device, []
     array_bytes = array_size_bytes(effort, device)
     progress("copies in memory")
@@ -136,15 +123,14 @@ def device_figures(
     progress("launches")
     figures.append(launch_figure(device, clock, effort))
     if machine.kind == "cuda":
-        torch.cuda.empty_cache()  # what torch keeps for later is not free to others
+        torch.cuda.empty_cache()  # torch's cache is not free to others
     return figures, notes
 
 
 def array_size_bytes(effort: Effort, device: torch.device) -> int:
-    """The size of an array to copy: a power of two, as torch's pinned memory comes in those.
+    """Return the size of an array to copy, a power of two as torch's pinned memory comes in those.
 
-    Raises:
-        CheckflowError: a sixteenth of what is free, on the device or the host, is too small to measure with.
+    Raises CheckflowError if a sixteenth of what is free, on device or host, is too small to measure with.
     """
     free = min(free_memory_bytes(device), free_host_memory_bytes())
     size = min(effort.array_bytes, free // 16)
@@ -157,7 +143,7 @@ def array_size_bytes(effort: Effort, device: torch.device) -> int:
 
 
 def memory_figures(device: torch.device, clock: Clock, effort: Effort, array_bytes: int) -> list[Figure]:
-    """Copies within the device, and ``x + y``; bytes read and bytes written both count."""
+    """Time copies within the device, and ``x + y``; bytes read and bytes written both count."""
     x, y, z = (torch.ones(array_bytes // 4, device=device) for _ in range(3))
     copied = repeat(lambda: y.copy_(x), clock, effort)
     added = repeat(lambda: torch.add(x, y, out=z), clock, effort)
@@ -169,9 +155,9 @@ def memory_figures(device: torch.device, clock: Clock, effort: Effort, array_byt
 
 
 def host_link_figures(clock: Clock, effort: Effort, array_bytes: int) -> list[Figure]:
-    """One thread's copy from memory to memory, a byte that is copied counting once; and what each piece costs besides.
+    """Time one thread's copy from memory to memory (each byte counts once), and what each piece costs besides.
 
-    A piece costs what the runtime's copy engine pays there: a turn of its loop, and a call of memmove.
+    A piece costs what the runtime's copy engine pays: one turn of its loop and one memmove.
     """
     source, target = (torch.ones(array_bytes, dtype=torch.uint8, device="cpu") for _ in range(2))
 
@@ -193,10 +179,9 @@ def host_link_figures(clock: Clock, effort: Effort, array_bytes: int) -> list[Fi
 
 
 def piece_figure(copies: Callable[[range, int], Work], clock: Clock, effort: Effort, array_bytes: int) -> Figure:
-    """What each piece costs besides its bytes: small copies to as many places, less one copy of as many bytes.
+    """Time what each piece costs besides its bytes: many small copies, less one copy of as many bytes.
 
-    Args:
-        copies: makes the work of copies at these places of an array, of so many bytes each.
+    ``copies`` makes the work of copies at these places of an array, of this many bytes each.
     """
     alone = repeat(copies(range(1), PIECES * PIECE_BYTES), clock, effort).median
     laps = repeat(copies(range(0, array_bytes, array_bytes // PIECES), PIECE_BYTES), clock, effort)
@@ -205,12 +190,10 @@ def piece_figure(copies: Callable[[range, int], Work], clock: Clock, effort: Eff
 
 
 def link_piece_figure(here: torch.Tensor, there: torch.Tensor, clock: Clock, effort: Effort) -> Figure:
-    """What each piece costs the link from a CUDA device (``there``) to staging memory (``here``), besides its bytes.
+    """Time what each piece costs the link from a CUDA device (``there``) to staging memory (``here``).
 
-    A large copy goes before the pieces. While it crosses, the host issues them, so that this is the link's time, not
-    Python's. torch issues each copy by itself; the runtime (:mod:`checkflow.runtime.transfer.cudart`) hands CUDA many
-    at once where it can. So this is an upper bound of what a piece costs there; more than ever on a link so fast that
-    the large copy is over before the host has issued the pieces.
+    The host issues the pieces while a large copy crosses, so this is the link's time, not Python's. It is an upper
+    bound: the runtime (:mod:`checkflow.runtime.transfer.cudart`) hands CUDA many copies at once.
     """
 
     def copies(places: range, length_bytes: int) -> Work:
@@ -228,10 +211,10 @@ def link_piece_figure(here: torch.Tensor, there: torch.Tensor, clock: Clock, eff
 
 @contextlib.contextmanager
 def staging_memory(size_bytes: int, device: torch.device) -> Iterator[torch.Tensor]:
-    """Host memory as the runtime stages checkpoints in, for a CUDA device: shared, and locked in place; uint8.
+    """Yield host memory as the runtime stages checkpoints in for a CUDA device: shared, locked in place, uint8.
 
-    The system gets it back at the end; what torch pins would stay in torch's cache. Where the system refuses to lock
-    it, the runtime's own memory is not locked either, and this is lent as it is.
+    It is returned to the system at the end, while pinned tensors would stay in torch's cache. If the system refuses to
+    lock it, it is used unlocked, as the runtime does.
     """
     here = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8).fill_(1)
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -245,9 +228,9 @@ def staging_memory(size_bytes: int, device: torch.device) -> Iterator[torch.Tens
 
 
 def _succeeded(code: int, device: torch.device) -> bool:
-    """Whether a call of CUDA's runtime did.
+    """Whether a call of CUDA's runtime succeeded.
 
-    torch leaves an error there for its next kernel to find, which would blame training: here is that kernel.
+    A failed call leaves an error for torch's next kernel, which would blame training: run that kernel here.
     """
     if int(code) == 0:
         return True
@@ -257,7 +240,7 @@ def _succeeded(code: int, device: torch.device) -> bool:
 
 
 def link_figures(device: torch.device, clock: Clock, effort: Effort, array_bytes: int) -> list[Figure]:
-    """Copies between a CUDA device and the host, both ways, with pinned and with pageable host memory; and pieces."""
+    """Time copies between a CUDA device and the host, both ways, with pinned and pageable host memory; and pieces."""
     there = torch.ones(array_bytes, dtype=torch.uint8, device=device)
     figures = []
     for pinned in (True, False):
@@ -278,11 +261,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> Work:
 
 
 def product_figure(device: torch.device, dtype: str, clock: Clock, effort: Effort) -> tuple[Figure | None, str]:
-    """The product of two square matrices in a dtype, or "tf32"; or None, and why there is none.
-
-    Raises:
-        CheckflowError: memory runs out.
-    """
+    """Time the product of two square matrices in a dtype, or "tf32"; else None and why. May run out of memory."""
     if dtype == "tf32" and not _on_matrix_units(device, dtype):
         return None, ""  # torch would compute in float32
     with torch_settings_kept():
@@ -292,7 +271,7 @@ def product_figure(device: torch.device, dtype: str, clock: Clock, effort: Effor
             seconds = repeat(work, clock, effort)
         except torch.OutOfMemoryError:
             raise CheckflowError(f"cannot probe: not enough free memory for products in {dtype}") from None
-        except RuntimeError as error:  # a dtype that torch does not multiply here
+        except RuntimeError as error:  # torch cannot multiply this dtype here
             return None, f"no products in {dtype}: {str(error).strip().partition(chr(10))[0]}"
     on_matrix = _on_matrix_units(device, dtype)
     how = f"{size} x {size}, {'matrix' if on_matrix else 'plain'} units"
@@ -301,14 +280,14 @@ def product_figure(device: torch.device, dtype: str, clock: Clock, effort: Effor
 
 
 def _product(device: torch.device, dtype: torch.dtype, clock: Clock, effort: Effort) -> tuple[int, Work]:
-    """Matrices as large as needed for one product to last, and the product."""
+    """Return the size of matrices whose product lasts long enough, and the product."""
     free, size = free_memory_bytes(device), _FIRST_PRODUCT
     while True:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         work = _multiply(a, b)
-        larger_bytes = 5 * (2 * size) ** 2 * max(4, dtype.itemsize)  # with what makes the random numbers
+        larger_bytes = 5 * (2 * size) ** 2 * max(4, dtype.itemsize)  # includes making the random numbers
         if (
-            min(clock.laps(work, 4)[1:]) >= effort.product_seconds  # the least: others may use the machine
+            min(clock.laps(work, 4)[1:]) >= effort.product_seconds  # the least, since others may use the machine
             or size == _LARGEST_PRODUCT
             or larger_bytes > free // 8
         ):
@@ -322,7 +301,7 @@ def _multiply(a: torch.Tensor, b: torch.Tensor) -> Work:
 
 
 def _on_matrix_units(device: torch.device, dtype: str) -> bool:
-    """Whether products in this dtype run on matrix units. torch does not tell of CPUs: all of theirs count as plain."""
+    """Whether products in this dtype run on matrix units; on CPUs, where torch cannot say, all count as plain."""
     if device.type != "cuda":
         return False
     capability = torch.cuda.get_device_capability(device)
@@ -332,7 +311,7 @@ def _on_matrix_units(device: torch.device, dtype: str) -> bool:
 
 
 def launch_figure(device: torch.device, clock: Clock, effort: Effort) -> Figure:
-    """Tiny operators back to back: on a GPU the host or the device, whichever is slower."""
+    """Time tiny operators back to back: on a GPU the host or the device, whichever is slower."""
     x, y = (torch.ones(1, device=device) for _ in range(2))
 
     def launches() -> None:
@@ -344,11 +323,7 @@ def launch_figure(device: torch.device, clock: Clock, effort: Effort) -> Figure:
 
 
 def make_device(machine: Machine, figures: Sequence[Figure], *, now: datetime.datetime | None = None) -> Device:
-    """The device that these figures of a machine make.
-
-    Args:
-        now: the moment that the device's source names; by default this one.
-    """
+    """Make a device of a machine's figures. Its source names the time ``now``, by default this one."""
     medians = {figure.name: _rounded(figure.spread.median) for figure in figures}
     copy, streaming = medians["device copy"], medians["element-wise"]
     plain, matrix = _peaks(figures)
@@ -380,7 +355,7 @@ def make_device(machine: Machine, figures: Sequence[Figure], *, now: datetime.da
 
 
 def _peaks(figures: Sequence[Figure]) -> tuple[dict[str, float], dict[str, float]]:
-    """Operations per second by dtype, of plain and of matrix units; TF32 only where it beats float32."""
+    """Return operations per second by dtype, of plain and of matrix units; TF32 only if it beats float32."""
     products = {figure.name.removeprefix(PRODUCT): figure for figure in figures if figure.name.startswith(PRODUCT)}
     tf32 = products.get("tf32")
     if tf32 is not None and tf32.spread.median <= products["float32"].spread.most:

@@ -1,8 +1,4 @@
-"""How work is timed, and what repeated measurements of one thing say.
-
-One clock for the host and one for a GPU, which runs behind the host: there, time is what passes between two events on
-the device's own stream, read once everything before them is done.
-"""
+"""Times work by one clock for the host and one for a GPU, and summarises repeated measurements."""
 
 from __future__ import annotations
 
@@ -23,15 +19,15 @@ LEAST_REPETITIONS = 3
 
 
 class Clock(Protocol):
-    """What can time work."""
+    """Times work."""
 
     def laps(self, work: Work, count: int) -> list[float]:
-        """Run ``work`` so often, back to back; seconds that each run took."""
+        """Run ``work`` ``count`` times, back to back; return the seconds of each run."""
         ...
 
 
 class HostClock:
-    """Times what is done when the call returns."""
+    """Times work that is done when the call returns."""
 
     def laps(self, work: Work, count: int) -> list[float]:
         marks = [time.perf_counter()]
@@ -42,10 +38,9 @@ class HostClock:
 
 
 class EventClock:
-    """Times what the current stream of a CUDA device does, by events on it; the host may run ahead within one call.
+    """Times the current stream of a CUDA device by events on it; the host may run ahead within one call.
 
-    A run ends when the device has reached the event behind it. So the first run also waits for its first kernel to be
-    launched: run it once before, and take the median.
+    The first run also waits for its kernel's launch: run once before, and take the median.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,13 +59,13 @@ class EventClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock that tells when work on this device is done."""
+    """Return the clock that knows when work on this device is done."""
     return EventClock(device) if device.type == "cuda" else HostClock()
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Several measurements of one quantity: the median, quartiles around it, and the ends. Its unit is its owner's."""
+    """The median, quartiles and ends of several measurements of one quantity, in its owner's unit."""
 
     least: float
     lower: float  # a quarter of the measurements are below
@@ -81,16 +76,15 @@ class Spread:
 
     @property
     def quartile_share(self) -> float:
-        """The middle half's width, as a share of the median (0 where that is 0)."""
+        """The middle half's width as a share of the median (0 if that is 0)."""
         return (self.upper - self.lower) / self.median if self.median else 0.0
 
     def scaled(self, factor: float) -> Spread:
-        """The same measurements in another unit."""
         ends = (self.least * factor, self.lower * factor, self.median * factor, self.upper * factor, self.most * factor)
         return Spread(*ends, self.count)
 
     def above(self, amount: float) -> Spread:
-        """What the same measurements are more than an amount; 0 where they are less."""
+        """Return the excess of the same measurements over an amount, at least 0."""
         least, lower, median, upper, most = (
             max(0.0, end - amount) for end in (self.least, self.lower, self.median, self.upper, self.most)
         )
@@ -98,11 +92,7 @@ class Spread:
 
 
 def spread_of(samples: Sequence[float]) -> Spread:
-    """The spread of at least one measurement; quartiles are interpolated.
-
-    Raises:
-        ValueError: there is no measurement.
-    """
+    """Return the spread of at least one measurement, else ValueError; quartiles are interpolated."""
     if not samples:
         raise ValueError("no measurement")
     ordered = sorted(samples)

@@ -1,4 +1,4 @@
-"""torch's process-wide settings, which a model file may change: they hold for its own plan, and end with it."""
+"""Restores torch's process-wide settings, which a model file may change for its own plan only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _set_deterministic(mode: tuple[bool, bool]) -> None:
 
 
 def _products() -> str | None:
-    """The oldest of three interfaces for TF32. It refuses to answer (None) where another of them was used."""
+    """Read the oldest of three interfaces for TF32; None where it refuses, because another one was used."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -38,13 +38,13 @@ def _set_products(precision: str | None) -> None:
 
 
 def _default_device() -> torch.device | None:
-    """As ``torch.set_default_device`` was told, and None where it was not; the device may be one that is not there."""
+    """Return what ``torch.set_default_device`` set, or None; the device may not exist here."""
     context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     return None if context is None else context.device
 
 
 def _settings() -> list[_Setting]:
-    """What is read before and written back after, the general before the special."""
+    """List what is read before and written back after, the general before the special."""
     backends = torch.backends
     precisions: list[Any] = [
         backends,
@@ -73,11 +73,11 @@ def _settings() -> list[_Setting]:
 
 @contextlib.contextmanager
 def torch_settings_kept() -> Iterator[None]:
-    """Put back whatever of them differs afterwards; what does not is not touched (a value may be inherited)."""
+    """Restore settings that have changed; leaves the others alone, since a value may be inherited."""
     before = [(read, write, read()) for read, write in _settings()]
     try:
         yield
     finally:
-        for read, write, value in before * 2:  # one that is written back may change another again
+        for read, write, value in before * 2:  # twice: restoring one setting may change another
             if read() != value:
                 write(value)

@@ -1,1 +1,1 @@
-"""The user's file -> TrainingStep."""
+"""Loads the user's model file as a TrainingStep."""

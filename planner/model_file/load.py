@@ -1,8 +1,7 @@
-"""From what a user names on the command line to a TrainingStep: a file, a module's function, or a shipped model.
+"""From a name on the command line to a TrainingStep: a file, a module's function, or a shipped model.
 
-Models are built under ``torch.device("meta")``, so nothing is allocated. Where ``build`` fails there (a value read with
-``.item()``, say), it is built for real, and a warning says where and why; where that fails too, its error is reported.
-A step that is to be run is built for real at once, on the device that it is to run on.
+Models are built under ``torch.device("meta")``, without allocation. If ``build`` fails there (such as by ``.item()``),
+it is built for real with a warning. A step that is to run is built for real at once, on its device.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def build(batch_size: int = 32) -> checkflow.TrainingStep:
     return checkflow.TrainingStep(model, optimizer, loss=lambda model, x, y: F.cross_entropy(model(x), y), batch=(x, y))
 """
 
-# What --optimizer replaces a step's optimizers by.
+# What --optimizer replaces a step's optimizers with.
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
     "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
@@ -52,15 +51,14 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-3),
 }
 
-_STOPS = (KeyboardInterrupt, StoppedError)  # whatever else a model file raises is its own fault
+_STOPS = (KeyboardInterrupt, StoppedError)  # anything else is the model file's error
 _ACCELERATORS = frozenset(("cuda", "hip", "xpu", "mps"))
 _SHIPPED = Path(checkflow.models.__file__).parent
 _OWN = (Path(__file__).parents[1], Path(inspect.getfile(TrainingStep)).parents[1])  # checkflow's code, not the models
-_FILE_MODULE = "checkflow_model_"  # modules made from files are called this, then a hash of the file's path
+_FILE_MODULE = "checkflow_model_"  # a hash of the file's path follows
 
 
 def list_models() -> list[str]:
-    """Names of the shipped models, sorted."""
     found = pkgutil.iter_modules(checkflow.models.__path__)
     return sorted(module.name for module in found if not module.name.startswith("_"))
 
@@ -81,7 +79,7 @@ def load_training_step(
         batch_size: passed to the function, if given.
         settings: further arguments of the function, as text; converted to the types of its parameters.
         optimizer: a key of ``OPTIMIZERS``: every optimizer of the step is replaced by one of this kind over the same
-            parameter groups. Only steps of the short form (``loss=``) can be changed so.
+            parameter groups. Works only for steps of the short form (``loss=``).
         device: build it for real on this device, to be run there.
 
     Returns:
@@ -89,7 +87,7 @@ def load_training_step(
         "package.module:function"), and the step.
 
     Raises:
-        ModelError: one line with the file and line where known, followed by a template where the function is missing.
+        ModelError: one line with the file and, if known, its line; then a template if the function is missing.
     """
     if optimizer is not None and optimizer not in OPTIMIZERS:
         raise ModelError(f"unknown optimizer {optimizer!r}; choose one of: {', '.join(OPTIMIZERS)}")
@@ -105,7 +103,7 @@ def load_training_step(
 
 
 def _split(target: str) -> tuple[str, str]:
-    """("path/model.py", "function") of "path/model.py:function"; the function is "" where none is named."""
+    """Split "path/model.py:function" into path and function; the function is "" if none is named."""
     place, colon, function = target.rpartition(":")
     if not colon or not function.isidentifier():
         return target, ""
@@ -123,7 +121,7 @@ def _name(place: str, function: str) -> str:
 
 @contextlib.contextmanager
 def _resolve(place: str, function: str) -> Iterator[tuple[ModuleType, Path]]:
-    """The module at ``place``, and the folder whose source lines are the user's; importable as long as this lasts."""
+    """Yield the module at ``place``, importable meanwhile, and the folder of the user's source lines."""
     if _is_path(place):
         path = _existing_file(place)
         with _importable(path.parent):
@@ -157,20 +155,20 @@ def _importable(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # The user's code may have changed the path; one entry of ours leaves again, wherever it is now.
+        # The user's code may have changed the path: remove our entry wherever it is now.
         with contextlib.suppress(ValueError):
             sys.path.remove(entry)
 
 
 def _execute_file(path: Path, place: str) -> ModuleType:
-    """Run a Python file as a module of its own, under a name that no other file's module has."""
+    """Run a Python file as a module under a name that no other file's module has."""
     _forget_neighbours(path.parent)
     name = _FILE_MODULE + hashlib.sha256(str(path).encode()).hexdigest()[:16]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and inspect look a module up by its name while it runs
+    sys.modules[name] = module  # dataclasses and inspect look modules up by name
     try:
         spec.loader.exec_module(module)
     except _STOPS:
@@ -182,9 +180,9 @@ def _execute_file(path: Path, place: str) -> ModuleType:
 
 
 def _forget_neighbours(folder: Path) -> None:
-    """Forget modules imported from beside an earlier model file that this folder has modules of the same name for.
+    """Forget modules from beside an earlier model file whose names this folder has, too.
 
-    Two model files in two folders may each have their own ``utils.py``; python would give the second file the first's.
+    Two model files may each have their own ``utils.py``; Python would give the second file the first's.
     """
     earlier = {
         Path(str(module.__file__)).parent for name, module in sys.modules.items() if name.startswith(_FILE_MODULE)
@@ -221,7 +219,7 @@ def _function(module: ModuleType, place: str, function: str) -> Callable[..., An
 
 
 class _OneDevice(TorchFunctionMode):
-    """While a model is built, it stays where it is built: what it names of an accelerator need not be there."""
+    """Keeps a model on the device it is built on: the accelerators it names may not exist here."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -233,14 +231,14 @@ class _OneDevice(TorchFunctionMode):
         keywords = dict(kwargs or {})
         if func is torch.Tensor.pin_memory:
             return args[0]
-        if func is torch.quantize_per_tensor and self._device.type == "meta":  # torch's others raise there
+        if func is torch.quantize_per_tensor and self._device.type == "meta":  # torch's other kernels raise there
             raise NotImplementedError("on the meta device, what is quantized would be a tensor of floats")
         if func is torch.Tensor.cuda:
             return args[0].to(self._device)
-        # There is nothing on "meta" that could go to the CPU.
+        # "meta" has no data that could move to the CPU.
         moves_nothing = func is torch.Tensor.to and args[0].is_meta
         names = (*_ACCELERATORS, "cpu") if moves_nothing else _ACCELERATORS
-        if func in (torch.Tensor.to, torch._C._nn._parse_to):  # which reads the arguments of nn.Module.to
+        if func in (torch.Tensor.to, torch._C._nn._parse_to):  # _parse_to reads the arguments of nn.Module.to
             args = tuple(self._instead(value, names) for value in args)
         keywords.pop("pin_memory", None)
         if "device" in keywords:
@@ -258,7 +256,7 @@ def _build(
     build: Callable[..., Any], arguments: Mapping[str, Any], place: str, home: Path, device: torch.device | None
 ) -> TrainingStep:
     if device is not None:
-        # An accelerator to measure on is there: what names it means it.
+        # The accelerator to measure on exists, so its name is meant.
         with device, _OneDevice(device) if device.type == "cpu" else contextlib.nullcontext():
             built = _build_for_real(build, arguments, place, home)
     else:
@@ -267,11 +265,11 @@ def _build(
                 built = build(**arguments)
         except _STOPS:
             raise
-        except Exception as error:  # noqa: BLE001 - users' code may raise anything; the next try raises what matters
+        except Exception as error:  # noqa: BLE001 - users' code may raise anything; the next try reports it
             reason = _report(error, "building without allocating", place, home)
             with _OneDevice(torch.device("cpu")):
                 built = _build_for_real(build, arguments, place, home)
-            # Only now: where both tries fail, one error says everything.
+            # Only now: if both tries fail, one error says everything.
             logger.warning("%s; the model was allocated instead", reason)
         except BaseException as error:
             raise _report(error, "building", place, home) from error
@@ -285,7 +283,7 @@ def _build_for_real(build: Callable[..., Any], arguments: Mapping[str, Any], pla
     try:
         return build(**arguments)
     except torch.OutOfMemoryError:
-        raise  # no fault of the model's
+        raise  # not the model's fault
     except _STOPS:
         raise
     except BaseException as error:
@@ -300,7 +298,7 @@ def _line_of(function: Callable[..., Any]) -> str:
 
 
 def _report(error: BaseException, doing: str, place: str, home: Path | None) -> ModelError:
-    """One line: the user's source line, the exception's type and message, and what to change where that is known."""
+    """Make one line: the user's source line, the exception's type and message, and known advice."""
     if isinstance(error, SyntaxError) and error.filename:
         return ModelError(
             f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg} (while {doing} {place})"
@@ -309,12 +307,12 @@ def _report(error: BaseException, doing: str, place: str, home: Path | None) -> 
     message = " ".join(str(error).split())
     if isinstance(error, CheckflowError):
         return ModelError(f"{where}: {message}")
-    told = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    return ModelError(f"{where}: {told} (while {doing} {place}){_advice(message)}")
+    described = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    return ModelError(f"{where}: {described} (while {doing} {place}){_advice(message)}")
 
 
 def _user_line(error: BaseException, home: Path | None) -> str | None:
-    """ "file:line" of the innermost frame in the user's own folder, else of the innermost that is in no library."""
+    """Return "file:line" of the innermost frame in the user's folder, else of the innermost outside libraries."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename, home)]
     users = [frame for frame in frames if home is not None and home in Path(frame.filename).parents]
     for frame in (users or frames)[-1:]:
@@ -323,7 +321,7 @@ def _user_line(error: BaseException, home: Path | None) -> str | None:
 
 
 def _is_library(filename: str, home: Path | None) -> bool:
-    """Whether a frame is python's, an installed package's or checkflow's own; a shipped model counts as the user's."""
+    """Whether a frame is Python's, an installed package's or checkflow's; shipped models count as the user's."""
     path = Path(filename)
     if filename.startswith("<") or (home == _SHIPPED and home in path.parents):
         return filename.startswith("<")
@@ -332,7 +330,7 @@ def _is_library(filename: str, home: Path | None) -> bool:
 
 
 def _shown(filename: str) -> str:
-    """A path for people: from the current folder where the file lies in it."""
+    """Return a path for people, relative to the current folder if the file lies in it."""
     path = Path(filename)
     return str(path.relative_to(Path.cwd()) if Path.cwd() in path.parents else path)
 
@@ -345,7 +343,7 @@ def _advice(message: str) -> str:
 
 
 def _replace_optimizers(step: TrainingStep, kind: str) -> TrainingStep:
-    """The same step with every optimizer replaced; what the user set in its groups besides parameters is dropped."""
+    """Return the step with every optimizer replaced; of the user's group settings only the parameters stay."""
     if step.loss is None:
         raise ModelError(
             "--optimizer cannot change a TrainingStep made with step=: its function steps the optimizers it was "

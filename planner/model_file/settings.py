@@ -1,4 +1,4 @@
-"""Text settings (``--set key=value``) to the arguments of a ``build`` function, by the types of its parameters."""
+"""Converts text settings (``--set key=value``) to the arguments of a ``build`` function, by its parameters' types."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _CONVERTIBLE = (int, float, bool, str)
 def arguments_of(
     build: Callable[..., Any], described: str, batch_size: int | None, settings: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Keyword arguments to call ``build`` with.
+    """Return the keyword arguments for ``build``.
 
-    The type of a setting is that of the parameter's annotation (int, float, bool, str, or one of them ``| None``), else
-    of its default; a parameter with neither takes the first of int, float, bool and str that the text can be read as.
+    A setting has the type of the parameter's annotation (int, float, bool, str, or one of them ``| None``), else of its
+    default, else the first of int, float, bool and str that can read the text.
 
     Args:
-        described: what to call ``build`` in messages, such as "build of model.py".
+        described: the name of ``build`` in messages, such as "build of model.py".
 
     Raises:
-        ModelError: a key that ``build`` does not take (the message names those it does), a text that does not convert,
-            a batch size given twice or not taken, or a parameter left without a value.
+        ModelError: ``build`` does not take a key (the message names those it does), a text does not convert, a batch
+            size is given twice or not taken, or a parameter has no value.
     """
     parameters = _parameters(build, described)
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -53,7 +53,7 @@ def arguments_of(
 def _parameters(build: Callable[..., Any], described: str) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(build, eval_str=True).parameters
-    except NameError:  # an annotation that exists for type checkers only; its text must do
+    except NameError:  # an annotation for type checkers only: use its text
         return inspect.signature(build).parameters
     except (TypeError, ValueError) as error:
         raise ModelError(f"{described} cannot be asked for its parameters: {error}") from None
@@ -73,7 +73,7 @@ def _convert(key: str, text: str, parameter: inspect.Parameter | None) -> Any:
 
 
 def _type_of(key: str, parameter: inspect.Parameter | None) -> tuple[type | None, bool]:
-    """The type to convert to (None: guess), and whether None is allowed too."""
+    """Return the type to convert to (None: guess), and whether None is allowed, too."""
     if parameter is None:
         return None, False
     annotation = parameter.annotation

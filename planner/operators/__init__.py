@@ -1,1 +1,1 @@
-"""What one operator reads, writes, costs."""
+"""Says what one operator reads, writes and costs."""

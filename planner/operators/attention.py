@@ -1,13 +1,9 @@
-"""Attention and dropout in the kernels that a CUDA build of torch chooses, while the fake tensors are on the CPU.
+"""Traces attention and dropout on the CPU as the kernels that a CUDA build of torch would choose, and counts their
+flops.
 
-There, torch would choose by what its CPU has: attention with dropout in its plain form, which keeps every weight of it
-for backward, and dropout with a mask in the precision of its input. A GPU's kernels keep of attention its result and a
-number for each query, and of dropout a byte for each element.
-
-Which kernel of attention it is depends on the card's compute capability: the conditions are those of torch 2.11 to
-2.13, in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
-
-And what attention costs, in any of these kernels.
+A CPU's attention with dropout keeps every weight for backward, and its dropout a mask in the input's dtype. A GPU keeps
+of attention the result and a number per query, and of dropout a byte per element. Kernels depend on compute capability,
+as in torch 2.11 to 2.13 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from checkflow.core.device import ComputeCapability
 
 aten = torch.ops.aten
 _REDUCED = (torch.float16, torch.bfloat16)
-_AMPERE = (8, 0)  # the first cards that have all kernels; what is not known is taken for one
+_AMPERE = (8, 0)  # the first cards with all kernels; assumed if unknown
 _CUDNN_FIRST = frozenset({(9, 0), (10, 0), (10, 3)})  # where torch tries cuDNN's attention before its own
 _CUDNN_SINCE = 91501  # 9.15.1
 _NEWEST_CUDNN = 92000  # torch 2.13.0 for CUDA requires nvidia-cudnn-cu13 9.20.0.48, by its metadata on PyPI
@@ -37,7 +33,7 @@ _MASK_ALIGNMENT = 16  # elements, to which a mask's rows are padded for the effi
 
 
 def _forward_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Scores of each query and key, and what they make of the values."""
+    """The scores of each query and key, and their product with the values."""
     return _products(query, key) * (query.shape[-1] + value.shape[-1])
 
 
@@ -54,8 +50,8 @@ def _products(query: torch.Tensor, key: torch.Tensor) -> int:
     return 2 * batch * heads * queries * key.shape[-2]
 
 
-#: torch's own formulas know no shared keys before its version 2.13, and nothing of the kernel that its CPU dispatch
-#: chooses. A causal product counts whole, of which the kernels skip half, at less than a plain product's efficiency.
+#: torch's formulas know no shared keys before 2.13, and not the kernel that its CPU dispatch chooses. A causal product
+#: counts whole: kernels skip half of it, at less than a plain product's efficiency.
 ATTENTION_FLOPS: Mapping[OpOverloadPacket, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention: _forward_flops,
     aten._scaled_dot_product_efficient_attention: _forward_flops,
@@ -70,11 +66,7 @@ ATTENTION_FLOPS: Mapping[OpOverloadPacket, Callable[..., int]] = {
 
 @contextlib.contextmanager
 def cuda_kernels(compute_capability: ComputeCapability | None = None) -> Iterator[None]:
-    """Have fake tensors on the CPU go through the kernels of a GPU.
-
-    Args:
-        compute_capability: of the GPU; None: not known, taken for 8.0.
-    """
+    """Send fake tensors on the CPU through the kernels of a GPU of this compute capability (None: 8.0)."""
     capability = compute_capability or _AMPERE
 
     def attention(*args: Any, **keywords: Any) -> torch.Tensor:
@@ -87,7 +79,7 @@ def cuda_kernels(compute_capability: ComputeCapability | None = None) -> Iterato
 
 
 def _as_composed(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """What torch itself would run."""
+    """Call what torch itself would run."""
     return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
@@ -128,7 +120,7 @@ def _attention(
         width = query.shape[-1]
         padded = [F.pad(tensor, (0, -width % 8)) if width % 8 else tensor for tensor in tensors]
         flash = aten._scaled_dot_product_flash_attention.default
-        scale = 1 / math.sqrt(width) if scale is None else scale  # of the width before it was padded
+        scale = 1 / math.sqrt(width) if scale is None else scale  # of the width before padding
         result = flash(*padded, dropout_p, is_causal, scale=scale)[0][..., :width]
     elif _fits_efficient(query, key, value, enable_gqa, capability):
         bias = None if bias is None else _aligned(bias, query, key)
@@ -153,7 +145,7 @@ def _takes_cudnn(capability: ComputeCapability) -> bool:
 
 
 def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """What the fused kernels ask for, all of them."""
+    """What all fused kernels require."""
     tensors = (query, key, value)
     return (
         all(tensor.dim() == 4 and tensor.stride(-1) == 1 and tensor.numel() > 0 for tensor in tensors)
@@ -179,7 +171,7 @@ def _fits_cudnn(
         and query.dtype in _REDUCED
         and _fits_cudnn_heads(query, key, value, grouped, capability)
         and key.shape[-2] > 1
-        # From torch 2.12 on a multiple of 1/16; 2.11 takes any, where its other kernels keep as much.
+        # A multiple of 1/16 since torch 2.12; 2.11 takes any, and its other kernels keep as much.
         and (not dropout or (query.shape[-2] > 1 and (16 * dropout).is_integer()))
         and (bias is None or _fits_cudnn_bias(bias, query, key))
         and (torch.is_deterministic_algorithms_warn_only_enabled() or not torch.are_deterministic_algorithms_enabled())
@@ -236,7 +228,7 @@ def _fits_efficient(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grouped: bool, capability: ComputeCapability
 ) -> bool:
     dtypes = (torch.float32, *_REDUCED) if capability >= _AMPERE else (torch.float32, torch.float16)
-    # A head's width is a multiple of 16 bytes where matrix units compute; those before Ampere's know halves alone.
+    # Matrix units need a head's width to be a multiple of 16 bytes; those before Ampere take halves only.
     on_matrix_units = capability >= _AMPERE or (capability >= (7, 0) and query.dtype is torch.float16)
     alignment = 16 // query.element_size() if on_matrix_units else 1
     return (
@@ -250,7 +242,7 @@ def _fits_efficient(
 
 
 def _aligned(bias: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """A mask as the efficient kernel takes it: in rows of a whole number of 16 elements, for every head."""
+    """Pad a mask's rows to a multiple of 16 elements, for every head, as the efficient kernel takes it."""
     length = bias.shape[-1]
     if length > 1 and length % _MASK_ALIGNMENT:
         bias = F.pad(bias, (0, -length % _MASK_ALIGNMENT))[..., :length]

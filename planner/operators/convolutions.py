@@ -1,4 +1,4 @@
-"""What a roofline must know of convolutions: their flops, whether a faster algorithm fits, how their images lie."""
+"""What a roofline must know of convolutions: flops, whether Winograd's algorithm fits, and image layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONVOLUTIONS = frozenset({aten.convolution, aten.convolution_backward})
 def _backward_flops(
     gradient: torch.Tensor, images: torch.Tensor, weight: torch.Tensor, *rest: Any, out_val: Any = None
 ) -> int:
-    """Each gradient that is asked for, of the images and of the weight, costs what the forward convolution does.
+    """Each gradient asked for, of the images and of the weight, costs as much as the forward convolution.
 
     torch's own formula forgets the groups: a depthwise convolution would count once for each channel.
     """
@@ -42,7 +42,7 @@ def has_fast_algorithm(func: OpOverload, args: Sequence[Any], kwargs: Mapping[st
 
 
 def relaid_bytes(inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> int:
-    """Bytes of the tensors that lie channel by channel (NCHW), which matrix units take pixel by pixel (NHWC)."""
+    """Return the bytes of tensors in channels-first layout (NCHW), which matrix units take as channels-last (NHWC)."""
     return sum(
         tensor.numel() * tensor.element_size()
         for tensor in (*inputs, *outputs)

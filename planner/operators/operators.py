@@ -1,7 +1,7 @@
-"""What one operator of a trace does: which tensors it reads and writes, how many bytes of them, how many flops.
+"""What one operator of a trace does: the tensors it reads and writes, the bytes it touches of them, its flops.
 
-The schema says most of it. What schemas do not say stands in the tables below: running statistics that batch norm
-updates silently, operators that overwrite without reading, and those that touch only some rows of a large tensor.
+Most of it comes from schemas. The tables below have the rest: silent updates of running statistics, operators that
+overwrite without reading, and those that touch only some rows of a tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from checkflow.planner.operators.sparse import is_sparse, parts
 
 aten = torch.ops.aten
 
-# Arguments that are written although the schema does not mark them, and the argument that says whether (None: always).
+# Arguments that are written though the schema does not say so, and the argument that decides it (None: always).
 HIDDEN_WRITES: Mapping[str, tuple[tuple[str, ...], str | None]] = {
     "aten::native_batch_norm": (("running_mean", "running_var"), "training"),
     "aten::cudnn_batch_norm": (("running_mean", "running_var"), "training"),
@@ -45,16 +45,16 @@ OVERWRITES = _named(
     "copy_ fill_ zero_ normal_ uniform_ bernoulli_ random_ exponential_ log_normal_ cauchy_ geometric_ "
     "_foreach_copy_ _foreach_zero_"
 )
-# Operators that read (write) of their first argument only as much as their output (their last tensor) holds.
+# Operators that read (write) only as much of their first argument as their output (their last tensor) holds.
 LOOKUPS = _named("embedding index_select gather index take")
-BAGS = _named("_embedding_bag _embedding_bag_forward_only")  # likewise, a row for each index
+BAGS = _named("_embedding_bag _embedding_bag_forward_only")  # the same, a row for each index
 SCATTERS = _named("index_put_ _index_put_impl_ scatter_ scatter_add_ index_add_ index_copy_")
 # Operators that allocate without computing.
 ALLOCATIONS = _named("empty empty_like empty_strided new_empty new_empty_strided empty_permuted")
 
 
 def _grouped_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **_keywords: Any) -> int:
-    """A matrix of two dimensions is cut into groups, so that each of its rows (columns) meets one matrix."""
+    """A two-dimensional matrix is cut into groups, so that each of its rows (columns) meets one matrix."""
     matrices = a.shape[0] if a.dim() == b.dim() == 3 else 1
     return 2 * int(matrices * a.shape[-2] * a.shape[-1] * b.shape[-1])
 
@@ -73,9 +73,9 @@ class Effects:
     reads: tuple[tuple[torch.Tensor, int], ...]
     writes: tuple[tuple[torch.Tensor, int], ...]  # outputs too
     outputs: tuple[torch.Tensor, ...]
-    computes: bool  # False: views, metadata and bare allocations, which are no operators
+    computes: bool  # False: views, metadata and bare allocations
     winograd: bool = False  # see checkflow.core.graph.Operator
-    relaid_bytes: int = 0  # likewise
+    relaid_bytes: int = 0  # see checkflow.core.graph.Operator
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +89,12 @@ class _Signature:
     hidden: tuple[str, ...]
     hidden_if: str | None
     metadata_only: bool
-    reads_data: bool  # returns a number that only the data can tell, such as item()
+    reads_data: bool  # returns a number that depends on data, such as item()
     rows_only: bool  # may touch only some rows of its first argument
     flops: Callable[..., Any] | None  # a formula: torch's, or our own
 
     def hidden_in(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-        """The arguments that a call writes although the schema does not say so."""
+        """Return the arguments that a call writes though the schema does not say so."""
         always = self.hidden_if is None or bool(arguments.get(self.hidden_if))
         return self.hidden if always else ()
 
@@ -123,18 +123,17 @@ def _signature(func: OpOverload) -> _Signature:
 
 @functools.cache
 def target_name(func: OpOverload) -> str:
-    """Such as "aten.convolution.default"."""
+    """Return a name such as "aten.convolution.default"."""
     return str(func)
 
 
 def compares_constants(func: Any, args: Sequence[Any]) -> bool:
-    """Whether this is no operator of training: torch.jit, optimising its code, compares two constants of it, and gives
-    those of no dimension as numbers, which the operator does not take."""
+    """Whether torch.jit's optimizer compares two constants, given as numbers, which the operator itself rejects."""
     return func is aten.equal.default and not all(isinstance(value, torch.Tensor) for value in args)
 
 
 def compare_constants(args: Sequence[Any]) -> bool:
-    """What :func:`compares_constants` found, done."""
+    """Do the comparison that :func:`compares_constants` found."""
     with _disable_current_modes():
         one, other = (torch.as_tensor(value) for value in args)
         return one.dtype == other.dtype and torch.equal(one, other)
@@ -142,28 +141,30 @@ def compare_constants(args: Sequence[Any]) -> bool:
 
 @functools.cache
 def is_view(func: OpOverload) -> bool:
-    """Whether all that an operator gives is a view of what it was given, which it leaves as it is."""
+    """Whether an operator returns only views of its arguments and leaves them unchanged."""
     returns = func._schema.returns
     only_views = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-    # What is composite (``to``, ``reshape``) may be a view by its schema and a copy in truth.
+    # A composite operator (``to``, ``reshape``) may be a view by its schema and still copy.
     return only_views and not func._schema.is_mutable and not is_composite(func)
 
 
 @functools.cache
 def is_composite(func: OpOverload) -> bool:
-    """Whether torch runs other operators in its place. Not where devices have a kernel of their own for it: the fused
-    backward of SiLU and Mish, which needs less memory than its parts."""
+    """Whether torch runs other operators in its place, and devices have no kernel of their own for it.
+
+    The fused backward of SiLU and Mish has one, which needs less memory than its parts.
+    """
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return bool(has_kernel(func._name, "CompositeImplicitAutograd") and not has_kernel(func._name, "CPU"))
 
 
 def is_host_scalar(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's value is known, as with Adam's step counters: it lies in host memory, whatever the target."""
+    """Whether a tensor lies in host memory whatever the target, such as Adam's step counters, so its value is known."""
     return isinstance(tensor, FakeTensor) and tensor.constant is not None
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors among an operator's arguments or results, lists included; of sparse ones the parts."""
+    """Yield the tensors among an operator's arguments or results, lists included; of sparse ones the parts."""
     if isinstance(values, torch.Tensor):
         yield from parts(values)
     elif isinstance(values, list | tuple):
@@ -172,22 +173,21 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 
 def tensors_of(value: Any) -> Sequence[torch.Tensor]:
-    """As :func:`tensors_in`, faster: recording a live job calls it several times an operator."""
+    """As :func:`tensors_in`, but faster: recording a live job calls it several times per operator."""
     if isinstance(value, torch.Tensor):
         return parts(value)
     return tuple(tensors_in(value)) if isinstance(value, list | tuple) else ()
 
 
 def touched_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of memory behind a tensor, each counted once: an expanded dimension costs nothing."""
-    if not isinstance(tensor, FakeTensor) and tensor.is_contiguous():  # the inmost loop of recording a live job
+    """Return the bytes of memory behind a tensor, each counted once: an expanded dimension costs nothing."""
+    if not isinstance(tensor, FakeTensor) and tensor.is_contiguous():  # the innermost loop of recording a live job
         return tensor.nbytes
     elements = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0)
     return min(int(elements) * tensor.element_size(), int(tensor.untyped_storage().nbytes())) if tensor.numel() else 0
 
 
 def written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The arguments that an operator writes to."""
     signature = _signature(func)
     if signature.written or signature.hidden:
         bound = {**dict(zip(signature.arguments, args, strict=False)), **kwargs}
@@ -202,7 +202,7 @@ def effects(
     result: Any,
     on_host: Callable[[torch.Tensor], bool] = is_host_scalar,
 ) -> Effects:
-    """What ``func(*args, **kwargs)`` did, which gave ``result``. Tensors in host memory are left out."""
+    """Return what ``func(*args, **kwargs)`` did when it gave ``result``. Leaves out tensors in host memory."""
     signature = _signature(func)
     bound = [*zip(signature.arguments, args, strict=False), *kwargs.items()]
     hidden = signature.hidden_in(dict(bound))
@@ -256,17 +256,17 @@ def _restrict_to_rows(
 
 
 def flops(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """As ``torch.utils.flop_counter.FlopCounterMode`` counts on CUDA: a multiply-add is 2, what it does not know 0.
+    """Count as ``torch.utils.flop_counter.FlopCounterMode`` does on CUDA: a multiply-add is 2, unknown operators 0.
 
-    But for the backward of grouped convolutions, of which it counts too many, attention with shared keys, which it does
-    not know before torch 2.13, and grouped matrix products, which it does not know.
+    Exceptions: the backward of grouped convolutions, which it overcounts; attention with shared keys, unknown to it
+    before torch 2.13; and grouped matrix products, unknown to it.
     """
     formula = _signature(func).flops
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
 def compute_dtype(effect: Effects) -> str:
-    """The dtype that an operator computes in: the first floating one among its results, else among its inputs."""
+    """Return the dtype an operator computes in: the first floating one of its results, else of its inputs."""
     first: torch.dtype | None = None
     for tensor, _ in (*effect.writes, *effect.reads):
         dtype = tensor.dtype

@@ -1,7 +1,7 @@
 """Sparse gradients (``nn.EmbeddingBag(sparse=True)``, ``nn.Embedding(sparse=True)``) in a trace.
 
-A sparse COO tensor has no storage of its own: its memory is that of its indices and its values, one row of values for
-each index that the batch looks up. Fake tensors do not always follow real ones there; :func:`run` puts that right.
+A sparse COO tensor's memory is that of its indices and values, one row for each index that the batch looks up.
+:func:`run` corrects fake tensors that do not follow real ones here.
 """
 
 from __future__ import annotations
@@ -34,36 +34,35 @@ def is_sparse(value: Any) -> bool:
 
 
 def parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors whose storages hold a tensor: itself, or those that it consists of, as a sparse one of its indices
-    and its values."""
+    """Return the tensors whose storages hold a tensor: itself, or a sparse one's indices and values."""
     return tuple(part for _, part in dense_parts(tensor)) if is_composite(tensor) else (tensor,)
 
 
 def run(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Call:
-    """``func(*args, **keywords)``, such that fake sparse tensors come out of it as real ones would."""
+    """Call ``func(*args, **keywords)``, so that fake sparse tensors come out like real ones."""
     ran, given = func, args
     if func is aten._embedding_bag_backward.default and args[_SPARSE]:
         given = _with_rows(args)
     elif func is aten.index.Tensor and _differentiates("Embedding"):
-        # Rows of padding are left out of the gradient. How many they are only the data can tell: here none.
+        # Padding rows are not in the gradient; their number depends on data, so count none.
         mask = args[1][0]
         ran, given = aten.clone.default, (args[0].reshape(-1, *args[0].shape[mask.dim() :]),)
     elif func is aten.clone.default and is_sparse(args[0]) and _differentiates("AccumulateGrad"):
-        # Autograd takes a new sparse gradient over without a copy where it alone refers to it; the wrappers of fake
-        # tensors are references, too.
+        # Autograd takes over a new sparse gradient without a copy only if it holds the sole reference; the wrappers of
+        # fake tensors are references, too.
         ran = aten.detach.default
     elif func is aten.add_.Tensor and is_sparse(args[1]):
         if is_sparse(args[0]):
             return _append_rows(func, args, keywords)
-        ran, given = aten.add_.Scalar, (args[0], 0)  # in place all the same; torch has no fake of it
+        ran, given = aten.add_.Scalar, (args[0], 0)  # in place, too; torch has no fake of it
     return Call(ran, func, args, ran(*given, **keywords))
 
 
 def _with_rows(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of aten._embedding_bag_backward that make the fake gradient have a row for each index.
+    """Change the arguments of aten._embedding_bag_backward so that the fake gradient has a row for each index.
 
-    The forward on CPUs leaves it to the backward to find the bag of each index, and the fake backward takes it at its
-    word: no rows. Rows of padding are left out of a real gradient; how many they are only the data can tell.
+    A CPU's forward leaves finding the bag of each index to backward, so the fake backward would see no rows. A real
+    gradient omits padding rows, whose number depends on data.
     """
     given = list(args)
     if not args[_OFFSET2BAG].numel():
@@ -74,7 +73,7 @@ def _with_rows(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _append_rows(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Call:
-    """Sparse gradients are added up (micro-batches) by putting the rows of one behind those of the other."""
+    """Add sparse gradients (micro-batches) by appending the rows of one to those of the other."""
     (indices, values), (more_indices, more_values) = (parts(tensor) for tensor in args[:2])
     result = func(*args, **keywords)  # the fake one keeps its rows
     with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -84,6 +83,5 @@ def _append_rows(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) 
 
 
 def _differentiates(name: str) -> bool:
-    """Whether autograd runs a node of this name."""
     node = torch._C._current_autograd_node()
     return node is not None and name in node.name()

@@ -1,1 +1,1 @@
-"""A live iteration -> graph."""
+"""Records an iteration of a live job into a graph."""

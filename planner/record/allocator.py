@@ -1,8 +1,7 @@
-"""What operators take of a GPU's memory for a moment: workspaces of cuDNN and cuBLASLt, copies that kernels need.
+"""Measures what operators allocate on a GPU within one call, such as workspaces of cuDNN, from the allocator's
+counters.
 
-It is allocated and freed again within one call, so that no tensor shows it. torch's allocator counts what it has ever
-freed, and keeps the most that it had given out. Both are read only: to reset the peak before each operator would tell
-more, and take from the user what ``torch.cuda.max_memory_allocated`` had seen.
+It only reads them: resetting the peak would take from the user what ``torch.cuda.max_memory_allocated`` has seen.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """What torch's allocator counts of one device."""
+    """What torch's allocator counts on one device."""
 
-    now_bytes: int = 0  # given out, also to what only C++ holds, such as cuBLAS's workspaces
-    most_bytes: int = 0  # the same at its peak, since the user last reset that
-    freed_bytes: int = 0  # all that ever was
+    now_bytes: int = 0  # allocated, also by C++ alone, such as cuBLAS's workspaces
+    most_bytes: int = 0  # its peak since the user last reset it
+    freed_bytes: int = 0  # all frees so far
 
 
 def allocated(device: torch.device) -> Allocated:
-    """Of a GPU; zeros of any other device, where nothing counts."""
+    """Read a GPU's counters; zeros for other devices, which have none."""
     if device.type != "cuda":
         return Allocated()
     counts = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
@@ -30,24 +29,23 @@ def allocated(device: torch.device) -> Allocated:
 
 
 class Transients:
-    """Measures what was allocated and freed again within stretches of time, one inside of another or not.
+    """Measures what was allocated and freed again within stretches of time, nested or not.
 
-    What was freed need not all have been there at once, as with the two workspaces of a convolution's backward. So this
-    is the most that it can have been: no more than what was freed, and than lies between what is left and the peak. At
-    the operator with which an iteration reaches that peak, it is exact.
+    It is an upper bound: at most what was freed, and at most the peak less what is left. It is exact for the operator
+    that reaches the iteration's peak.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._told_bytes = 0  # what was freed in stretches that have ended
+        self._counted_bytes = 0  # freed in stretches that have ended
 
     def begin(self) -> int:
-        """A stretch begins; what this gives is for :meth:`end`."""
-        return allocated(self._device).freed_bytes - self._told_bytes
+        """Begin a stretch; pass the result to :meth:`end`."""
+        return allocated(self._device).freed_bytes - self._counted_bytes
 
     def end(self, mark_bytes: int) -> int:
-        """It ends: bytes beyond those that are left, without what stretches within it had."""
+        """Return the bytes beyond those that are left, without those of stretches within this one."""
         counted = allocated(self._device)
-        freed_bytes = counted.freed_bytes - self._told_bytes - mark_bytes
-        self._told_bytes += freed_bytes
+        freed_bytes = counted.freed_bytes - self._counted_bytes - mark_bytes
+        self._counted_bytes += freed_bytes
         return max(0, min(freed_bytes, counted.most_bytes - counted.now_bytes))

@@ -1,9 +1,6 @@
-"""What an iteration carries on from the one before, outside of batch and state: what a resume would lack.
+"""Finds what an iteration carries on from the one before, outside of batch and state: what a resume would lack.
 
-A tensor is carried if it lived when the iteration began, an operator read it, and it was then changed in place or
-dropped (another one has taken its place): a hidden state, a running average, a batch fetched ahead. What is only read
-(constants, data sets) is none. A random generator is carried if it drew numbers. Numbers in variables are not seen, nor
-what compiled code reads.
+docs/explanation/tracing.md ("the record") says what counts as carried.
 """
 
 from __future__ import annotations
@@ -43,12 +40,9 @@ class _Read:
 
 
 class CarriedWatch:
-    """Watches one iteration.
+    """Watches one iteration, which begins with ``alive`` tensors on its device.
 
-    Args:
-        models: of the job.
-        alive: the tensors on its device when the iteration begins.
-        known: the addresses of storages that hold state, gradients or the batch.
+    ``known`` are the addresses of storages that hold state, gradients or the batch.
     """
 
     def __init__(
@@ -61,7 +55,7 @@ class CarriedWatch:
             if (address := storage._cdata) not in known:
                 self._storages[address] = weakref.ref(storage, functools.partial(self._drop, address))
         self._advice: dict[int, str] = {}
-        # Python's collector knows no torch.Generator: of those the ones with a name are seen.
+        # Python's collector does not track torch.Generator: only named ones are seen.
         generators = {id(one): one for one in gc.get_objects() if is_generator(one)}
         for held, advice in _held_by_name(models):
             for leaf in pytree.tree_leaves(held) if type(held) in (list, tuple, dict) else (held,):
@@ -74,7 +68,7 @@ class CarriedWatch:
         ]
 
     def note(self, effect: op.Effects) -> None:
-        """An operator has run that writes something."""
+        """Note an operator that writes something."""
         for tensor, _ in effect.reads:
             address = tensor.untyped_storage()._cdata
             if address in self._storages and address not in self._read:
@@ -84,15 +78,14 @@ class CarriedWatch:
             address = tensor.untyped_storage()._cdata
             if address in self._read:
                 self._read[address].handed_on = True
-            else:  # overwritten before anybody has read it
+            else:  # overwritten before it was read
                 self._storages.pop(address, None)
 
     def stop(self) -> None:
-        """What follows belongs to no recorded iteration."""
         self._storages.clear()
 
     def carried(self) -> tuple[Carried, ...]:
-        """What was carried on, in the order of its use; call it once, after ``stop``."""
+        """Return what was carried on, in the order of its use; call it once, after ``stop``."""
         tensors = [
             Carried(read.what, read.place, self._advice.get(address, _OWN), address)
             for address, read in self._read.items()
@@ -113,7 +106,7 @@ class CarriedWatch:
 
 
 def _is_saved_anyway(generator: Any) -> bool:
-    """Whether it is one of those that each checkpoint holds, behind ``random``, ``numpy.random`` and ``torch``."""
+    """Whether it is one of those in each checkpoint: behind ``random``, ``numpy.random`` and ``torch``."""
     numpy = sys.modules.get("numpy")
     own = [random._inst, torch.default_generator, *getattr(torch.cuda, "default_generators", ())]
     if numpy is not None:
@@ -122,7 +115,7 @@ def _is_saved_anyway(generator: Any) -> bool:
 
 
 def _comparable(state: Any) -> Any:
-    """A generator's state as something that ``==`` compares."""
+    """Convert a generator's state so that ``==`` compares it."""
     if isinstance(state, Mapping):
         return {key: _comparable(value) for key, value in state.items()}
     if isinstance(state, torch.Tensor):
@@ -131,15 +124,14 @@ def _comparable(state: Any) -> Any:
 
 
 def _held_by_name(models: Mapping[str, nn.Module]) -> Iterator[tuple[Any, str]]:
-    """What modules hold as plain attributes, and a script in its variables and their attributes; each with what to
-    write to have it saved."""
+    """Yield plain attributes of modules, a script's variables and their attributes, each with how to save it."""
     for _, module in module_names(models):
         for name, value in vars(module).items():
             if not name.startswith("_"):
                 yield value, f'make it a buffer: self.register_buffer("{name}", …) in {type(module).__name__}'
     for name, value in list(vars(sys.modules["__main__"]).items()):
         yield value, f'pass Checkpointer(…, state={{"{name}": checkflow.Variables(globals(), "{name}")}})'
-        kind = type(value)  # no isinstance: lazy objects of other libraries would wake up
+        kind = type(value)  # isinstance would wake lazy objects of other libraries
         if kind.__dictoffset__ and not issubclass(kind, type | ModuleType | nn.Module):
             for attribute, part in list(vars(value).items()):
                 saved = f'{{"{attribute}": checkflow.Variables(vars({name}), "{attribute}")}}'

@@ -1,12 +1,8 @@
-"""Compiled regions of a live job that is recorded: what they did that no dispatch mode has seen.
+"""What compiled regions of a recorded live job did unseen by a dispatch mode: one operator for each forward and
+backward.
 
-Compiled code runs as ever while a job is recorded, so that the recorded iteration computes the same bits and needs the
-same memory as all others. What it does by way of torch's operators (all of it, or the matrix products that it leaves
-to libraries) a dispatch mode sees. The rest, generated kernels and the memory that they fill, becomes one operator at
-the end of the region's forward and one at the end of each of its backwards: it reads the state of the region's modules,
-it has made the storages that nobody saw being made (results, what is saved for backward, gradients), and it takes for a
-moment what no operator within it took. An optimizer's step in compiled code is one that writes parameters and their
-state. Functions that are compiled have no more than this.
+Compiled code runs compiled while recorded, with the same bits and memory. docs/explanation/tracing.md ("the record")
+says what the operator stands for. Compiled functions get no more than this.
 """
 
 from __future__ import annotations
@@ -22,12 +18,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from checkflow.core.compiled_regions import uncompiled
-from checkflow.planner.iteration.iteration import Iteration
+from checkflow.planner.iteration.iteration import WatchedIteration
 from checkflow.planner.iteration.placement import NO_CROSSING
 from checkflow.planner.operators import operators as op
 from checkflow.planner.record.allocator import Transients
 
-# How torch names the autograd node of a compiled graph.
+# torch's name of a compiled graph's autograd node.
 _NODE = "CompiledFunctionBackward"
 
 
@@ -35,33 +31,27 @@ class Spans(Protocol):
     """Measures stretches of time that contain operators."""
 
     def open(self) -> object:
-        """A stretch begins."""
+        """Begin a stretch."""
 
     def keep_rest(self, span: object, apart_seconds: float, /) -> None:
-        """It ends: keep what of it no operator took that was kept since, as one more operator's time.
-
-        Args:
-            apart_seconds: what of it counts for none.
-        """
+        """End a stretch: keep what no kept operator took of it, less ``apart_seconds``, as one more operator's time."""
 
 
 class LiveRegions:
-    """Notes what the regions of a job did unseen, in one recorded iteration."""
+    """Notes what a job's regions did unseen, in one recorded iteration."""
 
-    def __init__(self, iteration: Iteration, spans: Spans, transients: Transients) -> None:
+    def __init__(self, iteration: WatchedIteration, spans: Spans, transients: Transients) -> None:
         self._iteration, self._spans, self._transients = iteration, spans, transients
-        # Operators, autograd nodes and seconds of compiling before it, its time, and the mark of its memory.
+        # Operators, autograd nodes and compile seconds before it, its time, and its memory mark.
         self._open: list[tuple[int, int, float, object, int]] = []
         self._watching = False
         self._compiling = _CompilingTime()
 
     def start(self) -> None:
-        """The recorded iteration begins."""
         self._watching = True
         self._compiling.start()
 
     def stop(self) -> None:
-        """What follows belongs to no recorded iteration."""
         if self._watching:
             self._watching = False
             self._open.clear()
@@ -75,8 +65,8 @@ class LiveRegions:
             self._open.append((position, nodes, compiling, span, mark_bytes))
 
     def left(self, modules: Mapping[str, nn.Module], result: Any) -> None:
-        """It has ended, and has returned this."""
-        if not self._open:  # watching began within it, or has ended
+        """It has ended and returned this."""
+        if not self._open:  # watching began or ended within it
             return
         position, first_node, compiling, span, mark_bytes = self._open.pop()
         transient_bytes = self._transients.end(mark_bytes)
@@ -90,7 +80,7 @@ class LiveRegions:
             self._note(modules, made, span, compiling, transient_bytes, seen=seen)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped in compiled code: it has written what it writes whether or not that was seen."""
+        """An optimizer stepped in compiled code: it wrote what it writes, seen or not."""
         if not self._open:
             return
         _, _, compiling, span, mark_bytes = self._open.pop()
@@ -146,7 +136,7 @@ class LiveRegions:
 
 
 def _compiled_nodes(results: list[torch.Tensor], first: int) -> Iterator[Any]:
-    """The autograd nodes of compiled graphs that were made since the node of this number, above these results."""
+    """Yield the compiled graphs' autograd nodes made since the node of this number, above these results."""
     waiting = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
     seen: set[Any] = set()
     while waiting:
@@ -160,7 +150,7 @@ def _compiled_nodes(results: list[torch.Tensor], first: int) -> Iterator[Any]:
 
 
 class _CompilingTime:
-    """How long torch has compiled since the start: what a later iteration will not do again."""
+    """How long torch has compiled since the start, which later iterations will not repeat."""
 
     def __init__(self) -> None:
         self.seconds = self._begun = 0.0
@@ -170,7 +160,7 @@ class _CompilingTime:
         callback_handler.register_end_callback(self._end)
 
     def stop(self) -> None:
-        if self._begin in callback_handler.start_callbacks:  # otherwise torch._dynamo.reset() has taken them away
+        if self._begin in callback_handler.start_callbacks:  # otherwise torch._dynamo.reset() has removed them
             callback_handler.remove_start_callback(self._begin)
             callback_handler.remove_end_callback(self._end)
 

@@ -1,9 +1,6 @@
-"""How long operators take on a GPU, by events around each while the host calls them one by one.
+"""Times operators on a GPU by events around each, while the host calls them one by one.
 
-On a device that has nothing to do the first event passes at once, and the operator begins when the host has come round
-to launching it: what is read then is the launch, some 20 to 50 µs, and not a short kernel's own time. How long that
-lasts for an operator that computes next to nothing is measured on the same device, and taken off where the device was
-idle when the first event came. Where it still had work, the operator was queued behind it, and what is read is its own.
+On an idle device that is the launch, which is measured and subtracted: docs/explanation/tracing.md ("the record").
 """
 
 from __future__ import annotations
@@ -16,25 +13,23 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-LAPS = 21  # of each measurement of the floor, the median of which counts
-LEAST_SECONDS = 1e-6  # what remains at least of what was longer: a kernel's begin and end take as long
-IDLE = 3  # times as long as two events lie apart by themselves: the device had nothing to do in between
+LAPS = 21  # per measurement of the floor; the median counts
+LEAST_SECONDS = 1e-6  # least result for a longer time: a kernel's begin and end take as long
+IDLE = 3  # times the gap of two bare events: the device was idle in between
 Call = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """What two events tell on a device that has nothing to do."""
+    """What two events measure on an idle device."""
 
     nothing_seconds: float  # one right behind the other
     launch_seconds: float  # around an operator that computes next to nothing
 
     def own_seconds(self, seconds: float, gap_seconds: float | None) -> float:
-        """What an operator took by itself.
+        """Return what an operator took by itself, of ``seconds`` between its events.
 
-        Args:
-            seconds: between the events around it.
-            gap_seconds: from the last event before it to the first of these; None: there was none.
+        ``gap_seconds`` lie between the last event before it and the first of these; None: there was none.
         """
         if gap_seconds is not None and gap_seconds <= IDLE * self.nothing_seconds:
             return seconds
@@ -42,7 +37,7 @@ class Floor:
 
 
 class OperatorEvents:
-    """Measures operators, as :class:`.recorder.Recorder` asks for it: an event before the kernels and one after."""
+    """Measures operators for :class:`.recorder.Recorder`: an event before the kernels and one after."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -50,7 +45,7 @@ class OperatorEvents:
         self._last: torch.Event | None = None  # behind what was measured last
         self._before: torch.Event | None = None  # the same, for the operator that is being measured
         self._kept: list[tuple[torch.Event | None, torch.Event, torch.Event]] = []
-        # Of kept ones that contain others: the first of these, and seconds that count for none.
+        # For kept ones that contain others: the first of those, and seconds that do not count.
         self._containing: dict[int, tuple[int, float]] = {}
 
     def start(self) -> None:
@@ -79,24 +74,23 @@ class OperatorEvents:
         self._kept.append((None, before, after))
 
     def seconds(self) -> tuple[float, ...]:
-        """Of each that was kept; of operators without their launches, as far as these were waited for."""
+        """Return each kept one's seconds; operators without their launches, as far as the device waited for these."""
         self.synchronize()
         floor = measure_floor(self._device) if self._kept else Floor(0.0, 0.0)
         own = []
         for index, (seconds, (last, before, _)) in enumerate(zip(self.read(), self._kept, strict=True)):
-            if index in self._containing:  # many kernels, called by one: their launches are not told apart
+            if index in self._containing:  # many kernels: their launches cannot be separated
                 own.append(seconds)
             else:
                 own.append(floor.own_seconds(seconds, None if last is None else _between(last, before)))
         return tuple(own)
 
     def synchronize(self) -> None:
-        """Wait for everything that was kept."""
         for _, _, after in self._kept:
             after.synchronize()
 
     def read(self) -> list[float]:
-        """Of each that was kept, what the events tell; nothing may be left to wait for."""
+        """Return what the events measured of each kept one; all must have passed."""
         seconds: list[float] = []
         for index, (_, before, after) in enumerate(self._kept):
             first, apart_seconds = self._containing.get(index, (index, 0.0))
@@ -107,15 +101,15 @@ class OperatorEvents:
         return torch.Event(self._device, enable_timing=True)
 
     def _record(self, event: torch.Event) -> None:
-        # By itself an event goes to the current device, which the job's need not be.
+        # By default an event goes to the current device, which may not be the job's.
         apart = self._device.type != "cpu"
         event.record(torch.accelerator.current_stream(self._device) if apart else None)
 
 
 def measure_floor(device: torch.device) -> Floor:
-    """What events tell of nothing, and of an operator that computes next to nothing: medians.
+    """Return the medians of two bare events, and of events around an operator that computes next to nothing.
 
-    Both under a mode, which calls operators from Python, as where they are recorded; the job's own modes see nothing.
+    Runs both under a mode, which calls operators from Python as a record does; the job's own modes see nothing.
     """
     torch.get_device_module(device).synchronize(device)
     with _disable_current_modes(), torch.no_grad():
@@ -124,7 +118,7 @@ def measure_floor(device: torch.device) -> Floor:
 
 
 def _laps(device: torch.device, scalar: torch.Tensor, do: Call) -> float:
-    """The median of several, each on a device that has nothing to do."""
+    """Return the median of several, each on an idle device."""
     events = OperatorEvents(device)
     for _ in range(LAPS):
         with _Timed(events, do):
@@ -135,17 +129,16 @@ def _laps(device: torch.device, scalar: torch.Tensor, do: Call) -> float:
 
 
 def call(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-    """What an operator does."""
     return func(*args, **keywords)
 
 
 def call_nothing(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-    """In the place of one that returns what it writes."""
+    """Stand in for an operator that returns what it writes."""
     return args[0]
 
 
 class _Timed(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Measures each operator, or what is done in its place."""
+    """Measures each operator, or what stands in for it."""
 
     def __init__(self, events: OperatorEvents, do: Call) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,13 +1,7 @@
-"""A live iteration -> TrainingGraph: what the trace learns from fake tensors, learnt from a job's own.
+"""A live iteration -> TrainingGraph, from the job's own tensors: operators, their times, memory and storages.
 
-Between two boundaries a dispatch mode watches every operator of the training thread (and of the threads on which
-autograd runs backward for it): what it reads and writes, how long it takes, what memory it takes for a moment
-(:mod:`.record.allocator`), and when each storage is allocated and freed. Nothing is changed by being watched: the same
-kernels run on the same tensors in the same order, compiled ones too
-(:mod:`checkflow.planner.record.compiled_regions`), and none of torch's statistics of memory is reset.
-
-The iteration must be one like those to come: all optimizer state exists at its begin, and the gradients that training
-leaves from one iteration to the next. So a new job's first iteration is not recorded, its second is.
+Watching changes nothing: the same kernels run in the same order, and torch's memory statistics stay. Optimizer state
+and kept gradients must exist at the begin, so a job's second iteration is the first to record.
 """
 
 from __future__ import annotations
@@ -37,7 +31,7 @@ from checkflow.core.planner_api import Carried
 from checkflow.core.state import host_counters, optimizer_implementation, training_device
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.iteration.hooks import deeper
-from checkflow.planner.iteration.iteration import CAPTURED, Iteration
+from checkflow.planner.iteration.iteration import CAPTURED, WatchedIteration
 from checkflow.planner.iteration.placement import NO_CROSSING, Crossing, crossing
 from checkflow.planner.operators import operators as op
 from checkflow.planner.record.allocator import Transients, allocated
@@ -45,7 +39,7 @@ from checkflow.planner.record.carried import CarriedWatch
 from checkflow.planner.record.compiled_regions import LiveRegions, Spans
 from checkflow.planner.record.cuda_events import OperatorEvents
 
-# Calls that reach a dispatch mode but are no operators of the model.
+# Calls that reach a dispatch mode but are not the model's operators.
 _NO_OPERATORS = frozenset(("prim", "profiler", "debugprims"))
 
 
@@ -54,21 +48,15 @@ class Recorded:
     """One iteration of a live job."""
 
     graph: TrainingGraph
-    #: One for each operator of the graph, as measured while recording: on the CPU from call to return, on a GPU between
-    #: events before and after, less what a launch takes where the device had nothing to do meanwhile
-    #: (:mod:`.cuda_events`). What passes between operators is in neither.
+    #: One for each operator of the graph, as recorded: on the CPU from call to return, on a GPU between events less the
+    #: launch on an idle device (:mod:`.cuda_events`). Time between operators is in neither.
     durations_seconds: tuple[float, ...]
-    #: What it got from the iteration before, besides batch and state.
+    #: What came from the iteration before, besides batch and state.
     carried: tuple[Carried, ...] = ()
 
 
 class Recorder:
-    """Records one iteration of a live job, from boundary to boundary. Use it once.
-
-    Args:
-        models, optimizers: of the job, by name.
-        name: what the user calls the model.
-    """
+    """Records one iteration of a live job, from boundary to boundary. Use it once."""
 
     def __init__(
         self, models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer], *, name: str
@@ -76,7 +64,7 @@ class Recorder:
         self._name, self._models, self._optimizers = name, models, optimizers
         self._device = device = training_device(models)
         places = _LivePlaces(device, optimizers)
-        self._iteration = Iteration(models, optimizers, places, device_type=device.type)
+        self._iteration = WatchedIteration(models, optimizers, places, device_type=device.type)
         self._clock: _Clock = _HostClock() if device.type == "cpu" else OperatorEvents(device)
         transients = Transients(device)
         self._mode = _LiveMode(self._iteration, places, self._clock, transients)
@@ -84,13 +72,8 @@ class Recorder:
         self._hooks = contextlib.ExitStack()
 
     def begin(self, batch: Any = None, *, held: Any = None) -> None:
-        """At a boundary: watch from now on.
-
-        Args:
-            batch: a structure with the tensors of the batch, if it is at hand already.
-            held: a structure with what the loop still holds of the last iteration, if that is known.
-        """
-        apart = self._device.type != "cpu"  # on the CPU, a job's data sets are no part of what it computes with
+        """Start watching at a boundary, with the batch and what the loop still holds of the last iteration, if any."""
+        apart = self._device.type != "cpu"  # on the CPU, data sets lie beside the tensors of training
         alive = held_tensors(self._device)
         entered = self._iteration.begin(batch, held, alive if apart else ())
         storages = [(name, part.untyped_storage()) for name, one in entered for part in op.tensors_in(one)]
@@ -99,20 +82,16 @@ class Recorder:
             self._iteration.ledger.enter_unseen("other", allocated(self._device).now_bytes - sum(seen.values()))
         known = {storage._cdata for name, storage in storages if name != CAPTURED}
         self._mode.carried = CarriedWatch(self._models, alive, known)
-        del entered, storages, alive  # would keep alive what the iteration drops
+        del entered, storages, alive  # else they keep alive what the iteration drops
         self._hooks.enter_context(deeper(2))
         self._hooks.enter_context(self._iteration.where.watching())
         self._regions.start()
         self._mode.enter()
 
     def end(self, *, batch: Any = None, micro_batches: int = 1) -> Recorded:
-        """At the next boundary: what was seen.
+        """Return what was seen, at the next boundary; ``batch``: the batch, or one micro-batch.
 
-        Args:
-            batch: a structure with the tensors of the batch; of one micro-batch where there are several.
-
-        Raises:
-            TraceError: the iteration was not like those to come: state was made or taken away, or no optimizer stepped.
+        Raises TraceError if the iteration was unlike later ones: state was made or removed, or no optimizer stepped.
         """
         self.abandon()
         if (failure := self._mode.failure or self._iteration.where.failure) is not None:
@@ -131,18 +110,14 @@ class Recorder:
         return Recorded(graph, self._clock.seconds(), () if watch is None else watch.carried())
 
     def abandon(self) -> None:
-        """Watch no more, and take all hooks away; safe at any time."""
+        """Stop watching and remove all hooks; safe at any time."""
         self._mode.leave()
         self._regions.stop()
         self._hooks.close()
 
 
 def record_step(step: TrainingStep, *, name: str) -> Recorded:
-    """Run a training step twice, for real, and record the second time.
-
-    Raises:
-        TraceError: as :meth:`Recorder.end`.
-    """
+    """Run a training step twice, for real, and record the second time; TraceError as :meth:`Recorder.end`."""
     held = step.run(step.batch)
     recorder = Recorder(step.models, step.optimizers, name=name)
     recorder.begin(step.batch, held=held)
@@ -154,9 +129,9 @@ def record_step(step: TrainingStep, *, name: str) -> Recorded:
 
 
 def held_tensors(device: torch.device) -> list[torch.Tensor]:
-    """Every tensor on this device that some Python object refers to: a loop's logits, averages, caches."""
+    """Return every tensor on this device that a Python object refers to: a loop's logits, averages, caches."""
     kinds = (torch.Tensor, nn.Parameter, nn.Buffer)
-    # type() and no isinstance: lazy objects of other libraries would wake up.
+    # type(): isinstance would wake lazy objects of other libraries.
     found = [value for value in gc.get_objects() if type(value) in kinds and value.device == device]
     return [tensor for tensor in found if tensor.layout is torch.strided]
 
@@ -179,13 +154,13 @@ class _LivePlaces:
 
 
 def _waits(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> bool:
-    """Only a copy from or to pinned memory can go on behind training."""
+    """Only a copy from or to pinned memory can overlap training."""
     host = source if source.device.type == "cpu" else target
     return not (non_blocking and host.is_pinned())
 
 
 class _Clock(Spans, Protocol):
-    """Measures operators: ``start``, the operator, ``stop``; ``keep`` if it was one that counts."""
+    """Measures operators: ``start``, the operator, ``stop``; ``keep`` if it counts."""
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
@@ -194,7 +169,7 @@ class _Clock(Spans, Protocol):
 
 
 class _HostClock:
-    """On the CPU an operator has run when its call returns."""
+    """On the CPU an operator is done when its call returns."""
 
     def __init__(self) -> None:
         self._started = self._last = 0.0
@@ -223,26 +198,26 @@ class _HostClock:
 class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every operator that runs while it is entered."""
 
-    supports_higher_order_operators = True  # lets them pass, and ends the recording
+    supports_higher_order_operators = True  # lets them pass, but the recording fails
 
-    def __init__(self, iteration: Iteration, places: _LivePlaces, clock: _Clock, transients: Transients) -> None:
+    def __init__(self, iteration: WatchedIteration, places: _LivePlaces, clock: _Clock, transients: Transients) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._iteration, self._places, self._clock, self._transients = iteration, places, clock, transients
         self._names: dict[str, int] = {}
-        self._thread: int | None = None  # that entered it
+        self._thread: int | None = None  # the one that entered it
         self._watching = False
         self.carried: CarriedWatch | None = None
-        self.failure: Exception | None = None  # in noting an operator
+        self.failure: Exception | None = None  # while noting an operator
         # Autograd runs backward for several devices on several threads.
         self._lock = threading.RLock()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code goes on as it is. By default torch runs it eagerly under a mode, and never compiled again."""
+        """Let compiled code run. By default torch runs it eagerly under a mode, and never compiled again."""
         return True
 
     def enter(self) -> None:
-        """Put the mode below all others: those that are active now may end before it does, each taking the topmost."""
+        """Put the mode below all others, since those active now may end first, each popping the topmost."""
         self._thread = threading.get_ident()
         self._watching = True
         above = [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
@@ -251,11 +226,11 @@ class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _push_mode(mode)
 
     def leave(self) -> None:
-        """Take the mode off the stack, even from below others that were entered later and are still active."""
+        """Take the mode off the stack, even from below others that are still active."""
         self._watching = False
         if self.carried is not None:
             self.carried.stop()
-        # On another thread it cannot be taken away; it does nothing any more.
+        # Another thread cannot remove it; it is inactive from now on.
         if self._thread == threading.get_ident() and self in _get_current_dispatch_mode_stack():
             above: list[TorchDispatchMode] = []
             while (mode := _pop_mode()) is not self:
@@ -281,7 +256,7 @@ class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._watching or func.namespace in _NO_OPERATORS or func is torch.ops.aten.lift_fresh.default:
             return func(*args, **keywords)
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # the subclass does it by other operators, which come by here
+            return NotImplemented  # the subclass calls other operators, which arrive here
         if op.is_view(func):
             result = func(*args, **keywords)
             self._iteration.where.note_forward()
@@ -296,7 +271,7 @@ class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 effect = op.effects(func, args, keywords, result, self._places.holds)
                 if effect.reads or effect.writes:
                     self._note(func, args, keywords, result, effect, transient_bytes)
-            except Exception as error:  # noqa: BLE001 — the job goes on as if nobody watched; ``end`` raises it
+            except Exception as error:  # noqa: BLE001 — the job goes on unwatched; ``end`` raises it
                 self.failure, self._watching = error, False
             return result
 
@@ -322,7 +297,7 @@ class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._iteration.allocate(effect, name)
 
     def _name(self, func: OpOverload) -> str:
-        """As torch.fx names nodes: "add", "add_1", …"""
+        """Name as torch.fx names nodes: "add", "add_1", …"""
         base = func._schema.name.rpartition("::")[2]
         number = self._names.get(base, 0)
         self._names[base] = number + 1

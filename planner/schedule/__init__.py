@@ -1,1 +1,1 @@
-"""Timeline -> certified, replayed plan; explanations and baselines."""
+"""Makes certified, replayed plans of timelines, and explains and compares them."""

@@ -12,7 +12,7 @@ from checkflow.core.timeline import Timeline
 class Baselines:
     """Peak memory and stall of one checkpoint. CheckFreq's modes are those of its paper, section 4.2."""
 
-    synchronous_stall_seconds: float  # training stands still while all state crosses the link; no memory
+    synchronous_stall_seconds: float  # training waits while all state crosses the link; no memory
     checkfreq_peak_bytes: int  # GPU mode as its code does it: the snapshot of all state is kept
     checkfreq_released_peak_bytes: int  # GPU mode, each byte of the snapshot freed once it has left
     checkfreq_gpu_link_stall_seconds: float  # GPU modes: the next snapshot waits until this one has left
@@ -20,17 +20,12 @@ class Baselines:
 
 
 def baselines(timeline: Timeline, bandwidth_bytes_per_second: float) -> Baselines:
-    """The baselines of a timeline.
+    """Return the baselines of a timeline.
 
-    CheckFreq snapshots at the boundary. A snapshot every iteration must also leave within it: what the link cannot take
-    by its end, training waits for. (The time of the copy inside device memory is not counted here.)
-
-    Its CPU mode is taken at its best here: it copies in the order of the deadlines, and waits for each tensor's own
-    first write only (its code waits for all state before the optimizer's step, and leaves buffers that forward changes
-    torn).
-
-    Args:
-        bandwidth_bytes_per_second: of the link, from device to host.
+    CheckFreq snapshots at the boundary. A snapshot every iteration must leave within it, else training waits for the
+    rest; copies inside device memory count no time. Its CPU mode is taken at its best: it copies in the order of
+    deadlines and waits for each tensor's own first write only, where its code waits for all state before the
+    optimizer's step, and leaves buffers that forward changes torn.
     """
     capacity = timeline.capacities_bytes(bandwidth_bytes_per_second)
     state = timeline.state_bytes

@@ -1,4 +1,4 @@
-"""The best schedule of an interval, and its proof: by the exact rules, and by the ILP as a second opinion."""
+"""Finds the best schedule of an interval and proves it, by the exact rules and by the ILP as a second opinion."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from checkflow.planner.ilp import flow as flows
 from checkflow.planner.ilp import per_tensor, solvers
 
 Formulation = Literal["auto", "flow", "per-tensor", "greedy"]
-SECOND_OPINION_STEPS = 2_000  # up to this many "auto" asks a solver too; beyond, the exact rules' own proof must do
+SECOND_OPINION_STEPS = 2_000  # "auto" also asks a solver up to this many; beyond, the exact rules' proof must do
 _logger = logging.getLogger("checkflow")
 
 
@@ -39,7 +39,7 @@ class SolverReport:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The best schedule known of one interval, and the proof of it: a flow, or chunks; neither where there is none."""
+    """The best known schedule of an interval and its proof: a flow or chunks; neither if there is no schedule."""
 
     problem: Problem  # every step of the horizon, with the wait
     flow: Flow | None
@@ -51,7 +51,7 @@ class Schedule:
     chunks: tuple[Chunk, ...] | None = None  # of the per-tensor formulation
 
     def certificate(self) -> Certificate:
-        """What a plan of this schedule may claim. Times stay out: the same input gives the same plan."""
+        """What a plan of this schedule may claim. It holds no times: the same input gives the same plan."""
         peak_bytes = self.report.objective_bytes
         assert peak_bytes is not None
         status: Literal["optimal", "feasible"] = "optimal" if self.bound_bytes == peak_bytes else "feasible"
@@ -63,14 +63,11 @@ class Schedule:
 def find_schedule(
     question: Question, interval: int, formulation: Formulation, solver: solvers.SolverChoice, time_limit_seconds: float
 ) -> Schedule:
-    """The exact rules' schedule of an interval within the budget, whatever the memory limit; certified.
+    """Find the exact rules' schedule of an interval within the budget, whatever the memory limit, and certify it.
 
-    "auto" also solves the ILP where the peak is above training's own and the model is not too large, or where a solver
-    is named; if that proves nothing in time, the rules' own proof is left. "flow" always solves it and trusts its
-    bound alone; "greedy" never does.
-
-    Raises:
-        SolverError: the solver that was asked for is missing or failed, or contradicts a schedule at hand.
+    "auto" also solves the ILP if a solver is named, or if the peak is above training's own and the model is not too
+    large; if that proves nothing in time, the rules' own proof counts. "flow" always solves it and trusts only its
+    bound; "greedy" never does. Raises SolverError if a solver that was asked for fails, or contradicts a schedule.
     """
     problem = question.problem(interval)
     found = _by_rule(question, interval, problem)
@@ -100,20 +97,20 @@ def find_schedule(
 
 
 def no_schedule() -> SolverReport:
-    """The report where the rules have shown that no schedule keeps the limits."""
+    """Report that the exact rules have shown that no schedule keeps the limits."""
     return _report(None, None, None)
 
 
 def find_per_tensor(
     question: Question, interval: int, chunk_bytes: int, solver: solvers.SolverChoice, time_limit_seconds: float
 ) -> Schedule:
-    """The paper's own ILP (snapshot policy), for an interval of which units have a schedule that keeps the limits.
+    """Solve the paper's own ILP (snapshot policy) for an interval whose units have a schedule within the limits.
 
-    "Optimal" is said of the peak among schedules of chunks of that size.
+    "Optimal" then means the least peak among schedules of chunks of that size.
 
     Raises:
-        SolverError: the solver is missing, failed, or found nothing in time; the model is too large; or tensors that
-            are no whole units need finer chunks than the unit.
+        SolverError: the solver failed, or found nothing in time; the model is too large; or tensors that are not whole
+            units need finer chunks than the unit.
     """
     problem = question.every_step(interval)
     found = per_tensor.find_chunks(
@@ -137,7 +134,7 @@ def find_per_tensor(
 
 
 def _by_rule(question: Question, interval: int, problem: Problem) -> Schedule:
-    """The best schedule in the order: peak, stall; its snapshots leave as early as these allow. It is its own proof."""
+    """Schedule for the least peak, then the least stall; snapshots leave as early as these allow. Its own proof."""
     full = question.every_step(interval)
     peak = question.least_peak_bytes(interval)
     if peak is None:
@@ -155,9 +152,9 @@ def _by_rule(question: Question, interval: int, problem: Problem) -> Schedule:
 
 
 def _wait_step(question: Question, interval: int, problem: Problem, terms: Terms, peak_bytes: int) -> int:
-    """Where training waits: at the last deadline's anchor that serves, or at the boundary."""
+    """Return where training waits: at the last deadline's anchor that serves, or at the boundary."""
     if not terms.wait_units or question.prices.queue_seconds:
-        return 0  # the price is that of the queue at the boundary
+        return 0  # the queue at the boundary sets the price
     blocks = question.shrunk(interval)
     steps = question.timeline.steps
     queued = question.timeline.queued_bytes(question.bandwidth_bytes_per_second)
@@ -178,7 +175,7 @@ def _by_solver(
     solver: solvers.SolverChoice,
     time_limit_seconds: float,
 ) -> Schedule:
-    """Solve the ILP. The exact rules' schedule stays, unless the ILP's is better (then the rules would be wrong)."""
+    """Solve the ILP. The exact rules' schedule stays unless the ILP's is better (then the rules would be wrong)."""
     model = flows.build(problem, question.policy, question.prices, question.budget(interval))
     solve = solvers.solve(model.lp, solver, time_limit_seconds)
     if solve.bound is None:  # infeasible
@@ -199,12 +196,12 @@ def _by_solver(
 
 
 def _replaced(found: Schedule, bound_bytes: int, report: SolverReport) -> Schedule:
-    """The same schedule, with what the ILP proves of it."""
+    """Return the same schedule with what the ILP proves about it."""
     return replace(found, bound_bytes=bound_bytes, formulation="flow", report=report)
 
 
 def _report(solve: solvers.Solve | None, peak_bytes: int | None, bound_bytes: int | None) -> SolverReport:
-    """In bytes; the status is what the bound proves, not what the solver calls it."""
+    """Report in bytes; the status is what the bound proves, not what the solver claims."""
     status: solvers.SolveStatus = "infeasible"
     gap = None
     if peak_bytes is None or bound_bytes is None:

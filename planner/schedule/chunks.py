@@ -1,4 +1,4 @@
-"""From units per step to chunks: which bytes of which tensor move when."""
+"""Turns units per step into chunks: which bytes of which tensor move when."""
 
 from __future__ import annotations
 
@@ -25,16 +25,13 @@ class _Move:
 
 
 def make_chunks(timeline: Timeline, problem: Problem, flow: Flow, chunk_bytes: int) -> tuple[Chunk, ...]:
-    """The flow as chunks of at most ``chunk_bytes``, sorted by (offload step, deadline, tensor, offset).
+    """Cut the flow into chunks of at most ``chunk_bytes``, sorted by (offload step, deadline, tensor, offset).
 
-    In each step the next units of the string leave live tensors first, then the next are snapshotted; snapshots leave
-    in the order in which they were made. So what leaves in one step does so in the order of the string, a deadline
-    group's direct part comes before its snapshotted part, and the same flow always gives the same chunks. A flow that
-    keeps the link, the deadlines and the order of things (a snapshot leaves only after the step that made it) gives
-    chunks that do: at the start of a step everything due before it has moved, so the next unit may be read live.
+    In each step the next units of the string first leave live tensors, then the next are snapshotted; snapshots leave
+    in the order in which they were made. So the same flow always gives the same chunks, and they respect what the flow
+    does: when a step starts, everything due before it has moved, so the next unit may be read live.
 
-    Raises:
-        PlanError: the flow does not move every unit once, or moves one out of a snapshot that is not there.
+    Raises PlanError unless the flow moves every unit once, and out of a snapshot only after it was made.
     """
     moved, left = sum(flow.direct) + sum(flow.made), sum(flow.direct) + sum(flow.drained)
     if not moved == left == problem.total:
@@ -52,7 +49,7 @@ def make_chunks(timeline: Timeline, problem: Problem, flow: Flow, chunk_bytes: i
         position = max(0, move.begin * problem.unit_bytes - padding)
         stop = move.end * problem.unit_bytes - padding
         while position < stop:
-            index = bisect_right(ends, position)  # tensors of no bytes are passed over
+            index = bisect_right(ends, position)  # skips tensors of no bytes
             _, name, size = ordered[index]
             length = min(stop, ends[index], position + chunk_bytes) - position
             offset = position - (ends[index] - size)
@@ -62,7 +59,7 @@ def make_chunks(timeline: Timeline, problem: Problem, flow: Flow, chunk_bytes: i
 
 
 def _moves(flow: Flow) -> Iterator[_Move]:
-    """The flow's units in their places on the string: step by step, and in the order of the string within each."""
+    """Place the flow's units on the string, step by step and in the order of the string within each."""
     position = 0
     stock: deque[tuple[int, int, int]] = deque()  # begin, end and step of each snapshot that has not left
     for step, (direct, made, drained) in enumerate(zip(flow.direct, flow.made, flow.drained, strict=True)):

@@ -1,7 +1,4 @@
-"""What a plan is worth: the same training step under each way of making checkpoints, and what limits the plan.
-
-Needs no torch: a plan file holds all that is asked here.
-"""
+"""Compares a plan with other ways of making checkpoints. Needs a plan file only, and no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from checkflow.core.plan import Fingerprint, Plan
 from checkflow.core.timeline import Timeline
 from checkflow.planner.exact.interval import Question
 from checkflow.planner.schedule.baselines import baselines
-from checkflow.planner.schedule.explain import Span, least_bandwidth, tight_interval
+from checkflow.planner.schedule.explain import TightInterval, least_bandwidth, tight_interval
 from checkflow.planner.schedule.replay import snapshot_stall_seconds
 
 if TYPE_CHECKING:
@@ -22,10 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One training step under each way of making checkpoints: the others' of every iteration, checkflow's as planned.
-
-    Peaks in bytes, stalls in seconds.
-    """
+    """One training step under each way of making checkpoints: others every iteration, checkflow as planned."""
 
     source: str  # what the user named: a model or a plan file
     model: str
@@ -34,8 +28,8 @@ class Comparison:
     granularity: str
     policy: str
     status: str
-    bandwidth_bytes_per_second: float  # what the job may use of the link, with what its pieces cost taken off
-    link_share: float | None  # which part of the link that is; None: not known (a plan file does not say it)
+    bandwidth_bytes_per_second: float  # the job's part of the link, less the cost of its pieces
+    link_share: float | None  # the job's part; None: unknown (not in a plan file)
     iteration_seconds: float
     state_bytes: int
     training_peak_bytes: int  # synchronous checkpoints add nothing to it
@@ -44,7 +38,7 @@ class Comparison:
     checkfreq_released_peak_bytes: int
     checkfreq_gpu_stall_seconds: float
     checkfreq_cpu_stall_seconds: float
-    checkflow_peak_bytes: int | None  # None: no plan satisfies what was asked
+    checkflow_peak_bytes: int | None  # None: no plan keeps the limits
     checkflow_stall_seconds: float | None  # of one checkpoint
     checkflow_interval: int | None  # iterations from one checkpoint to the next
     explanation: str
@@ -52,7 +46,6 @@ class Comparison:
 
 
 def compare_plan(source: str, plan: Plan) -> Comparison:
-    """The training step of a plan under each way of making checkpoints."""
     return make_comparison(
         source,
         plan.fingerprint,
@@ -85,7 +78,7 @@ def make_comparison(
     explanation: str,
     measured: StepTimes | None = None,
 ) -> Comparison:
-    """Add the baselines to what is known of a plan (peak, stall and interval are None where there is none)."""
+    """Add the baselines to a plan's figures (peak, stall and interval are None if there is no plan)."""
     base = baselines(timeline, bandwidth_bytes_per_second)
     return Comparison(
         source=source,
@@ -117,16 +110,15 @@ def make_comparison(
 
 
 def _batch_text(fingerprint: Fingerprint) -> str:
-    """The first tensor of the batch, for people: "32x3x224x224"."""
+    """Return the first tensor of the batch, for people: "32x3x224x224"."""
     return "x".join(str(size) for size in fingerprint.batch[0][0]) if fingerprint.batch else ""
 
 
-def binding_interval(plan: Plan) -> tuple[int | None, Span | None]:
-    """What would break first on a slower link, at the plan's interval and peak (and its stall, where training waits).
+def binding_interval(plan: Plan) -> tuple[int | None, TightInterval | None]:
+    """Find what a slower link would break first, at the plan's interval, peak and, if training waits, stall.
 
-    Returns:
-        The least bandwidth (bytes per second) that keeps them, and the interval that forbids any less; None for either
-        where no link, or no single interval, is what binds.
+    Returns the least bandwidth (bytes per second) that keeps them, and the interval that forbids any less. Either is
+    None if no link, or no single interval, binds.
     """
     question = Question(
         timeline=plan.timeline,
@@ -144,6 +136,6 @@ def binding_interval(plan: Plan) -> tuple[int | None, Span | None]:
 
 
 def _stall_share(plan: Plan) -> float:
-    """Of training's time, with the empty part of a unit that the plan's stall does not count."""
+    """Return the stall as a share of training's time, with the empty part of a unit that the plan's stall omits."""
     unit_seconds = 2 * plan.unit_bytes / plan.memory_bandwidth_bytes_per_second if plan.snapshot_bytes else 0.0
     return (plan.stall_seconds + unit_seconds) / (plan.interval * plan.timeline.iteration_seconds)

@@ -1,4 +1,4 @@
-"""Why a checkpoint does not fit an interval, and what would make it fit: never a bare "infeasible"."""
+"""Explains why a checkpoint does not fit an interval and what would make it fit, instead of a bare "infeasible"."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _RATE_DIGITS = 1e-9
 
 
 @dataclass(frozen=True)
-class Span:
+class TightInterval:
     """From the boundary to ``end`` at least ``leave_bytes`` must cross the link."""
 
     end: str
     leave_bytes: int
     seconds: float
-    bytes_per_second: float  # the least that takes them in that time, besides what training itself moves first
-    short_bytes: int  # of ``leave_bytes``, what the link cannot take by then
+    bytes_per_second: float  # least link that takes them in time, besides training's own traffic
+    short_bytes: int  # the part of ``leave_bytes`` that the link cannot take by then
 
     @property
     def own_bytes(self) -> float:
@@ -32,10 +32,7 @@ class Span:
 
 
 def least_bandwidth(question: Question, interval: int = 1) -> int | None:
-    """The least whole number of bytes per second at which a schedule of an interval keeps the limits; None: none does.
-
-    Found by bisection: a schedule exists at the answer and none at one byte per second less.
-    """
+    """Return, by bisection, the least whole bytes per second that keep an interval's limits; None if none do."""
     timeline = question.timeline
     if not timeline.state_bytes or not timeline.iteration_seconds:
         return 0 if replace(question, bandwidth_bytes_per_second=1.0).fits(interval) else None
@@ -55,7 +52,7 @@ def least_bandwidth(question: Question, interval: int = 1) -> int | None:
 
 
 def _fastest(question: Question, interval: int) -> int:
-    """Bytes per second at which every step of any length, and any wait, carries everything: a faster link is no better.
+    """Return the bytes per second at which every step of any length, and any wait, carries everything.
 
     No link gives 2**63 bytes per second; steps too short for that carry nothing.
     """
@@ -67,17 +64,17 @@ def _fastest(question: Question, interval: int) -> int:
     return max(1, min(math.ceil(2 * most / min(lasting, default=math.inf)), MOST_BYTES - 1))
 
 
-def tight_interval(question: Question, interval: int = 1) -> Span | None:
-    """Of the intervals in which the link cannot carry what must leave, the one that needs the fastest link.
+def tight_interval(question: Question, interval: int = 1) -> TightInterval | None:
+    """Return the interval, among those whose bytes the link cannot carry, that needs the fastest link.
 
-    Without waiting for the link, and with as many snapshots as the budget allows. None where there is none: then it is
-    the memory that makes the link idle (snapshot policy), or several limits together.
+    Assumes no waiting for the link and as many snapshots as the budget allows. None: memory idles the link (snapshot
+    policy), or several limits bind together.
     """
     timeline, problem = question.timeline, question.problem(interval)
     count = len(timeline.steps)
     ends = question.shrunk(interval).ends
     elapsed = list(accumulate(step.duration_seconds for step in timeline.steps))
-    tight: Span | None = None
+    tight: TightInterval | None = None
     for end, need, reached in zip(ends, _must_leave(question, problem, interval), problem.reached, strict=True):
         if need <= reached:
             continue
@@ -87,16 +84,12 @@ def tight_interval(question: Question, interval: int = 1) -> Span | None:
         rate = _needed_rate(timeline, end, leave_bytes, seconds, 0.0 if tight is None else tight.bytes_per_second)
         if rate is not None:
             short_bytes = min((need - reached) * problem.unit_bytes, timeline.state_bytes)
-            tight = Span(_moment(timeline, end, interval), leave_bytes, seconds, rate, short_bytes)
+            tight = TightInterval(_moment(timeline, end, interval), leave_bytes, seconds, rate, short_bytes)
     return tight
 
 
 def _needed_rate(timeline: Timeline, end: int, leave_bytes: int, seconds: float, more_than: float) -> float | None:
-    """The least bytes per second at which so much is left over for checkpoints by the end of a step of the horizon.
-
-    Args:
-        more_than: what is no more than this is not looked for: None.
-    """
+    """Return the least bytes per second that leave ``leave_bytes`` by a step's end; None if ``more_than`` does."""
     if math.isinf(more_than):
         return None
     iteration, step = divmod(end, len(timeline.steps))
@@ -120,7 +113,7 @@ def _needed_rate(timeline: Timeline, end: int, leave_bytes: int, seconds: float,
 
 
 def explain(question: Question, interval: int = 1) -> str:
-    """One line: what makes a checkpoint every ``interval`` iterations impossible, and what would make it possible."""
+    """Say in one line why no checkpoint fits every ``interval`` iterations, and what would make one fit."""
     problem = question.problem(interval)
     limit = question.peak_limit_bytes
     if limit is not None and limit < problem.training_peak_bytes:
@@ -131,7 +124,7 @@ def explain(question: Question, interval: int = 1) -> str:
         )
     least = least_bandwidth(question, interval)
     seen = question
-    if least is None:  # then the link is not the reason: look at it as if it were fast
+    if least is None:  # the link is not the reason: assume a fast one
         seen = replace(question, bandwidth_bytes_per_second=_fastest(question, interval))
     rescues = [f"it takes {_rate(round_up(least))}" if least is not None else "no link is fast enough"]
     if more := _more_memory(seen, interval):
@@ -147,7 +140,7 @@ def _reason(question: Question, seen: Question, interval: int) -> str:
     limits = seen
     for alone in (replace(seen, overhead=None), replace(seen, peak_limit_bytes=None)):
         if tight is not None and tight_interval(alone, interval) == tight:
-            limits = alone  # the other limit does not matter here: leave it unsaid
+            limits = alone  # the other limit does not matter here
     if tight is not None and not timeline.iteration_seconds:
         return f"{format_size(timeline.state_bytes)} must leave in an iteration that takes no time"
     if tight is not None and tight.seconds > 0:
@@ -177,7 +170,7 @@ def _reason(question: Question, seen: Question, interval: int) -> str:
 
 
 def _waits(question: Question, interval: int) -> str:
-    """Why training does not simply wait for what the link cannot take in time."""
+    """Say why training does not simply wait for what the link cannot take in time."""
     budget = question.budget(interval)
     terms = question.least_stall(interval, question.peak_limit(question.problem(interval)))
     if not budget.may_wait or not budget.seconds or terms is None or not terms.wait_units:
@@ -190,7 +183,7 @@ def _waits(question: Question, interval: int) -> str:
 
 
 def _more_memory(question: Question, interval: int) -> str:
-    """What the memory limit is short of, for the link as it is; "" if memory alone cannot help."""
+    """Say how much the memory limit is short of for this link; "" if memory alone cannot help."""
     best = None if question.peak_limit_bytes is None else question.least_peak_bytes(interval)
     if question.peak_limit_bytes is None or best is None or best <= question.peak_limit_bytes:
         return ""
@@ -199,7 +192,7 @@ def _more_memory(question: Question, interval: int) -> str:
 
 
 def _price(question: Question, problem: Problem, interval: int) -> str:
-    """For how long training would have to stand still, where the budget is what is short; "" if that cannot help."""
+    """Say how long training would have to stall, if the budget is too small; "" if more of it cannot help."""
     seconds = interval * question.timeline.iteration_seconds
     waiting = replace(question, overhead=0.0 if question.overhead is None else question.overhead)
     terms = waiting.least_stall(interval, question.peak_limit(problem))
@@ -210,7 +203,7 @@ def _price(question: Question, problem: Problem, interval: int) -> str:
 
 
 def _must_leave(question: Question, problem: Problem, interval: int) -> list[int]:
-    """:func:`checkflow.planner.exact.greedy.must_leave`, and no more snapshots than the budget has seconds for."""
+    """:func:`checkflow.planner.exact.greedy.must_leave`, with no more snapshots than the budget has seconds for."""
     budget, last = question.budget(interval), problem.steps - 1
     needs = greedy.must_leave(problem, question.policy, question.peak_limit(problem))
     most = budget.most(question.prices.snapshot_seconds)
@@ -254,7 +247,7 @@ def _rate(bytes_per_second: float) -> str:
 
 
 def _share_up(share: float) -> str:
-    """A share, rounded up to three digits, so that what is read is enough."""
+    """A share rounded up to three digits, so that the printed value is enough."""
     digits = 2 - math.floor(math.log10(share)) if share > 0 else 0
     return f"{math.ceil(share * 10.0**digits - 1e-9) / 10.0**digits:.{max(0, digits)}f}"
 

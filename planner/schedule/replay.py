@@ -1,6 +1,6 @@
-"""An independent simulator: it walks a plan step by step and keeps the books, knowing nothing of how it was made.
+"""An independent simulator: it walks a plan step by step and counts, knowing nothing of how the plan was made.
 
-It needs the plan alone (no solver, no graph), so that a training job can check what it is about to run.
+Needs only the plan, no solver and no graph, so that a training job can check what it is about to run.
 """
 
 from __future__ import annotations
@@ -15,28 +15,24 @@ from checkflow.core.units import format_size
 
 @dataclass(frozen=True)
 class Replay:
-    """What a plan does, counted in whole bytes. Tuples have one entry for each step of the horizon."""
+    """What a plan does, in whole bytes. Tuples have one entry for each step of the horizon."""
 
     peak_bytes: int
     peak_step: int  # the first step that reaches the peak
     memory_bytes: tuple[int, ...]  # training's own and snapshots
-    link_bytes: tuple[int, ...]  # what leaves in the step
-    capacity_bytes: tuple[int, ...]  # what could
+    link_bytes: tuple[int, ...]  # sent in the step
+    capacity_bytes: tuple[int, ...]  # the most that could be sent
     snapshot_bytes: int
     stall_seconds: float  # of one checkpoint: the wait for the link, and the copies inside device memory
-    finish_step: int  # the last step in which something leaves; 0 where there is nothing to move
+    finish_step: int  # the last step in which something leaves; 0 if nothing does
 
 
 def check_plan(plan: Plan) -> Replay:
-    """Replay a plan and hold it to everything that it promises.
+    """Replay a plan; PlanError at the first broken rule, or claim (peak, stall, certificate) that does not hold.
 
-    The rules: every byte of every state tensor leaves exactly once; directly not after the tensor's deadline, or from a
-    snapshot made not after it and in an earlier step than it leaves; in no step more than the link's capacity, counted
-    in the plan's units; a snapshot lies in memory from the step that makes it to the step in which it leaves, both
-    included.
-
-    Raises:
-        PlanError: the first rule that is broken, or a claim (peak, stall, certificate) that does not hold.
+    Every byte of every state tensor leaves exactly once: directly by the tensor's deadline, or from a snapshot made by
+    then in an earlier step than it leaves. No step exceeds the link's capacity, counted in the plan's units. A snapshot
+    occupies memory from the step that makes it through the step in which it leaves.
     """
     validate(plan)
     _check_order(plan)
@@ -49,7 +45,7 @@ def check_plan(plan: Plan) -> Replay:
 
 
 def simulate(plan: Plan) -> Replay:
-    """Keep the books of a plan, without judging them."""
+    """Count what a plan does, without judging it."""
     unit = plan.unit_bytes
     if unit < 1:
         raise PlanError(f"the plan counts in units of {unit} bytes")
@@ -77,10 +73,9 @@ def simulate(plan: Plan) -> Replay:
 
 
 def snapshot_stall_seconds(snapshot_bytes: int, memory_bandwidth_bytes_per_second: float) -> float:
-    """How long training waits for copies inside device memory: every byte is read once and written once.
+    """Return how long training waits for copies inside device memory: each byte is read once and written once.
 
-    Raises:
-        PlanError: there are snapshots, and the bandwidth is not known.
+    Raises PlanError for snapshots without a known bandwidth.
     """
     if not snapshot_bytes:
         return 0.0
@@ -90,7 +85,7 @@ def snapshot_stall_seconds(snapshot_bytes: int, memory_bandwidth_bytes_per_secon
 
 
 def _check_order(plan: Plan) -> None:
-    """One order for one schedule, and one policy."""
+    """Refuse a plan that mixes policies, or whose chunks are not in canonical order."""
 
     def place(chunk: Chunk) -> tuple[int, int, str, int]:
         deadline = plan.deadlines[chunk.tensor]

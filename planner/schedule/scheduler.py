@@ -1,12 +1,8 @@
-"""From a timeline to a plan: the paper's Algorithm 1, and beyond it the interval.
+"""From a timeline to a plan: the paper's Algorithm 1 and, beyond it, the interval.
 
-1. the smallest interval of which some schedule keeps the limits (:mod:`.exact.interval`); where none does,
-   that is explained (:mod:`checkflow.planner.schedule.explain`), or the memory limit is relaxed if asked;
-2. for that interval the schedule of the least peak, then the least stall (:mod:`.exact.optimum`), certified
-   by the ILP (:mod:`checkflow.planner.schedule.certify`);
-3. the schedule becomes chunks, no larger than asked; what remains of the paper's loop over chunk sizes, since units are
-   small enough for every step;
-4. replay checks the plan (:mod:`checkflow.planner.schedule.replay`).
+Finds the smallest interval (:mod:`.exact.interval`), else explains why none fits or relaxes the memory limit; then the
+schedule of least peak and stall, certified (:mod:`.schedule.certify`); cuts it into chunks and replays the plan
+(:mod:`.schedule.replay`).
 """
 
 from __future__ import annotations
@@ -41,35 +37,31 @@ _LAST_DIGITS = 1e-9
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is asked of a plan.
-
-    Raises:
-        PlanError: a number makes no sense.
-    """
+class PlanRequest:
+    """What is asked of a plan; PlanError if a number is out of range."""
 
     bandwidth_bytes_per_second: float  # of the link, from device to host: what this job may use of it
     memory_bandwidth_bytes_per_second: float  # of the device's own memory: prices snapshots
     memory_limit_bytes: int | None = None  # of the whole peak
     extra_memory_bytes: int | None = None  # of the peak, above training's own
-    relax_memory: bool = False  # raise these two as little as possible where nothing fits
+    relax_memory: bool = False  # raise these two as little as possible if nothing fits
     policy: Policy = "direct"
     formulation: Formulation = "auto"  # "per-tensor" plans the snapshot policy, whatever the policy says
     solver: SolverChoice = "auto"
     time_limit_seconds: float = 60.0
     chunk_bytes: int = 8 * 1024**2
-    # stall allowed, as a share of training's time; None: as long as snapshots take, but no waiting for the link
+    # Stall allowed, as a share of training's time; None: as long as snapshots take, but no waiting for the link.
     overhead: float | None = None
     max_interval: int | None = None  # iterations from one checkpoint to the next; None: some 1,000
     unit_bytes: int | None = None  # None: chosen by the size of the state
-    # The part of the whole link that ``bandwidth_bytes_per_second`` is, which is not multiplied by it again.
+    # The part of the whole link; ``bandwidth_bytes_per_second`` already includes it.
     link_share: float = 1.0
     copy_seconds: float = 0.0  # what each piece of state costs the whole link besides its bytes
 
     def __post_init__(self) -> None:
         for name in ("bandwidth_bytes_per_second", "memory_bandwidth_bytes_per_second"):
             value = getattr(self, name)
-            if not 0 < value < MOST_BYTES:  # NaN neither
+            if not 0 < value < MOST_BYTES:  # refuses NaN, too
                 raise PlanError(f"{name} must be a number above zero and below 2**63, not {value}")
         if not self.time_limit_seconds > 0:  # infinite: none
             raise PlanError(f"time_limit_seconds must be a number above zero, not {self.time_limit_seconds}")
@@ -91,20 +83,20 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a request. ``plan`` is None iff the status is "infeasible"; then ``explanation`` says why."""
+    """The result of a request. ``plan`` is None iff the status is "infeasible"; then ``explanation`` says why."""
 
     status: SolveStatus
     plan: Plan | None
     formulation: Literal["flow", "per-tensor", "greedy"]
     policy: Policy
     solver: SolverReport
-    least_bandwidth_bytes_per_second: int | None  # that keeps the limits at every iteration; None: no bandwidth does
-    pieces: int  # that the state crosses the link in
-    piece_bandwidth_bytes_per_second: float  # what the link gives to the state in these (:func:`bandwidth_in_pieces`)
-    explanation: str  # also why not every iteration, and to what a limit was relaxed; "": nothing to say
+    least_bandwidth_bytes_per_second: int | None  # keeps the limits at every iteration; None: none does
+    pieces: int  # in which the state crosses the link
+    piece_bandwidth_bytes_per_second: float  # the link's for these (:func:`bandwidth_in_pieces`)
+    explanation: str  # also why not every iteration, and how far a limit was relaxed
     frontier: tuple[FrontierRow, ...]  # shortest interval first, then least extra memory
     training_peak_bytes: int
-    durable_bytes_per_second: float  # that the storage must take for a checkpoint of every iteration
+    durable_bytes_per_second: float  # that storage must take for a checkpoint every iteration
     plan_seconds: float
 
     @property
@@ -117,12 +109,11 @@ class Outcome:
 
     @property
     def stall_seconds(self) -> float | None:
-        """Of one checkpoint."""
         return None if self.plan is None else self.plan.stall_seconds
 
     @property
     def wait_seconds(self) -> float | None:
-        """Of the stall, what training waits for the link."""
+        """The part of the stall in which training waits for the link."""
         if self.plan is None:
             return None
         return 0.0 if self.plan.wait is None else self.plan.wait.seconds
@@ -133,12 +124,11 @@ class Outcome:
 
 
 def fingerprint_of(graph: TrainingGraph, device: Device) -> Fingerprint:
-    """What a plan for this graph on this device is made for."""
     return fingerprint_for(graph, device.name, device.kind)
 
 
 def fingerprint_for(graph: TrainingGraph, device_name: str, device_kind: DeviceKind) -> Fingerprint:
-    """The same for a device of which only this is known."""
+    """Return the same for a device of which only name and kind are known."""
     return Fingerprint(
         model=graph.model,
         state=tuple(
@@ -157,20 +147,16 @@ def fingerprint_for(graph: TrainingGraph, device_name: str, device_kind: DeviceK
 
 
 def pieces_of(timeline: Timeline, chunk_bytes: int) -> int:
-    """The copies that a timeline's state takes, at least: each tensor in chunks of ``chunk_bytes``."""
+    """Return the fewest copies that a timeline's state takes: each tensor in chunks of ``chunk_bytes``."""
     return sum(-(-size // chunk_bytes) for group in timeline.groups for _, size in group.members)
 
 
-def bandwidth_in_pieces(timeline: Timeline, request: Request) -> float:
-    """Bytes per second that the link gives to this state, where each piece costs it ``copy_seconds``, too.
+def bandwidth_in_pieces(timeline: Timeline, request: PlanRequest) -> float:
+    """Return the bytes per second that the link gives to this state, if each piece also costs ``copy_seconds``.
 
-    S bytes in n pieces (:func:`pieces_of`) take S / B + n · c seconds, so that the link gives S / (S / B + n · c) in
-    place of B bytes per second. Who has a share of the link has that share of its time: c counts as c / share.
-
-    All bytes are slowed down alike, wherever the small tensors lie: which step a piece leaves in is the plan's answer,
-    which counts bytes. The whole is right, since the same bytes leave in every plan. Not counted are tensors that the
-    end of a step cuts once more, and neighbours that are copied as one. What training itself moves over the link is
-    slowed down with the rest, which errs to the safe side.
+    S bytes in n pieces (:func:`pieces_of`) take S / B + n · c seconds, so the link gives S / (S / B + n · c) instead of
+    B bytes per second; with a share of the link, c counts as c / share. All bytes, training's own too, are slowed down
+    alike. Not counted are tensors that the end of a step cuts once more, and neighbours that are copied as one.
     """
     seconds = pieces_of(timeline, request.chunk_bytes) * request.copy_seconds / request.link_share
     if not seconds:
@@ -178,8 +164,8 @@ def bandwidth_in_pieces(timeline: Timeline, request: Request) -> float:
     return timeline.state_bytes / (timeline.state_bytes / request.bandwidth_bytes_per_second + seconds)
 
 
-def _of_whole_link(least: int | None, timeline: Timeline, request: Request) -> int | None:
-    """The link that gives so much to the state in pieces; None: however fast, it spends the time on pieces."""
+def _of_whole_link(least: int | None, timeline: Timeline, request: PlanRequest) -> int | None:
+    """Return the link that gives this bandwidth to the state in pieces; None: any link spends the time on pieces."""
     seconds = pieces_of(timeline, request.chunk_bytes) * request.copy_seconds / request.link_share
     if not least or not seconds:
         return least
@@ -188,24 +174,23 @@ def _of_whole_link(least: int | None, timeline: Timeline, request: Request) -> i
     return math.ceil(whole) if whole < MOST_BYTES else None
 
 
-def make_plan(timeline: Timeline, fingerprint: Fingerprint, request: Request, *, graph_peak_bytes: int) -> Outcome:
-    """The best plan that satisfies a request, or why there is none.
+def make_plan(timeline: Timeline, fingerprint: Fingerprint, request: PlanRequest, *, graph_peak_bytes: int) -> Outcome:
+    """Make the best plan that satisfies a request, or explain why there is none.
 
-    First the smallest interval of which any schedule keeps the limits on memory and stall; then the least peak; then
-    under the direct policy the shortest stall at that peak, and snapshots that leave as early as these allow (under the
-    snapshot policy, where every byte is copied once, the earliest end alone). The same input gives the same schedule,
-    whichever solver certified it. The plan's link is what the state gets of it in pieces (:func:`bandwidth_in_pieces`).
+    The order: the smallest interval within the limits on memory and stall; the least peak; under the direct policy the
+    shortest stall at that peak, and snapshots that leave as early as these allow; under the snapshot policy the
+    earliest end. The same input gives the same schedule, whichever solver certified it.
 
-    "Optimal" is said of the peak, among schedules that move whole units, and only with a bound that meets it; no
-    schedule of single bytes is better by three units (of state, rounded twice, and of link, once) or more, and a budget
-    of stalls is rounded by one more. A plan's true peak (``plan_peak_bytes``) is the certificate's objective, less the
-    empty part of the first unit where that lies in a snapshot at the peak.
+    "Optimal" is said of the peak among schedules that move whole units, and only with a bound that meets it. No
+    schedule of single bytes is better by three units or more (state is rounded twice, the link once), and a stall
+    budget is rounded by one more. A plan's true peak (``plan_peak_bytes``) is the certificate's objective, less the
+    empty part of the first unit if that lies in a snapshot at the peak.
 
     Args:
         graph_peak_bytes: training's peak if everything were freed after its last use; reported in the plan.
 
     Raises:
-        PlanError: the timeline makes no sense, or the result fails its replay.
+        PlanError: the timeline is invalid, or the result fails its replay.
         SolverError: the solver asked for is missing or failed.
     """
     started = time.perf_counter()
@@ -223,7 +208,7 @@ def make_plan(timeline: Timeline, fingerprint: Fingerprint, request: Request, *,
         question, relaxed = _relaxed(question, longest)
         interval = smallest_interval(question, longest)
     plan, schedule, explanations = None, None, [relaxed] if relaxed else []
-    if interval is None:  # the exact rules have proved it
+    if interval is None:  # the exact rules proved that none fits
         explanations.append(_why_not(question, longest))
     else:
         solver, limit_seconds = request.solver, request.time_limit_seconds
@@ -260,7 +245,7 @@ def make_plan(timeline: Timeline, fingerprint: Fingerprint, request: Request, *,
     )
 
 
-def _question(timeline: Timeline, request: Request) -> Question:
+def _question(timeline: Timeline, request: PlanRequest) -> Question:
     limits = [] if request.memory_limit_bytes is None else [request.memory_limit_bytes]
     if request.extra_memory_bytes is not None:
         limits.append(timeline.training_peak_bytes + request.extra_memory_bytes)
@@ -276,7 +261,6 @@ def _question(timeline: Timeline, request: Request) -> Question:
 
 
 def _why_not(question: Question, longest: int) -> str:
-    """Why no interval fits."""
     if question.timeline.training_peak_bytes > question.peak_limit(question.problem(1)):
         return explain(question)
     if question.policy == "snapshot" and not question.deadlines_hold():
@@ -286,24 +270,26 @@ def _why_not(question: Question, longest: int) -> str:
 
 
 def _relaxed(question: Question, longest: int) -> tuple[Question, str]:
-    """The question with the memory limit raised as little as any interval needs, and a line that says so."""
+    """Raise the memory limit as little as any interval needs; return the question and a line that says so."""
     limit, peak = question.peak_limit_bytes, question.least_peak_bytes(longest)
     if limit is None or peak is None:
-        return replace(question, peak_limit_bytes=None), ""  # then memory is not what is short
+        return replace(question, peak_limit_bytes=None), ""  # memory is not the limit
     return replace(question, peak_limit_bytes=peak), (
         f"no schedule fits the memory limit of {format_size(limit)}:"
         f" it was raised by {format_size(peak - limit)} ({peak - limit} bytes), as little as possible"
     )
 
 
-def _draft(question: Question, fingerprint: Fingerprint, request: Request, schedule: Schedule, interval: int) -> Plan:
-    """The plan of a schedule, with the peak and the stall that its chunks have, in bytes."""
+def _draft(
+    question: Question, fingerprint: Fingerprint, request: PlanRequest, schedule: Schedule, interval: int
+) -> Plan:
+    """Return the plan of a schedule, with the peak and stall of its chunks, in bytes."""
     chunks, wait = schedule.chunks, None
     if chunks is None:
         assert schedule.flow is not None
         chunks = make_chunks(question.timeline, schedule.problem, schedule.flow, request.chunk_bytes)
     if schedule.wait_units:
-        # What is queued is subtracted again when the plan is replayed: its last digits must not cost a unit.
+        # Replay subtracts the queue again: its last digits must not cost a unit.
         more = 1 + _LAST_DIGITS if question.prices.queue_seconds else 1
         wait = Wait(schedule.wait_step, question.prices.waiting_seconds(schedule.wait_units) * more)
     plan = Plan(

@@ -1,1 +1,1 @@
-"""Graph + costs -> timeline."""
+"""Makes a timeline of a graph and the time that each of its operators takes."""

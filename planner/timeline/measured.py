@@ -1,9 +1,7 @@
-"""How long a training step takes where it really runs: each operator measured, their sum the step's own time.
+"""Measures a training step on this machine: the time of the whole, and each operator's share of it.
 
-The step runs some times unwatched, which gives its time, and some times recorded
-(:mod:`.record.recorder`), which gives each operator's share. Being recorded costs time between and within
-operators, so that the recorded times are scaled: together the operators last as long as an unwatched iteration, the
-time between them included. What training computes advances meanwhile: the weights change, as in training.
+Runs some iterations unwatched, for the time, and some recorded (:mod:`.record.recorder`), for the shares. Recording
+costs time, so recorded times are scaled to sum to an unwatched iteration's. The weights change, as in training.
 """
 
 from __future__ import annotations
@@ -29,15 +27,15 @@ from checkflow.planner.record.recorder import Recorded, Recorder
 from checkflow.planner.timeline.roofline import durations_seconds
 from checkflow.planner.trace.trace import user_line
 
-WARM_UP = 2  # iterations that do not count: they make optimizer state, and fill caches
+WARM_UP = 2  # iterations that do not count: they make optimizer state and fill caches
 RUNS = 5  # unwatched, and as many recorded
-LEAST_ALIKE = 3  # recorded iterations that must show the same operators
+LEAST_ALIKE = 3  # recorded iterations that must have the same operators
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the roofline makes of the same graph."""
+    """The roofline's prediction for the same graph."""
 
     device: str  # whose numbers
     seconds: float  # of an iteration
@@ -45,7 +43,6 @@ class Prediction:
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured."""
         return self.seconds / self.measured_seconds
 
 
@@ -55,7 +52,7 @@ class StepTimes:
 
     step: Spread  # seconds of an unwatched iteration
     recorded: Spread  # seconds of a recorded iteration's operators together
-    operator_quartile_share: float  # how far the middle half of each operator's times spreads, of the time of all
+    operator_quartile_share: float  # sum of the operators' interquartile ranges, over the time of all
     predictions: tuple[Prediction, ...] = ()
 
 
@@ -76,13 +73,7 @@ def measure_step(
     clock: Clock | None = None,
     progress: Progress = lambda part: None,
 ) -> Measured:
-    """Run a training step for real, where its tensors are, and measure it.
-
-    Args:
-        step: built on the device; it has made 2 + 2 * ``runs`` iterations afterwards.
-        name: what the user calls the model.
-        runs: of the unwatched iterations that count, and of the recorded ones.
-        clock: of the unwatched iterations; by default the one of the step's device.
+    """Run a training step for real, where its tensors are, 2 + 2 * ``runs`` times, and measure it.
 
     Raises:
         TraceError: the step fails, or its iterations differ from each other.
@@ -103,7 +94,7 @@ def measure_step(
             recorder = Recorder(step.models, step.optimizers, name=name)
             recorder.begin(step.batch, held=held)
             try:
-                held = step.run(step.batch)  # as a loop does, which lets go of the last one's result only now
+                held = step.run(step.batch)  # like a loop, this frees the last result only now
                 recorded.append(recorder.end(batch=step.batch, micro_batches=step.micro_batches))
             finally:
                 recorder.abandon()
@@ -111,12 +102,9 @@ def measure_step(
 
 
 def combine(name: str, step: Spread, recorded: Sequence[Recorded]) -> Measured:
-    """One graph of several recorded iterations, with the median of each operator's times, scaled to the step's.
+    """Merge recorded iterations into one graph, with the median of each operator's times, scaled to the step's.
 
-    Iterations that show other operators than most do (a loss scaler that skips a step) are left out.
-
-    Raises:
-        TraceError: too few of them are alike.
+    Leaves out iterations whose operators differ from most (a loss scaler that skips a step); TraceError if few remain.
     """
     kinds = Counter(_operators(one) for one in recorded)
     (common, times) = kinds.most_common(1)[0]
@@ -141,7 +129,7 @@ def combine(name: str, step: Spread, recorded: Sequence[Recorded]) -> Measured:
 
 
 def with_predictions(measured: Measured, devices: Sequence[Device]) -> Measured:
-    """Beside the times, what the roofline makes of the same graph on these devices, by the settings of this moment."""
+    """Add the roofline's predictions of the same graph on these devices, with torch's current settings."""
     seconds = measured.times.step.median
     predictions = tuple(
         Prediction(device.name, sum(durations_seconds(measured.graph, device)), seconds) for device in devices
@@ -150,9 +138,9 @@ def with_predictions(measured: Measured, devices: Sequence[Device]) -> Measured:
 
 
 def rooflines(probed: Device) -> list[Device]:
-    """The devices whose rooflines are held against what was measured: the probed one, and the catalogue's entry for it.
+    """Return the devices to compare with what was measured: the probed one, and the catalogue's entry for it.
 
-    That is the one of the card's name, or "cpu" for any CPU, since ``--device cpu`` is what would be planned with.
+    That entry is the one with the card's name, or "cpu" for any CPU, since ``--device cpu`` plans with it.
     """
     try:
         return [probed, find_device("cpu" if probed.kind == "cpu" else probed.name)]
@@ -161,18 +149,14 @@ def rooflines(probed: Device) -> list[Device]:
 
 
 def move(step: TrainingStep, device: torch.device) -> None:
-    """Bring models and batch to the device, where ``build`` did not make them there."""
+    """Move models and batch to the device, if ``build`` did not make them there."""
     for model in step.models.values():
         model.to(device)  # in place, so that optimizers keep their parameters
     step.batch = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), step.batch)
 
 
 def check_room(name: str, needed_bytes: int, device: torch.device) -> None:
-    """Refuse a training step before it is allocated.
-
-    Raises:
-        CheckflowError: the device has less free.
-    """
+    """Refuse with CheckflowError a training step that the device has no room for, before it is allocated."""
     free = free_memory_bytes(device)
     if needed_bytes > free:
         raise CheckflowError(_too_large(name, device, f"needs {format_size(needed_bytes)} of {format_size(free)} free"))
@@ -187,7 +171,7 @@ def _too_large(name: str, device: torch.device, why: str) -> str:
 
 
 def _device_of(step: TrainingStep) -> torch.device:
-    """The first accelerator that a parameter lies on, else the CPU."""
+    """Return the first accelerator that a parameter lies on, else the CPU."""
     devices = (parameter.device for model in step.models.values() for parameter in model.parameters())
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
@@ -198,7 +182,7 @@ def _operators(recorded: Recorded) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Python's garbage is collected before and not within: it would be one operator's time."""
+    """Collect Python's garbage before and not within, where it would count as one operator's time."""
     gc.collect()
     collecting = gc.isenabled()
     gc.disable()
@@ -211,7 +195,7 @@ def _nothing_collected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def failures_reported(name: str, device: torch.device) -> Iterator[None]:
-    """Within this, what the user's step raises is one line, and so is memory that runs out."""
+    """Turn what the user's step raises, out-of-memory included, into an error of one line."""
     try:
         yield
     except CheckflowError:
@@ -219,7 +203,7 @@ def failures_reported(name: str, device: torch.device) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise CheckflowError(_too_large(name, device, "its memory ran out")) from error
     except Exception as error:
-        if "can't allocate memory" in str(error):  # so says torch of the host's memory
+        if "can't allocate memory" in str(error):  # torch's words for host memory
             raise CheckflowError(_too_large(name, device, "its memory ran out")) from error
         line = user_line(error)
         reason = str(error).strip().partition("\n")[0]

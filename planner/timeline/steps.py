@@ -1,14 +1,6 @@
-"""TrainingGraph and durations -> Timeline, at the granularity of segments (what eager training acts on) or operators.
+"""TrainingGraph and durations -> Timeline, at the granularity of segments (where eager training can act) or operators.
 
-Segments: every position at which anchors fire becomes one anchor step, followed by the segment of operators up to the
-next such position. A tensor first written in a segment is due at the anchor step before it.
-
-Anchors at one position are one instant to the operators, so one of them stands for all. The boundary does where it is
-among them. Otherwise the step needs a hook that surely fires there, on the training thread if possible: an optimizer's
-pre-step hook, else a module's forward-pre hook, else an optimizer's post-step hook, else a gradient's (which autograd
-calls on threads of its own); the last to fire of the best kind, which for nested modules is the innermost. But in real
-training a module may write its buffers as soon as its forward begins: where some module at the position owns buffers,
-the hook is one that fires no later than the first such module's.
+docs/explanation/planning.md says which anchor stands for several that fire at one position.
 """
 
 from __future__ import annotations
@@ -31,19 +23,14 @@ _PREFERENCE = (
 
 
 def make_timeline(graph: TrainingGraph, durations_seconds: Sequence[float], granularity: Granularity) -> Timeline:
-    """The steps of one iteration, with what eager training keeps in device memory, and the state by deadline.
+    """Return the steps of one iteration, with what eager training keeps in device memory, and the state by deadline.
 
     State in host memory is left out: it is copied at the boundary and uses no link. State that is never written has no
-    deadline; a buffer is due at its module's first forward (``StateEntry.barrier``) at the latest, as it may be written
-    there unseen.
+    deadline. A buffer is due at its module's first forward (``StateEntry.barrier``) at the latest, where it may be
+    written unseen. "segment" alternates anchors and segments; "operator" has one step per operator, and a zero-length
+    step before each one that first writes state.
 
-    Args:
-        durations_seconds: one for each operator of ``graph``.
-        granularity: "segment" alternates anchors and segments; "operator" has one step for each operator, and a
-            zero-length step before each one that first writes state.
-
-    Raises:
-        PlanError: the number of durations is not that of the operators.
+    Raises PlanError unless there is one duration for each operator.
     """
     if len(durations_seconds) != len(graph.operators):
         raise PlanError(f"{len(durations_seconds)} durations for {len(graph.operators)} operators")
@@ -60,14 +47,9 @@ def make_timeline(graph: TrainingGraph, durations_seconds: Sequence[float], gran
 
 
 def _anchor_by_position(anchors: Iterable[Anchor], guarded: Container[AnchorKey]) -> dict[int, AnchorKey]:
-    """The anchor that stands for each position.
-
-    Args:
-        anchors: in firing order.
-        guarded: what must have been copied when one of these fires is copied before.
-    """
+    """Choose the anchor that stands for each position; buffers are copied before a ``guarded`` one fires."""
     chosen: dict[int, AnchorKey] = {}
-    settled: set[int] = set()  # positions at which a guarded anchor has fired: what fires later there is too late
+    settled: set[int] = set()  # positions where a guarded anchor has fired: later ones there come too late
     for anchor in anchors:
         position, rival = anchor.position, chosen.get(anchor.position)
         if position in settled:
@@ -80,19 +62,19 @@ def _anchor_by_position(anchors: Iterable[Anchor], guarded: Container[AnchorKey]
 
 
 def _write_positions(graph: TrainingGraph) -> set[int]:
-    """Positions right before the operators by which some state tensor is due."""
+    """Return the positions right before the operators by which some state tensor is due."""
     positions = {anchor.key: anchor.position for anchor in graph.anchors}
     due = (_due_operator(entry, positions, len(graph.operators)) for entry in graph.state)
     return {operator for operator in due if operator is not None}
 
 
 def _due_operator(entry: StateEntry, positions: Mapping[AnchorKey, int], operators: int) -> int | None:
-    """The operator before which a device tensor must have been copied or snapshotted; None: no deadline."""
+    """Return the operator before which a device tensor must have been copied or snapshotted; None: no deadline."""
     if entry.placement == "host" or not operators:
         return None
     due = [] if entry.first_write is None else [entry.first_write]
     if entry.barrier is not None:
-        # A module that runs after the last operator is guarded before that operator: early is safe, and a step exists.
+        # A module that runs after the last operator is guarded before that one: early is safe, and the step exists.
         due.append(min(positions[entry.barrier], operators - 1))
     return min(due, default=None)
 
@@ -103,11 +85,7 @@ def _steps(
     stops: Mapping[int, AnchorKey | None],
     granularity: Granularity,
 ) -> tuple[tuple[Step, ...], list[int]]:
-    """The steps, and for each operator the index of the step that it belongs to.
-
-    Args:
-        stops: positions of zero-length steps, with the anchor of each if it has one.
-    """
+    """Return the steps, and each operator's step; ``stops``: positions of zero-length steps, with their anchors."""
     during, at = graph.live_bytes(eager=True)
     count = len(graph.operators)
     cuts = sorted({0, count, *stops}) if granularity == "segment" else list(range(count + 1))

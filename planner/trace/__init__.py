@@ -1,1 +1,1 @@
-"""Fake tensors: a training step -> graph."""
+"""Traces a training step on fake tensors into a graph."""

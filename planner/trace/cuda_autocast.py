@@ -1,7 +1,7 @@
-"""Autocast regions of a step that is traced for a GPU: opened where the fake tensors are, with the rules of CUDA.
+"""Opens the autocast regions of a step traced for a GPU on the CPU, where the fake tensors are, with CUDA's rules.
 
-Fake tensors lie on the CPU, whose autocast leaves much in the lower precision that CUDA's computes in float32: layer
-norms and softmaxes would read and write half of the bytes that they do, and keep half for the backward pass.
+A CPU's autocast keeps layer norms and softmaxes, which CUDA computes in float32, in the lower precision: half the
+bytes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch._ops import OpOverload
 aten = torch.ops.aten
 _LOWER = (torch.float16, torch.bfloat16)
 
-# What CUDA's autocast computes in float32 and the CPU's does not (torch, ATen/autocast_mode.h: AT_FORALL_FP32), of what
-# training steps run on tensors as large as activations.
+# What CUDA's autocast computes in float32 and the CPU's does not (torch, ATen/autocast_mode.h: AT_FORALL_FP32), among
+# operators that run on tensors as large as activations.
 FLOAT32: tuple[OpOverload, ...] = (
     aten.layer_norm.default,
     aten.native_layer_norm.default,
@@ -42,7 +42,7 @@ FLOAT32: tuple[OpOverload, ...] = (
     aten.upsample_trilinear3d.default,
     aten.upsample_bicubic2d.default,
 )
-# Likewise, but these take the dtype to compute in (AT_FORALL_FP32_SET_OPT_DTYPE).
+# The same, but these take the dtype to compute in (AT_FORALL_FP32_SET_OPT_DTYPE).
 FLOAT32_BY_ARGUMENT: tuple[OpOverload, ...] = (aten.sum.default, aten.sum.dim_IntList, aten.cumsum.default)
 SOFTMAXES: Mapping[OpOverload, OpOverload] = {
     aten.softmax.int: aten._softmax.default,
@@ -52,16 +52,16 @@ SOFTMAXES: Mapping[OpOverload, OpOverload] = {
 
 @contextlib.contextmanager
 def autocast_on_cpu() -> Iterator[None]:
-    """An autocast region that the step opens for its own device takes effect where the fake tensors are."""
+    """Make an autocast region that the step opens for its own device take effect on the CPU."""
     original = torch.autocast.__init__
 
     @functools.wraps(original)
-    def redirected(
+    def opened(
         self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *rest: Any, **more: Any
     ) -> None:
         original(self, "cpu", dtype or torch.get_autocast_dtype(device_type), *rest, **more)
 
-    torch.autocast.__init__ = redirected  # type: ignore[method-assign]
+    torch.autocast.__init__ = opened  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -70,7 +70,7 @@ def autocast_on_cpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def autocast_as_cuda() -> Iterator[None]:
-    """The same, with the rules that a GPU has."""
+    """The same, with CUDA's rules."""
     with torch.library._scoped_library("aten", "IMPL") as library, autocast_on_cpu():
         for func in FLOAT32:
             library.impl(func, _with_float32(func), "AutocastCPU")
@@ -82,7 +82,7 @@ def autocast_as_cuda() -> Iterator[None]:
 
 
 def _with_float32(func: OpOverload) -> Callable[..., Any]:
-    """The operator on float32 copies of what is in lower precision."""
+    """Run the operator on float32 copies of arguments in lower precision."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         with _ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.AutocastCPU)):
@@ -95,7 +95,7 @@ def _with_float32(func: OpOverload) -> Callable[..., Any]:
 
 
 def _into_float32(func: OpOverload) -> Callable[..., Any]:
-    """The operator told to compute in float32 where nothing else is asked for: it casts as it reads."""
+    """Make the operator compute in float32 unless another dtype is given: it casts as it reads."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         names = [argument.name for argument in func._schema.arguments]
@@ -110,7 +110,7 @@ def _into_float32(func: OpOverload) -> Callable[..., Any]:
 
 
 def _softmax_into_float32(func: OpOverload, reads_float16: OpOverload) -> Callable[..., Any]:
-    """A softmax in float32, which has a kernel on GPUs that reads float16."""
+    """Run a softmax in float32; GPUs have a kernel of it that reads float16."""
     otherwise = _into_float32(func)
 
     def called(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:

@@ -1,7 +1,7 @@
 """Stand-ins for a step that trains on a GPU: calls that move or allocate tensors do so between two places.
 
-All fake tensors are CPU tensors, so ``.cpu()`` would be no operator, and what it gives no storage of its own. Here a
-call that crosses the link makes a copy, and :class:`.iteration.placement.HostMemory` knows where it lies.
+All fake tensors are CPU tensors, so ``.cpu()`` would do nothing. Here a call that crosses the link makes a copy, and
+:class:`.iteration.placement.HostMemory` knows where it lies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOVES = (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.pin
 
 
 class DeviceStandIns(StandIns):
-    """As :class:`StandIns`; what is allocated or moved lies where the call says."""
+    """As :class:`StandIns`, but what is allocated or moved lies where the call says."""
 
     def __init__(self) -> None:
         super().__init__(apart=True)
@@ -41,7 +41,7 @@ class DeviceStandIns(StandIns):
     def _goal(
         self, func: Any, tensor: torch.Tensor, rest: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> Place | None:
-        """Where a moving method wants the tensor; None: where it is."""
+        """Return where a moving method wants the tensor; None: where it is."""
         if func is torch.Tensor.cuda:
             return DEVICE
         if func is torch.Tensor.cpu:
@@ -54,19 +54,19 @@ class DeviceStandIns(StandIns):
         return None if isinstance(asked, torch.dtype) else self.host.meant_by(asked)
 
     def _crosses(self, tensor: torch.Tensor, place: Place) -> bool:
-        """Whether a tensor must be copied to get there. The few bytes of a scalar do not go to the host."""
+        """Whether a tensor must be copied to get there. The few bytes of a scalar are not copied to the host."""
         here = self.host.place(tensor)
         if place == PINNED:
             return here != PINNED
         return bool(here) != bool(place) and (tensor.dim() > 0 or place == DEVICE)
 
     def _move(self, func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any], place: Place) -> torch.Tensor:
-        """A copy of a tensor at the other side of the link; gradients come back the same way."""
+        """Copy a tensor to the other side of the link; its gradient comes back the same way."""
         tensor, here = args[0], self.host.place(args[0])
         if func is not torch.Tensor.to:
             unwaited = keywords.get("non_blocking", func is torch.Tensor.cuda and args[2:3] == (True,))
             args, keywords = (tensor, CPU), {"non_blocking": unwaited}
-        most = 3 if isinstance(args[1] if len(args) > 1 else None, torch.Tensor) else 4  # what follows is ``copy``
+        most = 3 if isinstance(args[1] if len(args) > 1 else None, torch.Tensor) else 4  # ``copy`` follows
         with self.host.allocating(place):
             moved: torch.Tensor = self.call(torch.Tensor.to, args[:most], {**keywords, "copy": True})
         if moved.requires_grad:
@@ -81,8 +81,10 @@ class DeviceStandIns(StandIns):
 
     @contextlib.contextmanager
     def in_callbacks(self) -> Iterator[None]:
-        """Modes are no longer active in what operators and autograd call from C++: hooks on saved tensors (and forward
-        again in checkpoints, which is one), and the backward of the user's own functions."""
+        """Keep the mode active in what operators and autograd call from C++, where modes are off.
+
+        These are hooks on saved tensors (and forward in checkpoints), and the backward of the user's functions.
+        """
         hooks, function = torch.autograd.graph.saved_tensors_hooks, torch.autograd.function.BackwardCFunction
         enter = hooks.__enter__
         applies = {name: getattr(function, name) for name in ("apply", "apply_boxed") if hasattr(function, name)}

@@ -1,10 +1,7 @@
-"""Fake tensors in the place of a training step's own, for the time of a trace.
+"""Replaces a training step's tensors by fake ones during a trace, and restores the user's objects afterwards.
 
-Fake tensors have shapes, strides and storages but no data. While :func:`stand_in` is active, every parameter, buffer
-and optimizer state inside the user's own module and optimizer objects is a fake one on the CPU, all in one
-FakeTensorMode (a build of torch without CUDA cannot run autograd on fake CUDA tensors). Tensors that the step reaches
-in other ways (a list of parameters in a closure, class weights) are replaced as they are used. When it ends, by an
-error too, the user's objects hold what they held before.
+All fakes lie on the CPU in one FakeTensorMode: a torch build without CUDA cannot run autograd on fake CUDA tensors.
+State is replaced in the user's modules and optimizers, other tensors (a closure's, class weights) as they are used.
 """
 
 from __future__ import annotations
@@ -29,56 +26,55 @@ from checkflow.core.errors import TraceError
 from checkflow.core.state import is_composite
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.iteration.placement import CAPTURED, COPIED, HostMemory
-from checkflow.planner.iteration.read_numbers import ARRAYS, RECORD, TELLING, ReadNumbers, format_number
+from checkflow.planner.iteration.read_numbers import ARRAYS, NUMBER_METHODS, RECORD, ReadNumbers, format_number
 from checkflow.planner.iteration.structures import with_tensors
 from checkflow.planner.trace.lazy_modules import without_shape
 from checkflow.planner.trace.packed_sequences import replacement
-from checkflow.planner.trace.user_state import Belongings
+from checkflow.planner.trace.user_state import UserState
 
 CPU = torch.device("cpu")
-_COUNTERS = frozenset(("step", "mu_product"))  # what torch's optimizers keep in host memory for each parameter
+_COUNTERS = frozenset(("step", "mu_product"))  # kept in host memory by torch's optimizers, per parameter
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # what ``tensor.data = other`` calls
 
 
 class StandIns(TorchFunctionMode):
-    """The fake tensor of each of the user's tensors; as a mode, puts it in wherever the user's is used.
+    """The fake tensor of each of the user's tensors; as a mode, substitutes it wherever the user's is used.
 
-    The mode also keeps what the step creates on the CPU: a device that the step names is the trace's fake one.
+    The mode also keeps on the CPU what the step creates: a device that the step names is the trace's fake one.
     """
 
     def __init__(self, *, apart: bool = False) -> None:
         super().__init__()
         self.host = HostMemory(apart=apart)
         self.numbers = ReadNumbers()
-        # Unbacked symbols for sizes that only data can tell, so that a mere .nonzero() does not end the trace.
+        # Unbacked symbols for sizes that depend on data, so that a mere .nonzero() does not end the trace.
         self._symbols = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
-        # Without fallback: torch would run an operator that it cannot fake for real, on zeros of full size.
+        # No fallback: torch would run an operator that it cannot fake on real zeros of full size.
         self.mode = FakeTensorMode(shape_env=self._symbols, allow_fallback_kernels=False)
-        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id; the original is kept alive with its id
+        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id; keeps the original alive, and so its id
         self._buffers: set[int] = set()  # ids of the originals
-        self._storages: dict[int, torch.Tensor] = {}  # storages of several tensors: one fake base of bytes for each
+        self._storages: dict[int, torch.Tensor] = {}  # shared storages: one fake base of bytes for each
 
     def forget_pending_symbols(self) -> None:
-        """Symbols of a run without make_fx belong to no graph; the next run must not look for them."""
+        """Drop the symbols of a run without make_fx, so that the next run does not look for them in its graph."""
         self._symbols.pending_fresh_unbacked_symbols.clear()
 
     def all(self, models: Iterable[nn.Module]) -> list[torch.Tensor]:
-        """Every fake tensor made so far, but for buffers that their models have replaced: these live on here alone."""
+        """Return every fake tensor made so far, but not buffers that their models have replaced."""
         held = {id(buffer) for model in models for buffer in model.buffers()}
         found = [fake for key, (_, fake) in self._fakes.items() if key not in self._buffers or id(fake) in held]
         return [fake for fake in found if not is_lazy(fake)]
 
     def of(self, tensor: torch.Tensor, *, captured: bool = False) -> torch.Tensor:
-        """The stand-in of a tensor; the tensor itself if it is one of the trace's already.
+        """Return the stand-in of a tensor, or the tensor itself if it belongs to the trace already.
 
-        Args:
-            captured: the tensor is none of the step's models, optimizers or batch: what it reaches in other ways.
+        ``captured``: it belongs to none of the step's models, optimizers or batch.
         """
         if self._is_stand_in(tensor):
             return tensor
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # torch.func has wrapped a tensor of the trace
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # a tensor of the trace, wrapped by torch.func
             return tensor
         known = self._fakes.get(id(tensor))
         if known is None:
@@ -94,8 +90,7 @@ class StandIns(TorchFunctionMode):
         return known[1]
 
     def host_scalar(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The stand-in of a one-element tensor in host memory: a fake tensor that knows its value, as eager training
-        does when it reads such a counter with ``.item()``. Without data the value is 1."""
+        """Return the stand-in of a one-element tensor in host memory, whose value (1 without data) is known."""
         with torch._C.DisableTorchFunction():
             one = torch.ones(tensor.shape, dtype=tensor.dtype, device=CPU)
             fake = self.knowing(one if _is_blank(tensor) else tensor)
@@ -103,7 +98,7 @@ class StandIns(TorchFunctionMode):
         return fake
 
     def knowing(self, value: torch.Tensor) -> torch.Tensor:
-        """A fake tensor in host memory whose values are known."""
+        """Return a fake tensor in host memory whose values are known."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             fake = self._knowing(value)
             self.host.mark(fake, COPIED)
@@ -119,9 +114,10 @@ class StandIns(TorchFunctionMode):
         return self.mode.fake_tensor_converter.from_real_tensor(self.mode, copied, make_constant=True)
 
     def _counter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The stand-in of a buffer of one element on the device: it knows its value as long as nothing but known values
-        goes into it. Steps decide upon such (``n_averaged`` of AveragedModel, a queue's next place, "initialised").
-        Without data the value is 0, as counters begin."""
+        """Return the stand-in of a one-element buffer on the device: known, from 0, while only known values go into it.
+
+        Steps decide upon such (``n_averaged`` of AveragedModel, "initialised").
+        """
         with torch._C.DisableTorchFunction(), torch.no_grad():
             zero = torch.zeros(tensor.shape, dtype=tensor.dtype, device=CPU)
             fake = self._knowing(zero if _is_blank(tensor) else tensor)
@@ -134,7 +130,6 @@ class StandIns(TorchFunctionMode):
         return fake
 
     def of_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The stand-in of a module's buffer."""
         self._buffers.add(id(tensor))
         plain = type(tensor) in (torch.Tensor, nn.Buffer, FakeTensor) and tensor.layout is torch.strided
         if id(tensor) in self._fakes or not plain or tensor.numel() != 1 or tensor.requires_grad:
@@ -143,11 +138,11 @@ class StandIns(TorchFunctionMode):
         return self._counter(tensor) if alone else self.of(tensor)
 
     def in_callbacks(self) -> contextlib.AbstractContextManager[None]:
-        """A region in which the mode is active in the user's functions that autograd calls, if it is needed there."""
+        """Keep the mode active in the user's functions that autograd calls, if needed."""
         return contextlib.nullcontext()
 
     def active_in(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of the user's that autograd calls, with the mode active in it, if it is needed there."""
+        """Wrap a function of the user's that autograd calls, so that the mode is active in it, if needed."""
         return function
 
     def _is_stand_in(self, tensor: torch.Tensor) -> bool:
@@ -160,7 +155,7 @@ class StandIns(TorchFunctionMode):
         return all(self._is_stand_in(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
 
     def replace(self, value: Any) -> Any:
-        """A structure (lists, tuples, dictionaries, dataclasses, …) with the stand-ins of its tensors."""
+        """Return a structure (lists, tuples, dictionaries, dataclasses, …) with the stand-ins of its tensors."""
         for leaf in pytree.tree_leaves(value, is_leaf=lambda node: isinstance(node, PackedSequence)):
             if isinstance(leaf, PackedSequence) and not _is_blank(leaf.batch_sizes):
                 self._fakes[id(leaf.batch_sizes)] = (leaf.batch_sizes, self.knowing(leaf.batch_sizes))
@@ -179,13 +174,13 @@ class StandIns(TorchFunctionMode):
         for hook in (tensor._backward_hooks or {}).values():
             fake.register_hook(self.active_in(hook))  # type: ignore[no-untyped-call]
         for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
-            # A hook that steps an optimizer in backward may look the user's own parameter up in a dictionary.
+            # A hook that steps an optimizer in backward may look up the user's own parameter.
             called = self.active_in(hook)
             fake.register_post_accumulate_grad_hook(lambda _, hook=called: hook(tensor))  # type: ignore[no-untyped-call]
         return fake
 
     def _values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake tensor in the place of a tensor's values; of a tensor that consists of others, fake ones in theirs."""
+        """Return a fake tensor for a tensor's values; if it consists of others, fakes for those."""
         if is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
             parts = {name: self.of(getattr(tensor, name)) for name in names}
@@ -209,16 +204,16 @@ class StandIns(TorchFunctionMode):
         return torch._neg_view(fake) if tensor.is_neg() else fake
 
     def _without_shape(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The stand-in of a lazy module's parameter or buffer, which its first forward gives a shape."""
+        """Return the stand-in of a lazy module's tensor, which its first forward gives a shape."""
         with torch._C.DisableTorchFunction(), self.mode, torch.no_grad():
             fake = without_shape(tensor)
         self._fakes[id(tensor)] = (tensor, fake)
         return fake
 
     def _memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Fake memory with the tensor's layout; views of one storage share one fake storage."""
+        """Return fake memory with the tensor's layout; views of one storage share one fake storage."""
         shape, strides, itemsize = tensor.shape, tensor.stride(), tensor.element_size()
-        if tensor.numel() * itemsize > sys.maxsize:  # torch would go on with what is left in 64 bits
+        if tensor.numel() * itemsize > sys.maxsize:  # torch would let the size overflow
             raise TraceError(f"a tensor of shape {list(shape)} has more bytes than memory has addresses")
         storage = tensor.untyped_storage()
         if storage.nbytes() == tensor.numel() * itemsize and storage._cdata not in self._storages:
@@ -240,21 +235,19 @@ class StandIns(TorchFunctionMode):
         keywords = dict(kwargs or {})
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return self.of(args[0])
-        keywords.pop("pin_memory", None)  # as fakes have no such
+        keywords.pop("pin_memory", None)  # fakes have no pinned memory
         result = self.call(func, args, keywords)
         if isinstance(keywords.get("device"), torch.device):
-            for made in pytree.tree_leaves(result):  # made for the device of other tensors: no host scalar
+            for made in pytree.tree_leaves(result):  # made like other tensors: no host scalar
                 if isinstance(made, FakeTensor):
                     made.constant = None
         return result
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         """Call with stand-ins, and the CPU for every device."""
-        if (
-            func is torch._C._nn._parse_to
-        ):  # reads the arguments of nn.Module.to, and calls Tensor.to with what it finds
+        if func is torch._C._nn._parse_to:  # _parse_to reads the arguments of nn.Module.to
             return func(*(_device(value) for value in args), **{key: _device(value) for key, value in keywords.items()})
-        named = func is torch.Tensor.to  # the only method that takes a device's name by position
+        named = func is torch.Tensor.to  # the only method with a device as a positional argument
         arguments = [self._argument(value, named) for value in args]
         if func in ARRAYS:
             return self._as_array(arguments[0], force=bool(keywords.get("force")))
@@ -265,11 +258,11 @@ class StandIns(TorchFunctionMode):
         read = self.numbers.count
         result = function(*arguments, **given)
         if func == _SET_DATA and isinstance(arguments[0], FakeTensor):
-            arguments[0].constant = getattr(arguments[1], "constant", None)  # what it knew, it knows no more
+            arguments[0].constant = getattr(arguments[1], "constant", None)  # its old value is no longer known
         if self.numbers.count == read:
             return result
-        if func in TELLING:
-            return self.numbers.told(result)
+        if func in NUMBER_METHODS:
+            return self.numbers.wrapped(result)
         self.numbers.plain = True
         return result
 
@@ -291,7 +284,7 @@ class StandIns(TorchFunctionMode):
 
 
 def _device(value: Any) -> Any:
-    """A number names an accelerator, be there one or not."""
+    """Convert a device; a number names an accelerator, whether it exists or not."""
     return torch.device("cuda", value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -300,28 +293,28 @@ def _is_blank(tensor: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def stand_in(step: TrainingStep, stand_ins: StandIns) -> Iterator[Belongings]:
-    """Put fake tensors in the place of all state inside ``step``'s models and optimizers; restore everything after.
+def stand_in(step: TrainingStep, stand_ins: StandIns) -> Iterator[UserState]:
+    """Replace all state inside ``step``'s models and optimizers by fake tensors; restore everything afterwards.
 
-    Restored is all that :class:`~checkflow.planner.trace.user_state.Belongings` finds (the same is handed out), and the
-    random number generators. The user's tensors themselves, their ``.grad`` and their hooks are never touched.
+    Restores all that :class:`~checkflow.planner.trace.user_state.UserState` finds (which is yielded), and the random
+    number generators. The user's tensors, their ``.grad`` and their hooks are never touched.
     """
-    belongings = Belongings(step)
-    before = belongings.remember()
+    user_state = UserState(step)
+    before = user_state.remember()
     try:
         with _random_states_kept():
-            for held in belongings.objects:
+            for held in user_state.objects:
                 if isinstance(held, nn.Module):
                     _replace_in_module(held, stand_ins)
                 elif isinstance(held, torch.optim.Optimizer):
                     _replace_in_optimizer(held, stand_ins)
-            yield belongings
+            yield user_state
     finally:
         before.restore()
 
 
 def _replace_in_module(module: nn.Module, stand_ins: StandIns) -> None:
-    """Parameters and buffers; what a module holds elsewhere (nn.LSTM its weights in a list) is replaced in use."""
+    """Replace parameters and buffers; what a module holds elsewhere (nn.LSTM's list of weights) is replaced in use."""
     tables: tuple[tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]], ...] = (
         (module._parameters, stand_ins.of),
         (module._buffers, stand_ins.of_buffer),
@@ -337,7 +330,7 @@ def _replace_in_optimizer(optimizer: torch.optim.Optimizer, stand_ins: StandIns)
     optimizer.state.clear()
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for owner, values in state.items():
-        if id(owner) not in updated:  # what an optimizer keeps for all of its parameters, under a name of its own
+        if id(owner) not in updated:  # kept for all parameters, under the optimizer's own key
             optimizer.state[owner] = stand_ins.replace(values)
     for group in optimizer.param_groups:
         on_device = bool(group.get("capturable") or group.get("fused"))
@@ -351,7 +344,7 @@ def _replace_in_optimizer(optimizer: torch.optim.Optimizer, stand_ins: StandIns)
 
 
 def _optimizer_value(key: str, value: Any, parameter: torch.Tensor, on_device: bool, stand_ins: StandIns) -> Any:
-    """torch's step counters lie in host memory unless the optimizer is capturable or fused."""
+    """Replace a value; torch's step counters lie in host memory unless the optimizer is capturable or fused."""
     if not isinstance(value, torch.Tensor):
         return stand_ins.replace(value)
     elsewhere = value.device.type == "cpu" and parameter.device.type != "cpu"
@@ -362,7 +355,7 @@ def _optimizer_value(key: str, value: Any, parameter: torch.Tensor, on_device: b
 
 @contextlib.contextmanager
 def _random_states_kept() -> Iterator[None]:
-    """A trace draws no number from the generators of torch, Python and numpy."""
+    """Restore the generators of torch, Python and numpy: a trace must not advance them."""
     import numpy
 
     python, array = random.getstate(), numpy.random.get_state()

@@ -1,6 +1,6 @@
-"""Stand-ins for what lazy modules (``nn.LazyLinear``) have not given a shape yet; their first forward does.
+"""Stand-ins for parameters of lazy modules (``nn.LazyLinear``), which get a shape in their first forward.
 
-They are fake tensors that torch's lazy modules take for their own uninitialised ones, and plain fake tensors after it.
+torch takes them for its own uninitialised parameters, and afterwards they are plain fake tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _CPU = torch.device("cpu")
 
 
 def without_shape(tensor: torch.Tensor) -> torch.Tensor:
-    """The stand-in of an uninitialised parameter or buffer. Call it in the fake tensors' mode."""
+    """Return the stand-in of an uninitialised parameter or buffer. Call it in the fake tensors' mode."""
     fake = torch.empty(0, dtype=tensor.dtype, device=_CPU)
     parameter = isinstance(tensor, nn.Parameter)
     if parameter:

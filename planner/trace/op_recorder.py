@@ -12,39 +12,38 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, track_tensor_tree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from checkflow.planner.iteration.iteration import Iteration
+from checkflow.planner.iteration.iteration import WatchedIteration
 from checkflow.planner.iteration.placement import NO_CROSSING, HostMemory
 from checkflow.planner.iteration.read_numbers import ReadNumbers
 from checkflow.planner.operators import operators as op
 from checkflow.planner.operators import sparse
 from checkflow.planner.trace.real_dispatch import size_as_real
 
-# Calls that reach a dispatch mode but are no operators of the model.
+# Calls that reach a dispatch mode but are not the model's operators.
 _NO_OPERATORS = frozenset(("prim", "profiler", "debugprims"))
 
 
 class TakesFunctionsError(Exception):
-    """An operator was called that takes functions (``torch.cond``), and so runs others unseen."""
+    """An operator that takes functions (``torch.cond``) was called, and runs others unseen."""
 
 
 class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every operator of the traced run. Works above make_fx's mode, whose graph names the operators.
+    """Notes every operator of the traced run, above make_fx's mode, whose graph names the operators.
 
     Before :meth:`begin` it only watches which storages the first run leaves behind.
     """
 
-    supports_higher_order_operators = True  # to refuse them in words of ours
+    supports_higher_order_operators = True  # to refuse them with our own message
 
-    def __init__(self, iteration: Iteration, host: HostMemory, numbers: ReadNumbers) -> None:
+    def __init__(self, iteration: WatchedIteration, host: HostMemory, numbers: ReadNumbers) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._iteration, self._host, self._numbers = iteration, host, numbers
         self._tracer: Any = None
         self._last: Node | None = None
-        self._left: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by address: the newest that was seen there
+        self._left: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by address: the newest seen there
         self._failure: tuple[Exception, OpOverload] | None = None  # the last error that an operator raised
 
     def culprit(self, error: BaseException) -> OpOverload | None:
-        """The operator that raised an error, if one did."""
         link: BaseException | None = error
         while link is not None:
             if self._failure is not None and link is self._failure[0]:
@@ -53,17 +52,16 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
     def begin(self, proxies: ProxyTorchDispatchMode) -> None:
-        """The traced run begins. What make_fx later removes from its graph as dead code is an operator all the same."""
+        """Begin the traced run. Operators that make_fx later removes as dead code count, too."""
         self._tracer = proxies.tracer
         self._numbers.begin_traced(self._iteration.state)
-        self._failure = None  # where an optimizer's step broke off, the frames of its error hold gradients
+        self._failure = None  # the frames of an optimizer's error hold gradients
 
     def end(self) -> None:
-        """The traced run is over."""
         self._tracer = None
 
     def add_inputs(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Make tensors inputs of the graph, but no arguments of the traced function, which would keep them alive."""
+        """Make tensors inputs of the graph, but not arguments of the traced function, which would keep them alive."""
         for name, tensor in named:
             plain = "".join(c if c.isalnum() else "_" for c in name)
             target = self._tracer.graph._graph_namespace.create_name(plain, None)
@@ -72,7 +70,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._claim_nodes()
 
     def enter_left_behind(self) -> None:
-        """Enter what the first run made and something still holds, such as a tensor kept in a module's attribute."""
+        """Enter what the first run made and something still holds, such as a module's attribute."""
         for reference in self._left.values():
             storage = reference()
             if storage is not None and not self._host.holds_storage(storage):
@@ -80,14 +78,14 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._left.clear()
 
     def record_opaque(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
-        """A step that cannot be traced: one operator reads gradients, and writes parameters and their state."""
+        """Record an untraceable step as one operator, which reads gradients and writes parameters and their state."""
         updates: list[tuple[torch.Tensor, int]] = []
         gradients: list[tuple[torch.Tensor, int]] = []
         for parameter in parameters:
             state = [v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor)]
             held = [(part, op.touched_bytes(part)) for part in op.tensors_in(parameter.grad)]
             gradients += held
-            # Of a tensor with a sparse gradient a step touches as much as the gradient has values, its last part.
+            # With a sparse gradient, a step touches as many bytes as the gradient's values, its last part, have.
             most = held[-1][1] if len(held) > 1 else None
             for tensor in (parameter, *state):
                 if not self._host.holds(tensor):
@@ -110,11 +108,11 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         keywords = dict(kwargs or {})
         if op.compares_constants(func, args):
             return op.compare_constants(args)
-        with torch._C.DisableTorchFunction():  # stand-ins are for the user's calls, not for what torch does below them
+        with torch._C.DisableTorchFunction():  # stand-ins are for the user's calls, not torch's own
             if func.namespace in _NO_OPERATORS:
                 return func(*args, **keywords)
             if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-                return NotImplemented  # the subclass does it by other operators, which come by here
+                return NotImplemented  # the subclass calls other operators, which arrive here
             if op.is_composite(func):
                 with self:
                     result = func.decompose(*args, **keywords)
@@ -131,7 +129,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 else:
                     self._record(self._claim_nodes(call.ran), call.func, call.args, keywords, result)
             except Exception as error:
-                if self._failure is None or self._failure[0] is not error:  # the innermost of nested calls counts
+                if self._failure is None or self._failure[0] is not error:  # keep the innermost call's
                     self._failure = (error, func)
                 raise
             return result
@@ -165,7 +163,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._iteration.allocate(effect, node)
 
     def _claim_nodes(self, func: Any = None) -> str:
-        """The name of the node that ``func`` made. The nodes lose their example values, which keep storages alive."""
+        """Name the node that ``func`` made, and drop the nodes' example values, which keep storages alive."""
         name, newest = "", None
         for node in reversed(self._tracer.graph.nodes):
             if node is self._last:

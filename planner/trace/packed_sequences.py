@@ -1,8 +1,6 @@
 """Rows of different lengths in a trace: packed sequences (``pack_padded_sequence``), ``ctc_loss``, ``grouped_mm``.
 
-How long they are lies in tensors whose values a trace does not have, and on them hang the sizes of what is computed.
-The trace takes every sequence to be as long as the longest can be: that is what memory must suffice for. Only a
-PackedSequence that is the step's batch says itself how many rows it has.
+Lengths are data, which a trace lacks: it takes every sequence to be as long as the longest can be.
 """
 
 from __future__ import annotations
@@ -18,24 +16,23 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 aten = torch.ops.aten
 
-# Given lengths, a tensor of them in host memory.
+# Makes a tensor of lengths in host memory.
 MakeLengths = Callable[[Sequence[int]], torch.Tensor]
 
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
 def replacement(func: Callable[..., Any], args: tuple[Any, ...], make: MakeLengths) -> Callable[..., Any] | None:
-    """What runs in place of a call that needs the lengths of sequences, with the same arguments; None: the call itself.
+    """Return what runs in place of a call that needs sequence lengths, with the same arguments; None: the call itself.
 
-    Args:
-        make: makes the tensors of lengths that packing and unpacking return.
+    ``make`` makes the tensors of lengths that packing and unpacking return.
     """
     if func is torch._pack_padded_sequence:
         return lambda data, lengths, batch_first: _pack(data, batch_first, make)
     if func is torch._pad_packed_sequence:
         return lambda *given: _unpack(*given, make=make)
     if func in (F.ctc_loss, torch.ctc_loss):
-        # Lists of numbers choose an overload that has no fake kernel.
+        # Lists of numbers select an overload without a fake kernel.
         return lambda *given, **named: func(
             *(_as_tensor(value, make) for value in given),
             **{key: _as_tensor(value, make) for key, value in named.items()},
@@ -65,7 +62,6 @@ def _unpack(
 def _run_packed(
     func: Callable[..., Any], data: torch.Tensor, batch_sizes: torch.Tensor, hidden: Any, *rest: Any
 ) -> tuple[torch.Tensor, ...]:
-    """A recurrent network over padded sequences."""
     longest, sequences = batch_sizes.shape[0], int(batch_sizes[0])
     rows = data.shape[0]
     padded = data if rows == longest * sequences else F.pad(data, (0, 0, 0, longest * sequences - rows))
@@ -75,8 +71,7 @@ def _run_packed(
 
 @contextlib.contextmanager
 def lengths_faked() -> Iterator[None]:
-    """Fake kernels of ctc_loss, of which torch has none, as the longest target decides how large its intermediate
-    result is; and of grouped_mm, whose real kernels take more types than torch's fake one (bfloat16)."""
+    """Add fake kernels of ctc_loss, which torch lacks, and of grouped_mm, where torch's takes no bfloat16."""
     fakes: Mapping[Any, Callable[..., Any]] = {
         aten._ctc_loss.Tensor: _ctc_loss,
         aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
@@ -96,13 +91,13 @@ def lengths_faked() -> Iterator[None]:
 def _ctc_loss(
     _mode: Any, _func: Any, log_probabilities: torch.Tensor, targets: torch.Tensor, _inputs: Any, lengths: Any, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of each sequence, and the logarithms of (times, 2·targets + 1) probabilities for each."""
+    """Return the loss of each sequence, and for each the logarithms of (times, 2·targets + 1) probabilities."""
     times = log_probabilities.shape[0]
     sequences = log_probabilities.shape[1] if log_probabilities.dim() == 3 else 1
     known = lengths.constant if isinstance(lengths, FakeTensor) else None
     if known is not None:
         longest = max(known.flatten().tolist(), default=0)
-    else:  # of targets behind one another no more is known than how many they are: they are of equal lengths
+    else:  # concatenated targets: only their number is known, so assume equal lengths
         longest = targets.shape[1] if targets.dim() == 2 else -(-targets.shape[0] // max(sequences, 1))
     return (
         log_probabilities.new_empty((sequences,) if log_probabilities.dim() == 3 else ()),
@@ -119,6 +114,6 @@ def _grouped_mm(
 ) -> torch.Tensor:
     from torch._meta_registrations import _create_grouped_mm_output_tensor  # private: no other trace depends on it
 
-    with mode:  # a real tensor would have no gradient in a trace
+    with mode:  # a real tensor has no gradient in a trace
         made: torch.Tensor = _create_grouped_mm_output_tensor(a, b, offs, out_dtype or a.dtype)  # type: ignore[no-untyped-call]
     return made

@@ -1,4 +1,4 @@
-"""What torch would do in real training, where fake tensors, or make_fx, have it do something else."""
+"""Restores what torch does in real training, where fake tensors or make_fx change it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 aten = torch.ops.aten
-# Losses that compute all elements into their result, and then shrink it to one, but not its storage.
+# Losses that compute all elements into their result and shrink it to one, but keep its storage.
 _WHOLE_LOSSES = (
     aten.mse_loss.default,
     aten.smooth_l1_loss.default,
@@ -25,10 +25,10 @@ _NORMALISATIONS = {
 
 
 def size_as_real(func: Any, args: Sequence[Any], result: Any) -> None:
-    """Give fake results the storages that real ones have, on CPUs and GPUs alike, where fake kernels make lesser ones.
+    """Give fake results the storage sizes of real ones, where fake kernels make smaller ones.
 
-    Beside the losses those are what begins with a result of its argument's size (col2im), and the statistics that
-    normalisations keep of an input in reduced precision, which are as precise as their parameters.
+    These are the losses above, what begins with a result of its argument's size (col2im), and normalisation statistics
+    of an input in reduced precision, which are as precise as their parameters.
     """
     if func in _WHOLE_LOSSES:
         elements = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()  # type: ignore[no-untyped-call]
@@ -48,11 +48,7 @@ def _grow(tensor: torch.Tensor, size_bytes: int) -> None:
 
 @contextlib.contextmanager
 def autocast_cache(enabled: bool) -> Iterator[None]:
-    """Autocast keeps the copies that it makes of weights until its region ends; make_fx has it keep none.
-
-    Args:
-        enabled: as it was before make_fx, which the user may have decided.
-    """
+    """Let autocast keep its copies of weights until its region ends, if it did so before make_fx turned that off."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(enabled)
     try:

@@ -1,7 +1,4 @@
-"""What torch itself does otherwise as long as a trace lasts, because all is fake and on the CPU.
-
-The functions that a step calls are replaced where no mode of torch's sees the call.
-"""
+"""Patches torch during a trace, where no mode sees the step's call, because all tensors are fake and on the CPU."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ from torch import nn
 
 
 @contextlib.contextmanager
-def torch_redirected() -> Iterator[None]:
-    """Moves of modules, selective checkpoints and questions to masks as a trace needs them."""
+def torch_patched() -> Iterator[None]:
+    """Patch moves of modules, selective checkpoints and questions to masks as a trace needs them."""
     with (
         _modules_stay(),
-        # They take make_fx for a compiler, and leave it to it what to keep: they would keep all.
+        # They would take make_fx for a compiler that decides what to keep, and keep all.
         _replaced(torch.utils.checkpoint, "_is_compiling", lambda *_: False),
         _replaced(torch.cuda, "synchronize", lambda device=None: None),
         _replaced(nn.modules.transformer, "_detect_is_causal_mask", _is_causal),
@@ -39,13 +36,13 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _is_causal(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """nn.Transformer looks into masks for whether they are causal; here a square one is, where it is not said."""
+    """Say that a square mask is causal unless given: nn.Transformer would look into it."""
     return is_causal is True or (is_causal is None and mask is not None and mask.shape[-2:] == (mask.shape[-1],) * 2)
 
 
 @contextlib.contextmanager
 def _modules_stay() -> Iterator[None]:
-    """``model.to(device)`` in a step changes nothing here; torch would try to exchange fake tensors for themselves."""
+    """Make ``model.to(device)`` do nothing; torch would try to exchange fake tensors for themselves."""
     original = nn.Module._apply
 
     @functools.wraps(original)

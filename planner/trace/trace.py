@@ -1,10 +1,7 @@
 """Training step -> TrainingGraph: torch.fx capture of one whole iteration in its steady state.
 
-The step runs twice on fake tensors. The first run is not traced: it makes what is made lazily (optimizer state) and
-leaves the gradients that every later iteration finds. The second runs under ``make_fx``, with parameters, buffers,
-optimizer state and those gradients as inputs of the graph; a dispatch mode above it notes for every operator what it
-reads and writes, and for every storage when eager training frees it (:mod:`.iteration.lifetimes`). Where the
-step reads numbers from tensors, a third run tries whether they matter (:mod:`.iteration.read_numbers`).
+Runs the step twice on fake tensors, the second time under ``make_fx``; a third run tests numbers that the step reads.
+docs/explanation/tracing.md describes it.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ from checkflow.core.state import (
 )
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.iteration.hooks import deeper
-from checkflow.planner.iteration.iteration import Iteration
+from checkflow.planner.iteration.iteration import WatchedIteration
 from checkflow.planner.iteration.optimizers import (
     NEEDS_DATA,
     OptimizerSteps,
@@ -53,8 +50,8 @@ from checkflow.planner.trace.fake_state import CPU, StandIns, stand_in
 from checkflow.planner.trace.op_recorder import OperatorRecorder, TakesFunctionsError
 from checkflow.planner.trace.packed_sequences import lengths_faked
 from checkflow.planner.trace.real_dispatch import autocast_cache
-from checkflow.planner.trace.torch_patches import torch_redirected
-from checkflow.planner.trace.user_state import Belongings
+from checkflow.planner.trace.torch_patches import torch_patched
+from checkflow.planner.trace.user_state import UserState
 
 
 def trace(
@@ -63,14 +60,14 @@ def trace(
     """Trace one iteration of a training step.
 
     Nothing is computed or allocated, whatever device the step's tensors are on (``meta`` too), and the user's objects
-    are as before afterwards. For a GPU, attention and dropout are traced in the kernels that a CUDA build of torch
-    chooses (:mod:`checkflow.planner.operators.attention`); other operators are those that torch's CPU dispatch chooses.
+    stay as they were. For a GPU, attention and dropout are traced in the kernels that a CUDA build of torch chooses
+    (:mod:`checkflow.planner.operators.attention`), other operators in those of torch's CPU dispatch.
 
     Args:
         step: its models, optimizers and batch; its function is called two or three times.
-        name: what the user calls the model.
+        name: the user's name for the model.
         target: the kind of device to plan for; optimizers are traced in the implementation that it would choose.
-        compute_capability: of that device, for "cuda"; None: not known, taken for 8.0.
+        compute_capability: of that device, for "cuda"; None: unknown, taken for 8.0.
 
     Raises:
         TraceError: an operator cannot be traced, or the step itself fails; names the operator and the source line.
@@ -80,15 +77,15 @@ def trace(
 
     refuse_closures(step.optimizers)
     refuse_hidden_state(step.optimizers)
-    if not _has_lazy_state(step):  # which the first iteration gives its shape
-        collect_state(step.models, step.optimizers)  # what is refused is named before anything takes its place
+    if not _has_lazy_state(step):  # the first iteration gives it its shape
+        collect_state(step.models, step.optimizers)  # refuse state before replacing any
     implementations = tuple(
         (key, optimizer_implementation(optimizer, target)) for key, optimizer in step.optimizers.items()
     )
     stand_ins = DeviceStandIns() if target == "cuda" else StandIns()
-    with stand_in(step, stand_ins) as belongings:
+    with stand_in(step, stand_ins) as user_state:
         steps = OptimizerSteps(step.optimizers.values(), target, stand_ins.numbers)
-        tracing = _Tracing(step, name, stand_ins, steps, belongings)
+        tracing = _Tracing(step, name, stand_ins, steps, user_state)
         kernels = cuda_kernels(compute_capability) if target == "cuda" else contextlib.nullcontext()
         with _environment(stand_ins), kernels, fused_kernels_faked(), lengths_faked(), steps.in_place():
             tracing.run()
@@ -101,9 +98,9 @@ def _has_lazy_state(step: TrainingStep) -> bool:
 
 @contextlib.contextmanager
 def _environment(stand_ins: StandIns) -> Iterator[None]:
-    """What must hold while the step runs: everything fake and on the CPU, gradients on, nothing freed at random."""
+    """Set up what must hold while the step runs: everything fake and on the CPU, gradients on, no random frees."""
     collecting = gc.isenabled()
-    gc.disable()  # a collection would free storages at a moment that depends on what ran before
+    gc.disable()  # a collection would free storages at unpredictable moments
     try:
         with (
             torch.autograd.set_multithreading_enabled(False),
@@ -112,8 +109,8 @@ def _environment(stand_ins: StandIns) -> Iterator[None]:
             torch.compiler.set_stance("force_eager"),  # compiled regions show their operators
             torch._dynamo.config.patch(error_on_nested_fx_trace=False),
             deeper(4),  # make_fx more than doubles the frames of each call
-            _quiet(logging.getLogger("torch._subclasses.fake_tensor")),  # what it logs, it raises
-            torch_redirected(),
+            _quiet(logging.getLogger("torch._subclasses.fake_tensor")),  # it also raises what it logs
+            torch_patched(),
             autocast_as_cuda() if isinstance(stand_ins, DeviceStandIns) else autocast_on_cpu(),
             foreach_on_fakes(),
             stand_ins.mode,
@@ -137,19 +134,21 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
 
 
 class _Tracing:
-    """One trace: the two runs of the step, and what they showed."""
+    """One trace: the two runs of the step, and their results."""
 
     def __init__(
-        self, step: TrainingStep, name: str, stand_ins: StandIns, steps: OptimizerSteps, belongings: Belongings
+        self, step: TrainingStep, name: str, stand_ins: StandIns, steps: OptimizerSteps, user_state: UserState
     ) -> None:
         self._step, self._name, self._stand_ins, self._steps = step, name, stand_ins, steps
-        self._belongings = belongings
+        self._user_state = user_state
         self._batch = stand_ins.replace(step.batch)
-        self._iteration = Iteration(step.models, step.optimizers, stand_ins.host, on_step=self._record_opaque_step)
+        self._iteration = WatchedIteration(
+            step.models, step.optimizers, stand_ins.host, on_step=self._record_opaque_step
+        )
         self._recorder = OperatorRecorder(self._iteration, stand_ins.host, stand_ins.numbers)
 
     def run(self) -> None:
-        """Run the iteration that makes the steady state, then the one that is traced."""
+        """Run the iteration that makes the steady state, then the traced one."""
         recorder, watched, numbers = self._recorder, self._iteration, self._stand_ins.numbers
         try:
             # A training loop holds what its last iteration returned until the next one returns.
@@ -160,9 +159,9 @@ class _Tracing:
             for optimizer in self._step.optimizers.values():
                 for counter in host_counters(optimizer):
                     self._stand_ins.host.mark_counter(counter)
-            steady = self._belongings.remember_plain()
+            steady = self._user_state.remember_plain()
             caching = torch.is_autocast_cache_enabled()
-            with _use_lazy_graph_module(True):  # the graph is read, never run: no code need be made of it
+            with _use_lazy_graph_module(True):  # the graph is never run: needs no code
 
                 def iteration() -> None:
                     nonlocal previous
@@ -191,7 +190,7 @@ class _Tracing:
         except CheckflowError:
             raise
         except Exception as error:
-            watched.refuse_threads(self._name)  # what fails beside others may fail for them
+            watched.refuse_threads(self._name)  # other threads may be why it failed
             raise TraceError(_explain(self._name, error, recorder.culprit(error), numbers.blamed())) from error
 
     def _refuse_without_step(self) -> None:
@@ -204,9 +203,8 @@ class _Tracing:
             )
 
     def graph(self, implementations: tuple[tuple[str, str], ...]) -> TrainingGraph:
-        """Everything that was seen, as plain data."""
         graph = self._iteration.graph(self._name, self._batch, self._step.micro_batches, implementations)
-        self._refuse_without_step()  # whatever else is wrong is said first
+        self._refuse_without_step()  # only if nothing else is wrong
         return graph
 
     def _record_opaque_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -216,10 +214,9 @@ class _Tracing:
 
 
 def _explain(name: str, error: Exception, culprit: OpOverload | None, blamed: tuple[Any, str] | None) -> str:
-    """One line: the operator, the user's source line, the reason, and what to change.
+    """Make one line: the operator, the user's source line, the reason, and what to change.
 
-    Args:
-        blamed: operator and place of a made-up number that decided before the error.
+    ``blamed``: operator and place of a made-up number that decided before the error.
     """
     reason = _reason(error)
     line = user_line(error)
@@ -236,7 +233,7 @@ def _explain(name: str, error: Exception, culprit: OpOverload | None, blamed: tu
         )
     if "is not tracked with proxy" in reason:  # torch's words for a size that came from nowhere
         return (
-            f"cannot trace {name}: {culprit or 'it'} makes sizes that only data tells, as a jagged tensor has{place}: "
+            f"cannot trace {name}: {culprit or 'it'} makes sizes that depend on data, as a jagged tensor does{place}: "
             f"{RECORD}"
         )
     if isinstance(error, NEEDS_DATA):
@@ -261,7 +258,7 @@ def _reason(error: Exception) -> str:
 
 
 def user_line(error: Exception) -> str:
-    """The innermost source line of a traceback that is neither torch's nor the planner's."""
+    """Return a traceback's innermost source line that is neither torch's nor the planner's."""
     own = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
     runner = checkflow.core.training_step.__file__
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

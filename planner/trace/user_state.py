@@ -1,8 +1,7 @@
-"""What of the user's a training step may change, and putting it back: a trace leaves everything as it was.
+"""Finds what a training step may change of the user's, and restores it.
 
-Found from the step's function: the modules, optimizers and other objects that it closes over, names as globals, or is
-bound to, further functions of the user's among them; the variables that hold these (``nonlocal total``), and the
-contents of lists, dictionaries and sets. Tensors are not looked into: stand-ins take their place.
+Starts from the step's function: objects that it closes over, names as globals or is bound to, the user's further
+functions among them, and the contents of lists, dictionaries and sets. Tensors are left to the stand-ins.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from torch import nn
 from checkflow.core.training_step import TrainingStep
 
 _CONTAINERS = (dict, list, set, collections.deque)
-_MANY = 1000  # a longer list is data rather than a few objects; it is put back and not searched
-_TOO_MANY = 1_000_000  # and a longer one is left alone
+_MANY = 1000  # a longer list is data: restored, but not searched
+_TOO_MANY = 1_000_000  # a longer one is left alone
 
 
-class Belongings:
+class UserState:
     """The objects, variables and containers that a training step reaches."""
 
     def __init__(self, step: TrainingStep) -> None:
@@ -41,11 +40,10 @@ class Belongings:
         return list(self._objects.values())
 
     def remember(self) -> Snapshot:
-        """Everything as it is now."""
         return Snapshot(self.objects, list(self._containers.values()), self._variables)
 
     def remember_plain(self) -> Snapshot:
-        """Numbers, truths and texts as they are now (counters, flags): what keeps no tensor alive."""
+        """Return numbers, truths and texts as they are now (counters, flags), which keep no tensor alive."""
         return Snapshot(self.objects, list(self._containers.values()), self._variables, only=_PLAIN)
 
     def _visit(self, value: Any, *, deep: bool = True) -> None:
@@ -102,11 +100,7 @@ class Belongings:
 
 
 class Snapshot:
-    """What objects, containers and variables hold at one time.
-
-    Args:
-        only: if given, what is of another type is not looked at, nor a list that has something of another type.
-    """
+    """What objects, containers and variables hold; ``only``: ignore values of other types, and lists with any."""
 
     def __init__(
         self,
@@ -122,7 +116,7 @@ class Snapshot:
             for held in (value if isinstance(value, dict) else vars(value) for value in objects)
         ]
         self._classes = [(value, type(value)) for value in objects if isinstance(value, nn.Module)]
-        # What torch.jit made keeps its tensors where no dictionary is.
+        # torch.jit's modules keep their tensors outside of dictionaries.
         modules = [value for value in objects if self._whole and isinstance(value, torch.jit.ScriptModule)]
         tables: list[Any] = [table for module in modules for table in (module._parameters, module._buffers)]
         self._scripted = [(table, list(table.items())) for table in tables]
@@ -136,9 +130,9 @@ class Snapshot:
         self._variables = [(place, name, value) for place, name, value in now if isinstance(value, only)]
 
     def restore(self) -> None:
-        """Put everything back, whatever has happened to it since."""
+        """Restore everything, whatever has happened to it since."""
         for module, kind in self._classes:
-            if type(module) is not kind:  # lazy modules become others
+            if type(module) is not kind:  # lazy modules change their class
                 module.__class__ = kind
         for held, saved in reversed(self._attributes):
             if self._whole:
@@ -164,12 +158,12 @@ _EMPTY = object()
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # the name is not bound yet
+    except ValueError:  # not bound yet
         return _EMPTY
 
 
 def _names(code: types.CodeType | None) -> Iterator[str]:
-    """The globals (and attributes) that a function names, functions inside of it included."""
+    """Yield the globals (and attributes) that a function names, functions inside of it included."""
     if code is not None:
         yield from code.co_names
         for constant in code.co_consts:

@@ -16,7 +16,7 @@ from pathlib import Path
 from checkflow.core import plan as plans
 from checkflow.core.errors import CheckflowError, StorageError
 from checkflow.core.plan import Fingerprint, Plan
-from checkflow.core.planner_api import Wishes, plan_name
+from checkflow.core.planner_api import PlanLimits, plan_name
 from checkflow.runtime.system import fs
 
 logger = logging.getLogger("checkflow")
@@ -32,11 +32,11 @@ class PlanCache:
 
     Args:
         directory: exists, and is locked by this process.
-        wishes: what the user asks of a plan; plans made for others do not count.
+        limits: the user's for a plan; plans made for others do not count.
     """
 
-    def __init__(self, directory: Path, wishes: Wishes) -> None:
-        self._directory, self._wishes = directory, wishes
+    def __init__(self, directory: Path, limits: PlanLimits) -> None:
+        self._directory, self._limits = directory, limits
         self.folder = directory / FOLDER
         self._damaged: set[str] = set()  # names that were told to be
 
@@ -47,7 +47,7 @@ class PlanCache:
                 continue
             try:
                 plan = plans.load(path)
-                if plan_name(plan.fingerprint, self._wishes) == path.name and fits(plan):
+                if plan_name(plan.fingerprint, self._limits) == path.name and fits(plan):
                     return plan, path
             except CheckflowError as error:
                 self._damaged.add(path.name)
@@ -71,7 +71,7 @@ class PlanCache:
                 fs.close(root)
         except OSError as error:
             raise StorageError(f"cannot make {self.folder}: {_reason(error)}") from error
-        return self.folder / plan_name(fingerprint, self._wishes)
+        return self.folder / plan_name(fingerprint, self._limits)
 
     def keep(self, path: Path) -> None:
         """A plan was written to ``path``: make its name durable, and remove the oldest of too many.
@@ -105,7 +105,7 @@ class PlanCache:
 
     def drop(self, plan: Plan) -> None:
         """Remove a plan that the job has refuted, if it is kept."""
-        name = plan_name(plan.fingerprint, self._wishes)
+        name = plan_name(plan.fingerprint, self._limits)
         try:
             (self.folder / name).unlink(missing_ok=True)
         except OSError as error:

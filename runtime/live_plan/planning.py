@@ -34,7 +34,7 @@ from typing import Any
 from checkflow.core import plan as plans
 from checkflow.core.errors import CheckflowError, PlanError, TraceError
 from checkflow.core.plan import Plan
-from checkflow.core.planner_api import Answer, Making, Planner, Recorder, Wishes
+from checkflow.core.planner_api import PendingPlan, PlanLimits, Planner, PlanResponse, Recorder
 from checkflow.core.run_report import PlanSource
 from checkflow.core.state import TrainingState, implementation_options, training_device, unwrap
 from checkflow.core.units import format_seconds
@@ -114,12 +114,12 @@ class Planning:
         cache: PlanCache,
         planner: Planner,
         check: Callable[[Plan], object],
-        wishes: Wishes,
+        limits: PlanLimits,
         *,
         follow: bool,
     ) -> None:
         self._given, self._models, self._optimizers, self._walk = job, job.models, job.optimizers, job.walk
-        self._cache, self._planner, self._check, self._wishes = cache, planner, check, wishes
+        self._cache, self._planner, self._check, self._limits = cache, planner, check, limits
         self._follow = follow
         self._device = device_name(job.models)[1]
         self.watch = Watch(training_device(job.models))
@@ -136,7 +136,7 @@ class Planning:
         self._timings: list[Seen] = []
         #: Whether the last boundary had more to do than to hold the job against its plan, as each one does.
         self.busy = True
-        self._making: Making | None = None
+        self._making: PendingPlan | None = None
         self._begun = 0.0
         self._failures, self._again = 0, 0.0
         #: Whether there can be no plan, whatever the job becomes.
@@ -319,7 +319,7 @@ class Planning:
                 usual_seconds=min(one.seconds for one in alike or usual),
                 autocast=best.seen.traits.autocast,
                 device=self._device,
-                wishes=self._wishes,
+                limits=self._limits,
                 file=self._cache.file,
             )
         self._best = None
@@ -336,7 +336,7 @@ class Planning:
         self._making = None
         return self._accept(answer)
 
-    def _accept(self, answer: Answer) -> Arrival | None:
+    def _accept(self, answer: PlanResponse) -> Arrival | None:
         if answer.path is None:
             self._cache.tidy()
             if answer.final:

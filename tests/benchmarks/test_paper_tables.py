@@ -14,7 +14,7 @@ from benchmarks import paper_document, paper_tables
 from checkflow.core.device import find_device
 from checkflow.planner.model_file.load import load_training_step
 from checkflow.planner.pipeline import default_memory_limit_bytes
-from checkflow.planner.schedule.scheduler import Request, fingerprint_of, make_plan
+from checkflow.planner.schedule.scheduler import PlanRequest, fingerprint_of, make_plan
 from checkflow.planner.timeline.roofline import durations_seconds
 from checkflow.planner.timeline.steps import make_timeline
 from checkflow.planner.trace.trace import trace
@@ -75,7 +75,7 @@ def test_verdicts_turn_at_the_named_iteration_time(batch_size: int, link: float)
     name, step = load_training_step("alexnet", batch_size=batch_size, settings={}, optimizer="sgd")
     graph = trace(step, name=name, target="cuda")
     timeline = make_timeline(graph, durations_seconds(graph, device), "segment")
-    request = Request(
+    request = PlanRequest(
         bandwidth_bytes_per_second=link,
         memory_bandwidth_bytes_per_second=device.memory_bandwidth_bytes_per_second,
         memory_limit_bytes=default_memory_limit_bytes(device),

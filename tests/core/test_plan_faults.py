@@ -17,7 +17,7 @@ import pytest
 from checkflow.core import plan as plans
 from checkflow.core.errors import PlanError, StorageError
 from checkflow.core.plan import Plan, dumps, load, loads, save
-from checkflow.core.planner_api import Wishes
+from checkflow.core.planner_api import PlanLimits
 from checkflow.runtime.live_plan.cache import FOLDER, PlanCache
 from checkflow.runtime.system import fs
 from tests.faults.plan_faults import good_plan
@@ -319,7 +319,7 @@ def test_the_writer_follows_no_link(tmp_path: Path) -> None:
 def test_what_killed_writers_left_is_removed_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = PlanCache(tmp_path, Wishes())
+    cache = PlanCache(tmp_path, PlanLimits())
     cache.tidy()  # there is no folder yet
     path = cache.file(PLAN.fingerprint)
     save(PLAN, path)
@@ -336,7 +336,7 @@ def test_what_killed_writers_left_is_removed_and_nothing_else(
     assert sorted(os.listdir(cache.folder)) == sorted([path.name, *others])
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / half.name).write_text("x")
-    other = PlanCache(tmp_path / "other", Wishes())
+    other = PlanCache(tmp_path / "other", PlanLimits())
     (tmp_path / "other").mkdir()
     other.folder.symlink_to(tmp_path / "elsewhere")
     other.tidy()  # follows no link
@@ -347,7 +347,7 @@ def test_a_folder_of_plans_that_leads_elsewhere_is_not_used(tmp_path: Path) -> N
     elsewhere, here = tmp_path / "elsewhere", tmp_path / "here"
     here.mkdir()
     elsewhere.mkdir()
-    cache = PlanCache(here, Wishes())
+    cache = PlanCache(here, PlanLimits())
     name = cache.file(PLAN.fingerprint).name
     save(PLAN, cache.folder / name)
     assert cache.find(lambda _: True) is not None

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from checkflow.core import plan as plans
 from checkflow.core.errors import PlanError, StorageError
-from checkflow.core.planner_api import Wishes
+from checkflow.core.planner_api import PlanLimits
 from checkflow.runtime.live_plan.cache import FOLDER, KEPT, PlanCache
 from checkflow.runtime.system import fs
 from tests.faults.plan_faults import good_plan
@@ -236,13 +236,13 @@ def try_many_two_faults(directory: Path, seed: int, count: int) -> int:
 
 def try_every_call_of_a_plan(directory: Path, error: int | None, *, after: bool, sticky: bool) -> int:
     """A plan is kept, the oldest of too many goes: the plan is there whole, or the old ones are; training goes on."""
-    plan, wishes = good_plan(), Wishes()
+    plan, limits = good_plan(), PlanLimits()
     at = 0
     while True:
         at += 1
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
-        cache = PlanCache(directory, wishes)
+        cache = PlanCache(directory, limits)
         older = [replace(plan, fingerprint=replace(plan.fingerprint, model=f"m{number}")) for number in range(KEPT)]
         for age, one in enumerate(older):
             path = cache.file(one.fingerprint)
@@ -254,7 +254,7 @@ def try_every_call_of_a_plan(directory: Path, error: int | None, *, after: bool,
             plans.save(plan, path)
             cache.keep(path)
             kept = True
-        again = PlanCache(directory, wishes)
+        again = PlanCache(directory, limits)
         found = again.find(lambda one: one.fingerprint == plan.fingerprint)
         assert found is None or found[0] == plan.sealed(), at
         assert not kept or found is not None, at

@@ -28,7 +28,7 @@ from checkflow.core.errors import CheckflowError
 from checkflow.core.plan import Plan
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.schedule.replay import check_plan
-from checkflow.planner.schedule.scheduler import Request, fingerprint_of, make_plan
+from checkflow.planner.schedule.scheduler import PlanRequest, fingerprint_of, make_plan
 from checkflow.planner.timeline.roofline import durations_seconds
 from checkflow.planner.timeline.steps import make_timeline
 from checkflow.planner.trace.trace import trace
@@ -305,7 +305,7 @@ def traced(name: str, optimizer: str, policy: Any, link_use: float) -> tuple[Tra
     device = find_device("A100 80GB")
     graph = trace(step, name="job", target="cuda")
     timeline = make_timeline(graph, durations_seconds(graph, device), "segment")
-    request = Request(
+    request = PlanRequest(
         bandwidth_bytes_per_second=timeline.state_bytes / timeline.iteration_seconds / link_use,
         memory_bandwidth_bytes_per_second=device.memory_bandwidth_bytes_per_second,
         chunk_bytes=2**18,

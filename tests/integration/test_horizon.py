@@ -27,7 +27,7 @@ from checkflow.core.graph import BOUNDARY, AnchorKind
 from checkflow.core.plan import Plan
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.schedule.replay import check_plan
-from checkflow.planner.schedule.scheduler import Request, make_plan
+from checkflow.planner.schedule.scheduler import PlanRequest, make_plan
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.persist.writer import Writer
 from checkflow.runtime.snapshot.capturer import Capturer, CaptureReport
@@ -117,7 +117,7 @@ def test_every_checkpoint_is_the_truth_of_its_boundary(interval: int, seed: int,
 @pytest.mark.parametrize(("slower", "overhead"), [(1.7, None), (3.2, None), (1.7, 1.0)])
 def test_what_the_planner_makes_for_a_slow_link(slower: float, overhead: float | None, tmp_path: Path) -> None:
     timeline, fingerprint = _traced()
-    request = Request(
+    request = PlanRequest(
         bandwidth_bytes_per_second=timeline.state_bytes / timeline.iteration_seconds / slower,
         memory_bandwidth_bytes_per_second=MEMORY_BANDWIDTH, chunk_bytes=4096, overhead=overhead,
     )  # fmt: skip

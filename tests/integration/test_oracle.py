@@ -22,7 +22,7 @@ from checkflow.core.errors import ConsistencyError, MismatchError, PlanError
 from checkflow.core.plan import Plan
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.schedule.replay import check_plan
-from checkflow.planner.schedule.scheduler import Request, fingerprint_of, make_plan
+from checkflow.planner.schedule.scheduler import PlanRequest, fingerprint_of, make_plan
 from checkflow.planner.timeline.roofline import durations_seconds
 from checkflow.planner.timeline.steps import make_timeline
 from checkflow.planner.trace.trace import trace
@@ -94,7 +94,7 @@ def plan_step(step: TrainingStep, *, link_use: float = 0.98, chunk_bytes: int = 
     device = find_device("cpu")
     graph = trace(step, name="job", target="cpu")
     timeline = make_timeline(graph, durations_seconds(graph, device), "segment")
-    request = Request(
+    request = PlanRequest(
         bandwidth_bytes_per_second=timeline.state_bytes / timeline.iteration_seconds / link_use,
         memory_bandwidth_bytes_per_second=device.memory_bandwidth_bytes_per_second,
         chunk_bytes=chunk_bytes,

@@ -112,7 +112,7 @@ NEED_A_RECORD: Mapping[str, tuple[Callable[[], TrainingStep], str]] = {
     "masked": (masked, "needs the values"),
     "no fake kernel": (without_fake_kernel, "checkflow_steps.triple.default has no fake implementation"),
     "numpy": (through_numpy, "read-only"),
-    "jagged": (jagged, "makes sizes that only data tells"),
+    "jagged": (jagged, "makes sizes that depend on data"),
     "quantised": (lambda: step_of(FakeQuantised(), torch.randn(4, 6)), "has no fake implementation"),
 }
 

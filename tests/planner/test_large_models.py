@@ -14,7 +14,7 @@ from checkflow.core.graph import AnchorKind, TrainingGraph
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.model_file.load import load_training_step
 from checkflow.planner.pipeline import Planned, Subject, default_memory_limit_bytes, plan_model
-from checkflow.planner.schedule.scheduler import Request
+from checkflow.planner.schedule.scheduler import PlanRequest
 from checkflow.planner.trace.trace import trace
 from tests.support.steps.training_steps import flop_counter
 
@@ -36,7 +36,7 @@ def build(case: str) -> TrainingStep:
 
 
 def plan(model: str, **settings: str) -> Planned:
-    request = Request(
+    request = PlanRequest(
         bandwidth_bytes_per_second=H200.link_bandwidth_bytes_per_second,
         memory_bandwidth_bytes_per_second=H200.memory_bandwidth_bytes_per_second,
         memory_limit_bytes=default_memory_limit_bytes(H200),

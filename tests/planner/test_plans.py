@@ -23,7 +23,7 @@ from checkflow.core.units import parse_bandwidth
 from checkflow.planner.operators.attention import cuda_kernels
 from checkflow.planner.pipeline import Planned, Subject, default_memory_limit_bytes, plan_model
 from checkflow.planner.schedule.replay import check_plan
-from checkflow.planner.schedule.scheduler import Request
+from checkflow.planner.schedule.scheduler import PlanRequest
 from tests.support.memory_tracking import on_fake_memory
 from tests.support.steps.training_steps import flop_counter
 
@@ -32,7 +32,7 @@ RTX_3090 = find_device("RTX 3090")
 
 
 def plan(model: str, batch_size: int, optimizer: str | None = None, bandwidth: str | None = None) -> Planned:
-    request = Request(
+    request = PlanRequest(
         bandwidth_bytes_per_second=parse_bandwidth(bandwidth)
         if bandwidth
         else RTX_3090.link_bandwidth_bytes_per_second,

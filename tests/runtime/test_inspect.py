@@ -232,5 +232,5 @@ def test_a_checkpoint_of_another_user_is_named_as_such_and_read(
     owners = {one["step"]: one["owner"] for one in as_json(capsys, "ls", directory)["entries"]}
     assert owners == {5: "user nobody (65534)", 4: None, 3: "user nobody (65534)"}
     printed = " ".join(run(capsys, "ls", directory)[1].split())
-    assert "of user nobody (65534): step 5, 3; a job goes on from that only where its trust= says so" in printed
+    assert "of user nobody (65534): step 5, 3; a job resumes from that only if its trust= allows it" in printed
     assert run(capsys, "verify", directory)[0] == 0

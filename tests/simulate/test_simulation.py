@@ -24,7 +24,7 @@ from checkflow.core.errors import PlanError
 from checkflow.core.plan import Plan
 from checkflow.core.timeline import Timeline
 from checkflow.planner.pipeline import default_memory_limit_bytes
-from checkflow.planner.schedule.scheduler import Request, make_plan
+from checkflow.planner.schedule.scheduler import PlanRequest, make_plan
 from checkflow.runtime.interval.policy import Costs, Intervals, algorithm_1, choose, least_waste
 from checkflow.runtime.interval.policy import Profile as AlgorithmProfile
 from checkflow.simulate import simulation, strategies
@@ -229,7 +229,7 @@ def planned(
 ) -> Plan:
     """An iteration of 4 s: 300 bytes, unless a test says otherwise, that the optimizer writes in its last second."""
     timeline = make_timeline([(0, 50), (3, 90), (1, 60)], list(groups), link_bytes)
-    request = Request(bandwidth, MEMORY_BANDWIDTH, memory_limit_bytes=10**6, unit_bytes=1, overhead=0.5)
+    request = PlanRequest(bandwidth, MEMORY_BANDWIDTH, memory_limit_bytes=10**6, unit_bytes=1, overhead=0.5)
     outcome = make_plan(timeline, make_fingerprint(timeline), request, graph_peak_bytes=0)
     assert outcome.plan is not None
     return outcome.plan
@@ -344,7 +344,7 @@ def test_a_copy_takes_as_long_as_a_walk_through_the_steps(timeline: Timeline, ba
 
 def test_a_plan_with_nothing_to_move() -> None:
     timeline = make_timeline([(0, 1), (1, 1)], [])
-    request = Request(1.0, 1.0, memory_limit_bytes=10, unit_bytes=1)
+    request = PlanRequest(1.0, 1.0, memory_limit_bytes=10, unit_bytes=1)
     plan = make_plan(timeline, make_fingerprint(timeline), request, graph_peak_bytes=0).plan
     assert plan is not None
     found = ways_of(plan, Storage(1.0, 1.0), mtbf_seconds=1.0, overhead=0.0)

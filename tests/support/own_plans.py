@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from checkflow.api import Checkpointer
-from checkflow.core.planner_api import Answer, Handover
+from checkflow.core.planner_api import PlannerInput, PlanResponse
 from checkflow.planner.live import process
 from checkflow.planner.live.planner import LivePlanner
 from checkflow.planner.record.recorder import Recorded
@@ -29,10 +29,10 @@ RECORDED_BY = (
 class Done:
     """An answer that is there when somebody looks for it."""
 
-    def __init__(self, handover: Handover) -> None:
-        self._answer: Answer | None = process.answer(handover)
+    def __init__(self, given: PlannerInput) -> None:
+        self._answer: PlanResponse | None = process.respond(given)
 
-    def poll(self) -> Answer | None:
+    def poll(self) -> PlanResponse | None:
         return self._answer
 
     def close(self) -> None:
@@ -42,7 +42,7 @@ class Done:
 class Never:
     """A plan that is not there before the job ends, however slow that is."""
 
-    def poll(self) -> Answer | None:
+    def poll(self) -> PlanResponse | None:
         return None
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class Beside(LivePlanner):
         return super().recorder(*arguments, **keywords)
 
     def start(self, recorded: Recorded, **asked: Any) -> Done:
-        return Done(self.handover(recorded, **asked))
+        return Done(self.planner_input(recorded, **asked))
 
 
 class Job:

@@ -12,7 +12,7 @@ from checkflow.core.graph import TrainingGraph
 from checkflow.core.plan import Plan
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.schedule.replay import check_plan
-from checkflow.planner.schedule.scheduler import Request, fingerprint_of, make_plan
+from checkflow.planner.schedule.scheduler import PlanRequest, fingerprint_of, make_plan
 from checkflow.planner.timeline.roofline import durations_seconds
 from checkflow.planner.timeline.steps import make_timeline
 from checkflow.planner.trace.trace import trace
@@ -24,7 +24,7 @@ def plan_graph(graph: TrainingGraph, *, link_use: float = 0.9, chunk_bytes: int 
     """The best plan of an iteration on the CPU, on a link that is used to this share: tight, so that it matters."""
     device = find_device("cpu")
     timeline = make_timeline(graph, durations_seconds(graph, device), "segment")
-    request = Request(
+    request = PlanRequest(
         bandwidth_bytes_per_second=max(1.0, timeline.state_bytes / timeline.iteration_seconds / link_use),
         memory_bandwidth_bytes_per_second=device.memory_bandwidth_bytes_per_second,
         chunk_bytes=chunk_bytes,

@@ -1,1 +1,1 @@
-"""What commands print: data -> tables and JSON."""
+"""What commands print: pure functions from data to tables and JSON."""

@@ -1,4 +1,4 @@
-"""Text charts of one iteration: what uses the link and the memory, over time. Pure functions from numbers to lines."""
+"""Text charts of the link and the memory over one iteration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class Profile:
-    """What happens in each step of a timeline; all sequences have one entry a step."""
+    """What happens in each step of a timeline; all sequences have one entry per step."""
 
     durations_seconds: Sequence[float]
     capacities_bytes: Sequence[int]  # what the link can take
@@ -32,7 +32,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a chart: the share of the link that is used, and the highest memory."""
+    """One column of a chart: the used share of the link, and the highest memory."""
 
     link_share: float
     live_bytes: int
@@ -56,7 +56,7 @@ def columns(profile: Profile, width: int) -> list[Column]:
 
 
 def _spans(durations_seconds: Sequence[float], total: float, width: int) -> Iterator[tuple[int, int, list[float]]]:
-    """For each step: its index, its first column, and which share of it lies in that column and the following ones."""
+    """Yield each step's index, its first column, and its share in that column and the following ones."""
     begin = 0.0
     for step, duration in enumerate(durations_seconds):
         left, right = begin / total * width, (begin + duration) / total * width
@@ -71,7 +71,7 @@ def _spans(durations_seconds: Sequence[float], total: float, width: int) -> Iter
 
 
 def bars(shares: Sequence[float], height: int) -> list[str]:
-    """Vertical bars, top row first; a share of 1 is ``height`` rows. Anything above zero is visible."""
+    """Draw vertical bars, top row first; a share of 1 is ``height`` rows. Anything above zero is visible."""
     rows = []
     for row in reversed(range(height)):
         line = ""

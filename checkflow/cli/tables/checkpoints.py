@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from checkflow.runtime.memory_tier.orphans import Left
     from checkflow.runtime.weights.importer import Imported
 
-MOST_ROWS = 30  # of what differs, in a table
+MOST_ROWS = 30  # of differences, in a table
 MOST_NAMES = 8  # in a line
-TIER = "storage"  # what is in host memory is no checkpoint yet
+TIER = "storage"  # captures in host memory are not checkpoints yet
 
 
 def listed_json(
     directory: str, listed: Sequence[Listed], running: Running | None = None, left: int | None = None
 ) -> dict[str, Any]:
-    """The object that ``checkflow ls --json`` prints; ``left``: the step that a dead run has left in host memory."""
+    """For ``checkflow ls --json``; ``left``: the step that a dead run has left in host memory."""
     return {
         "directory": str(directory),
         "running": None if running is None else asdict(running),
@@ -70,10 +70,10 @@ def listed_tables(
     yield table
     for owner in sorted({one.owner for one in checkpoints if one.owner is not None}):
         theirs = ", ".join(str(one.step) for one in checkpoints if one.owner == owner)
-        yield f"of {owner}: step {theirs}; a job goes on from that only where its trust= says so"
+        yield f"of {owner}: step {theirs}; a job resumes from that only if its trust= allows it"
     words = {
         "broken": "damaged, set aside by a restore",
-        "superseded": "later than the step from which a run was told to go on",
+        "superseded": "later than the step that a run was asked to resume from",
         "leftover": "being written, or left by a run that was killed: the next run removes it",
     }
     for one in others:
@@ -81,11 +81,7 @@ def listed_tables(
 
 
 def memory_json(found: Sequence[Left], outcomes: Sequence[str | None] | None = None) -> dict[str, Any]:
-    """The object that ``checkflow memory --json`` prints.
-
-    Args:
-        outcomes: of freeing each: why it stays, or None where it went; None: none was to be freed.
-    """
+    """For ``checkflow memory --json``. ``outcomes``: why each folder stays, None if it went; None: nothing to free."""
     rows = [{**asdict(one), "path": str(one.path), "only_copy": one.only_copy} for one in found]
     for row, reason in zip(rows, outcomes or (), strict=False):
         row.update(freed=reason is None, kept_because=reason)
@@ -93,7 +89,7 @@ def memory_json(found: Sequence[Left], outcomes: Sequence[str | None] | None = N
 
 
 def memory_tables(found: Sequence[Left], outcomes: Sequence[str | None] | None = None) -> Iterable[Table | str]:
-    """The folders, then what became of them, if that was asked; as :func:`memory_json`."""
+    """The folders, then what became of those to free; as :func:`memory_json`."""
     if not found:
         yield "no job has left anything in this machine's memory"
         return
@@ -112,26 +108,25 @@ def memory_tables(found: Sequence[Left], outcomes: Sequence[str | None] | None =
         )  # fmt: skip
     yield table
     if outcomes is None:
-        yield "--free gives back what dead jobs hold; the next run in a job's directory goes on from its step otherwise"
+        yield "--free frees what dead jobs hold; otherwise the next run in a job's directory resumes from its step"
         return
     for one, reason in zip(found, outcomes, strict=True):
         yield f"{one.path}: {'freed' if reason is None else f'stays: {reason}'}"
 
 
 def imported_json(done: Imported) -> dict[str, Any]:
-    """The object that ``checkflow import --json`` prints."""
     return {**asdict(done), "path": str(done.path)}
 
 
 def imported_lines(done: Imported) -> Iterable[str]:
-    """What was made, what a job makes of it, and what was left."""
+    """What was made, how a job uses it, and what was left out."""
     yield f"{done.source} ({done.form}) imported as {done.path}: {done.tensors} tensors, {format_size(done.size_bytes)}"
     if done.left_out:
         names = ", ".join(done.left_out[:MOST_NAMES]) + (", …" if len(done.left_out) > MOST_NAMES else "")
         yield f"left out, as no weights of this model: {names}"
-    yield "weights alone: from it a job begins anew with its optimizer, schedulers, data and random numbers"
+    yield "weights only: a job starts from it with a new optimizer, schedulers, data order and random numbers"
     if done.newest != done.step:
-        yield f'resume="auto" goes on from step {done.newest}, the newest: pass resume={done.step} to begin from this'
+        yield f'resume="auto" resumes from step {done.newest}, the newest: pass resume={done.step} to start from it'
 
 
 def _epoch(one: Listed) -> str:
@@ -139,10 +134,10 @@ def _epoch(one: Listed) -> str:
 
 
 def _metrics(one: Listed) -> str:
-    told = ", ".join(
+    metrics = ", ".join(
         f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}" for name, value in one.metrics.items()
     )
-    return f"{told} (the best)" if one.best else told
+    return f"{metrics} (the best)" if one.best else metrics
 
 
 def _or_dash(value: object) -> str:
@@ -157,19 +152,16 @@ def _age(seconds: float) -> str:
 
 
 def verified_json(verified: Sequence[Verified]) -> dict[str, Any]:
-    """The object that ``checkflow verify --json`` prints."""
     return {"checkpoints": [{**asdict(one), "path": str(one.path), "valid": not one.fault} for one in verified]}
 
 
 def verified_lines(verified: Sequence[Verified]) -> Iterable[str]:
-    """A line for each."""
     for one in verified:
         outcome = one.fault if one.fault else "whole, every checksum fits"
         yield f"{one.path.name}: {format_size(one.size_bytes)}; {outcome}"
 
 
 def differences_json(found: Differences) -> dict[str, Any]:
-    """The object that ``checkflow diff --json`` prints."""
     return {
         "first": str(found.first),
         "second": str(found.second),

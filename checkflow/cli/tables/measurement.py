@@ -1,4 +1,4 @@
-"""What the command line prints of measured time: what a machine can do, and how long a training step took on it."""
+"""Tables of measured times: what a machine can do, and how long a training step took on it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def probe_json(probed: Probed) -> dict[str, Any]:
-    """The object that ``checkflow probe --json`` prints: the device as its file holds it, and each figure's spread."""
+    """For ``checkflow probe --json``: the device as in its file, and each figure's spread."""
     return {
         "device": dataclasses.asdict(probed.device),
         "figures": [
@@ -36,12 +36,11 @@ def probe_json(probed: Probed) -> dict[str, Any]:
 
 
 def spread_json(spread: Spread) -> dict[str, float | int]:
-    """Ends, quartiles, median and number of repeated measurements."""
     return dataclasses.asdict(spread)
 
 
 def probe_tables(probed: Probed) -> Iterable[Table | Text]:
-    """Every figure with its spread, and what is to be said about them."""
+    """Every figure with its spread, and notes."""
     device = probed.device
     table = Table(
         title=f"{device.name}, {format_size(device.memory_bytes)} of memory",
@@ -69,7 +68,7 @@ def _value(figure: Figure, value: float) -> str:
 
 
 def measured_json(times: StepTimes) -> dict[str, Any]:
-    """What ``checkflow plan --device auto --json`` prints of the training step as it ran."""
+    """For ``checkflow plan --device auto --json``: the training step as it ran."""
     return {
         "step_seconds": spread_json(times.step),
         "recorded_seconds": spread_json(times.recorded),
@@ -82,7 +81,7 @@ def measured_json(times: StepTimes) -> dict[str, Any]:
 
 
 def measured_rows(times: StepTimes) -> Iterable[tuple[str, str, str]]:
-    """Rows below the iteration's: how far its time spreads, and what the roofline would have said."""
+    """Rows below the iteration's: how far its time spreads, and the roofline's prediction."""
     step = times.step
     ends = f"{format_seconds(step.least)} to {format_seconds(step.most)} in {step.count} iterations"
     operators = f"operators spread by {100 * times.operator_quartile_share:.1f} % (middle half)"

@@ -1,4 +1,4 @@
-"""What the command line prints: pure functions from what was found to tables for people and to JSON."""
+"""What ``checkflow plan``, ``compare`` and ``demo`` print."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from checkflow.planner.schedule.compare import Comparison
 
 
-CHECKFREQ = "CheckFreq: an earlier system (FAST 2021), which copies all state at once"  # for who does not know it
+CHECKFREQ = "CheckFreq: an earlier system (FAST 2021), which copies all state at once"  # for those who do not know it
 
 
 def plan_json(planned: Planned) -> dict[str, Any]:
-    """The object that ``checkflow plan --json`` prints; units are in the names, null stands for what does not exist."""
+    """For ``checkflow plan --json``; units are in the names, null means absent."""
     outcome, graph, base = planned.outcome, planned.graph, planned.baselines
     return {
         "model": planned.fingerprint.model,
@@ -65,7 +65,7 @@ def plan_json(planned: Planned) -> dict[str, Any]:
 
 
 def plan_tables(planned: Planned) -> Iterable[Table]:
-    """A plan, or what is known where there is none; and what else was to be had, where a checkpoint costs something."""
+    """A plan, or what is known without one; and the alternatives, if a checkpoint costs something."""
     yield plan_table(planned)
     outcome = planned.outcome
     rows = [(row.interval, row.stall_seconds, row.extra_bytes, "") for row in outcome.frontier]
@@ -91,7 +91,6 @@ def plan_tables(planned: Planned) -> Iterable[Table]:
 
 
 def plan_table(planned: Planned) -> Table:
-    """A plan, or what is known where there is none."""
     outcome, timeline, graph, base = planned.outcome, planned.timeline, planned.graph, planned.baselines
     training = timeline.training_peak_bytes
     table = _facts(f"{planned.fingerprint.model} on {planned.device.name}, granularity: {timeline.granularity}")
@@ -139,7 +138,6 @@ def plan_table(planned: Planned) -> Table:
 
 
 def _stall_text(planned: Planned) -> str:
-    """What training stands still for."""
     outcome, plan = planned.outcome, planned.outcome.plan
     parts = [f"{outcome.chunks} chunks"]
     if plan is not None and plan.stall_seconds:
@@ -161,7 +159,7 @@ def certificate_line(solver: SolverReport) -> str:
 
 
 def _of_link(bandwidth_bytes_per_second: float, share: float | None) -> str:
-    """Which part of its link a job may use, if that is not all of it: "half of 25.0 GB/s; "."""
+    """The part of the link that a job may use, if not all of it: "half of 25.0 GB/s; "."""
     if share is None or share == 1:
         return ""
     part = "half" if share == 0.5 else f"{100 * share:.3g} %"
@@ -192,7 +190,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _share_up(part: float, whole: float) -> str:
-    """Rounded up, so that as much of an overhead is enough."""
+    """Rounded up, so that an overhead as printed is enough."""
     if not whole or not part:
         return _share(part, whole)
     percent = 100 * part / whole
@@ -201,7 +199,6 @@ def _share_up(part: float, whole: float) -> str:
 
 
 def comparison_json(rows: Sequence[Comparison]) -> dict[str, Any]:
-    """The object that ``checkflow compare --json`` prints."""
     return {
         "rows": [
             {**dataclasses.asdict(row), "measured": None if row.measured is None else measured_json(row.measured)}
@@ -211,7 +208,7 @@ def comparison_json(rows: Sequence[Comparison]) -> dict[str, Any]:
 
 
 def comparison_tables(rows: Sequence[Comparison]) -> Iterable[Table | Text]:
-    """Peak and stall of each way to make checkpoints: one table a subject."""
+    """Peak and stall of each way to make checkpoints: one table per subject."""
     for row in rows:
         table = Table(
             title=f"{row.model}, {row.batch}, {row.device}, {_link_text(row)}, {row.granularity}",
@@ -264,12 +261,11 @@ def _ways(row: Comparison) -> list[tuple[str, int | None, float | None, int]]:
 
 
 def iterations(interval: int) -> str:
-    """What follows "every"."""
+    """The words after "every"."""
     return "iteration" if interval == 1 else f"{interval} iterations"
 
 
 def demo_json(planned: Planned, result: Result) -> dict[str, Any]:
-    """The object that ``checkflow demo --json`` prints."""
     return {
         "passed": result.passed,
         "plan": plan_json(planned),

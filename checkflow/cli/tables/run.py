@@ -1,4 +1,4 @@
-"""What ``checkflow compare`` prints of a run's report: what its plan promised beside what the run measured."""
+"""What ``checkflow compare`` prints for a run's report: its plan's promises beside the measurements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Unit = Literal["seconds", "bytes", "bytes_per_second", "iterations"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure; None: there is no plan, or it was not measured, which the note says."""
+    """One figure; None: there is no plan, or no measurement, as the note says."""
 
     what: str
     unit: Unit
@@ -27,7 +27,6 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Measured to planned."""
         return self.measured / self.planned if self.planned and self.measured is not None else None
 
 
@@ -36,27 +35,21 @@ class RunComparison:
     """A run beside a plan."""
 
     source: str  # the report's file
-    number: int  # of the run among those in the file, from 1
+    number: int  # of the run in the file, from 1
     runs: int
     run: RunReport
-    plan: PlanInForce | None  # the one that ran last, or the one that was asked for
+    plan: PlanInForce | None  # the one that ran last, or that the user named
     rows: tuple[Row, ...]
 
     @property
     def ran(self) -> bool:
-        """Whether the plan is the one that ran."""
         return self.plan == self.run.plan or (
             self.plan is not None and self.run.plan is not None and self.plan.digest == self.run.plan.digest
         )
 
 
 def compare_run(source: str, runs: Sequence[RunReport], plan: PlanInForce | None) -> RunComparison:
-    """The newest run beside its own plan, or another.
-
-    Args:
-        runs: at least one, the newest last.
-        plan: None: the run's own.
-    """
+    """Compare the newest of at least one run, the last, with a plan; None: its own."""
     run = runs[-1]
     chosen = run.plan if plan is None else plan
     return RunComparison(source, len(runs), len(runs), run, chosen, tuple(_rows(run, chosen)))
@@ -110,7 +103,7 @@ def _durable_rate(plan: PlanInForce) -> float | None:
 
 
 def runs_json(comparisons: Sequence[RunComparison]) -> dict[str, Any]:
-    """The object that ``checkflow compare --json`` prints of reports."""
+    """For ``checkflow compare --json`` with reports."""
     return {
         "reports": [
             {

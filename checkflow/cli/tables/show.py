@@ -1,4 +1,4 @@
-"""What ``checkflow check`` and ``checkflow show`` print of a plan file: pure functions to text and to JSON."""
+"""What ``checkflow check`` and ``checkflow show`` print of a plan file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from checkflow.core.units import format_rate, format_seconds, format_size, forma
 
 if TYPE_CHECKING:
     from checkflow.core.plan import Plan
-    from checkflow.planner.schedule.explain import Span
+    from checkflow.planner.schedule.explain import TightInterval
     from checkflow.planner.schedule.replay import Replay
 
 CHART_COLUMNS = 96
@@ -25,7 +25,7 @@ LINK_ROWS, MEMORY_ROWS = 2, 5
 
 
 def check_json(plan: Plan, replay: Replay) -> dict[str, Any]:
-    """The object that ``checkflow check --json`` prints for a plan that holds."""
+    """For ``checkflow check --json``, of a plan that holds."""
     return {
         "holds": True,
         "model": plan.fingerprint.model,
@@ -43,7 +43,6 @@ def check_json(plan: Plan, replay: Replay) -> dict[str, Any]:
 
 
 def check_line(plan: Plan, replay: Replay) -> str:
-    """What replay found, in one line."""
     return (
         f"the plan holds: {len(plan.chunks)} chunks, peak {format_size(replay.peak_bytes)} "
         f"({added(replay.peak_bytes, plan.timeline.training_peak_bytes)}), "
@@ -51,8 +50,10 @@ def check_line(plan: Plan, replay: Replay) -> str:
     )
 
 
-def show_json(plan: Plan, replay: Replay, least_bandwidth: int | None, interval: Span | None) -> dict[str, Any]:
-    """The object that ``checkflow show --json`` prints: what the screen shows, step by step."""
+def show_json(
+    plan: Plan, replay: Replay, least_bandwidth: int | None, interval: TightInterval | None
+) -> dict[str, Any]:
+    """For ``checkflow show --json``: what the screen shows, step by step."""
     steps = plan.timeline.steps * plan.interval
 
     def named(step: int) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def show_json(plan: Plan, replay: Replay, least_bandwidth: int | None, interval:
     }
 
 
-def _interval_json(interval: Span) -> dict[str, Any]:
+def _interval_json(interval: TightInterval) -> dict[str, Any]:
     needed = interval.bytes_per_second
     return {**dataclasses.asdict(interval), "bytes_per_second": needed if math.isfinite(needed) else None}
 
@@ -116,7 +117,9 @@ def _later(iteration: int) -> str:
     return f" of iteration {iteration + 1}" if iteration else ""
 
 
-def show_lines(plan: Plan, replay: Replay, least_bandwidth: int | None, interval: Span | None) -> Iterable[Text]:
+def show_lines(
+    plan: Plan, replay: Replay, least_bandwidth: int | None, interval: TightInterval | None
+) -> Iterable[Text]:
     """A plan on one screen: the link and the memory from checkpoint to checkpoint, the peak, and what binds."""
     steps = plan.timeline.steps * plan.interval
     durations_seconds = [step.duration_seconds for step in steps]
@@ -165,7 +168,6 @@ def _charted(shares: Sequence[float], rows: int) -> Iterable[Text]:
 
 
 def certificate_text(plan: Plan) -> str:
-    """The certificate of a plan file."""
     proof = plan.certificate
     solver = "" if proof.solver == "none" else f" by {proof.solver} {proof.solver_version}"
     return (
@@ -178,7 +180,7 @@ def _besides(plan: Plan) -> str:
     return "" if plan.wait is None else f", besides what leaves in the wait of {format_stall(plan.wait.seconds)}"
 
 
-def binding_text(plan: Plan, least_bandwidth: int | None, interval: Span | None) -> str:
+def binding_text(plan: Plan, least_bandwidth: int | None, interval: TightInterval | None) -> str:
     """What would break first on a slower link."""
     if not least_bandwidth:
         return "nothing: there is nothing to move"

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What was simulated, beside the failures."""
+    """What was simulated, besides the failures."""
 
     plan: Plan
     storage: Storage
     overhead: float
-    memory_limit_bytes: int | None  # None: not known, and taken to be enough for any way
+    memory_limit_bytes: int | None  # None: unknown, assumed to be enough for any way
     left_out: tuple[str, ...]
 
 
 def simulation_json(given: Given, found: Simulation) -> dict[str, Any]:
-    """The object that ``checkflow simulate --json`` prints; shares are of all the time."""
+    """For ``checkflow simulate --json``; shares are of all the time."""
     plan, failures = given.plan, found.failures
     return {
         "model": plan.fingerprint.model,
@@ -68,13 +68,13 @@ def simulation_json(given: Given, found: Simulation) -> dict[str, Any]:
 
 
 def no_simulation_json(planned: Planned) -> dict[str, Any]:
-    """What there is of it where there is no plan, and so nothing to simulate."""
+    """The same without a plan, and so without a simulation."""
     fingerprint, explanation = planned.fingerprint, planned.outcome.explanation
     return {"model": fingerprint.model, "device": fingerprint.device, "explanation": explanation, "results": []}
 
 
 def simulation_tables(given: Given, found: Simulation) -> Iterable[Table | Text]:
-    """Where the time goes, by the way in which checkpoints are made."""
+    """Where the time goes, by the way of making checkpoints."""
     failures, plan = found.failures, given.plan
     table = Table(
         title=Text(
@@ -139,5 +139,4 @@ def _percent(share: float) -> str:
 
 
 def _number(share: float) -> str:
-    """Of a hundred."""
     return f"{100 * share:.2f}" if share >= 0.0095 else f"{100 * share:.2g}"

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def torture_json(torture: Torture) -> dict[str, Any]:
-    """The object that ``checkflow torture --json`` prints."""
     campaign = torture.campaign
     return {
         "command": list(campaign.command),
@@ -41,11 +40,11 @@ def torture_json(torture: Torture) -> dict[str, Any]:
 
 
 def torture_tables(torture: Torture) -> Iterable[Table | Text]:
-    """The kills, what else there is to say, and what it comes to. The job's own words are no markup."""
+    """The kills, notes, and the verdict. The job's own words are not markup."""
     if torture.kills:
         table = Table(title=escape(f"kills of {shlex.join(torture.campaign.command)}"), title_justify="left")
         table.add_column("", justify="right", no_wrap=True)
-        for column, whole in (("signal", True), ("to", False), ("while", True)):  # a narrow terminal cuts no word
+        for column, whole in (("signal", True), ("to", False), ("while", True)):  # a narrow terminal must not cut words
             table.add_column(column, overflow="fold", no_wrap=whole)
         for column in ("after", "newest before", "whole after", "went on from", "replayed at least"):
             table.add_column(column, justify="right")
@@ -81,7 +80,7 @@ def _sum(torture: Torture) -> str:
         "interrupted": "interrupted",
     }
     most = _most_replayed(torture)
-    replayed = "" if most is None else f", at most {most} iterations done again as far as reports tell"
+    replayed = "" if most is None else f", at most {most} iterations repeated, by the reports"
     where = "" if torture.directory is None else f" in {torture.directory}, {format_size(torture.most_bytes)} at most"
     kills = len(torture.kills)
     return (

@@ -19,7 +19,7 @@ from checkflow.core import plan as plans
 from checkflow.core.device import Device
 from checkflow.core.errors import CorruptCheckpointError, PlanError, ReportError
 from checkflow.core.plan import Plan
-from checkflow.core.planner_api import Handover
+from checkflow.core.planner_api import PlannerInput
 from checkflow.core.run_report import ReportFile
 from checkflow.core.small_files import MOST_TIMES
 from checkflow.runtime.format import codec, manifest
@@ -253,7 +253,9 @@ def collections_in(schema: Any, place: str) -> Iterator[tuple[str, bool]]:
             yield from collections_in(inner, place)
 
 
-@pytest.mark.parametrize("kind", [Plan, ReportFile, manifest.Manifest, Board, Record, Handover, Device, KeptProfile])
+@pytest.mark.parametrize(
+    "kind", [Plan, ReportFile, manifest.Manifest, Board, Record, PlannerInput, Device, KeptProfile]
+)
 def test_a_collection_that_is_read_ends_at_its_first_fault(kind: type[Any]) -> None:
     schema = TypeAdapter(kind).core_schema
     found = list(collections_in(schema, kind.__name__))

@@ -23,7 +23,7 @@ from checkflow.planner.ilp import flow, solvers
 from checkflow.planner.model_file.load import load_training_step
 from checkflow.planner.schedule.compare import binding_interval
 from checkflow.planner.schedule.explain import least_bandwidth, tight_interval
-from checkflow.planner.schedule.scheduler import Request, make_plan
+from checkflow.planner.schedule.scheduler import PlanRequest, make_plan
 from checkflow.planner.timeline.roofline import durations_seconds
 from checkflow.planner.timeline.steps import make_timeline
 from checkflow.planner.trace.trace import trace
@@ -292,7 +292,7 @@ def raised_bytes(explanation: str) -> int:
     return int(found[1])
 
 
-def assert_least_raise(timeline: Timeline, request: Request) -> None:
+def assert_least_raise(timeline: Timeline, request: PlanRequest) -> None:
     """At the longest interval a schedule has the raised limit as its peak, and none has a byte less."""
     longest = longest_interval(timeline, request.policy, request.max_interval)
     outcome = make_plan(timeline, make_fingerprint(timeline), request, graph_peak_bytes=0)
@@ -320,7 +320,7 @@ def test_memory_of_random_timelines_is_raised_as_little_as_possible(policy: Poli
     for seed in range(80):
         question = random_question(seed, policy)
         limit = max(0, question.timeline.training_peak_bytes - 1)
-        request = Request(
+        request = PlanRequest(
             bandwidth_bytes_per_second=question.bandwidth_bytes_per_second,
             memory_bandwidth_bytes_per_second=question.memory_bandwidth_bytes_per_second,
             memory_limit_bytes=limit,
@@ -340,7 +340,7 @@ def test_memory_of_random_timelines_is_raised_as_little_as_possible(policy: Poli
 
 def test_memory_of_alexnet_is_raised_as_little_as_possible() -> None:
     timeline = alexnet("segment")
-    request = Request(
+    request = PlanRequest(
         bandwidth_bytes_per_second=63e9,
         memory_bandwidth_bytes_per_second=RTX_3090.memory_bandwidth_bytes_per_second,
         memory_limit_bytes=timeline.training_peak_bytes,
@@ -357,7 +357,7 @@ def test_memory_of_alexnet_is_raised_as_little_as_possible() -> None:
 def test_binding_bandwidth_of_a_plan() -> None:
     """A plan's interval, peak and stall hold over the link that is named as the least, and not over a slower one."""
     timeline = alexnet("segment")
-    request = Request(
+    request = PlanRequest(
         bandwidth_bytes_per_second=20e9,
         memory_bandwidth_bytes_per_second=RTX_3090.memory_bandwidth_bytes_per_second,
         max_interval=6,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from checkflow.core.graph import Storage, TrainingGraph
+from checkflow.core.graph import GraphStorage, TrainingGraph
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.iteration.lifetimes import StorageLedger
 from checkflow.planner.trace.trace import trace
@@ -61,7 +61,7 @@ def test_an_iteration_ends_with_what_the_next_one_begins_with(build: Callable[[]
     assert at[0] == at[-1]
 
 
-def gradients(graph: TrainingGraph) -> list[Storage]:
+def gradients(graph: TrainingGraph) -> list[GraphStorage]:
     return [storage for storage in graph.storages if storage.kind == "gradient"]
 
 

@@ -20,7 +20,7 @@ from checkflow.core.training_step import TrainingStep
 from checkflow.planner.iteration.placement import HostMemory
 from checkflow.planner.pipeline import Planned, Subject, plan_model
 from checkflow.planner.schedule.replay import check_plan, simulate
-from checkflow.planner.schedule.scheduler import Outcome, Request, make_plan
+from checkflow.planner.schedule.scheduler import Outcome, PlanRequest, make_plan
 from checkflow.planner.trace.trace import trace
 from tests.support.steps import training_steps as steps
 
@@ -365,7 +365,7 @@ DEVICE = dataclasses.replace(find_device("RTX 3090"), launch_seconds=5e-5)
 
 
 def planned(offload: str, bandwidth: float, **limits: Any) -> Planned:
-    request = Request(bandwidth, DEVICE.memory_bandwidth_bytes_per_second, **limits)
+    request = PlanRequest(bandwidth, DEVICE.memory_bandwidth_bytes_per_second, **limits)
     subject = Subject("tests.support.steps.training_steps:offloading", 16, {"offload": offload}, None)
     return plan_model(subject, DEVICE, request, "segment")
 
@@ -404,7 +404,7 @@ def test_a_link_that_would_do_without_training_s_traffic_does_not_do_with_it(off
 
     def asked(timeline: Timeline, bandwidth: float) -> Outcome:
         memory = DEVICE.memory_bandwidth_bytes_per_second
-        request = Request(bandwidth, memory, extra_memory_bytes=0, max_interval=1)
+        request = PlanRequest(bandwidth, memory, extra_memory_bytes=0, max_interval=1)
         return make_plan(timeline, found.fingerprint, request, graph_peak_bytes=found.graph_peak_bytes)
 
     least, enough = (asked(which, 1e9).least_bandwidth_bytes_per_second for which in (found.timeline, alone))

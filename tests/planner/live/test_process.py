@@ -18,12 +18,12 @@ from checkflow import api
 from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
 from checkflow.core.errors import PlanError
-from checkflow.core.planner_api import Answer, Handover, Wishes
+from checkflow.core.planner_api import PlanLimits, PlannerInput, PlanResponse
 from checkflow.planner.live import planner
 from checkflow.planner.live.bandwidth import Bandwidths, measure_bandwidths
 from checkflow.planner.live.planner import LivePlanner, PlanProcess
 from checkflow.planner.schedule.replay import check_plan
-from checkflow.planner.schedule.scheduler import Request, bandwidth_in_pieces
+from checkflow.planner.schedule.scheduler import PlanRequest, bandwidth_in_pieces
 from checkflow.runtime.live_plan import planning
 from tests.support.own_plans import Beside, Job, all_planned, check, kept, open_job, train
 from tests.support.timelines import make_fingerprint, make_timeline
@@ -40,19 +40,19 @@ def _planner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "RETRY_SECONDS", 0.0)
 
 
-def handover(path: Path) -> Handover:
+def planner_input(path: Path) -> PlannerInput:
     timeline = make_timeline([(0, 4), (2, 6), (1, 4)], [(2, [2])])
-    return Handover(timeline, make_fingerprint(timeline), 6, 1e6, 1e6, 100, Wishes(), str(path))
+    return PlannerInput(timeline, make_fingerprint(timeline), 6, 1e6, 1e6, 100, PlanLimits(), str(path))
 
 
 def test_it_plans_behind_training_and_is_deaf_to_the_terminal(tmp_path: Path) -> None:
-    making = PlanProcess(handover(tmp_path / "plan.json"))
+    making = PlanProcess(planner_input(tmp_path / "plan.json"))
     process = psutil.Process(making.pid)
     assert os.getpgid(making.pid) != os.getpgid(0)  # where a terminal's Ctrl-C goes
     wait_for(lambda: process.nice() == 19 or process.status() == psutil.STATUS_ZOMBIE)
     os.kill(making.pid, signal.SIGINT)
     answer = wait_for(making.poll)
-    assert answer == Answer(str(tmp_path / "plan.json"), seconds=answer.seconds)
+    assert answer == PlanResponse(str(tmp_path / "plan.json"), seconds=answer.seconds)
     assert answer.seconds > 0
     check_plan(plans.load(tmp_path / "plan.json"))
     assert not process.is_running()
@@ -84,13 +84,13 @@ def test_it_serves_nobody_else() -> None:
     ],
 )
 def test_what_goes_wrong_is_said_in_one_line(tmp_path: Path, monkeypatch: Any, fault: str, reason: str) -> None:
-    asked = handover(tmp_path / "plan.json")
+    asked = planner_input(tmp_path / "plan.json")
     if fault in ("/bin/false", "/bin/true", "nowhere"):
         monkeypatch.setattr(sys, "executable", fault)
     elif fault == "time":
         monkeypatch.setattr(planner, "CHILD_SECONDS", 0.0)
     elif fault == "folder":
-        asked = handover(tmp_path / "missing" / "plan.json")
+        asked = planner_input(tmp_path / "missing" / "plan.json")
     elif fault == "input":
         asked = dataclasses.replace(asked, graph_peak_bytes=1.5)  # type: ignore[arg-type]
     elif fault == "memory":
@@ -232,6 +232,6 @@ def test_what_pieces_cost_is_planned_with(tmp_path: Path, monkeypatch: Any) -> N
         train(job, checkpointer, 6)
     (file,) = kept(tmp_path)
     plan = plans.load(file)
-    expected = bandwidth_in_pieces(plan.timeline, Request(1e10, 2e10, copy_seconds=1e-6))
+    expected = bandwidth_in_pieces(plan.timeline, PlanRequest(1e10, 2e10, copy_seconds=1e-6))
     assert plan.bandwidth_bytes_per_second == expected < 0.9e10
     assert plan.memory_bandwidth_bytes_per_second == 2e10

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from checkflow.core.device import CATALOGUE, Device, read_device
 from checkflow.planner.measure.torch_settings import torch_settings_kept
 from checkflow.planner.pipeline import Planned, Subject, check_model, default_memory_limit_bytes, plan_model
-from checkflow.planner.schedule.scheduler import Request
+from checkflow.planner.schedule.scheduler import PlanRequest
 
 MODEL = """
 import torch
@@ -82,7 +82,7 @@ def test_settings_end_with_an_error_too() -> None:
 
 def planned(folder: Path, name: str, settings: str, device: Device) -> Planned:
     (folder / f"{name}.py").write_text(MODEL.format(settings=settings))
-    request = Request(
+    request = PlanRequest(
         device.link_bandwidth_bytes_per_second,
         device.memory_bandwidth_bytes_per_second,
         memory_limit_bytes=default_memory_limit_bytes(device),

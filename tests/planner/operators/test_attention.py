@@ -21,7 +21,7 @@ from checkflow.core.training_step import TrainingStep
 from checkflow.planner import pipeline
 from checkflow.planner.measure.machine import Machine
 from checkflow.planner.operators.attention import ATTENTION_FLOPS, cuda_kernels
-from checkflow.planner.schedule.scheduler import Request
+from checkflow.planner.schedule.scheduler import PlanRequest
 from checkflow.planner.trace.trace import trace
 from tests.support.steps import training_steps as steps
 
@@ -179,7 +179,7 @@ def test_a_plan_is_made_and_checked_with_the_kernels_of_its_device(
     monkeypatch.setattr(pipeline, "this_machine", lambda: here)
     device = replace(CATALOGUE["H200"], name="L4") if card == "L4" else find_device(card)
     subject = pipeline.Subject(str(tmp_path / "model.py"), None, {}, None)
-    request = Request(device.link_bandwidth_bytes_per_second, device.memory_bandwidth_bytes_per_second)
+    request = PlanRequest(device.link_bandwidth_bytes_per_second, device.memory_bandwidth_bytes_per_second)
     planned = pipeline.plan_model(subject, device, request, "operator")
     assert kernel_of(planned.graph) == kernel
     assert planned.outcome.plan is not None

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from checkflow.core.errors import UnsupportedError
-from checkflow.core.graph import AnchorKind, Storage, TrainingGraph
+from checkflow.core.graph import AnchorKind, GraphStorage, TrainingGraph
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.trace.trace import trace
 from tests.support.steps import training_steps as steps
@@ -48,7 +48,7 @@ def build(
     return TrainingStep(model, optimizer(model.parameters()), loss=loss, batch=(indices,), micro_batches=micro_batches)
 
 
-def gradients(graph: TrainingGraph) -> list[Storage]:
+def gradients(graph: TrainingGraph) -> list[GraphStorage]:
     return [storage for storage in graph.storages if storage.name == "gradient of model/table.weight"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from checkflow.core.graph import BOUNDARY
 from checkflow.core.plan import Policy
 from checkflow.core.timeline import StateGroup, Step, Timeline
-from checkflow.planner.schedule.scheduler import Outcome, Request, make_plan
+from checkflow.planner.schedule.scheduler import Outcome, PlanRequest, make_plan
 from tests.support.byte_by_byte import Asked, best, shortest_stall
 from tests.support.timelines import make_fingerprint
 
@@ -86,7 +86,7 @@ def test_plans_are_the_best_there_are(overhead: float | None) -> None:
         extra = rng.choice([None, None, 0, 1, 2])
         limit = None if extra is None else timeline.training_peak_bytes + extra
         asked = Asked(timeline, policy, overhead, rng.choice([4, 2, 1, 0.5, 0.25, 0.1]), limit)
-        request = Request(
+        request = PlanRequest(
             1.0,
             2 / asked.snapshot_seconds,
             policy=policy,

@@ -13,7 +13,7 @@ from checkflow.core.plan import Policy
 from checkflow.core.timeline import StateGroup, Step, Timeline
 from checkflow.planner.exact.interval import Question
 from checkflow.planner.ilp import flow, solvers
-from checkflow.planner.schedule.explain import Span, explain, least_bandwidth, tight_interval
+from checkflow.planner.schedule.explain import TightInterval, explain, least_bandwidth, tight_interval
 from tests.support.timelines import make_timeline, random_timeline, search, timelines
 
 MEMORY = 936e9  # bytes per second
@@ -202,5 +202,5 @@ def test_tight_interval_is_a_proof(timeline, policy: Policy, peak: int, interval
 def test_rate_of_no_time_is_infinite() -> None:
     timeline = make_timeline([(0, 9), (1, 9)], [(1, [5])])
     tight = tight_interval(ask(timeline, 1.0, peak=10))
-    assert tight == Span("the end of the boundary", 4, 0.0, float("inf"), 4)
+    assert tight == TightInterval("the end of the boundary", 4, 0.0, float("inf"), 4)
     assert tight.own_bytes == 0.0

@@ -17,7 +17,7 @@ from checkflow.planner.exact import bounds, greedy
 from checkflow.planner.exact.interval import Question
 from checkflow.planner.exact.problem import Problem
 from checkflow.planner.schedule.explain import explain, tight_interval
-from checkflow.planner.schedule.scheduler import Outcome, Request, make_plan
+from checkflow.planner.schedule.scheduler import Outcome, PlanRequest, make_plan
 from tests.support.timelines import make_fingerprint, make_timeline
 
 GB = 10**9
@@ -25,7 +25,7 @@ GB = 10**9
 
 def plan(timeline: Timeline, **asked: Any) -> Outcome:
     usual = {"bandwidth_bytes_per_second": 1.0, "memory_bandwidth_bytes_per_second": 1e9, "formulation": "greedy"}
-    return make_plan(timeline, make_fingerprint(timeline), Request(**usual | asked), graph_peak_bytes=0)
+    return make_plan(timeline, make_fingerprint(timeline), PlanRequest(**usual | asked), graph_peak_bytes=0)
 
 
 @pytest.mark.timeout(300)  # a sweep that gains one unit a turn would not end in a lifetime

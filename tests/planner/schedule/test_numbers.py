@@ -17,7 +17,7 @@ from checkflow.core.errors import CheckflowError, PlanError, first_fault
 from checkflow.core.timeline import StateGroup, Timeline
 from checkflow.core.units import format_size, parse_size, round_up
 from checkflow.planner.schedule.certify import Formulation
-from checkflow.planner.schedule.scheduler import Outcome, Request, make_plan
+from checkflow.planner.schedule.scheduler import Outcome, PlanRequest, make_plan
 from tests.support.timelines import make_fingerprint, make_timeline, timelines
 
 ODD = [math.nan, math.inf, -math.inf, -1, 1e18, -1e18]
@@ -28,7 +28,7 @@ def plain() -> Timeline:
 
 
 def plan(timeline: Timeline, **asked: Any) -> Outcome:
-    request = Request(**{"bandwidth_bytes_per_second": 1.0, "memory_bandwidth_bytes_per_second": 100.0} | asked)
+    request = PlanRequest(**{"bandwidth_bytes_per_second": 1.0, "memory_bandwidth_bytes_per_second": 100.0} | asked)
     return make_plan(timeline, make_fingerprint(plain()), request, graph_peak_bytes=0)
 
 
@@ -106,7 +106,7 @@ def test_huge_memory_is_counted_to_the_byte(formulation: Formulation, timeline: 
     more = 2**61 + 1
     steps = tuple(dataclasses.replace(step, live_bytes=step.live_bytes + more) for step in timeline.steps)
     made_for = make_fingerprint(timeline)
-    request = Request(
+    request = PlanRequest(
         1.0, 100.0, formulation=formulation, unit_bytes=1, solver="highs" if formulation == "flow" else "auto"
     )
     small = make_plan(timeline, made_for, request, graph_peak_bytes=0)
@@ -123,7 +123,7 @@ def test_huge_state_is_planned_exactly() -> None:
     """Two tensors of 2**60 bytes and some: every byte leaves once."""
     sizes = [2**60 + 3, 2**60 + 5]
     timeline = make_timeline([(0, 7), (4, 7), (4, 7)], [(2, sizes)])
-    request = Request(2.0**60, 2.0**62, chunk_bytes=2**59)
+    request = PlanRequest(2.0**60, 2.0**62, chunk_bytes=2**59)
     plan = make_plan(timeline, make_fingerprint(timeline), request, graph_peak_bytes=0).plan
     assert plan is not None
     for size, name in zip(sizes, ["model/t2.0", "model/t2.1"], strict=True):

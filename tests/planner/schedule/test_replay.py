@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies
 from checkflow.core.errors import PlanError
 from checkflow.core.plan import Certificate, Chunk, Plan, dumps, loads
 from checkflow.planner.schedule.replay import check_plan, simulate, snapshot_stall_seconds
-from checkflow.planner.schedule.scheduler import Request, make_plan
+from checkflow.planner.schedule.scheduler import PlanRequest, make_plan
 from tests.support.timelines import make_fingerprint, make_timeline, timelines
 
 
@@ -150,7 +150,7 @@ def test_link_is_counted_in_units() -> None:
 @settings(max_examples=200, deadline=None)
 def test_books_are_those_of_a_count_step_by_step(timeline, policy, unit, rng: random.Random) -> None:
     """Of good plans with one chunk moved, so that broken schedules are counted right too."""
-    request = Request(1.0, 2.0, policy=policy, unit_bytes=unit, formulation="greedy")
+    request = PlanRequest(1.0, 2.0, policy=policy, unit_bytes=unit, formulation="greedy")
     plan = make_plan(timeline, make_fingerprint(timeline), request, graph_peak_bytes=0).plan
     if plan is None or not plan.chunks:
         return

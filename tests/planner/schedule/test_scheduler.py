@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies
 
 from checkflow.core.device import find_device
 from checkflow.core.errors import PlanError, SolverError
-from checkflow.core.graph import Operator, StateEntry, Storage, TrainingGraph
+from checkflow.core.graph import GraphStorage, Operator, StateEntry, TrainingGraph
 from checkflow.core.plan import Fingerprint, Plan, StateSpec, Wait, dumps
 from checkflow.core.timeline import StateGroup, Step, Timeline
 from checkflow.planner.exact.problem import Flow
@@ -26,7 +26,7 @@ from checkflow.planner.schedule.replay import check_plan
 from checkflow.planner.schedule.scheduler import (
     FrontierRow,
     Outcome,
-    Request,
+    PlanRequest,
     bandwidth_in_pieces,
     fingerprint_of,
     make_plan,
@@ -37,7 +37,7 @@ from tests.support.timelines import Best, make_fingerprint, make_timeline, rando
 
 def plan_of(timeline: Timeline, **asked: Any) -> Outcome:
     """A link of one byte per second and units of one byte, unless something else is asked."""
-    request = Request(**{
+    request = PlanRequest(**{
         "bandwidth_bytes_per_second": 1.0, "memory_bandwidth_bytes_per_second": 2.0, "unit_bytes": 1,
         "max_interval": 1, **asked,
     })  # fmt: skip
@@ -353,7 +353,7 @@ def test_rates() -> None:
 )
 def test_pieces_cost_the_link_their_seconds(sizes: list[int], pieces: int, rate: float) -> None:
     timeline = make_timeline([(0, 1), (9, 1)], [(1, sizes[:1]), (None, sizes[1:])])
-    request = Request(2.0, 1.0, chunk_bytes=8, copy_seconds=3.0)
+    request = PlanRequest(2.0, 1.0, chunk_bytes=8, copy_seconds=3.0)
     assert pieces_of(timeline, 8) == pieces
     assert bandwidth_in_pieces(timeline, request) == pytest.approx(rate)
     assert bandwidth_in_pieces(timeline, replace(request, copy_seconds=0.0)) == 2.0
@@ -367,7 +367,7 @@ def test_pieces_cost_the_link_their_seconds(sizes: list[int], pieces: int, rate:
 def test_a_plan_with_pieces_is_that_of_a_slower_link(timeline: Timeline, asked: dict[str, Any], seconds: float) -> None:
     """Not a byte of the file is different, and so it is replayed and certified as any other."""
     asked = {**asked, "chunk_bytes": 2}
-    rate = bandwidth_in_pieces(timeline, Request(1.0, 2.0, chunk_bytes=2, copy_seconds=seconds))
+    rate = bandwidth_in_pieces(timeline, PlanRequest(1.0, 2.0, chunk_bytes=2, copy_seconds=seconds))
     ours = plan_of(timeline, **asked, copy_seconds=seconds)
     slower = plan_of(timeline, **asked, bandwidth_bytes_per_second=rate)
     assert (ours.status, ours.frontier, ours.piece_bandwidth_bytes_per_second) == (slower.status, slower.frontier, rate)
@@ -440,7 +440,7 @@ def test_requests_below_their_least(asked: dict[str, Any]) -> None:
 )
 def test_timelines_that_make_no_sense(steps, groups, message: str) -> None:
     timeline = Timeline("operator", tuple(steps), groups)
-    request = Request(1.0, 1.0)
+    request = PlanRequest(1.0, 1.0)
     fingerprint = Fingerprint("", (), (), (), 1, "", (), "cpu")
     with pytest.raises(PlanError, match=message):
         make_plan(timeline, fingerprint, request, graph_peak_bytes=0)
@@ -468,7 +468,7 @@ def test_fingerprint() -> None:
     graph = TrainingGraph(
         model="m", batch=(((2, 3), "float32"),), micro_batches=2, optimizers=(("optimizer", "SGD foreach"),),
         autocast="", operators=(Operator("op", "aten.mul.Tensor", "forward", "", "float32", 1, 1, 1, (0,), (0,)),),
-        storages=(Storage("w", "parameter", 24, -1, 1, 1),),
+        storages=(GraphStorage("w", "parameter", 24, -1, 1, 1),),
         state=(
             StateEntry("model/w", "parameter", (2, 3), "float32", 24, "device", 0, 0),
             StateEntry("optimizer/w.step", "optimizer", (), "float32", 4, "host", None, 0),

@@ -15,10 +15,19 @@ from torch import nn
 
 from checkflow.core.device import find_device
 from checkflow.core.errors import PlanError
-from checkflow.core.graph import BOUNDARY, Anchor, AnchorKey, AnchorKind, Operator, StateEntry, Storage, TrainingGraph
+from checkflow.core.graph import (
+    BOUNDARY,
+    Anchor,
+    AnchorKey,
+    AnchorKind,
+    GraphStorage,
+    Operator,
+    StateEntry,
+    TrainingGraph,
+)
 from checkflow.core.timeline import Granularity, Timeline
 from checkflow.core.training_step import TrainingStep
-from checkflow.planner.schedule.scheduler import Request, fingerprint_of, make_plan
+from checkflow.planner.schedule.scheduler import PlanRequest, fingerprint_of, make_plan
 from checkflow.planner.timeline.steps import make_timeline
 from checkflow.planner.trace.trace import trace
 from checkflow.runtime.job.compatibility import make_guards
@@ -32,7 +41,7 @@ def operator(index: int) -> Operator:
 
 
 def graph_of(
-    operators: int, storages: list[Storage], state: list[StateEntry], anchors: list[tuple[AnchorKind, int]]
+    operators: int, storages: list[GraphStorage], state: list[StateEntry], anchors: list[tuple[AnchorKind, int]]
 ) -> TrainingGraph:
     counts: dict[AnchorKind, int] = {}
     placed = [Anchor(BOUNDARY, 0)]
@@ -62,7 +71,9 @@ def graphs(draw: st.DrawFn) -> tuple[TrainingGraph, list[float]]:
         created = draw(st.integers(-1, n))
         end = draw(st.integers(max(created, -1), n))
         storages.append(
-            Storage(f"s{i}", "activation", draw(st.integers(0, 100)), created, draw(st.integers(created, end)), end)
+            GraphStorage(
+                f"s{i}", "activation", draw(st.integers(0, 100)), created, draw(st.integers(created, end)), end
+            )
         )
     forward = sum(kind is AnchorKind.FORWARD for kind, _ in anchors)
     state = []
@@ -302,7 +313,7 @@ def test_a_job_guards_no_buffer_before_its_plan_does() -> None:
     graph = trace(job, name="n", target="cpu")
     device = find_device("cpu")
     timeline = make_timeline(graph, [1e-3] * len(graph.operators), "segment")
-    request = Request(1e9, device.memory_bandwidth_bytes_per_second)
+    request = PlanRequest(1e9, device.memory_bandwidth_bytes_per_second)
     plan = make_plan(timeline, fingerprint_of(graph, device), request, graph_peak_bytes=0).plan
     assert plan is not None
     outer = AnchorKey(AnchorKind.FORWARD, "model/1")

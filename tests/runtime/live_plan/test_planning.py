@@ -21,7 +21,7 @@ from checkflow import api
 from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
 from checkflow.core.errors import PlanError, TraceError
-from checkflow.core.planner_api import Handover
+from checkflow.core.planner_api import PlannerInput
 from checkflow.planner.live import planner, process
 from checkflow.planner.live.bandwidth import Bandwidths
 from checkflow.planner.live.planner import LivePlanner
@@ -348,14 +348,14 @@ def test_optimizers_of_different_cadence_are_recorded_when_all_step(tmp_path: Pa
 @pytest.fixture
 def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two iterations and a half for one checkpoint."""
-    real = LivePlanner.handover
+    real = LivePlanner.planner_input
 
-    def slow(self: LivePlanner, recorded: Recorded, **asked: Any) -> Handover:
-        handover = real(self, recorded, **asked)
-        rate = handover.timeline.state_bytes / handover.timeline.iteration_seconds / 2.5
-        return dataclasses.replace(handover, bandwidth_bytes_per_second=rate)
+    def slow(self: LivePlanner, recorded: Recorded, **asked: Any) -> PlannerInput:
+        given = real(self, recorded, **asked)
+        rate = given.timeline.state_bytes / given.timeline.iteration_seconds / 2.5
+        return dataclasses.replace(given, bandwidth_bytes_per_second=rate)
 
-    monkeypatch.setattr(LivePlanner, "handover", slow)
+    monkeypatch.setattr(LivePlanner, "planner_input", slow)
 
 
 @pytest.mark.usefixtures("slow_link")
@@ -740,11 +740,11 @@ def test_arguments(tmp_path: Path) -> None:
 
 def test_wishes_reach_the_plan(tmp_path: Path, monkeypatch: Any) -> None:
     asked: list[Any] = []
-    answer = process.answer
-    monkeypatch.setattr(process, "answer", lambda handover: asked.append(handover.wishes) or answer(handover))
+    answer = process.respond
+    monkeypatch.setattr(process, "respond", lambda given: asked.append(given.limits) or answer(given))
     job = Job()
     with open_job(job, tmp_path, overhead=0.01, extra_memory="2MB") as checkpointer:
         train(job, checkpointer, 6)
-    (wishes,) = asked
-    assert (wishes.overhead, wishes.extra_memory_bytes) == (0.01, 2_000_000)
+    (limits,) = asked
+    assert (limits.overhead, limits.extra_memory_bytes) == (0.01, 2_000_000)
     assert checkpointer.report()["plan"]

@@ -364,7 +364,7 @@ def test_memory_lists_what_lies_there_and_frees_what_storage_has(
     }  # fmt: skip
     main(["memory", str(ahead)])
     printed = " ".join(capsys.readouterr().out.split())
-    for said in ("dead", "--free gives back", str(7)):
+    for said in ("dead", "--free frees", str(7)):
         assert said in printed
     assert [one["freed"] for one in memory(capsys, ahead, "--free", "--force")] == [True]
     assert memory(capsys) == []

@@ -306,7 +306,7 @@ def test_a_directory_that_is_in_use(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (code, "has a checkpoint of step 2 already" in text) == (1, True)
     assert (tmp_path / "ckpt" / "step-00000002" / "manifest.json").read_bytes() == before
     code, text = run(capsys, "import", tmp_path / "x.safetensors", tmp_path / "ckpt")
-    assert 'resume="auto" goes on from step 3' in text
+    assert 'resume="auto" resumes from step 3' in text
     with (
         Store(tmp_path / "ckpt", run_id="a"), open_weights(tmp_path / "x.safetensors") as weights,
         pytest.raises(LockedError, match="is being written by process"),
