@@ -1,6 +1,5 @@
-"""Which checkpoints a directory has, and the newest of them that is whole: to look at, or for a job to go on from.
-
-Names alone tell what is there (:func:`find`); whether it is whole every byte tells, and nothing less.
+"""Finds the checkpoints of a directory, and the newest whole one. Only a check of every byte proves that one
+is whole.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ logger = logging.getLogger("checkflow")
 
 
 def find(directory: str | os.PathLike[str]) -> tuple[Path, ...]:
-    """Paths of the checkpoints in a directory, newest (highest step) first. Reads names only; changes nothing.
+    """Paths of the checkpoints in a directory, newest (highest step) first. Reads names only.
 
     Raises:
         StorageError: the directory cannot be read.
@@ -38,7 +37,7 @@ def find(directory: str | os.PathLike[str]) -> tuple[Path, ...]:
 
 
 def open_verified(path: Path, trust: Trust | None = None) -> Checkpoint:
-    """A checkpoint of which every byte has been verified.
+    """Open a checkpoint after verifying every byte.
 
     Raises:
         CorruptCheckpointError, ForeignError, MismatchError, StorageError: as :func:`.reader.open_checkpoint`.
@@ -55,7 +54,7 @@ def open_verified(path: Path, trust: Trust | None = None) -> Checkpoint:
 def find_valid(directory: str | os.PathLike[str]) -> Checkpoint | None:
     """The newest checkpoint of a directory that is whole, byte for byte; nothing is renamed.
 
-    A checkpoint that vanishes while it is looked at (a running job's retention) is passed over.
+    A checkpoint that a running job's retention deletes meanwhile is skipped.
 
     Raises:
         StorageError: the directory, or every candidate, cannot be read.
@@ -82,7 +81,7 @@ def find_valid(directory: str | os.PathLike[str]) -> Checkpoint | None:
             if found is not None:
                 found.close()
             raise
-        # A running job may have made newer ones meanwhile, and deleted what was passed over.
+        # A running job may have made newer ones meanwhile, and deleted those that were skipped.
         if found is not None:
             if not any((parse_step(path.name) or 0) > found.step for path in paths if path not in before):
                 return found
@@ -94,21 +93,20 @@ def find_valid(directory: str | os.PathLike[str]) -> Checkpoint | None:
 
 
 def recover(store: Store) -> Checkpoint | None:
-    """The newest checkpoint that is whole, byte for byte, for a training job to go on from; None if there is none.
+    """The newest checkpoint that is whole, byte for byte, for a job to resume from; None if there is none.
 
-    (10) One that is proved damaged is set aside (``.broken-…``) and the next older one taken. One that merely cannot be
-    read at the moment is passed over, but stays where it is.
+    (10) A damaged one is set aside (``.broken-…``) and the next older one is taken. An unreadable one is skipped.
 
     Raises:
         MismatchError: the newest has a format that this version does not know.
-        StorageError: checkpoints exist, and none could be read: to start from scratch would be wrong. Or one is another
+        StorageError: checkpoints exist but none can be read, so starting from scratch would be wrong; or one is another
             user's.
     """
     return _newest_valid(store.checkpoints(), lambda path, error: refuse(store, path, error), store.trust)
 
 
 def refuse(store: Store, path: Path, error: StorageError) -> None:
-    """Set a checkpoint of which this error speaks aside, if it is proved damaged; say what is done."""
+    """Set a checkpoint aside if this error proves damage, and log it."""
     if not isinstance(error, CorruptCheckpointError):
         logger.error("cannot read the checkpoint %s, trying an older one: %s", path, error)
         return

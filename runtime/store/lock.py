@@ -1,13 +1,8 @@
-"""(1) One writer per checkpoint directory: an advisory lock (flock) on a file in it, which names its holder.
+"""(1) One writer per directory, by an exclusive flock on a file that names its holder; and shared locks of readers.
 
-Whoever can open a file can lock it: the lock's file is its owner's alone, or his group's where that is trusted.
-
-And readers of one checkpoint: they share a lock on its manifest for as long as they have it open, and what deletes
-checkpoints takes the same lock for itself first, or leaves it for a later time, but not for ever: who may read can
-lock, too. Neither ever waits for the other.
-
-The kernel drops the lock when the holder dies, however it dies. Forked children (loader workers) would keep it alive
-after the trainer's death; they close it as their first act.
+Whoever can open a file can lock it, so the lock file is its owner's alone, or the trusted group's. Readers share a lock
+on a manifest while they have it open; who deletes checkpoints takes it exclusively or comes back later, but not for
+ever. Neither waits for the other. The kernel drops a dead holder's lock; forked children close theirs first of all.
 """
 
 from __future__ import annotations
@@ -36,15 +31,14 @@ _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 class DirectoryLock:
-    """Held from construction to :meth:`release`, or the end of the process.
+    """Held from construction to :meth:`release` or the end of the process.
 
     Args:
-        wait_seconds: how long to try again while another process holds it: a job that was started anew at once may meet
-            the last breath of its predecessor.
-        mode, group: of the lock's file, as :func:`.fs.open_lock` has them.
+        wait_seconds: how long to retry while another process holds it: a restarted job may meet its dying predecessor.
+        mode, group: of the lock file, see :func:`.fs.open_lock`.
 
     Raises:
-        LockedError: another process holds the lock; the message names it, or says that it is not known.
+        LockedError: another process holds the lock; the message names it if it is known.
         StorageError: the lock file cannot be made, or the file system has no locks.
     """
 
@@ -58,22 +52,22 @@ class DirectoryLock:
         return self._fd is not None
 
     def release(self) -> None:
-        """Give the lock up; once more is harmless."""
+        """Release the lock; may be called again."""
         fd, self._fd = self._fd, None
         _held.discard(self)
         if fd is not None:
-            fs.close_quietly(fd)  # nothing that matters was written through it
+            fs.close_quietly(fd)  # nothing important was written through it
 
     def forget(self) -> None:
-        """In a forked child: it is the parent's, and :mod:`.system.fs` has closed what this process had of it."""
+        """Drop the parent's lock in a forked child; :mod:`.system.fs` has closed the descriptor."""
         self._fd = None
         _held.discard(self)
 
     def renew(self) -> None:
-        """Make sure of the lock that is held: somebody may have deleted its file, which looks like a dead job's.
+        """Check that the lock is still held: somebody may have deleted its file.
 
         Raises:
-            LockedError: another process has locked the directory since then.
+            LockedError: another process has locked the directory since.
             StorageError: as at the start.
         """
         if self._fd is None or fs.is_at(self._fd, str(self._path)):
@@ -97,12 +91,12 @@ class DirectoryLock:
 
 
 def share(fd: int) -> None:
-    """Say that the open manifest's checkpoint is being read, until the descriptor is closed.
+    """Mark an open manifest's checkpoint as being read, until the descriptor is closed.
 
-    On a file system without locks nothing is said: there open descriptors have to do.
+    Does nothing on a file system without locks.
 
     Raises:
-        BlockingIOError: it is just being deleted.
+        BlockingIOError: it is being deleted.
     """
     try:
         fs.flock_shared(fd)
@@ -115,10 +109,10 @@ def share(fd: int) -> None:
 
 @contextlib.contextmanager
 def claimed(name: str, manifest: str, *, dir_fd: int) -> Iterator[bool]:
-    """Whether nobody reads the checkpoint of this name; nobody begins to before the block ends.
+    """Whether nobody reads the checkpoint of this name; until the block ends nobody can start to.
 
     Args:
-        manifest: its file's name. Neither of the two is followed if it is a link.
+        manifest: its file's name. Neither name may be a link.
     """
     fd: int | None = None
     try:
@@ -133,7 +127,7 @@ def claimed(name: str, manifest: str, *, dir_fd: int) -> Iterator[bool]:
         if error.errno not in _NO_MANIFEST:
             raise
     try:
-        yield fd is None or _is_free(fd)  # what has none cannot be opened
+        yield fd is None or _is_free(fd)  # without a manifest nobody can open it
     finally:
         if fd is not None:
             fs.close_quietly(fd)
@@ -168,7 +162,7 @@ def _acquire(fd: int, path: Path, wait_seconds: float) -> None:
 
 
 def _sign(fd: int, path: Path) -> None:
-    """Say who holds the lock. A full disk is no reason to refuse: the lock holds, only its label is missing."""
+    """Write the holder into the lock file. A full disk is no reason to refuse: only the label is missing."""
     record = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
     try:
         fs.truncate(fd)
@@ -179,7 +173,7 @@ def _sign(fd: int, path: Path) -> None:
 
 
 def _holder(fd: int) -> str:
-    """Who holds the lock: by the kernel, where that tells, or by what the file says, which may be an earlier holder."""
+    """The lock's holder, as the kernel says, or as the file says, which may be outdated."""
     try:
         data = bytearray(_MAX_HOLDER_BYTES)
         record = json.loads(bytes(data[: fs.read_all(fd, memoryview(data), 0)]))
@@ -197,12 +191,12 @@ def _holder(fd: int) -> str:
 
 
 def _locking_process(fd: int) -> int | None:
-    """Which process of this machine has locked an open file; None: that is not known."""
+    """The process of this machine that locked an open file; None: unknown."""
     file = os.fstat(fd)
     place = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
     try:
         table = Path("/proc/locks").read_text(encoding="ascii", errors="replace")
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return None
     found = re.search(rf"^\d+: FLOCK +\S+ +\S+ +(\d+) {place} ", table, re.MULTILINE)
     return None if found is None else int(found[1])
