@@ -40,7 +40,7 @@ from checkflow.core.run_report import PlanSource
 from checkflow.core.state import TrainingState, implementation_options, training_device, unwrap
 from checkflow.runtime.job import compatibility
 from checkflow.runtime.job.job import Job
-from checkflow.runtime.job.traits import Seen, Traits, Watch, as_tensors, device_name
+from checkflow.runtime.job.traits import IterationWatch, Seen, Traits, as_tensors, device_name
 from checkflow.runtime.live_plan.cache import PlanCache
 from checkflow.runtime.live_plan.unsaved import identities, saved_identities, tell_unsaved
 from checkflow.runtime.system.signals import raised_by_handler
@@ -122,7 +122,7 @@ class Planning:
         self._cache, self._planner, self._check, self._wishes = cache, planner, check, wishes
         self._follow = follow
         self._device = device_name(job.models)[1]
-        self.watch = Watch(training_device(job.models))
+        self.watch = IterationWatch(training_device(job.models))
         self.stage = Stage.UNPLANNED
         self.reason = ""  # of the last failure
         self._error: PlanError | None = None

@@ -1,4 +1,4 @@
-"""Arrays of numpy and tensors of torch as the bytes of a file, and back. torch is imported only where it is in use."""
+"""Arrays of numpy and tensors of torch as the bytes of a file, and back. Imports torch only if it is in use."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from checkflow.runtime.format.layout import STORED_TYPES, TensorRecord
 from checkflow.runtime.shards.ownership import Array
 
 Kind = Literal["numpy", "torch"]
-_PART_BYTES = 8388608  # of an array that is not laid out as the file is: copied a part at a time
+_PART_BYTES = 8388608  # copied at a time of an array that is not row-major
 
 
 def describe(name: str, array: Array) -> TensorRecord:
-    """How an array is stored, without a look at its values.
+    """How an array is stored, without reading its values.
 
     Raises:
         UnsupportedError: safetensors has no such type.
@@ -41,7 +41,7 @@ def _is_tensor(array: Array) -> bool:
 
 
 def to_bytes(array: Array) -> Iterator[memoryview]:
-    """The row-major bytes of an array, little-endian, in parts; without a copy where it lies so in memory."""
+    """The row-major bytes of an array, little-endian, in parts; not copied if they lie so in memory."""
     if _is_tensor(array):
         if array.numel():
             yield from _tensor_bytes(array)
@@ -67,7 +67,7 @@ def _tensor_bytes(tensor: Any) -> Iterator[memoryview]:
 
 
 def _parts(array: Array, size_bytes: int) -> Iterator[Array]:
-    """Rows of an array, so many at a time that a copy of them is small."""
+    """Rows of an array, in parts of which a copy is small."""
     if not len(array.shape):
         yield array
         return
@@ -95,10 +95,10 @@ def from_bytes(
 
 
 def numpy_type(dtype: str, name: str) -> np.dtype[Any]:
-    """numpy's type for one of torch's.
+    """numpy's type for a torch dtype's name.
 
     Raises:
-        UnsupportedError: it has none.
+        UnsupportedError: there is none.
     """
     try:
         return np.dtype(dtype)

@@ -1,7 +1,7 @@
-"""Restore what one shard of any number owns from a version that any number of shards wrote.
+"""Restores what one of M shards owns from a version that any number of shards wrote.
 
-A process opens only the files that can hold something of its own, and reads tables in blocks: its memory is that of its
-own shard, the ids of it a few times over, and some blocks. Every block that is read is held against its checksum.
+A process opens only files that can hold something of its own, and reads tables in verified blocks. Its memory is that
+of its shard, a few copies of its ids, and some blocks.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _TABLES: TypeAdapter[dict[str, tuple[int, str, str]]] = TypeAdapter(Named[str, t
 def newest_step(directory: str | os.PathLike[str]) -> int | None:
     """The newest version that is whole, every byte of it verified; None if there is none.
 
-    Of several processes one asks, and tells the others: if each looked for itself, damage might send one to an older
-    version than the rest.
+    Call it in one process and pass the result to the others: if each searched for itself, damage might send one to an
+    older version than the rest.
 
     Raises:
         StorageError: the directory, or every version, cannot be read.
@@ -59,14 +59,14 @@ def newest_step(directory: str | os.PathLike[str]) -> int | None:
 
 
 def describe_version(directory: str | os.PathLike[str], step: int | None = None) -> Version:
-    """What a version holds; reads its manifest alone.
+    """What a version holds; reads only its manifest.
 
     Args:
         step: None: the newest.
 
     Raises:
         StorageError: there is none.
-        MismatchError: it was saved otherwise than by shards.
+        MismatchError: it was not saved by shards.
         CorruptCheckpointError: its manifest is damaged, or a file is missing or of another size.
     """
     path = _path(directory, step)
@@ -95,13 +95,13 @@ def load_shard(
     """What shard ``rank`` of ``world_size`` owns of a version, whatever number of shards wrote it.
 
     Args:
-        step: None: the newest by name; where others may be writing, tell all processes one step (``newest_step``).
-        arrays: "torch": tensors, in host memory; bfloat16 and the like need it, as numpy does not have them.
+        step: None: the newest by name. While others may be writing, give all processes one step (``newest_step``).
+        arrays: "torch": tensors in host memory; needed for bfloat16 and other types that numpy lacks.
 
     Raises:
         StorageError: there is no such version, or it cannot be read.
-        MismatchError: it was saved otherwise than by shards.
-        CorruptCheckpointError: what this shard reads of it is damaged; the message names the file.
+        MismatchError: it was not saved by shards.
+        CorruptCheckpointError: what this shard reads is damaged; the message names the file.
         UnsupportedError: numpy lacks a type.
     """
     check_rank(rank, world_size)
@@ -132,11 +132,11 @@ def load_slices(
     """Rows ``[begin, end)`` of tensors that were saved as slices, whatever boxes the ranks cut them into.
 
     Args:
-        ranges: (begin, end) in the first dimension, by name; of a flat tensor these are elements.
-        step, arrays: as :func:`load_shard`.
+        ranges: (begin, end) in the first dimension, by name; elements of a flat tensor.
+        step, arrays: as for :func:`load_shard`.
 
     Raises:
-        MismatchError: the version has no such slices, or not such rows.
+        MismatchError: the version has no such slices, or not these rows.
         StorageError, CorruptCheckpointError, UnsupportedError: as :func:`load_shard`.
     """
     path = _path(directory, step)
@@ -166,7 +166,7 @@ def _tables(manifest: Manifest, path: Path) -> dict[str, TableInfo]:
     """The information on tables.
 
     Raises:
-        MismatchError: there is none: it is no version of shards.
+        MismatchError: there is none: the version was not saved by shards.
         CorruptCheckpointError: it does not fit the tensors.
     """
     if INFO not in manifest.info:
@@ -196,7 +196,7 @@ def _filled(tensor: TensorEntry) -> list[Piece]:
 
 
 def _narrow_to_shard(whole: Manifest, rank: int, world_size: int, path: Path) -> Manifest:
-    """Without variables of other shards, and without the parts of tables in which no row can be this shard's."""
+    """Drop variables of other shards, and parts of tables that cannot have a row of this shard."""
     _refuse_contradiction(whole, path)
     tensors: dict[str, TensorEntry] = {}
     for name, entry in whole.tensors.items():
@@ -240,7 +240,7 @@ def _source(file: str) -> tuple[int, int]:
 
 
 def _common(piece: Piece, begin: int, end: int) -> range:
-    """Rows of the whole tensor that a piece has of ``[begin, end)``; empty too where the piece is."""
+    """Rows of the whole tensor that a piece shares with ``[begin, end)``; none if the piece is empty."""
     if 0 in piece.lengths:
         return range(0)
     first, count = (piece.offsets[0], piece.lengths[0]) if piece.lengths else (0, 1)
@@ -260,7 +260,7 @@ def _read_whole(checkpoint: Checkpoint, name: str, kind: Kind) -> Array:
 
 
 def _read_table(checkpoint: Checkpoint, info: TableInfo, rank: int, world_size: int, kind: Kind) -> Table:
-    """A shard's rows of a table, by ascending id: twice through its pieces, first their ids, then the rows."""
+    """A shard's rows of a table by ascending id: reads the ids of all pieces, then the rows."""
     if kind == "numpy":
         numpy_type(info.dtype, f"table {info.name!r}")
     width = info.dimension * STORED_TYPES[info.dtype].element_bytes
@@ -279,7 +279,7 @@ def _read_table(checkpoint: Checkpoint, info: TableInfo, rank: int, world_size: 
     rows = np.empty((len(ids), width), np.uint8)
     done = 0
     if width and pieces:
-        # Pieces of ids and of rows follow each other alike: _refuse_contradiction has seen to it.
+        # _refuse_contradiction has checked that pieces of ids and of rows match.
         for piece, where in zip(checkpoint.tensors[f"{name}{ROWS}"].pieces, positions, strict=True):
             _read_rows(checkpoint, piece, where, width, rows, place[done : done + len(where)])
             done += len(where)
@@ -295,7 +295,7 @@ def _blocks(count: int, width: int) -> Iterator[tuple[int, int]]:
 
 
 def _own_ids(checkpoint: Checkpoint, piece: Piece, rank: int, world_size: int) -> tuple[Ids, Ids]:
-    """Where in a piece this shard's ids are, and which."""
+    """Where in a piece this shard's ids are, and the ids."""
     source, sources = _source(piece.file)
     where, chosen = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     buffer = np.empty(min(piece.lengths[0], BLOCK_BYTES // 8), np.int64)
@@ -313,7 +313,7 @@ def _own_ids(checkpoint: Checkpoint, piece: Piece, rank: int, world_size: int) -
 def _read_rows(
     checkpoint: Checkpoint, piece: Piece, where: Ids, width: int, rows: np.ndarray[Any, Any], place: Ids
 ) -> None:
-    """Put rows ``where`` of a piece at ``place`` of the result; blocks in which there are none are not read."""
+    """Copy rows ``where`` of a piece to ``place`` of the result; blocks without any are not read."""
     buffer = np.empty((min(piece.lengths[0], max(1, BLOCK_BYTES // width)), width), np.uint8)
     for first, count in _blocks(piece.lengths[0], width):
         low, high = np.searchsorted(where, (first, first + count))
