@@ -268,7 +268,7 @@ class Boundaries:
             capturer.abort()  # without hooks, nothing tells any more what is written
             raise
         finally:
-            capturer.let_go()
+            capturer.release()
             if self.place.planning is not None:
                 self.place.planning.close()
 

@@ -1,7 +1,4 @@
-"""What a run that died has left in shared memory: finding it, and its records. Changes nothing; free of torch.
-
-:mod:`.recovery` takes it, :mod:`.records` says how it lies there.
-"""
+"""Finds what a dead run has left in shared memory, and its records. Changes nothing; free of torch."""
 
 from __future__ import annotations
 
@@ -43,9 +40,9 @@ from checkflow.runtime.system import fs
 logger = logging.getLogger("checkflow")
 
 FOLDER = re.compile(rf"{PREFIX}[0-9a-f]{{32}}", re.ASCII)
-YOUNG_SECONDS = 60.0  # a folder whose job may not have come to lock it
+YOUNG_SECONDS = 60.0  # younger: the job may not have locked its folder yet
 _T = TypeVar("_T")
-_OTHERS = 0o077  # what a folder's mode must not let them do
+_OTHERS = 0o077  # mode bits of others that a folder must not have
 _RETRY_SECONDS = 0.05
 _RECORD = re.compile(r"buffer-([0-9]{1,9})\.json", re.ASCII)
 
@@ -56,15 +53,15 @@ class Left:
 
     Attributes:
         path: of the folder.
-        directory: of the job's checkpoints; None: it does not say, or is not ours to read, as all that may be None.
-        owner: whose it is, in words.
-        own: whether it is this user's to free: his own, or anyone's for root.
+        directory: of the job's checkpoints; None: unknown or unreadable, then all that may be None is.
+        owner: the user's name.
+        own: whether this user may free it: it is his own, or he is root.
         size_bytes: that it takes.
         changed_unix_seconds: when the newest capture came, or the job began.
         step: of the newest whole capture; None: there is none.
-        stored_step: the newest that storage has whole in that directory; None: none.
-        pid: of the job, as it saw itself.
-        lives: whether the job, or a child of it, holds it; None: not known, as in a job's first minute.
+        stored_step: the newest whole step on storage in that directory; None: none.
+        pid: of the job, in its own namespace.
+        lives: whether the job, or a child of it, holds it; None: unknown, as in a job's first minute.
     """
 
     path: Path
@@ -80,12 +77,12 @@ class Left:
 
     @property
     def only_copy(self) -> bool:
-        """Whether storage has nothing as new as what is here."""
+        """Whether storage has nothing as new as this."""
         return self.step is not None and (self.stored_step is None or self.stored_step < self.step)
 
 
 def list_left() -> tuple[Left, ...]:
-    """All jobs' folders in this machine's shared memory, the oldest first: of jobs that live, and of those that died.
+    """All jobs' folders in this machine's shared memory, of living and dead jobs, the oldest first.
 
     Raises:
         StorageError: there is no shared memory.
@@ -99,7 +96,7 @@ def list_left() -> tuple[Left, ...]:
 
 
 def _look_at(path: Path) -> Left | None:
-    """None: it has gone meanwhile, or is no folder."""
+    """Describe a folder; None: it is gone, or not a folder."""
     try:
         found = os.stat(path, follow_symlinks=False)
         if not stat.S_ISDIR(found.st_mode):
@@ -111,7 +108,7 @@ def _look_at(path: Path) -> Left | None:
             steps = [record.step for record in read_records(folder).values()]
             left = dataclasses.replace(left, size_bytes=512 * sum(sizes), step=max(steps, default=None))
             owner = understood(path / OWNER, OWNERS, read_kept(folder, OWNER, MOST_BYTES))
-            # A job that is just about to lock it would find it locked.
+            # Testing the lock could make a job that is about to take it fail.
             begun = os.stat(OWNER, dir_fd=folder, follow_symlinks=False).st_mtime
             lives = None if time.time() - begun < YOUNG_SECONDS else not is_free(folder)
     except FileNotFoundError:
@@ -125,31 +122,31 @@ def _look_at(path: Path) -> Left | None:
 
 
 def stored_step(owner: Owner) -> int | None:
-    """The newest step that storage has whole, as far as names and sizes tell, in the directory of a job that died."""
+    """The newest whole step on storage, by names and sizes, in a dead job's directory."""
     try:
         if owner.is_of(owner.directory):
             for path in find(owner.directory):
                 with contextlib.suppress(CheckflowError):
                     return glance(path).step
-    except (OSError, ValueError, StorageError):  # gone, moved, or not ours to see; a NUL in it
+    except (OSError, ValueError, StorageError):  # gone, moved, unreadable, or a NUL in the path
         pass
     return None
 
 
 def left_step(directory: str | os.PathLike[str]) -> int | None:
-    """The newest step that the next run in a directory would look at; None: there is none, or it is not ours to see."""
+    """The newest step that the next run in a directory would find; None: none, or unreadable."""
     root = Path(directory)
     try:
         with fs.folder(str(find_left(root))) as folder:
             steps = [record.step for record in read_records(folder).values()]
         newest = max((one for path in find(root) if (one := parse_step(path.name)) is not None), default=-1)
-    except (OSError, StorageError):  # nothing is lost by looking: the next run tells what is wrong
+    except (OSError, StorageError):  # the next run will say what is wrong
         return None
     return max((step for step in steps if step > newest), default=None)
 
 
 def memory_of(directory: str | os.PathLike[str]) -> tuple[Path, int] | None:
-    """The folder that the run before has left for a directory, and its bytes; None: there is none for the next run."""
+    """The folder that the previous run left for a directory, and its bytes; None: nothing for the next run."""
     try:
         path = find_left(Path(directory))
         with fs.folder(str(path)) as folder:
@@ -160,15 +157,15 @@ def memory_of(directory: str | os.PathLike[str]) -> tuple[Path, int] | None:
 
 
 def find_left(directory: Path, wait_seconds: float = 0.0) -> Path:
-    """The folder of the run before, in the directory of its checkpoints.
+    """The previous run's folder, found from the directory of its checkpoints.
 
     Args:
-        wait_seconds: how long to wait for the last breath of its job.
+        wait_seconds: how long to wait for a dying job.
 
     Raises:
         FileNotFoundError: it ended by itself, or with the machine.
         LockedError: another process uses it.
-        StorageError: it is not this directory's, not this user's, or damaged.
+        StorageError: it is not this directory's or this user's, or it is damaged.
         OSError: it cannot be read now.
     """
     mark = read_mark(directory)
@@ -198,11 +195,11 @@ def find_left(directory: Path, wait_seconds: float = 0.0) -> Path:
 
 
 def read_mark(directory: Path) -> Mark:
-    """What is written beside the checkpoints.
+    """The mark beside the checkpoints.
 
     Raises:
-        CorruptCheckpointError: it is damaged, or no regular file.
-        OSError: it is not there, or cannot be read now.
+        CorruptCheckpointError: it is damaged, or not a regular file.
+        OSError: it is missing, or cannot be read now.
     """
     path = directory / MARK
     try:
@@ -213,7 +210,7 @@ def read_mark(directory: Path) -> Mark:
 
 
 def read_records(folder: int) -> dict[int, Record]:
-    """By buffer, those that are whole.
+    """The whole records, by buffer.
 
     Raises:
         OSError: one cannot be read now.
@@ -232,7 +229,7 @@ def read_kept(folder: int, name: str, most_bytes: int) -> bytes:
     """A file of such a folder.
 
     Raises:
-        CorruptCheckpointError: it is not there, or no regular file of this size.
+        CorruptCheckpointError: it is missing, or not a regular file of this size.
         OSError: it cannot be read now.
     """
     try:
@@ -240,7 +237,7 @@ def read_kept(folder: int, name: str, most_bytes: int) -> bytes:
     except FileNotFoundError:
         raise CorruptCheckpointError(f"{name} is missing") from None
     except OSError as error:
-        raise told(name, error) from error
+        raise open_error(name, error) from error
     try:
         size_bytes = fs.regular_size(fd)
         if size_bytes is None or size_bytes > most_bytes:
@@ -252,7 +249,7 @@ def read_kept(folder: int, name: str, most_bytes: int) -> bytes:
 
 
 def distrust_of(folder: int) -> str | None:
-    """Why somebody else than this user may have written there; None: nobody can have."""
+    """Why another user may have written there; None: nobody can have."""
     status = os.fstat(folder)
     if status.st_uid != os.geteuid():
         return "is another user's"
@@ -262,19 +259,19 @@ def distrust_of(folder: int) -> str | None:
 
 
 def _user_of(folder: int) -> str:
-    """Of a folder that is in use."""
+    """Who uses a folder, for messages."""
     try:
         pid = OWNERS.validate_json(read_kept(folder, OWNER, MOST_BYTES)).pid
-    except (OSError, CorruptCheckpointError, ValidationError):  # it holds the lock all the same
+    except (OSError, CorruptCheckpointError, ValidationError):  # it still holds the lock
         pid = 0
     return f"process {pid}, or one that it left behind" if pid else "another process"
 
 
 def understood(path: Path, adapter: TypeAdapter[_T], data: bytes) -> _T:
-    """The content of a file.
+    """Parse a file's content.
 
     Raises:
-        CorruptCheckpointError: it is none.
+        CorruptCheckpointError: it is not valid.
     """
     try:
         return adapter.validate_json(data)
@@ -283,10 +280,10 @@ def understood(path: Path, adapter: TypeAdapter[_T], data: bytes) -> _T:
 
 
 def is_free(folder: int) -> bool:
-    """Whether the job whose folder it is has ended. Looking locks nobody else out."""
+    """Whether the folder's job has ended. Looking takes no lock that keeps others out."""
     try:
         fd = fs.open_claimed(OWNER, dir_fd=folder)
-    except FileNotFoundError:  # it was killed before it said so
+    except FileNotFoundError:  # killed before it wrote the file
         return True
     try:
         fs.flock_shared(fd)
@@ -297,13 +294,13 @@ def is_free(folder: int) -> bool:
     return True
 
 
-def told(name: str, error: OSError) -> OSError | CorruptCheckpointError:
-    """Why a file cannot be opened: what has taken its place will be there the next time, too."""
+def open_error(name: str, error: OSError) -> OSError | CorruptCheckpointError:
+    """Turn an open() error into a verdict: a symlink is permanent damage, anything else may be transient."""
     return CorruptCheckpointError(f"{name} is a link") if error.errno == errno.ELOOP else error
 
 
 def words_of(error: Exception) -> str:
-    """Why something is passed over, in one line."""
+    """A one-line reason for skipping something."""
     if isinstance(error, ValidationError):
         return first_fault(error)
     return (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
