@@ -180,7 +180,7 @@ class Boundaries:
         """The user says what the state is worth; see :meth:`.checkpointer.Checkpointer.metric`."""
         self.execution.note_unseen_steps()
         metrics, late = self._saving.metrics, not self._work.iterated
-        metrics.tell(self.iteration + (not late), name, value, late=late)
+        metrics.record(self.iteration + (not late), name, value, late=late)
         if not late or self._work.closed:
             return
         if metrics.ranks(self.iteration) and not self._is_saved_or_coming():
@@ -231,7 +231,7 @@ class Boundaries:
         elif self._progress.waiting and self.iteration == self._work.first_iteration and self.execution.stepped:
             self._unsaved.never_told()
         if self.iteration > self._work.first_iteration:
-            self._saving.metrics.tell_missing()
+            self._saving.metrics.warn_missing()
         self._tell_no_step()
         self._capture_last_boundary()
 
@@ -358,7 +358,7 @@ class Boundaries:
             if stepped and not self.explicit and not self.in_steps:
                 hooks = self.execution.hooks
                 if (planning := self.place.planning) is not None:
-                    planning.tells_unsaved = False  # the batch of this iteration was drawn before its begin
+                    planning.warns_unsaved = False  # the batch of this iteration was drawn before its begin
                 self._boundary()
                 if self.execution.hooks is not hooks:  # hung in too late for the forward that runs already
                     self.execution.reached(AnchorKey(AnchorKind.FORWARD, f"{model}/"))

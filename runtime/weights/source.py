@@ -1,6 +1,6 @@
-"""A model's weights, wherever they lie: in safetensors, in files of torch, or in a checkpoint. All are read alike.
+"""Reads a model's weights from safetensors, files of torch, or a checkpoint, all in one way.
 
-Nothing is trusted: sizes are held against headers before memory is taken, names of files stay in their folder, and no
+Nothing is trusted: sizes are compared with headers before memory is allocated, file names stay in their folder, and no
 pickle makes anything but tensors, numbers and containers.
 """
 
@@ -29,7 +29,7 @@ from checkflow.runtime.system import fs
 
 Form = Literal["safetensors", "dcp", "torch", "checkflow"]
 INDEX = ".safetensors.index.json"
-EXTRA_STATE = "_extra_state"  # torch's key for what a module's get_extra_state gives
+EXTRA_STATE = "_extra_state"  # torch's key for a module's get_extra_state
 DCP_METADATA = ".metadata"
 _SUFFIXES: Mapping[str, Form] = {
     ".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch",
@@ -61,11 +61,11 @@ class Weights:
     Attributes:
         where: the source, for messages.
         tensors: by the keys of the model's state dict.
-        ties: further name to a name in ``tensors``, where the source knows that both are one tensor.
-        extras: what modules gave as extra state, by "<module>._extra_state".
+        ties: further name to a name in ``tensors``, if the source knows that both are one tensor.
+        extras: modules' extra state, by "<module>._extra_state".
         left_out: names of what else the source holds.
         read_into: fills a buffer of a tensor's size with its row-major bytes.
-        verify: reads what has checksums and compares it.
+        verify: verifies what has checksums.
     """
 
     where: str
@@ -82,14 +82,14 @@ class Weights:
         return sum(one.size_bytes for one in self.tensors.values())
 
     def read(self, name: str) -> bytearray:
-        """The row-major bytes of a tensor, or of a further name of one."""
+        """The row-major bytes of a tensor, by any of its names."""
         data = bytearray(self.tensors[self.ties.get(name, name)].size_bytes)
         self.read_into(self.ties.get(name, name), memoryview(data))
         return data
 
 
 def renamed(weights: Weights, rename: Callable[[str], str | None]) -> Weights:
-    """The same under other names; what is renamed to None is left out.
+    """The same weights under other names; those renamed to None are left out.
 
     Raises:
         MismatchError: two get one name.
@@ -107,7 +107,7 @@ def renamed(weights: Weights, rename: Callable[[str], str | None]) -> Weights:
     news = {old: new for new, old in names.items()}
     tensors: dict[str, Described] = {}
     ties: dict[str, str] = {}
-    firsts: dict[str, str] = {}  # of each tensor, by its old name: the new name under which it stays
+    firsts: dict[str, str] = {}  # old name of each tensor to its first new name
     for old in (*weights.tensors, *weights.ties):
         if (new := news.get(old)) is None:
             continue
@@ -127,8 +127,9 @@ def renamed(weights: Weights, rename: Callable[[str], str | None]) -> Weights:
 
 
 def clean(weights: Weights, *, strip: bool = True) -> Weights:
-    """Without what wrappers put before names: ``_orig_mod.`` of torch.compile anywhere, and, if ``strip``, ``module.``
-    of DistributedDataParallel where every name begins with it."""
+    """Remove wrappers' prefixes: ``_orig_mod.`` of torch.compile anywhere; if ``strip``, ``module.`` of
+    DistributedDataParallel if every name begins with it.
+    """
     names = [
         ".".join(part for part in name.split(".") if part != "_orig_mod")
         for name in (*weights.tensors, *weights.ties, *weights.extras)
@@ -146,15 +147,15 @@ def clean(weights: Weights, *, strip: bool = True) -> Weights:
 def open_weights(
     source: str | os.PathLike[str], form: Form | None = None, *, key: str | None = None
 ) -> Iterator[Weights]:
-    """Open one model's weights, under the names that the source gives them.
+    """Open one model's weights, under the source's names.
 
     Args:
         source: a safetensors file, or one in shards (its ``….safetensors.index.json``, or the folder of both); a folder
             of torch.distributed.checkpoint; a file of ``torch.save``; a checkpoint, a directory of checkpoints (the
             newest whole one) or ``DIRECTORY@STEP``.
-        form: None: as the source shows.
-        key: which part, where a source holds more than one model: "model", "app.model"; of a checkpoint, the model's
-            name. None: the only one that can be meant.
+        form: None: detected.
+        key: which part, if a source holds more than one model: "model", "app.model"; of a checkpoint, the model's name.
+            None: the only possible one.
 
     Raises:
         CorruptCheckpointError: it is damaged, or not what its name says.
@@ -185,10 +186,10 @@ def _refuse_key(path: Path, key: str | None) -> None:
 
 
 def form_of(path: Path) -> Form:
-    """What a source is, by its name and what lies in it.
+    """What a source is, by its name and content.
 
     Raises:
-        StorageError: there is none, or it does not tell.
+        StorageError: it does not exist, or is unclear.
     """
     if path.is_dir():
         if (path / DCP_METADATA).is_file():
@@ -262,7 +263,7 @@ def _open_safetensors(path: Path, closing: contextlib.ExitStack) -> Weights:
 
 
 def read_bounded(path: Path, most_bytes: int) -> bytearray:
-    """A whole regular file, of a size that is looked at before memory is taken."""
+    """Read a whole regular file after checking its size."""
     fd, size = open_regular(path)
     try:
         if size > most_bytes:
@@ -275,7 +276,7 @@ def read_bounded(path: Path, most_bytes: int) -> bytearray:
 
 
 def _shards(index: Path) -> dict[Path, set[str] | None]:
-    """The files that an index names, each with the tensors that are in it."""
+    """The files that an index names, each with its tensors."""
     data = read_bounded(index, MAX_HEADER_BYTES)
     try:
         places = json.loads(data)["weight_map"]
@@ -292,18 +293,18 @@ def _shards(index: Path) -> dict[Path, set[str] | None]:
 
 
 def plain_name(name: str) -> bool:
-    """Whether this names a file in its own folder, and no hidden one."""
+    """Whether this is the name of a file in its own folder, and not hidden."""
     return bool(name) and not name.startswith(".") and not set(name) & {"/", "\\", "\0"}
 
 
 def open_regular(path: Path) -> tuple[int, int]:
-    """A file that may be behind a link, as in the caches of model hubs, and its size."""
+    """Open a file, maybe behind a link as in caches of model hubs; returns its descriptor and size."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise CorruptCheckpointError(f"{path} is no regular file")
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            size = fs.regular_size(fd)  # what has that name by now
+            size = fs.regular_size(fd)  # of what was opened, whatever that is now
         except BaseException:
             fs.close_quietly(fd)
             raise
@@ -326,7 +327,7 @@ def read_exactly(path: Path, fd: int, begin: int, out: memoryview) -> None:
 
 
 def _read_header(path: Path, fd: int, size: int) -> tuple[dict[str, StoredTensor], Mapping[str, Any]]:
-    """Its tensors, and its metadata."""
+    """A file's tensors and metadata."""
     prefix = bytearray(8)
     if size < len(prefix):
         raise CorruptCheckpointError(f"{path} is no safetensors file: it has {size} bytes")
@@ -342,7 +343,7 @@ def _read_header(path: Path, fd: int, size: int) -> tuple[dict[str, StoredTensor
 
 
 def _describe(path: Path, name: str, stored: StoredTensor, pair: object) -> Described:
-    """What torch has for an entry; ``pair``: the complex type that its last dimension of two makes up."""
+    """torch's dtype and shape of an entry; ``pair``: the complex type that its last dimension of two forms."""
     dtype, shape = _DTYPES.get(stored.code), stored.shape
     if dtype is None:
         raise MismatchError(f"{path}: {name!r} is {stored.code}, which torch has no type for")
@@ -388,7 +389,7 @@ def _of_checkpoint(checkpoint: Checkpoint, owner: str, job: Mapping[str, Any], o
         if name.startswith(prefix)
     }
     ties: dict[str, str] = {}
-    firsts: dict[str, str] = {}  # where a model shares a tensor that another one names
+    firsts: dict[str, str] = {}  # for tensors shared with another model, which names them
     for further, name in checkpoint.ties:
         if further.startswith(prefix):
             root = name.removeprefix(prefix) if name.startswith(prefix) else firsts.get(name)
