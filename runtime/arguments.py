@@ -1,7 +1,4 @@
-"""What Checkpointer is called with: read, and refused where it is of another kind or out of its range.
-
-What is wrong in an argument is said before anything of the job is looked at, opened or made.
-"""
+"""Validates and reads the arguments of Checkpointer, before anything of the job is opened or made."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ from checkflow.runtime.store.trust import ANYONE
 
 logger = logging.getLogger("checkflow")
 
-MOST_HOST_BUFFERS = 1000  # each of the size of the state: more is a slip, and would take hours to make
+MOST_HOST_BUFFERS = 1000  # each of the size of the state: more is a typing error
 
 
 @dataclass(frozen=True)
@@ -48,9 +45,9 @@ class Arguments:
     """How a job is checkpointed.
 
     Attributes:
-        follow: whether a job that becomes another one gets a new plan.
-        raising: whether a checkpoint that failed ends training.
-        others: as ``Checkpointer`` takes them, read.
+        follow: whether a job that changes gets a new plan.
+        raising: whether a failed checkpoint ends training.
+        others: the arguments of ``Checkpointer``, read.
     """
 
     directory: str | os.PathLike[str]
@@ -76,7 +73,7 @@ def check_arguments(
 
     Raises:
         UnsupportedError: the loader is not one of checkflow's.
-        TypeError, ValueError: any other argument is of another type; is out of its range.
+        TypeError, ValueError: any other argument has a wrong type; is out of its range.
     """
     _refuse_no_job(model, optimizer)
     if loader is not None and not isinstance(loader, ResumableLoader):
@@ -114,10 +111,10 @@ def refuse_ranks() -> None:
 
 
 def read_asked(overhead: object, every: object, mtbf: object) -> Asked:
-    """How often checkpoints are made, or what they may cost.
+    """How often to checkpoint, or what that may cost.
 
     Raises:
-        ValueError: one of them is out of its range, or two of them contradict each other.
+        ValueError: one is out of its range, or two contradict each other.
     """
     share = read_share(overhead)
     if every is not None and mtbf is not None:
@@ -149,7 +146,7 @@ def read_share(overhead: object) -> float:
     """A share of training's time.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not one.
     """
     number = isinstance(overhead, int | float) and not isinstance(overhead, bool)
     if not number or not 0 <= overhead <= sys.float_info.max:  # type: ignore[operator]
@@ -160,10 +157,10 @@ def read_share(overhead: object) -> float:
 
 
 def read_size(extra_memory: object) -> int | None:
-    """Bytes, given as a number or as text such as "2GB".
+    """Bytes, from a number or a text such as "2GB".
 
     Raises:
-        ValueError: neither.
+        ValueError: it is neither.
     """
     if extra_memory is None or _is_count(extra_memory, 0):
         return extra_memory
@@ -194,7 +191,7 @@ def read_batches(batches: object) -> int:
     """How many batches reached a step.
 
     Raises:
-        ValueError: it is not a whole number of at least 0.
+        ValueError: not a whole number of at least 0.
     """
     try:
         count = -1 if isinstance(batches, bool) else operator.index(batches)  # type: ignore[arg-type]
@@ -209,7 +206,7 @@ def read_grace(grace_seconds: object) -> float:
     """Seconds from a signal to the end.
 
     Raises:
-        ValueError: no number of seconds above 0, or more than a thread can wait for.
+        ValueError: not a number above 0, or more than a thread can wait for.
     """
     number = isinstance(grace_seconds, int | float) and not isinstance(grace_seconds, bool)
     if not number or not 0 < grace_seconds <= threading.TIMEOUT_MAX:  # type: ignore[operator]
@@ -221,15 +218,15 @@ def read_grace(grace_seconds: object) -> float:
 
 
 def read_trust(trust: object) -> str | None:
-    """Whose checkpoints a job goes on from beside its own.
+    """Whose checkpoints a job accepts besides its own.
 
     Raises:
-        ValueError: no name of a group.
+        ValueError: not a group's name.
     """
     if trust is None or trust == ANYONE:
         return trust
     if isinstance(trust, str):
-        with contextlib.suppress(KeyError, ValueError):  # unknown; a NUL in it
+        with contextlib.suppress(KeyError, ValueError):  # unknown, or a NUL in it
             return grp.getgrnam(trust).gr_name
     raise ValueError(f'trust must be "anyone", the name of a group of this machine, or None, not {reprlib.repr(trust)}')
 
@@ -239,11 +236,11 @@ def _is_count(value: object, least: int) -> TypeGuard[int]:
 
 
 def _refuse_no_job(model: Any, optimizer: Any) -> None:
-    """Refuse what is no model, and no optimizer.
+    """Refuse what is not a model, or not an optimizer.
 
     Raises:
-        TypeError: one of them is of another kind.
-        ValueError: there is no model, one is given twice, or one has a name that no file can have.
+        TypeError: one has a wrong type.
+        ValueError: there is no model, one is given twice, or a name cannot be a file's.
     """
     models = as_models(model)
     optimizers = as_optimizers(optimizer, models)
@@ -280,7 +277,7 @@ def _refuse_twice(what: str, objects: Mapping[str, object]) -> None:
 
 
 def _warn_of_other_parameters(models: Mapping[str, nn.Module], optimizers: Mapping[str, Any]) -> None:
-    """It may be meant: parameters that no module has are saved as well. More often the model was made anew since."""
+    """Warn of parameters that no module has: they are saved, but most often the model was rebuilt since."""
     known = {id(parameter) for model in models.values() for parameter in model.parameters()}
     for name, optimizer in optimizers.items():
         own = [parameter for _, parameter in optimizer_parameters(models, optimizer)]
@@ -292,10 +289,10 @@ def _warn_of_other_parameters(models: Mapping[str, nn.Module], optimizers: Mappi
 
 
 def _refuse_no_directory(directory: object) -> None:
-    """Refuse what names no directory.
+    """Refuse what does not name a directory.
 
     Raises:
-        TypeError, ValueError: it is of another type; it names nothing.
+        TypeError, ValueError: it has a wrong type; it is empty.
     """
     text = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
     if not isinstance(text, str):
@@ -305,10 +302,10 @@ def _refuse_no_directory(directory: object) -> None:
 
 
 def _refuse_no_plan(plan: object) -> None:
-    """Refuse what is no plan, and no file.
+    """Refuse what is neither a plan nor a file.
 
     Raises:
-        TypeError, ValueError: it is of another type; it is the text "auto", misspelt.
+        TypeError, ValueError: it has a wrong type; it is "auto", misspelt.
     """
     says = 'plan must be "auto", a plan file\'s path, a Plan, or None'
     if plan is not None and not isinstance(plan, Plan | str | os.PathLike):
@@ -320,10 +317,10 @@ def _refuse_no_plan(plan: object) -> None:
 
 
 def _refuse_no_objects(state: object) -> None:
-    """Refuse what is no dictionary of further objects by name.
+    """Refuse what is not a dictionary of objects by name.
 
     Raises:
-        TypeError: it is of another type, or a name is no text.
+        TypeError: it has a wrong type, or a name is not a text.
     """
     if state is not None and not isinstance(state, Mapping):
         raise TypeError(
@@ -336,10 +333,10 @@ def _refuse_no_objects(state: object) -> None:
 
 
 def refuse_objects(objects: Mapping[str, object]) -> None:
-    """Refuse what cannot be saved and put back as ``state=``: by its methods, and by what it would save now.
+    """Refuse objects in ``state=`` that cannot be saved and restored, by their methods and their present state.
 
     Raises:
-        UnsupportedError: there is such; it is named.
+        UnsupportedError: names such an object.
     """
     for name, value in objects.items():
         if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
@@ -351,14 +348,14 @@ def refuse_objects(objects: Mapping[str, object]) -> None:
 
 
 def _refuse_unsaved(name: str, value: Any) -> None:
-    """Refuse an object whose state cannot be saved as it is now: the first checkpoint would find it out after hours.
+    """Refuse an object whose state cannot be saved now; otherwise the first checkpoint might fail after hours.
 
     Raises:
-        UnsupportedError: something in the state is of no known type; it is named as in ``state['loop']['best'][3]``.
+        UnsupportedError: names the part of unknown type, as ``state['loop']['best'][3]``.
     """
     try:
         state = value.state_dict()
-    except Exception as error:  # noqa: BLE001 - whatever users' code raises: it may be ready in training only
+    except Exception as error:  # noqa: BLE001 - users' code may be ready only in training
         logger.debug("state[%r] has no state yet: %s: %s", name, type(error).__name__, error)
         return
     try:
@@ -370,5 +367,5 @@ def _refuse_unsaved(name: str, value: Any) -> None:
 
 
 def _has_no_shape_yet(value: object) -> bool:
-    """Whether it is a module that its first forward completes."""
+    """Whether it is a lazy module, which its first forward completes."""
     return isinstance(value, nn.Module) and any(map(is_lazy, itertools.chain(value.parameters(), value.buffers())))
