@@ -69,11 +69,8 @@ def check_arguments(
     *, model: object, optimizer: object, loader: object, directory: object, plan: object, state: object,
     host_buffers: object, resume: object, hyperparameters: object, on_error: object, audit: object,
 ) -> None:  # fmt: skip
-    """Refuse what ``Checkpointer`` cannot work with.
-
-    Raises:
-        UnsupportedError: the loader is not one of checkflow's.
-        TypeError, ValueError: any other argument has a wrong type; is out of its range.
+    """Refuse what ``Checkpointer`` cannot work with. Raises UnsupportedError if the loader is not one of checkflow's;
+    TypeError or ValueError for any other argument.
     """
     _refuse_no_job(model, optimizer)
     if loader is not None and not isinstance(loader, ResumableLoader):
@@ -97,11 +94,7 @@ def check_arguments(
 
 
 def refuse_ranks() -> None:
-    """Refuse a job of several processes.
-
-    Raises:
-        UnsupportedError: torch.distributed has more than one rank.
-    """
+    """Refuse a job of several processes. Raises UnsupportedError."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and (ranks := distributed.get_world_size()) > 1:
         raise UnsupportedError(
@@ -111,11 +104,7 @@ def refuse_ranks() -> None:
 
 
 def read_asked(overhead: object, every: object, mtbf: object) -> Asked:
-    """How often to checkpoint, or what that may cost.
-
-    Raises:
-        ValueError: one is out of its range, or two contradict each other.
-    """
+    """How often to checkpoint, or what that may cost. Raises ValueError if two contradict each other."""
     share = read_share(overhead)
     if every is not None and mtbf is not None:
         raise ValueError("every says how often already: pass every or mtbf, not both")
@@ -143,11 +132,7 @@ def _read_time(name: str, text: str) -> float:
 
 
 def read_share(overhead: object) -> float:
-    """A share of training's time.
-
-    Raises:
-        ValueError: it is not one.
-    """
+    """A share of training's time. Raises ValueError."""
     number = isinstance(overhead, int | float) and not isinstance(overhead, bool)
     if not number or not 0 <= overhead <= sys.float_info.max:  # type: ignore[operator]
         raise ValueError(
@@ -157,11 +142,7 @@ def read_share(overhead: object) -> float:
 
 
 def read_size(extra_memory: object) -> int | None:
-    """Bytes, from a number or a text such as "2GB".
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Bytes, from a number or a text such as "2GB". Raises ValueError."""
     if extra_memory is None or _is_count(extra_memory, 0):
         return extra_memory
     if isinstance(extra_memory, str):
@@ -173,11 +154,7 @@ def read_size(extra_memory: object) -> int | None:
 
 
 def read_signals(signals: object) -> tuple[signal.Signals, ...]:
-    """The signals that end training, given by name.
-
-    Raises:
-        ValueError: something else, or a signal that cannot mean this.
-    """
+    """The signals that end training, given by name. Raises ValueError."""
     names = tuple(signals) if isinstance(signals, tuple | list | set | frozenset) else None
     if names is None or not all(name in HEEDED for name in names):
         raise ValueError(
@@ -188,11 +165,7 @@ def read_signals(signals: object) -> tuple[signal.Signals, ...]:
 
 
 def read_batches(batches: object) -> int:
-    """How many batches reached a step.
-
-    Raises:
-        ValueError: not a whole number of at least 0.
-    """
+    """How many batches reached a step. Raises ValueError."""
     try:
         count = -1 if isinstance(batches, bool) else operator.index(batches)  # type: ignore[arg-type]
     except TypeError:
@@ -203,11 +176,7 @@ def read_batches(batches: object) -> int:
 
 
 def read_grace(grace_seconds: object) -> float:
-    """Seconds from a signal to the end.
-
-    Raises:
-        ValueError: not a number above 0, or more than a thread can wait for.
-    """
+    """Seconds from a signal to the end. Raises ValueError."""
     number = isinstance(grace_seconds, int | float) and not isinstance(grace_seconds, bool)
     if not number or not 0 < grace_seconds <= threading.TIMEOUT_MAX:  # type: ignore[operator]
         raise ValueError(
@@ -218,11 +187,7 @@ def read_grace(grace_seconds: object) -> float:
 
 
 def read_trust(trust: object) -> str | None:
-    """Whose checkpoints a job accepts besides its own.
-
-    Raises:
-        ValueError: not a group's name.
-    """
+    """Whose checkpoints a job accepts besides its own. Raises ValueError."""
     if trust is None or trust == ANYONE:
         return trust
     if isinstance(trust, str):
@@ -236,12 +201,7 @@ def _is_count(value: object, least: int) -> TypeGuard[int]:
 
 
 def _refuse_no_job(model: Any, optimizer: Any) -> None:
-    """Refuse what is not a model, or not an optimizer.
-
-    Raises:
-        TypeError: one has a wrong type.
-        ValueError: there is no model, one is given twice, or a name cannot be a file's.
-    """
+    """Refuse what is not a model or optimizer, is given twice, or has a name that cannot be a file's."""
     models = as_models(model)
     optimizers = as_optimizers(optimizer, models)
     if not models:
@@ -289,11 +249,7 @@ def _warn_of_other_parameters(models: Mapping[str, nn.Module], optimizers: Mappi
 
 
 def _refuse_no_directory(directory: object) -> None:
-    """Refuse what does not name a directory.
-
-    Raises:
-        TypeError, ValueError: it has a wrong type; it is empty.
-    """
+    """Refuse what does not name a directory."""
     text = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
     if not isinstance(text, str):
         raise TypeError(f"directory must be a path of a directory for checkpoints, not {reprlib.repr(directory)}")
@@ -302,11 +258,7 @@ def _refuse_no_directory(directory: object) -> None:
 
 
 def _refuse_no_plan(plan: object) -> None:
-    """Refuse what is neither a plan nor a file.
-
-    Raises:
-        TypeError, ValueError: it has a wrong type; it is "auto", misspelt.
-    """
+    """Refuse what is neither a plan nor a file, such as a misspelt "auto"."""
     says = 'plan must be "auto", a plan file\'s path, a Plan, or None'
     if plan is not None and not isinstance(plan, Plan | str | os.PathLike):
         raise TypeError(f"{says}, not {reprlib.repr(plan)}")
@@ -317,11 +269,7 @@ def _refuse_no_plan(plan: object) -> None:
 
 
 def _refuse_no_objects(state: object) -> None:
-    """Refuse what is not a dictionary of objects by name.
-
-    Raises:
-        TypeError: it has a wrong type, or a name is not a text.
-    """
+    """Refuse what is not a dictionary of objects by name."""
     if state is not None and not isinstance(state, Mapping):
         raise TypeError(
             f"state is a {type(state).__name__}: pass a dict of objects by name, such as "
@@ -333,10 +281,8 @@ def _refuse_no_objects(state: object) -> None:
 
 
 def refuse_objects(objects: Mapping[str, object]) -> None:
-    """Refuse objects in ``state=`` that cannot be saved and restored, by their methods and their present state.
-
-    Raises:
-        UnsupportedError: names such an object.
+    """Refuse objects in ``state=`` that cannot be saved and restored, by their methods and their present state. Raises
+    UnsupportedError.
     """
     for name, value in objects.items():
         if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
@@ -348,11 +294,7 @@ def refuse_objects(objects: Mapping[str, object]) -> None:
 
 
 def _refuse_unsaved(name: str, value: Any) -> None:
-    """Refuse an object whose state cannot be saved now; otherwise the first checkpoint might fail after hours.
-
-    Raises:
-        UnsupportedError: names the part of unknown type, as ``state['loop']['best'][3]``.
-    """
+    """Refuse an object whose state cannot be saved now; otherwise the first checkpoint might fail after hours."""
     try:
         state = value.state_dict()
     except Exception as error:  # noqa: BLE001 - users' code may be ready only in training

@@ -57,11 +57,8 @@ class Parts:
 def read_plan(
     plan: Plan | str | os.PathLike[str] | None, every: int | None, check_plan: Callable[[Plan], object]
 ) -> Plan | None:
-    """The user's own plan; None: the job makes its own.
-
-    Raises:
-        PlanError: it is damaged, or its replay refutes it.
-        ValueError: ``every`` does not fit it.
+    """The user's own plan, replayed; None: the job makes its own. Raises PlanError, or ValueError if ``every`` does not
+    fit.
     """
     if plan is None or plan == "auto":
         return None
@@ -72,11 +69,8 @@ def read_plan(
 
 
 def check_job(job: Job, given: Plan | None) -> torch.device:
-    """Refuse a job that cannot be checkpointed, or not by this plan; returns the device that its state is copied from.
-
-    Raises:
-        UnsupportedError: something on the list of refusals.
-        MismatchError, PlanError: the plan was made for another job, or cannot be executed.
+    """Refuse a job that cannot be checkpointed, or not by this plan; returns the device that its state is
+    copied from.
     """
     device = compatibility.copied_device(job.models, job.optimizers)
     refuse_hidden_state(job.optimizers)
@@ -102,10 +96,6 @@ def assemble(
     Args:
         given: the user's own plan; None: the job makes its own.
         device: that state is copied from.
-
-    Raises:
-        StorageError, LockedError: the directory cannot be written, or another process writes there.
-        CheckflowError: the plan, or what the directory holds, does not fit the job.
     """
     asked, loader = arguments.asked, job.loader
     progress = Progress(loader)

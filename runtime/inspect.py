@@ -106,9 +106,6 @@ class Differences:
 def list_directory(directory: str | os.PathLike[str]) -> tuple[Listed, ...]:
     """All entries of a checkpoint directory, checkpoints first, newest first. For a single checkpoint, by path or as
     :func:`choose` takes it, only that.
-
-    Raises:
-        StorageError: it cannot be read, or does not exist.
     """
     root = Path(directory)
     if (one := _one_meant(root)) is not None:
@@ -205,10 +202,7 @@ def _size_of(path: Path) -> int:
 
 def choose(reference: str | os.PathLike[str]) -> Path:
     """The checkpoint that is meant: its own path, a directory of checkpoints (the newest), ``DIRECTORY@STEP``, or
-    ``DIRECTORY@best``, by the newest run's metric.
-
-    Raises:
-        StorageError: there is none.
+    ``DIRECTORY@best``, by the newest run's metric. Raises StorageError if there is none.
     """
     path = Path(reference)
     if not os.path.exists(path):
@@ -267,9 +261,6 @@ def compare(first: Path, second: Path, progress: Callable[[str], None] = lambda 
     """How two checkpoints differ: tensors by bytes and values, and everything else.
 
     Holds two tensors in memory at a time; every block that is read is verified.
-
-    Raises:
-        CorruptCheckpointError, MismatchError, StorageError: one is damaged, or cannot be read.
     """
     with open_checkpoint(first) as one, open_checkpoint(second) as other:
         ours, theirs = _names(one), _names(other)

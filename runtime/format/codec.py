@@ -52,9 +52,6 @@ class _Budget:
         self.spent_bytes, self._most_bytes = 0, most_bytes
 
     def take(self, size_bytes: int) -> None:
-        """Raises:
-        ValueError: it is more than there may be.
-        """
         self.spent_bytes += size_bytes
         if self.spent_bytes > self._most_bytes:
             raise ValueError("it would take far more memory than its size")
@@ -73,14 +70,12 @@ class _Budget:
 
 
 def encode(value: Any, *, name: str = "state", most_bytes: int = _ENCODED_BYTES) -> bytes:
-    """Encode a value so that :func:`decode` returns an equal one.
+    """Encode a value so that :func:`decode` returns an equal one. Raises UnsupportedError, which names what cannot be
+    saved, as ``state['scheduler']['f'][3]``.
 
     Args:
         name: what messages call the value.
         most_bytes: memory that its containers may take, beside what is in proportion to the size of the data.
-
-    Raises:
-        UnsupportedError: something in it cannot be saved; the message names it, as ``state['scheduler']['f'][3]``.
     """
     budget = _Budget()
     try:
@@ -93,11 +88,8 @@ def encode(value: Any, *, name: str = "state", most_bytes: int = _ENCODED_BYTES)
 
 
 def with_entry(data: bytes, key: str, value: Any) -> bytes:
-    """Add an entry to an encoded dictionary of fewer than 15 entries, as if :func:`encode` had been given it.
-
-    Raises:
-        UnsupportedError: as :func:`encode`.
-        ValueError: the data is not such a dictionary.
+    """Add an entry to an encoded dictionary of fewer than 15 entries, as if :func:`encode` had been given it. Raises
+    ValueError if the data is not such a dictionary.
     """
     if not 0x80 <= data[0] < 0x8F:  # msgpack's small map: its length in the low bits
         raise ValueError("no dictionary of less than 15 entries")
@@ -107,13 +99,10 @@ def with_entry(data: bytes, key: str, value: Any) -> bytes:
 
 
 def decode(data: bytes, *, name: str = "the extra state") -> Any:
-    """The value that was encoded.
+    """The value that was encoded. Raises CorruptCheckpointError if the data was not made by :func:`encode`.
 
     Args:
         name: what messages call the data.
-
-    Raises:
-        CorruptCheckpointError: the data was not made by :func:`encode`.
     """
     budget = _Budget(_DECODED_BYTES + _TIMES * len(data))
     return _decode(_unpack(data, name, budget), name, 0, budget)

@@ -137,15 +137,12 @@ class Layout:
 
 
 def make_layout(records: Sequence[TensorRecord], *, shard: int = 0, shards: int = 1) -> Layout:
-    """Place every tensor.
+    """Place every tensor. Raises UnsupportedError for a dtype, header or name that safetensors or a file system cannot
+    hold.
 
     Args:
         records: in any order; the result does not depend on it.
         shard, shards: this rank and the number of ranks, for the file names.
-
-    Raises:
-        UnsupportedError: safetensors cannot hold a dtype or the header, a name cannot be a file's or a key's, or a
-            record contradicts itself.
     """
     owners: dict[str, list[tuple[str, TensorRecord]]] = {}
     seen: set[str] = set()

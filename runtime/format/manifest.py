@@ -118,10 +118,8 @@ _FILES_ADAPTER: TypeAdapter[dict[str, FileEntry]] = TypeAdapter(Named[FileName, 
 
 
 def dumps(manifest: Manifest) -> bytes:
-    """The bytes of the manifest's file.
-
-    Raises:
-        UnsupportedError: ``info`` holds something that JSON lacks, or the whole is too large to be read back.
+    """The bytes of the manifest's file. Raises UnsupportedError if ``info`` is not JSON, or the whole is too large to
+    read back.
     """
     try:
         json.dumps(manifest.info, allow_nan=False)  # pydantic would write null
@@ -140,14 +138,11 @@ def is_whole(data: bytes) -> bool:
 
 
 def loads(data: bytes, name: str) -> Manifest:
-    """Read a manifest.
+    """Read a manifest. Raises CorruptCheckpointError if it was changed or contradicts itself, MismatchError for another
+    format.
 
     Args:
         name: the file's, for messages.
-
-    Raises:
-        CorruptCheckpointError: it was changed in any byte, or contradicts itself.
-        MismatchError: it is whole, but of a format that this version does not know.
     """
     text = _whole_text(data, name)
     try:
@@ -164,13 +159,8 @@ def loads(data: bytes, name: str) -> Manifest:
 
 
 def files_of(data: bytes, name: str) -> dict[str, FileEntry] | None:
-    """Only the files of a manifest, which is far faster than :func:`loads`, so that they can be read meanwhile.
-
-    Returns:
-        None: use :func:`loads`, which also says what is wrong.
-
-    Raises:
-        CorruptCheckpointError, MismatchError: as :func:`loads`.
+    """Only the files of a manifest, which is far faster than :func:`loads`, so that they can be read meanwhile. None:
+    use :func:`loads`, which also says what is wrong.
     """
     text = _whole_text(data, name)
     if (begin := _BEGIN.match(text)) is None:
@@ -318,11 +308,7 @@ def _overlap(pieces: tuple[Piece, ...]) -> bool:
 
 
 def to_info(info: Mapping[str, Any]) -> dict[str, Any]:
-    """``info`` as plain JSON values.
-
-    Raises:
-        UnsupportedError: JSON lacks such a value.
-    """
+    """``info`` as plain JSON values. Raises UnsupportedError."""
     try:
         plain = json.loads(json.dumps(dict(info), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:

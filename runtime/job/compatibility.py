@@ -28,10 +28,8 @@ Optimizers = Mapping[str, torch.optim.Optimizer]
 
 
 def check_every(every: int | None, interval: int) -> None:
-    """Refuse checkpoints at boundaries that the plan does not capture.
-
-    Raises:
-        ValueError: ``every`` is no multiple of the plan's interval; the message names near values that are.
+    """Refuse checkpoints at boundaries that the plan does not capture. Raises ValueError if ``every`` is no multiple of
+    the plan's interval.
     """
     if every is not None and every % interval:
         below = every - every % interval
@@ -52,10 +50,8 @@ def round_every(every: int | None, interval: int) -> int | None:
 
 
 def copied_device(models: Models, optimizers: Optimizers) -> torch.device:
-    """The device that a job's state is copied from: its GPU, or the CPU if no state is on a GPU.
-
-    Raises:
-        UnsupportedError: state that no copy engine can copy, or that other processes may write.
+    """The device that a job's state is copied from: its GPU, or the CPU if no state is on a GPU. Raises
+    UnsupportedError for state that no copy engine can copy, or that other processes may write.
     """
     state = collect_state(models, optimizers)
     _refuse_shared(state)
@@ -77,10 +73,8 @@ def _refuse_shared(state: TrainingState) -> None:
 
 
 def refuse_other_memory(state: TrainingState, device: torch.device) -> None:
-    """Refuse state tensors that are neither in host memory nor on this device: nothing would order their copies.
-
-    Raises:
-        UnsupportedError: names such a tensor.
+    """Refuse state tensors that are neither in host memory nor on this device: nothing would order their copies. Raises
+    UnsupportedError.
     """
     for item in state.tensors:
         tensor = item.tensor
@@ -115,15 +109,12 @@ def implementations(models: Models, optimizers: Optimizers) -> dict[str, str]:
 
 
 def refuse_other_job(plan: Plan, state: TrainingState, optimizers: Mapping[str, str], *, resumed: bool = False) -> None:
-    """Compare existing state and the optimizers' implementations with the plan's fingerprint.
+    """Compare existing state and the optimizers' implementations with the plan's fingerprint. Raises MismatchError.
 
     Args:
         optimizers: name to implementation.
         resumed: the job resumed from a checkpoint. Then optimizer state that the plan lacks (a parameter was unfrozen)
             is accepted, as it was in the run that made it.
-
-    Raises:
-        MismatchError: the plan was made for another job; the message says what differs.
     """
     if resumed:
         planned = {spec.name for spec in plan.fingerprint.state}

@@ -57,11 +57,8 @@ def ask(job: Job) -> Asked:
 
 
 def placed(job: Job, asked: Asked, extra: Mapping[str, Any], *, script: bool) -> Mapping[str, Any]:
-    """A checkpoint's extra state; if ``script``, with the script's seeds for what has not begun.
-
-    Raises:
-        MismatchError: the loader's seed differs and the script's is not asked for; or an epoch's position is counted in
-            batches of another size.
+    """A checkpoint's extra state; if ``script``, with the script's seeds for what has not begun. Raises MismatchError
+    if the loader's seed differs without ``script``, or an epoch's position counts batches of another size.
     """
     then, loader = _then(extra), extra["loader"] or {}
     if loader.get("way") == "skip" and loader["position"] and not loader["over"] and _changed(_BATCH, asked, then):

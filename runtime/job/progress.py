@@ -126,11 +126,7 @@ class Progress:
         }
 
     def resume(self, extra: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`capture` returned.
-
-        Raises:
-            MismatchError: the loader is another one.
-        """
+        """Continue from what :meth:`capture` returned. Raises MismatchError if the loader is another one."""
         self.epoch, self.position, self._generators = extra["epoch"], extra["position"], extra["generators"]
         self.turns = self.turn = extra["turns"] if "turns" in extra else extra["iteration"]
         self._loader_epoch = extra["loader"]["epoch"] if extra["loader"] is not None else 0

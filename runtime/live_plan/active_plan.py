@@ -33,9 +33,6 @@ class PlanInPlace:
         execute: installs a plan's hooks in the job.
         every: iterations from one checkpoint to the next, if the user asked for that.
         read_peak: the peak of allocated device memory in bytes, if known.
-
-    Raises:
-        PlanError, MismatchError, StorageError: as :class:`.snapshot.executor.Execution`.
     """
 
     def __init__(

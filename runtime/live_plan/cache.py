@@ -54,11 +54,7 @@ class PlanCache:
         return None
 
     def file(self, fingerprint: Fingerprint) -> Path:
-        """Where to write the plan of such a job; the folder is made, durably.
-
-        Raises:
-            StorageError: it cannot be made.
-        """
+        """Where to write the plan of such a job; the folder is made, durably."""
         try:
             root = fs.open_folder(str(self._directory))
             try:

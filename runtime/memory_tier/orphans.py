@@ -82,11 +82,7 @@ class Left:
 
 
 def list_left() -> tuple[Left, ...]:
-    """All jobs' folders in this machine's shared memory, of living and dead jobs, the oldest first.
-
-    Raises:
-        StorageError: there is no shared memory.
-    """
+    """All jobs' folders in this machine's shared memory, of living and dead jobs, the oldest first."""
     try:
         names = fs.folder_names(str(records.ROOT))
     except OSError as error:
@@ -195,12 +191,7 @@ def find_left(directory: Path, wait_seconds: float = 0.0) -> Path:
 
 
 def read_mark(directory: Path) -> Mark:
-    """The mark beside the checkpoints.
-
-    Raises:
-        CorruptCheckpointError: it is damaged, or not a regular file.
-        OSError: it is missing, or cannot be read now.
-    """
+    """The mark beside the checkpoints. Raises CorruptCheckpointError, or OSError if it is missing or unreadable now."""
     path = directory / MARK
     try:
         with fs.folder(str(directory.resolve())) as beside:
@@ -210,11 +201,7 @@ def read_mark(directory: Path) -> Mark:
 
 
 def read_records(folder: int) -> dict[int, Record]:
-    """The whole records, by buffer.
-
-    Raises:
-        OSError: one cannot be read now.
-    """
+    """The whole records, by buffer. Raises OSError if one is unreadable now."""
     found = {}
     for name in fs.names(folder):
         if (match := _RECORD.fullmatch(name)) is not None:
@@ -226,11 +213,8 @@ def read_records(folder: int) -> dict[int, Record]:
 
 
 def read_kept(folder: int, name: str, most_bytes: int) -> bytes:
-    """A file of such a folder.
-
-    Raises:
-        CorruptCheckpointError: it is missing, or not a regular file of this size.
-        OSError: it cannot be read now.
+    """A file of such a folder. Raises CorruptCheckpointError if it is missing or of another size, OSError if unreadable
+    now.
     """
     try:
         fd = fs.open_read(name, dir_fd=folder)
@@ -268,11 +252,7 @@ def _user_of(folder: int) -> str:
 
 
 def understood(path: Path, adapter: TypeAdapter[_T], data: bytes) -> _T:
-    """Parse a file's content.
-
-    Raises:
-        CorruptCheckpointError: it is not valid.
-    """
+    """Parse a file's content. Raises CorruptCheckpointError."""
     try:
         return adapter.validate_json(data)
     except ValidationError as error:

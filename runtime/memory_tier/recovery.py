@@ -107,13 +107,11 @@ class Reclaimed:
 
 
 def reclaim(store: Store, mode: str | int) -> Reclaimed:
-    """Put the previous run's last capture on storage, and older ones that retention would keep.
+    """Put the previous run's last capture on storage, and older ones that retention would keep. Raises StorageError or
+    LockedError if a capture cannot be read or written, or ``mode`` is "never"; it stays where it is.
 
     Args:
         mode: how the job resumes; if by a step, that step's capture is put there, too.
-
-    Raises:
-        StorageError, LockedError: a capture cannot be read or written, or ``mode`` is "never". It stays where it is.
     """
     path = _folder_of(store.directory)
     _tidy(path, store.directory)
@@ -226,12 +224,7 @@ def _worth_keeping(store: Store, left: Iterable[Record]) -> frozenset[int]:
 
 
 def _load(folder: int, index: int, record: Record) -> tuple[Layout, bytes, mmap.mmap]:
-    """A capture's layout, extra state and bytes.
-
-    Raises:
-        CorruptCheckpointError: they do not match its record.
-        OSError: they cannot be read now.
-    """
+    """A capture's layout, extra state and bytes. Raises CorruptCheckpointError if they do not match its record."""
     data = read_kept(folder, f"layout-{record.layout}.json", MAX_MANIFEST_BYTES)
     extra = read_kept(folder, f"buffer-{index}.extra", MAX_EXTRA_BYTES)
     if (xxhash.xxh3_128_hexdigest(data), xxhash.xxh3_128_hexdigest(extra)) != (record.layout, record.extra):

@@ -97,10 +97,8 @@ class StagingBuffers:
         self._changed = threading.Condition(self._mutex)
 
     def grow(self, size_bytes: int) -> None:
-        """Make the buffers at least this large. If they are smaller, wait until all are free and replace them.
-
-        Raises:
-            StorageError: there is not enough memory; no buffers are left.
+        """Make the buffers at least this large. If they are smaller, wait until all are free and replace them. After a
+        StorageError (not enough memory) there are no buffers.
         """
         wanted_bytes = max(size_bytes, 1)
         if wanted_bytes <= self.size_bytes:
@@ -139,11 +137,7 @@ class StagingBuffers:
         ]
 
     def take(self) -> StagingBuffer:
-        """Wait for a free buffer and take it. Its content is void from now on.
-
-        Raises:
-            StorageError: the memory tier cannot void its record.
-        """
+        """Wait for a free buffer and take it. Its content is void from now on."""
         with self._mutex:
             while not self._free:
                 self._changed.wait()
@@ -273,11 +267,7 @@ def _private(size_bytes: int, node: int | None) -> mmap.mmap:
 
 
 def _allocated(locking: Locking, index: int, size_bytes: int) -> StagingBuffer:
-    """Memory that the device's runtime allocates, and frees with the last view of it.
-
-    Raises:
-        CheckflowError: the runtime refuses.
-    """
+    """Memory that the device's runtime allocates, and frees with the last view of it."""
     address = locking.allocate_host(size_bytes)
     memory = (ctypes.c_char * size_bytes).from_address(address)
     weakref.finalize(memory, _free, locking, address).atexit = False  # the runtime ends first and frees it

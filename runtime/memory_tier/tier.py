@@ -144,10 +144,8 @@ class MemoryTier:
             logger.warning("captures in host memory end with the process, and storage is what is left then: %s", reason)
 
     def forget(self, index: int) -> None:
-        """Void a buffer's record, before the buffer is overwritten.
-
-        Raises:
-            StorageError: the record stays, so the buffer must not be written.
+        """Void a buffer's record, before the buffer is overwritten. After a StorageError the buffer must not be
+        written.
         """
         if not self._is_mine:
             return
@@ -308,12 +306,7 @@ class MemoryTier:
 
 
 def _refuse_too_much(size_bytes: int) -> None:
-    """Leave others their part of shared memory.
-
-    Raises:
-        StorageError: it would be more than half of what is free, or the system has no shared memory there.
-        OSError: the system refuses.
-    """
+    """Leave others their part of shared memory. Raises StorageError if this is more than half of what is free."""
     room = os.statvfs(records.ROOT)
     if (kind := fs.file_system(records.ROOT)[0]) not in (None, "tmpfs"):
         raise StorageError(f"{records.ROOT} is no shared memory, but {kind}")

@@ -30,11 +30,7 @@ FIRST_AUDITS = 3  # of each plan
 
 
 def make_engine(device: torch.device) -> tuple[CopyEngine, Locking | None]:
-    """The copy engine for a device, and what locks host memory for it.
-
-    Raises:
-        CheckflowError: the CUDA runtime is missing or fails.
-    """
+    """The copy engine for a device, and what locks host memory for it."""
     if device.type == "cpu":
         return HostCopyEngine(), None
     from checkflow.runtime.transfer.cuda import CudaCopyEngine
@@ -53,9 +49,6 @@ class Saving:
         host_buffers: number of staging buffers.
         audit: every how many captures to audit; 0: only the first ones.
         base: the step that the job resumed from, and the run that made it.
-
-    Raises:
-        CheckflowError: the GPU cannot be copied from.
     """
 
     def __init__(
@@ -101,9 +94,6 @@ class Saving:
         Args:
             durable: whether storage should take it soon; otherwise it stays in host memory until a newer capture
                 replaces it or the job ends.
-
-        Raises:
-            CheckflowError: as :meth:`.snapshot.capturer.Capturer.begin`.
         """
         audit = execution.captures < FIRST_AUDITS or (self._audit_every and self.captures % self._audit_every == 0)
         # One is gathered, one committed, none queues: that bounds what a failure can cost. The number of captures

@@ -18,11 +18,7 @@ _PART_BYTES = 8388608  # copied at a time of an array that is not row-major
 
 
 def describe(name: str, array: Array) -> TensorRecord:
-    """How an array is stored, without reading its values.
-
-    Raises:
-        UnsupportedError: safetensors has no such type.
-    """
+    """How an array is stored, without reading its values. Raises UnsupportedError if safetensors has no such type."""
     tensor = _is_tensor(array)
     if not tensor and not isinstance(array, np.ndarray):
         raise UnsupportedError(f"{name} is a {type(array).__name__}, not a numpy array or a torch tensor")
@@ -79,11 +75,7 @@ def _parts(array: Array, size_bytes: int) -> Iterator[Array]:
 def from_bytes(
     data: bytearray | np.ndarray[Any, Any], dtype: str, shape: tuple[int, ...], kind: Kind, name: str
 ) -> Array:
-    """An array over ``data``, which is not copied.
-
-    Raises:
-        UnsupportedError: numpy has no such type.
-    """
+    """An array over ``data``, which is not copied. Raises UnsupportedError if numpy has no such type."""
     flat = np.frombuffer(data, np.uint8)
     if kind == "torch":
         import torch
@@ -95,11 +87,7 @@ def from_bytes(
 
 
 def numpy_type(dtype: str, name: str) -> np.dtype[Any]:
-    """numpy's type for a torch dtype's name.
-
-    Raises:
-        UnsupportedError: there is none.
-    """
+    """numpy's type for a torch dtype's name. Raises UnsupportedError if there is none."""
     try:
         return np.dtype(dtype)
     except TypeError:

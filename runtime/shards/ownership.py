@@ -143,11 +143,8 @@ class Version:
 
 
 def checked_ids(name: str, table: Table, rank: int, world_size: int) -> Ids:
-    """The ids of a shard's part of a table, as int64.
-
-    Raises:
-        UnsupportedError: they are not integers of one dimension, are another shard's, occur twice, or do not match the
-            number of rows.
+    """The ids of a shard's part of a table, as int64. Raises UnsupportedError if they are invalid, another shard's, not
+    unique, or do not match the rows.
     """
     given = np.asarray(table.ids)
     if not given.size:

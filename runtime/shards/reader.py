@@ -163,12 +163,7 @@ def _path(directory: str | os.PathLike[str], step: int | None) -> Path:
 
 
 def _tables(manifest: Manifest, path: Path) -> dict[str, TableInfo]:
-    """The information on tables.
-
-    Raises:
-        MismatchError: there is none: the version was not saved by shards.
-        CorruptCheckpointError: it does not fit the tensors.
-    """
+    """The information on tables. Raises MismatchError if the version was not saved by shards."""
     if INFO not in manifest.info:
         raise MismatchError(f"{path} was not saved by shards: restore it with checkflow.Checkpointer")
     try:

@@ -111,11 +111,8 @@ def post(root: int, run_id: str, world_size: int, attempt: Attempt) -> None:
 
 
 def collect(folder: int, attempt: str, world_size: int, wait_seconds: float, own: Record) -> tuple[Record, ...]:
-    """Every rank's record, by rank, once all have left one.
-
-    Raises:
-        MissingShardsError: some have not in time.
-        StorageError: a rank failed, with that rank's message.
+    """Every rank's record, by rank, once all have left one. Raises MissingShardsError, or StorageError with a failed
+    rank's message.
     """
     found = {0: own}
 

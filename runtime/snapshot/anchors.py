@@ -55,7 +55,7 @@ class Sightings:
 
 
 class AnchorHooks:
-    """The hooks of one job.
+    """The hooks of one job. Raises MismatchError if the job lacks what a key names.
 
     Args:
         fire: called with each key in ``keys`` when it is reached, and with every optimizer's pre- and post-step.
@@ -67,9 +67,6 @@ class AnchorHooks:
         on_repeated: called with an optimizer's name before it runs its closure again, or after a step that never ran
             it.
         sightings: what earlier hooks of the job have seen.
-
-    Raises:
-        MismatchError: a key names a module, parameter or optimizer that the job does not have.
     """
 
     def __init__(

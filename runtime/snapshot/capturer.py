@@ -102,9 +102,6 @@ class Capturer:
         known_to_fit: whether the job was compared with the plan already; otherwise the first capture does it.
         resumed: whether the job resumed from a checkpoint.
         at_boundary: copy everything at the boundary, whatever the plan says.
-
-    Raises:
-        StorageError: no host memory for the staging buffers.
     """
 
     def __init__(
@@ -162,9 +159,6 @@ class Capturer:
 
         Args:
             optimizers: name to implementation, compared with the plan's fingerprint at the first capture.
-
-        Raises:
-            MismatchError, StorageError: as :meth:`begin`.
         """
         state = self._walk.current()
         if self._chunk_map is not None and state is self._chunk_map.state:
@@ -185,14 +179,11 @@ class Capturer:
         audit: bool,
         optimizers: Mapping[str, str],
     ) -> float:
-        """Start the capture of this instant; returns the seconds waited for a free staging buffer.
+        """Start the capture of this instant; returns the seconds waited for a free staging buffer. Raises MismatchError
+        if the plan was made for another job, StorageError if the state has grown beyond host memory.
 
         Args:
             optimizers: as for :meth:`prepare`.
-
-        Raises:
-            MismatchError: at the first capture: the plan was made for another job.
-            StorageError: the state has grown, and there is no host memory for larger buffers.
         """
         audit = self.prepare(optimizers) or audit
         chunk_map = self._chunk_map
@@ -271,10 +262,8 @@ class Capturer:
         self.reached(BOUNDARY)
 
     def require(self, chunks: Sequence[int]) -> None:
-        """Make these chunks safe now, whatever the plan says: their tensors may be written next.
-
-        Raises:
-            ConsistencyError: one was written already, by its version counter.
+        """Make these chunks safe now, whatever the plan says: their tensors may be written next. Raises
+        ConsistencyError if one was written already, by its version counter.
         """
         if self._capture is None:
             return
@@ -286,11 +275,7 @@ class Capturer:
         self._engine.wait(live)
 
     def require_after_step(self) -> None:
-        """An optimizer has stepped: the loop may now write tensors that no operator writes, settled ones apart.
-
-        Raises:
-            ConsistencyError: as :meth:`require`.
-        """
+        """An optimizer has stepped: the loop may now write tensors that no operator writes, settled ones apart."""
         chunks = self._plan.chunks
         self.require([chunk for chunk in self._program.after_step if chunks[chunk].tensor not in self.settled])
 

@@ -36,9 +36,6 @@ def make_chunk_map(plan: Plan, state: TrainingState, source: torch.device, *, at
     Args:
         source: the device from whose memory the plan's chunks leave.
         at_boundary: copy everything at the boundary, whatever the plan says.
-
-    Raises:
-        UnsupportedError: as :func:`.format.layout.make_layout`.
     """
     deadlines, last = plan.deadlines, plan.horizon_steps
     live = {item.name: item for item in state.tensors}
@@ -93,11 +90,7 @@ def _log_unknown(plan: Plan, others: list[StateTensor]) -> None:
 
 
 def planned_records(plan: Plan) -> list[TensorRecord]:
-    """The state tensors that a plan expects, row-major.
-
-    Raises:
-        UnsupportedError: a dtype that files cannot hold.
-    """
+    """The state tensors that a plan expects, row-major."""
     records = []
     for spec in plan.fingerprint.state:
         if spec.dtype not in STORED_TYPES:

@@ -59,7 +59,8 @@ class Listener(Protocol):
 
 
 class Execution:
-    """One plan in one job, from the boundary at which it is installed.
+    """One plan in one job, from the boundary at which it is installed. Raises MismatchError if the job lacks an anchor
+    of the plan.
 
     Args:
         program: the plan, compiled.
@@ -68,10 +69,6 @@ class Execution:
         raising: whether a fault is raised inside the user's loop, after it was handled.
         known_to_fit, resumed: as for :class:`.capturer.Capturer`.
         sightings: what is known of the job's anchors; outlives one plan.
-
-    Raises:
-        MismatchError: the plan has an anchor that the job does not have.
-        StorageError: no host memory for the staging buffers.
     """
 
     def __init__(

@@ -56,16 +56,14 @@ def compile_plan(
     blind: bool = False,
     undated_at_boundary: bool = False,
 ) -> Program:
-    """Turn the steps of a plan into the work of anchors.
+    """Turn the steps of a plan into the work of anchors. Raises PlanError for a plan of operator granularity, which
+    eager training cannot follow.
 
     Args:
         silent: anchors that do not fire; their work moves to the last firing anchor before them that has work, and so a
             hook.
         blind: no anchor shows when optimizers step: everything is due at the boundary.
         undated_at_boundary: tensors that no operator writes are due at the boundary, too.
-
-    Raises:
-        PlanError: the plan has operator granularity, which eager training cannot follow.
     """
     if plan.granularity != "segment":
         raise PlanError(f"a plan of {plan.granularity} granularity cannot be executed: plan with --granularity segment")

@@ -226,11 +226,7 @@ def capture_extra(walk: StateWalk, optimizers: Optimizers, objects: Mapping[str,
 def refuse_extra_mismatch(
     extra: Mapping[str, Any], models: Models, optimizers: Optimizers, objects: Mapping[str, Stateful]
 ) -> None:
-    """Compare what :func:`capture_extra` returned with the job, before anything is restored.
-
-    Raises:
-        MismatchError: a part of the job is not in the checkpoint, or the reverse.
-    """
+    """Compare what :func:`capture_extra` returned with the job, before anything is restored. Raises MismatchError."""
     for what, have, saved in (
         ("the extra state of module {!r}", dict(modules_with_extra_state(models)), extra["modules"]),
         ("optimizer {!r}", optimizers, extra["optimizers"]),
@@ -367,9 +363,6 @@ def make_lazy_state(
         parameters: all that the optimizer updates, by name.
         on_host: whether it lies in host memory, wherever its parameter does; None: decided as torch does for step
             counters.
-
-    Raises:
-        MismatchError: the optimizer has no such parameter.
     """
     parameter, key = _place_of(name, parameters)
     if on_host is None:
@@ -386,11 +379,7 @@ def make_lazy_state(
 def share_lazy_state(
     name: str, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], tensor: torch.Tensor
 ) -> None:
-    """:func:`make_lazy_state` with an existing tensor that several parameters share, such as a step counter.
-
-    Raises:
-        MismatchError: as there.
-    """
+    """:func:`make_lazy_state` with an existing tensor that several parameters share, such as a step counter."""
     parameter, key = _place_of(name, parameters)
     optimizer.state[parameter][key] = tensor
 

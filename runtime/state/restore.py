@@ -96,17 +96,13 @@ def resume_from(
     host_tensors: Collection[str] | None = (),
     place: Callable[[_Extra], None] = lambda extra: None,
 ) -> Resumed | None:
-    """Restore what ``Checkpointer(resume=mode)`` asks for; None if the job starts anew.
+    """Restore what ``Checkpointer(resume=mode)`` asks for; None if the job starts anew. Raises StorageError if the mode
+    demands a checkpoint that does not exist; after other errors a changed job is marked.
 
     Args:
         host_tensors: as for :func:`restore`.
         place: given the extra state, moves the loop to where the checkpoint was made, before state is changed; or
             raises MismatchError. Called again for an older checkpoint if a newer one turns out to be damaged.
-
-    Raises:
-        StorageError: what the mode demands does not exist.
-        MismatchError, CorruptCheckpointError: as :func:`restore`. If the job's state was changed already, the message
-            says so, and the job is marked.
     """
     begun = half_restored.is_marked(models, optimizers)
     found = _Restore((models, optimizers, objects, host_tensors), place, begun=begun)

@@ -46,17 +46,13 @@ class Watcher:
 
 
 def read_blocks(blocks: Sequence[Block], use: Use, *, threads: int = THREADS, watcher: Watcher | None = None) -> None:
-    """Read and verify blocks.
+    """Read and verify blocks. Raises CorruptCheckpointError for the first damaged block that was read, or StorageError.
+    Others may have been used already.
 
     Args:
         use: called by several threads, in no order, with each block's number in ``blocks`` and its bytes, which are
             valid during the call only. What it raises is raised here.
         threads: at most.
-
-    Raises:
-        CorruptCheckpointError: names the first damaged block of those that were read. Others may have been used
-            already.
-        StorageError: one cannot be read.
     """
     if not blocks:
         return
@@ -71,11 +67,7 @@ def read_blocks(blocks: Sequence[Block], use: Use, *, threads: int = THREADS, wa
 
 
 def read_one(file: OpenFile, block: int) -> memoryview:
-    """Read and verify a block into memory of its own.
-
-    Raises:
-        CorruptCheckpointError, StorageError: as :func:`read_blocks`.
-    """
+    """Read and verify a block into memory of its own."""
     with _around_the_cache([(file, block)]) as direct:
         size = memory_bytes(file, block)
         return read_block(file, block, scratch(size, large_pages=size == BLOCK_BYTES), direct.get(file.fd))
@@ -135,11 +127,7 @@ class Ahead(Watcher):
         self._reading = threads
 
     def looked(self, number: int) -> bytes | None:
-        """The result of ``look`` for a block; None if no thread has it.
-
-        Raises:
-            CorruptCheckpointError, StorageError: as :func:`read_blocks`; nothing was used, and this must be closed.
-        """
+        """The result of ``look`` for a block; None if no thread has it."""
         if number >= min(self._looks, self._reading) or not self._is_here:
             return None
         while number not in self._seen:

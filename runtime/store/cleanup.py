@@ -41,9 +41,6 @@ def settle(root: int, void: set[str], sync: Callable[[int], None], warn: Warn, w
         void: checkpoints whose names are not durable: they are removed, and taken out of this set.
         sync: makes the names in ``root`` durable.
         warn: called for what cannot be removed, which is not an error.
-
-    Raises:
-        OSError: an exchanged checkpoint cannot be brought back, or not durably.
     """
     for name in sorted(void):
         if fs.exists(name, dir_fd=root):
@@ -80,11 +77,7 @@ def remove_quietly(root: int, name: str, warn: Warn, waits: Waits) -> None:
 
 
 def retire(root: int, name: str, warn: Warn, waits: Waits) -> bool:
-    """Delete a checkpoint; False if a reader holds it and is waited for.
-
-    Raises:
-        OSError: it stays, whole.
-    """
+    """Delete a checkpoint; False if a reader holds it and is waited for. After an OSError it stays, whole."""
     with claimed(name, MANIFEST, dir_fd=root) as unread:
         if not unread and waits(name):
             return False

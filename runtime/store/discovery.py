@@ -23,11 +23,7 @@ logger = logging.getLogger("checkflow")
 
 
 def find(directory: str | os.PathLike[str]) -> tuple[Path, ...]:
-    """Paths of the checkpoints in a directory, newest (highest step) first. Reads names only.
-
-    Raises:
-        StorageError: the directory cannot be read.
-    """
+    """Paths of the checkpoints in a directory, newest (highest step) first. Reads names only."""
     root = Path(directory)
     try:
         found = [(step, name) for name in fs.folder_names(str(root)) if (step := parse_step(name)) is not None]
@@ -37,11 +33,7 @@ def find(directory: str | os.PathLike[str]) -> tuple[Path, ...]:
 
 
 def open_verified(path: Path, trust: Trust | None = None) -> Checkpoint:
-    """Open a checkpoint after verifying every byte.
-
-    Raises:
-        CorruptCheckpointError, ForeignError, MismatchError, StorageError: as :func:`.reader.open_checkpoint`.
-    """
+    """Open a checkpoint after verifying every byte."""
     checkpoint = open_checkpoint(path, trust=trust)
     try:
         checkpoint.verify()
@@ -54,10 +46,8 @@ def open_verified(path: Path, trust: Trust | None = None) -> Checkpoint:
 def find_valid(directory: str | os.PathLike[str]) -> Checkpoint | None:
     """The newest checkpoint of a directory that is whole, byte for byte; nothing is renamed.
 
-    A checkpoint that a running job's retention deletes meanwhile is skipped.
-
-    Raises:
-        StorageError: the directory, or every candidate, cannot be read.
+    A checkpoint that a running job's retention deletes meanwhile is skipped. Raises StorageError if every candidate is
+    unreadable.
     """
     passed: list[Path] = []
 
@@ -96,11 +86,7 @@ def recover(store: Store) -> Checkpoint | None:
     """The newest checkpoint that is whole, byte for byte, for a job to resume from; None if there is none.
 
     (10) A damaged one is set aside (``.broken-…``) and the next older one is taken. An unreadable one is skipped.
-
-    Raises:
-        MismatchError: the newest has a format that this version does not know.
-        StorageError: checkpoints exist but none can be read, so starting from scratch would be wrong; or one is another
-            user's.
+         Raises StorageError if checkpoints exist but none can be read, so that starting from scratch would be wrong.
     """
     return _newest_valid(store.checkpoints(), lambda path, error: refuse(store, path, error), store.trust)
 

@@ -351,9 +351,6 @@ def glance(path: Path, *, shared: bool = True, trust: Trust | None = None) -> Ma
         shared: False: take no lock, for the one writer, who alone deletes. A loader worker forked just then would keep
             the lock, and the checkpoint, as long as it lives.
         trust: as for :func:`open_all`.
-
-    Raises:
-        CorruptCheckpointError, MismatchError, StorageError: as :func:`open_checkpoint`.
     """
     manifest, opened = open_all(path, passing=True, shared=shared, trust=trust)
     close_all(opened)

@@ -31,15 +31,12 @@ _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 class DirectoryLock:
-    """Held from construction to :meth:`release` or the end of the process.
+    """Held from construction to :meth:`release` or the end of the process. Raises LockedError, which names the holder
+    if it is known, or StorageError if the file system has no locks.
 
     Args:
         wait_seconds: how long to retry while another process holds it: a restarted job may meet its dying predecessor.
         mode, group: of the lock file, see :func:`.fs.open_lock`.
-
-    Raises:
-        LockedError: another process holds the lock; the message names it if it is known.
-        StorageError: the lock file cannot be made, or the file system has no locks.
     """
 
     def __init__(self, directory: Path, *, wait_seconds: float = 5.0, mode: int = 0o600, group: int = -1) -> None:
@@ -64,11 +61,8 @@ class DirectoryLock:
         _held.discard(self)
 
     def renew(self) -> None:
-        """Check that the lock is still held: somebody may have deleted its file.
-
-        Raises:
-            LockedError: another process has locked the directory since.
-            StorageError: as at the start.
+        """Check that the lock is still held: somebody may have deleted its file. Raises LockedError if another process
+        has locked the directory since.
         """
         if self._fd is None or fs.is_at(self._fd, str(self._path)):
             return
@@ -93,10 +87,7 @@ class DirectoryLock:
 def share(fd: int) -> None:
     """Mark an open manifest's checkpoint as being read, until the descriptor is closed.
 
-    Does nothing on a file system without locks.
-
-    Raises:
-        BlockingIOError: it is being deleted.
+    Does nothing on a file system without locks. Raises BlockingIOError if it is being deleted.
     """
     try:
         fs.flock_shared(fd)

@@ -134,11 +134,7 @@ class Checkpoint:
 
     @property
     def extra_bytes(self) -> bytes:
-        """The content of ``state.msgpack``, verified.
-
-        Raises:
-            CorruptCheckpointError, StorageError: as :meth:`read_into`.
-        """
+        """The content of ``state.msgpack``, verified."""
         extra, self._extra = self._extra, None  # it may be large
         return self._read_extra() if extra is None else extra
 
@@ -156,16 +152,12 @@ class Checkpoint:
         return math.prod(tensor.shape) * STORED_TYPES[tensor.dtype].element_bytes
 
     def read_into(self, name: str, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the row-major bytes of a tensor, verified.
+        """Fill ``buffer`` with the row-major bytes of a tensor, verified. Raises KeyError, CorruptCheckpointError or
+        StorageError.
 
         Args:
             name: a state tensor's, or a further name of one (see ``ties``).
             buffer: writable, contiguous, of ``size_bytes(name)`` bytes. After an error its content is void.
-
-        Raises:
-            KeyError: the checkpoint has no such tensor.
-            CorruptCheckpointError: the file is damaged.
-            StorageError: the file cannot be read.
         """
         tensor, out = self._tensor(name), buffer.cast("B")
         if len(out) != self.size_bytes(name):
@@ -239,9 +231,6 @@ class Checkpoint:
         Args:
             piece: of this checkpoint's manifest; rows count along its first dimension.
             buffer: as for :meth:`read_into`, a whole number of rows.
-
-        Raises:
-            CorruptCheckpointError, StorageError: as :meth:`read_into`.
         """
         stored, out = self._stored[piece.file][piece.key], buffer.cast("B")
         begin = stored.begin + (first * ((stored.end - stored.begin) // piece.lengths[0]) if first else 0)
@@ -250,14 +239,11 @@ class Checkpoint:
         self._read(self._file(piece.file), begin, out)
 
     def verify(self, progress: Callable[[int], None] = lambda size_bytes: None) -> None:
-        """Compare every byte of every file with its checksum, in several threads.
+        """Compare every byte of every file with its checksum, in several threads. Raises CorruptCheckpointError or
+        StorageError.
 
         Args:
             progress: called by these threads with the size of each verified block.
-
-        Raises:
-            CorruptCheckpointError: a file is damaged.
-            StorageError: a file cannot be read.
         """
         self._verify(self._blocks(), progress)
 

@@ -19,11 +19,7 @@ _UNRANKED = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # JSON has no
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules of one run.
-
-    Raises:
-        ValueError: one is out of its range; the message has one line.
-    """
+    """The rules of one run. Raises ValueError, in one line, if one is out of its range."""
 
     keep_latest: int = MIN_COMPLETE
     keep_epochs: bool | int = 1
@@ -159,22 +155,14 @@ def read_metrics(info: Mapping[str, Any]) -> dict[str, float]:
 
 
 def check_name(what: str, name: object) -> str:
-    """Validate a metric's name.
-
-    Raises:
-        ValueError: it is not valid.
-    """
+    """Validate a metric's name. Raises ValueError."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
         raise ValueError(f"{what} must be a metric's name, 1 to {MAX_NAME} printable characters, not {name!r:.80}")
     return name
 
 
 def check_value(name: str, value: object) -> float:
-    """Validate a metric's value: a number, or what float() takes (a tensor of one element).
-
-    Raises:
-        ValueError: it is not valid.
-    """
+    """Validate a metric's value: a number, or what float() takes (a tensor of one element). Raises ValueError."""
     if not isinstance(value, str | bytes | bytearray | bool):
         try:
             return float(value)  # type: ignore[arg-type]

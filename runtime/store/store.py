@@ -268,10 +268,8 @@ class Store:
         """Add metrics to a checkpoint by exchanging it for one with the same files and a new manifest.
 
         Files are linked, not copied or changed: one of the two is whole at every moment. Does nothing if the checkpoint
-        is gone or has these metrics.
-
-        Raises:
-            StorageError: impossible, as on a file system without hard links; the checkpoint is unchanged.
+        is gone or has these metrics. Raises StorageError on a file system without hard links; the checkpoint is
+        unchanged.
         """
         with self._writing(f"cannot add metrics to the checkpoint of step {step} in {self.directory}") as root:
             final, temporary = step_name(step), temporary_name(step, self.run_id)
@@ -309,9 +307,6 @@ class Store:
         """Rename a damaged checkpoint to ``.broken-…``, so that no restore meets it again.
 
         The rename is durable with the next commit; after a power cut before that, the damage is found again.
-
-        Raises:
-            StorageError: it cannot be renamed.
         """
         with self._writing(f"cannot set the damaged checkpoint {path} aside") as root:
             return self._hide(root, path, BROKEN)
@@ -321,9 +316,6 @@ class Store:
 
         Otherwise a job that goes back to an older step (or, with -1, starts anew) would next resume from the abandoned
         ones.
-
-        Raises:
-            StorageError: one cannot be renamed.
         """
         with self._writing(f"cannot rewind {self.directory} to step {step}") as root:
             later = [path for path in self.checkpoints() if (parse_step(path.name) or 0) > step]
@@ -428,11 +420,7 @@ class Store:
             logger.warning("cannot delete old checkpoints in %s: %s", self.directory, error)
 
     def look(self) -> tuple[Known, ...]:
-        """All complete checkpoints, judged by manifests, names and sizes, newest first.
-
-        Raises:
-            StorageError: the directory cannot be read.
-        """
+        """All complete checkpoints, judged by manifests, names and sizes, newest first."""
         present = {step: path for path in self.checkpoints() if (step := parse_step(path.name)) is not None}
         for gone in self._known.keys() - present.keys():
             del self._known[gone]

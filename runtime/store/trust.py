@@ -51,12 +51,7 @@ class Trust:
         return 0o660, grp.getgrnam(self._who).gr_gid
 
     def check_directory(self, root: int) -> None:
-        """Check an open directory, and all in it that a start reads, without opening it.
-
-        Raises:
-            ForeignError: something is another user's.
-            OSError: it cannot be read.
-        """
+        """Check an open directory, and all in it that a start reads, without opening it. Raises ForeignError."""
         if self._who == ANYONE:
             return
         if os.geteuid() != 0:
@@ -71,14 +66,11 @@ class Trust:
                         self.check(self._directory / PLANS / plan, of_plan)
 
     def check(self, path: Path, found: os.stat_result, *, files: bool = True) -> None:
-        """Check one entry.
+        """Check one entry. Raises ForeignError if it is another user's, or everyone's.
 
         Args:
             found: of the open file or folder if it is open.
             files: whether to refuse files that everyone may write to.
-
-        Raises:
-            ForeignError: it is another user's, or everyone's.
         """
         if self._who == ANYONE or not (reason := self._reason(found, files)):
             return

@@ -97,11 +97,8 @@ def open_new(name: str, *, dir_fd: int, mode: int = MODE) -> int:
 
 
 def publish(name: str, data: bytes, *, dir_fd: int, mode: int = MODE) -> None:
-    """Write a small file in place of what has its name: whole or not at all if the process dies. Not synced.
-
-    Raises:
-        IrregularError: its name, or its draft's, is a directory's; the error names it.
-        OSError: it cannot be written; the old file is still there.
+    """Write a small file in place of what has its name: whole or not at all if the process dies. Not synced. After an
+    error the old file is still there; IrregularError names a directory that is in the way.
     """
     draft = f".{name.lstrip('.')}.tmp"
     make_way(draft, name, dir_fd=dir_fd)
@@ -119,10 +116,8 @@ def publish(name: str, data: bytes, *, dir_fd: int, mode: int = MODE) -> None:
 
 
 def make_way(draft: str, name: str, *, dir_fd: int) -> None:
-    """Remove a stale or planted draft before it is made anew and renamed to ``name``.
-
-    Raises:
-        IrregularError: one of them is a directory, which is never removed or replaced.
+    """Remove a stale or planted draft before it is made anew and renamed to ``name``. Raises IrregularError for a
+    directory, which is never removed or replaced.
     """
     for taken in (draft, name):
         with contextlib.suppress(FileNotFoundError):
@@ -145,11 +140,8 @@ def _said_what_it_is(name: str, dir_fd: int | None = None) -> Iterator[None]:
 
 
 def read_small(name: str, most_bytes: int, *, dir_fd: int) -> bytes:
-    """Read the first ``most_bytes`` bytes of a regular file; links are not followed.
-
-    Raises:
-        IrregularError: something else has its name.
-        OSError: it cannot be read.
+    """Read the first ``most_bytes`` bytes of a regular file; links are not followed. Raises IrregularError if it is not
+    one.
     """
     with _said_what_it_is(name, dir_fd):
         fd = open_read(name, dir_fd=dir_fd)
@@ -176,10 +168,8 @@ def open_direct(fd: int) -> int:
 
 
 def open_claimed(name: str, *, dir_fd: int) -> int:
-    """Open an existing file to lock it exclusively, which network file systems allow only with write access.
-
-    Raises:
-        IrregularError: something else has its name; a device is not opened.
+    """Open an existing file to lock it exclusively, which network file systems allow only with write access. Raises
+    IrregularError for anything else; a device is not opened.
     """
     refuse_irregular(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode)
     try:
@@ -195,13 +185,11 @@ def open_claimed(name: str, *, dir_fd: int) -> int:
 
 
 def open_lock(path: str, mode: int = 0o600, group: int = -1) -> int:
-    """Open a file to lock, made if it is missing. Whoever can open it can lock it.
+    """Open a file to lock, made if it is missing. Whoever can open it can lock it. Raises IrregularError if it is
+    something else.
 
     Args:
         mode, group: set whatever the umask, if the file is this user's; group -1: left as it is.
-
-    Raises:
-        IrregularError: something else has its name.
     """
     with _said_what_it_is(path):
         fd = pass_by(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode))

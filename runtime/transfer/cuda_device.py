@@ -39,9 +39,6 @@ class CudaDevice:
 
     Args:
         device: with its index.
-
-    Raises:
-        CheckflowError: the CUDA runtime is missing or fails.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -158,55 +158,33 @@ class Runtime:
         return not code
 
     def register(self, address: int, size_bytes: int) -> None:
-        """Lock host memory in place, so that copies to it run without the host.
-
-        Raises:
-            CheckflowError: the system refuses, usually because of the limit on locked memory.
+        """Lock host memory in place, so that copies to it run without the host. Raises CheckflowError, usually because
+        of the limit on locked memory.
         """
         self._check(self._library.cudaHostRegister(address, size_bytes, _PORTABLE))
 
     def unregister(self, address: int) -> None:
-        """Undo :meth:`register`.
-
-        Raises:
-            CheckflowError: it was not registered, or the runtime is gone.
-        """
+        """Undo :meth:`register`."""
         self._check(self._library.cudaHostUnregister(address))
 
     def allocate_host(self, size_bytes: int) -> int:
-        """Allocate locked host memory; returns its address.
-
-        Raises:
-            CheckflowError: the system refuses.
-        """
+        """Allocate locked host memory; returns its address."""
         place = ctypes.c_void_p()
         self._check(self._library.cudaHostAlloc(ctypes.byref(place), size_bytes, _PORTABLE))
         return place.value or 0
 
     def free_host(self, address: int) -> None:
-        """Undo :meth:`allocate_host`.
-
-        Raises:
-            CheckflowError: it is not such memory, or the runtime is gone.
-        """
+        """Undo :meth:`allocate_host`."""
         self._check(self._library.cudaFreeHost(address))
 
     def attribute(self, number: int, index: int) -> int:
-        """A property of a device, by its ``cudaDeviceAttr`` number.
-
-        Raises:
-            CheckflowError: there is no such device or attribute.
-        """
+        """A property of a device, by its ``cudaDeviceAttr`` number."""
         value = ctypes.c_int()
         self._check(self._library.cudaDeviceGetAttribute(ctypes.byref(value), number, index))
         return value.value
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether the stream is being captured into a CUDA graph.
-
-        Raises:
-            CheckflowError: the device has failed.
-        """
+        """Whether the stream is being captured into a CUDA graph."""
         status = ctypes.c_int()
         code = self._holding.cudaStreamIsCapturing(stream, ctypes.byref(status))
         if code == _IMPLICIT:
@@ -216,21 +194,15 @@ class Runtime:
         return status.value != _NOT_CAPTURING
 
     def make_stream(self) -> int:
-        """Make a stream of the current device and return its handle. Torch's streams come from a pool and are shared.
-
-        Raises:
-            CheckflowError: the runtime refuses.
+        """Make a stream of the current device and return its handle. Torch's streams come from a pool and are
+        shared.
         """
         handle = ctypes.c_void_p()
         self._check(self._library.cudaStreamCreateWithFlags(ctypes.byref(handle), _NON_BLOCKING))
         return handle.value or 0
 
     def pci_address(self, index: int) -> str:
-        """A device's domain, bus, device and function, as "0000:3B:00.0".
-
-        Raises:
-            CheckflowError: there is no such device.
-        """
+        """A device's domain, bus, device and function, as "0000:3B:00.0"."""
         text = ctypes.create_string_buffer(64)
         self._check(self._library.cudaDeviceGetPCIBusId(text, len(text), index))
         return text.value.decode()
@@ -258,11 +230,7 @@ class Runtime:
 
 @functools.cache
 def load_runtime() -> Runtime:
-    """The CUDA runtime of this process.
-
-    Raises:
-        CheckflowError: it is missing, or torch is built for another kind of GPU.
-    """
+    """The CUDA runtime of this process. Raises CheckflowError if it is missing, or torch is built for another GPU."""
     if torch.version.cuda is None:
         raise CheckflowError("this torch is not built for CUDA: install a build for NVIDIA GPUs, or train on the CPU")
     major = torch.version.cuda.partition(".")[0]

@@ -15,10 +15,8 @@ Copies = Any
 
 
 class StreamDevice(Protocol):
-    """What the engine asks of a device. Every call but ``synchronize`` returns at once.
-
-    Raises:
-        CheckflowError: the device refuses a call, or has failed.
+    """What the engine asks of a device. Every call but ``synchronize`` returns at once, or raises CheckflowError if the
+    device refuses or has failed.
     """
 
     side: Stream  # the engine's own

@@ -119,7 +119,8 @@ def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 def export(
     checkpoint: Checkpoint, target: Path, form: Format, *, model: str | None = None, replace: bool = False
 ) -> None:
-    """Write a checkpoint in another format, whole or not at all.
+    """Write a checkpoint in another format, whole or not at all. Raises MismatchError if the model is unclear,
+    StorageError if the target exists.
 
     Args:
         form: "torch": all of :func:`state_dicts`, for ``torch.load(target, weights_only=True)``. "safetensors": one
@@ -127,11 +128,6 @@ def export(
             :func:`state_dicts` as a folder of ``torch.distributed.checkpoint``.
         model: which, for safetensors; None: the only one.
         replace: whether to replace an existing target.
-
-    Raises:
-        MismatchError: there is no such model, or several and none was named.
-        StorageError: the target exists, or cannot be written.
-        UnsupportedError, CorruptCheckpointError: as :func:`state_dicts`.
     """
     if target.exists() and not replace:
         raise StorageError(f"{target} exists already: pass --force to replace it")

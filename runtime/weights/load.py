@@ -147,10 +147,8 @@ def _live(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def _names(live: Mapping[str, torch.Tensor], aliases: Mapping[str, str], weights: Weights) -> dict[str, str]:
-    """The source's name for each of the model's tensors that it has.
-
-    Raises:
-        MismatchError: it has different values for two names of one tensor.
+    """The source's name for each of the model's tensors that it has. Raises MismatchError if two names of one tensor
+    have different values.
     """
     names: dict[str, str] = {}
     for alias, first in aliases.items():

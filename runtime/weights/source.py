@@ -89,10 +89,8 @@ class Weights:
 
 
 def renamed(weights: Weights, rename: Callable[[str], str | None]) -> Weights:
-    """The same weights under other names; those renamed to None are left out.
-
-    Raises:
-        MismatchError: two get one name.
+    """The same weights under other names; those renamed to None are left out. Raises MismatchError if two get
+    one name.
     """
     names: dict[str, str] = {}  # new to old
     gone = []
@@ -186,11 +184,7 @@ def _refuse_key(path: Path, key: str | None) -> None:
 
 
 def form_of(path: Path) -> Form:
-    """What a source is, by its name and content.
-
-    Raises:
-        StorageError: it does not exist, or is unclear.
-    """
+    """What a source is, by its name and content. Raises StorageError if that is unclear."""
     if path.is_dir():
         if (path / DCP_METADATA).is_file():
             return "dcp"

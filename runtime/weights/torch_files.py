@@ -74,11 +74,7 @@ def _describe(where: str, name: str, tensor: torch.Tensor) -> Described:
 
 
 def _refuse_claims(where: str, tensors: Mapping[str, Described], held_bytes: int) -> None:
-    """A few bytes can describe a tensor of any size: refuse that before memory is allocated.
-
-    Raises:
-        CorruptCheckpointError: the tensors have more bytes than what their files hold.
-    """
+    """A few bytes can describe a tensor of any size: refuse that before memory is allocated."""
     claimed_bytes = sum(described.size_bytes for described in tensors.values())
     if claimed_bytes > _MOST_VIEWS * held_bytes + _FREE_BYTES:
         raise CorruptCheckpointError(f"{where} claims tensors of {claimed_bytes} bytes, and has {held_bytes}")
