@@ -42,12 +42,8 @@ MOST_HOST_BUFFERS = 1000  # each of the size of the state: more is a typing erro
 
 @dataclass(frozen=True)
 class Arguments:
-    """How a job is checkpointed.
-
-    Attributes:
-        follow: whether a job that changes gets a new plan.
-        raising: whether a failed checkpoint ends training.
-        others: the arguments of ``Checkpointer``, read.
+    """How a job is checkpointed: ``Checkpointer``'s arguments, read. ``raising``: whether a failed checkpoint ends
+    training.
     """
 
     directory: str | os.PathLike[str]
@@ -69,9 +65,7 @@ def check_arguments(
     *, model: object, optimizer: object, loader: object, directory: object, plan: object, state: object,
     host_buffers: object, resume: object, hyperparameters: object, on_error: object, audit: object,
 ) -> None:  # fmt: skip
-    """Refuse what ``Checkpointer`` cannot work with. Raises UnsupportedError if the loader is not one of checkflow's;
-    TypeError or ValueError for any other argument.
-    """
+    """Refuse what ``Checkpointer`` cannot work with; UnsupportedError for a loader that is not checkflow's."""
     _refuse_no_job(model, optimizer)
     if loader is not None and not isinstance(loader, ResumableLoader):
         raise UnsupportedError(
@@ -249,7 +243,6 @@ def _warn_of_other_parameters(models: Mapping[str, nn.Module], optimizers: Mappi
 
 
 def _refuse_no_directory(directory: object) -> None:
-    """Refuse what does not name a directory."""
     text = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
     if not isinstance(text, str):
         raise TypeError(f"directory must be a path of a directory for checkpoints, not {reprlib.repr(directory)}")
@@ -269,7 +262,6 @@ def _refuse_no_plan(plan: object) -> None:
 
 
 def _refuse_no_objects(state: object) -> None:
-    """Refuse what is not a dictionary of objects by name."""
     if state is not None and not isinstance(state, Mapping):
         raise TypeError(
             f"state is a {type(state).__name__}: pass a dict of objects by name, such as "
@@ -281,9 +273,7 @@ def _refuse_no_objects(state: object) -> None:
 
 
 def refuse_objects(objects: Mapping[str, object]) -> None:
-    """Refuse objects in ``state=`` that cannot be saved and restored, by their methods and their present state. Raises
-    UnsupportedError.
-    """
+    """Refuse objects in ``state=`` that cannot be saved and restored, by their methods and their present state."""
     for name, value in objects.items():
         if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
             raise UnsupportedError(

@@ -39,11 +39,7 @@ from checkflow.runtime.store.store import Store
 
 @dataclass(frozen=True)
 class Parts:
-    """What a Checkpointer is made of.
-
-    Attributes:
-        resumed_from: the step that this run resumed from; None: it started anew.
-    """
+    """What a Checkpointer is made of. ``resumed_from`` is None if the run started anew."""
 
     progress: Progress
     preemption: Preemption
@@ -57,9 +53,7 @@ class Parts:
 def read_plan(
     plan: Plan | str | os.PathLike[str] | None, every: int | None, check_plan: Callable[[Plan], object]
 ) -> Plan | None:
-    """The user's own plan, replayed; None: the job makes its own. Raises PlanError, or ValueError if ``every`` does not
-    fit.
-    """
+    """The user's own plan, replayed; None: the job makes its own. ValueError if ``every`` does not fit."""
     if plan is None or plan == "auto":
         return None
     given = plan if isinstance(plan, Plan) else plans.load(plan)
@@ -69,9 +63,7 @@ def read_plan(
 
 
 def check_job(job: Job, given: Plan | None) -> torch.device:
-    """Refuse a job that cannot be checkpointed, or not by this plan; returns the device that its state is
-    copied from.
-    """
+    """Refuse a job that cannot be checkpointed, or not by this plan; returns the device of its state."""
     device = compatibility.copied_device(job.models, job.optimizers)
     refuse_hidden_state(job.optimizers)
     refuse_objects(job.objects)
@@ -91,12 +83,7 @@ def assemble(
     check_plan: Callable[[Plan], object],
     make_planner: Callable[[], Planner],
 ) -> Parts:
-    """Open the directory, resume the job, and make all other parts.
-
-    Args:
-        given: the user's own plan; None: the job makes its own.
-        device: that state is copied from.
-    """
+    """Open the directory, resume the job, and make all other parts."""
     asked, loader = arguments.asked, job.loader
     progress = Progress(loader)
     preemption = Preemption(arguments.signals, arguments.grace_seconds, None if loader is None else loader.shield)

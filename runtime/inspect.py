@@ -41,10 +41,9 @@ class Listed:
     """One entry of a checkpoint directory.
 
     Attributes:
-        kind: "broken" was set aside by a restore, "superseded" by going back; a "leftover" is being written, or the
-            next run will remove it.
+        kind: "broken": set aside by a restore; "superseded": by going back; "leftover": half written or half deleted.
         fault: why it cannot be restored, judged by names, sizes and manifest; None: nothing found.
-        metrics: of this state, by name; NaN and infinite ones as text.
+        metrics: by name; NaN and infinite ones as text.
         best: whether it is the best of all, by the newest run's metric.
         owner: its user, if neither root nor the caller: no job resumes from it unless ``trust`` allows it.
     """
@@ -104,9 +103,7 @@ class Differences:
 
 
 def list_directory(directory: str | os.PathLike[str]) -> tuple[Listed, ...]:
-    """All entries of a checkpoint directory, checkpoints first, newest first. For a single checkpoint, by path or as
-    :func:`choose` takes it, only that.
-    """
+    """All entries of a checkpoint directory, checkpoints first, newest first; or the one that :func:`choose` takes."""
     root = Path(directory)
     if (one := _one_meant(root)) is not None:
         return (_look_at(one, "checkpoint", is_best=one == _best_of(one.parent)),)
@@ -244,11 +241,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def verify(path: Path, progress: Callable[[int], None] = lambda size_bytes: None) -> Verified:
-    """Compare every byte of a checkpoint with its checksum.
-
-    Args:
-        progress: called, on any thread, with the size of each part that was read.
-    """
+    """Compare every byte of a checkpoint with its checksum. ``progress`` gets sizes of parts, on any thread."""
     try:
         with open_checkpoint(path) as checkpoint:
             checkpoint.verify(progress)
@@ -258,9 +251,8 @@ def verify(path: Path, progress: Callable[[int], None] = lambda size_bytes: None
 
 
 def compare(first: Path, second: Path, progress: Callable[[str], None] = lambda name: None) -> Differences:
-    """How two checkpoints differ: tensors by bytes and values, and everything else.
-
-    Holds two tensors in memory at a time; every block that is read is verified.
+    """How two checkpoints differ: tensors by bytes and values, and everything else. Two tensors are in memory at a
+    time.
     """
     with open_checkpoint(first) as one, open_checkpoint(second) as other:
         ours, theirs = _names(one), _names(other)
@@ -361,11 +353,7 @@ def _in_words(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A running job, as of its newest report.
-
-    Attributes:
-        memory_step: the newest whole checkpoint in its host memory; None: none yet.
-    """
+    """A running job, as of its newest report. ``memory_step``: the newest whole checkpoint in host memory."""
 
     run_id: str
     memory_step: int | None

@@ -1,8 +1,7 @@
-"""Shows checkflow's log lines if nobody has configured logging.
+"""Shows checkflow's log lines on standard error if nobody has configured logging, like :data:`logging.lastResort`.
 
-Python hides lines below a warning by default, so a user would not see which plan runs or what was restored. This
-handler writes to standard error only while no other handler gets the lines, like :data:`logging.lastResort`. It leaves
-levels alone, and is asked anew for each line, because libraries (Lightning) may add handlers later.
+Without it Python would hide which plan runs and what was restored. It asks anew for each line whether another handler
+gets it, because libraries (Lightning) may add handlers later.
 """
 
 from __future__ import annotations

@@ -50,8 +50,7 @@ class Reporter:
     """Reports of one run.
 
     Args:
-        directory: of the checkpoints; exists and is locked by this process.
-        resumed_from: the step that this run resumed from; None: it started anew.
+        resumed_from: None: it started anew.
         imported: whether from imported weights, so that nothing is repeated.
         reclaimed: the step that the start put on storage, from the previous run's host memory.
     """
@@ -293,11 +292,7 @@ def _resume_words(report: RunReport, directory: Path) -> str:
 
 
 def end_line(report: RunReport, directory: Path, where: str) -> str:
-    """What was committed, what it cost, and where to find it.
-
-    Args:
-        where: the directory is now, in words.
-    """
+    """What was committed, what it cost, and where the directory is now."""
     parts = [f"{report.committed} checkpoint{'' if report.committed == 1 else 's'} committed"]
     if report.lag.durable_step is not None:
         parts[0] += f", the newest of step {report.lag.durable_step}"

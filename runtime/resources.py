@@ -42,10 +42,7 @@ class Resources:
         _held[self.store.directory] = self
 
     def close(self) -> Exception | None:
-        """Commit what is in flight and release everything; returns what went wrong.
-
-        An interrupt ends this where it is; the next call does the rest.
-        """
+        """Commit what is in flight and release everything; returns what went wrong. Call again after an interrupt."""
         if self.closed:
             return None
         error: Exception | None = None
@@ -106,7 +103,6 @@ def dropped(held: Resources) -> None:
 
 
 def log_error(error: Exception | None) -> None:
-    """Log an error of closing that is not raised."""
     if error is not None:
         logger.warning("%s", error, exc_info=None if isinstance(error, CheckflowError) else error)
 

@@ -70,8 +70,7 @@ class _Budget:
 
 
 def encode(value: Any, *, name: str = "state", most_bytes: int = _ENCODED_BYTES) -> bytes:
-    """Encode a value so that :func:`decode` returns an equal one. Raises UnsupportedError, which names what cannot be
-    saved, as ``state['scheduler']['f'][3]``.
+    """Encode a value so that :func:`decode` returns an equal one. UnsupportedError names what cannot be saved.
 
     Args:
         name: what messages call the value.
@@ -88,9 +87,7 @@ def encode(value: Any, *, name: str = "state", most_bytes: int = _ENCODED_BYTES)
 
 
 def with_entry(data: bytes, key: str, value: Any) -> bytes:
-    """Add an entry to an encoded dictionary of fewer than 15 entries, as if :func:`encode` had been given it. Raises
-    ValueError if the data is not such a dictionary.
-    """
+    """Add an entry to an encoded dictionary of fewer than 15; ValueError for anything else."""
     if not 0x80 <= data[0] < 0x8F:  # msgpack's small map: its length in the low bits
         raise ValueError("no dictionary of less than 15 entries")
     return (
@@ -99,11 +96,7 @@ def with_entry(data: bytes, key: str, value: Any) -> bytes:
 
 
 def decode(data: bytes, *, name: str = "the extra state") -> Any:
-    """The value that was encoded. Raises CorruptCheckpointError if the data was not made by :func:`encode`.
-
-    Args:
-        name: what messages call the data.
-    """
+    """The value that was encoded; CorruptCheckpointError, which calls it ``name``, for other data."""
     budget = _Budget(_DECODED_BYTES + _TIMES * len(data))
     return _decode(_unpack(data, name, budget), name, 0, budget)
 

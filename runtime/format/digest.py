@@ -36,7 +36,6 @@ class Digest:
 
 
 def digest_memory(rule: Rule, address: int, size_bytes: int) -> Digest:
-    """The digest of a range of host memory."""
     data = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B") if size_bytes else memoryview(b"")
     if rule == "xxh3":
         return Digest(rule, xxhash.xxh3_64_intdigest(data))
@@ -86,11 +85,7 @@ class Digests:
 
 
 def device_sums(tensor: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
-    """The sums of the blocks of a tensor's bytes, computed on its device; nothing waits for them.
-
-    Args:
-        weights: :func:`weights_on` its device.
-    """
+    """The sums of a tensor's blocks, computed on its device by :func:`weights_on` it; nothing waits for them."""
     begin, size_bytes = tensor.storage_offset() * tensor.element_size(), tensor.nbytes
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     memory.set_(tensor.untyped_storage(), begin, (size_bytes,), (1,))
@@ -136,7 +131,6 @@ def _host_sums(data: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.
 
 
 def _combined(sums: np.ndarray[Any, np.dtype[np.uint64]], size_bytes: int) -> int:
-    """The digest from the sums of blocks."""
     numbers = np.arange(1, len(sums) + 1, dtype=np.uint64)
     mixed = _mix(sums + numbers * np.uint64(GOLDEN))
     length = _mix(np.array([size_bytes], np.uint64))

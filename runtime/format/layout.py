@@ -25,10 +25,10 @@ _METADATA = "__metadata__"
 
 @dataclass(frozen=True, slots=True)
 class StoredType:
-    """How safetensors stores elements of a torch dtype: its name for the dtype, and the shape.
+    """How safetensors stores a torch dtype: name, and bytes of one stored item.
 
-    ``item_bytes``: size of one stored item. ``pair``: an element is stored as two items in an axis of its own, for
-    complex types that safetensors lacks. ``packed``: a byte holds two items, counted in the last dimension.
+    ``pair``: an element is two items in an axis of its own, for complex types that safetensors lacks. ``packed``: a
+    byte holds two items, counted in the last dimension.
     """
 
     code: str
@@ -137,12 +137,9 @@ class Layout:
 
 
 def make_layout(records: Sequence[TensorRecord], *, shard: int = 0, shards: int = 1) -> Layout:
-    """Place every tensor. Raises UnsupportedError for a dtype, header or name that safetensors or a file system cannot
-    hold.
+    """Place every tensor, whatever the order of the records; file names have this rank's number and that of all ranks.
 
-    Args:
-        records: in any order; the result does not depend on it.
-        shard, shards: this rank and the number of ranks, for the file names.
+    Raises UnsupportedError for a dtype, header or name that safetensors or a file system cannot hold.
     """
     owners: dict[str, list[tuple[str, TensorRecord]]] = {}
     seen: set[str] = set()
@@ -229,8 +226,7 @@ def write_headers(layout: Layout, staging: memoryview) -> None:
 def file_image(file: FileLayout, staging: memoryview, limit_bytes: int) -> Iterator[memoryview]:
     """The bytes of a file in order, in pieces of any size.
 
-    Row-major tensors are yielded without a copy. Others are converted piece by piece, with at most ``limit_bytes`` of
-    further memory.
+    Row-major tensors are not copied. Others are converted piece by piece, with ``limit_bytes`` of memory at most.
     """
     yield memoryview(file.header)
     shift = file.staging_offset

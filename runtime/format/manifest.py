@@ -44,9 +44,7 @@ Checksum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}\z")]
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A file: its size, and the xxh3-64 of each block of ``BLOCK_BYTES`` (the last one may be shorter), in
-    hexadecimal.
-    """
+    """A file: its size, and the xxh3-64 of each block of ``BLOCK_BYTES`` (the last may be shorter), in hexadecimal."""
 
     __pydantic_config__ = STRICT
     size_bytes: Size
@@ -66,10 +64,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A state tensor as a whole.
-
-    ``permutation``: the memory order that the job used (see ``TensorRecord``); files are row-major anyway. ``tags``:
-    "pair" if an element is stored as two real numbers.
+    """A state tensor. ``permutation``: the job's memory order; files are row-major. ``tags``: "pair" for pairs of
+    reals.
     """
 
     __pydantic_config__ = STRICT
@@ -118,9 +114,7 @@ _FILES_ADAPTER: TypeAdapter[dict[str, FileEntry]] = TypeAdapter(Named[FileName, 
 
 
 def dumps(manifest: Manifest) -> bytes:
-    """The bytes of the manifest's file. Raises UnsupportedError if ``info`` is not JSON, or the whole is too large to
-    read back.
-    """
+    """The bytes of the manifest's file. UnsupportedError if ``info`` is not JSON, or all is too large to read back."""
     try:
         json.dumps(manifest.info, allow_nan=False)  # pydantic would write null
         body = _ADAPTER.dump_json(manifest, ensure_ascii=True)[:-1]
@@ -132,7 +126,6 @@ def dumps(manifest: Manifest) -> bytes:
 
 
 def is_whole(data: bytes) -> bool:
-    """Whether a manifest's bytes match its digest."""
     found = _DIGEST.fullmatch(data[-_DIGEST_BYTES:])
     return found is not None and found[1].decode() == xxhash.xxh3_128_hexdigest(data[:-_DIGEST_BYTES])
 
@@ -140,9 +133,6 @@ def is_whole(data: bytes) -> bool:
 def loads(data: bytes, name: str) -> Manifest:
     """Read a manifest. Raises CorruptCheckpointError if it was changed or contradicts itself, MismatchError for another
     format.
-
-    Args:
-        name: the file's, for messages.
     """
     text = _whole_text(data, name)
     try:
@@ -159,8 +149,8 @@ def loads(data: bytes, name: str) -> Manifest:
 
 
 def files_of(data: bytes, name: str) -> dict[str, FileEntry] | None:
-    """Only the files of a manifest, which is far faster than :func:`loads`, so that they can be read meanwhile. None:
-    use :func:`loads`, which also says what is wrong.
+    """Only the files of a manifest, far faster than :func:`loads`. None: ask :func:`loads`, which also says what is
+    wrong.
     """
     text = _whole_text(data, name)
     if (begin := _BEGIN.match(text)) is None:

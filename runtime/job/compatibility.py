@@ -28,9 +28,7 @@ Optimizers = Mapping[str, torch.optim.Optimizer]
 
 
 def check_every(every: int | None, interval: int) -> None:
-    """Refuse checkpoints at boundaries that the plan does not capture. Raises ValueError if ``every`` is no multiple of
-    the plan's interval.
-    """
+    """Refuse checkpoints at boundaries that the plan does not capture, by a ValueError."""
     if every is not None and every % interval:
         below = every - every % interval
         near = f"{below} or {below + interval}" if below else str(interval)
@@ -50,8 +48,9 @@ def round_every(every: int | None, interval: int) -> int | None:
 
 
 def copied_device(models: Models, optimizers: Optimizers) -> torch.device:
-    """The device that a job's state is copied from: its GPU, or the CPU if no state is on a GPU. Raises
-    UnsupportedError for state that no copy engine can copy, or that other processes may write.
+    """The device that a job's state is copied from: its GPU, or the CPU if no state is on a GPU.
+
+    Raises UnsupportedError for state that no copy engine can copy, or that other processes may write.
     """
     state = collect_state(models, optimizers)
     _refuse_shared(state)
@@ -73,9 +72,7 @@ def _refuse_shared(state: TrainingState) -> None:
 
 
 def refuse_other_memory(state: TrainingState, device: torch.device) -> None:
-    """Refuse state tensors that are neither in host memory nor on this device: nothing would order their copies. Raises
-    UnsupportedError.
-    """
+    """Refuse state tensors that are neither in host memory nor on this device: nothing would order their copies."""
     for item in state.tensors:
         tensor = item.tensor
         if tensor.is_meta:
@@ -109,12 +106,9 @@ def implementations(models: Models, optimizers: Optimizers) -> dict[str, str]:
 
 
 def refuse_other_job(plan: Plan, state: TrainingState, optimizers: Mapping[str, str], *, resumed: bool = False) -> None:
-    """Compare existing state and the optimizers' implementations with the plan's fingerprint. Raises MismatchError.
+    """Compare existing state and optimizers (name to implementation) with the plan's fingerprint; MismatchError.
 
-    Args:
-        optimizers: name to implementation.
-        resumed: the job resumed from a checkpoint. Then optimizer state that the plan lacks (a parameter was unfrozen)
-            is accepted, as it was in the run that made it.
+    A resumed job may have optimizer state that the plan lacks (a parameter was unfrozen), as the run that made it did.
     """
     if resumed:
         planned = {spec.name for spec in plan.fingerprint.state}
@@ -131,13 +125,9 @@ def refuse_other_job(plan: Plan, state: TrainingState, optimizers: Mapping[str, 
 
 
 def differences(plan: Plan, state: TrainingState, optimizers: Mapping[str, str]) -> list[str]:
-    """What differs between a plan's fingerprint and the existing state and optimizers, a line each.
+    """How existing state and optimizers (name to implementation) differ from a plan's fingerprint, a line each.
 
-    Planned optimizer state that does not exist is accepted: optimizers make it late (at their first step, or when a
-    parameter gets its first gradient).
-
-    Args:
-        optimizers: name to implementation.
+    Planned optimizer state may be missing: optimizers make it at their first step, or at a parameter's first gradient.
     """
     live = {item.name: (tuple(item.tensor.shape), dtype_name(item.tensor.dtype)) for item in state.tensors}
     late = {
@@ -150,11 +140,7 @@ def differences(plan: Plan, state: TrainingState, optimizers: Mapping[str, str])
 
 @dataclass(frozen=True)
 class Guards:
-    """Chunks to guard beyond the plan, by index.
-
-    A right plan leaves nothing to do here. A plan of another job does, or a job that deviates from what was traced: it
-    unfreezes a parameter, or takes another branch.
-    """
+    """Chunks to guard beyond the plan, by index, in case the job is not what was traced: unfreezes, or branches."""
 
     #: By optimizer, what it may write at its step although the plan says later or never: (parameter, chunk). A
     #: parameter counts only if it has a gradient; None stands for the optimizer's own state.
@@ -167,7 +153,6 @@ class Guards:
 
 
 def group_sizes(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-    """The number of parameters in each group of an optimizer."""
     return tuple(len(group["params"]) for group in optimizer.param_groups)
 
 
@@ -187,11 +172,7 @@ def make_guards(
     optimizers: Optimizers,
     silent: Collection[tuple[AnchorKind, str]] = (),
 ) -> Guards:
-    """Find tensors that could be written earlier than the plan says.
-
-    Args:
-        silent: forward anchors that do not fire.
-    """
+    """Find tensors that could be written earlier than the plan says. ``silent``: forward anchors that do not fire."""
     steps = {step.anchor: index for index, step in enumerate(plan.timeline.steps) if step.anchor is not None}
     chunks: dict[str, list[int]] = {}
     for index, chunk in enumerate(plan.chunks):

@@ -86,9 +86,6 @@ def settle(job: Job, asked: Asked, extra: Mapping[str, Any], *, script: bool) ->
     Args:
         asked: by :func:`ask`, before the job was restored; now it is.
         script: whether the script's values continue; only changed ones are set.
-
-    Returns:
-        What the next checkpoints store.
     """
     if ENTRY not in extra:
         logger.info(
@@ -207,11 +204,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _set(job: Job, key: Key, now: Any, then: Any, *, moved: bool) -> str:
-    """Let the script's value continue, and describe that; "": the checkpoint's continues.
-
-    Args:
-        moved: whether the state differs from what the script asked for then.
-    """
+    """Let the script's value continue, and describe that; "": the checkpoint's continues. ``moved``: by a scheduler."""
     owner, name, number = key
     if key in (_RANDOM, _ORDER):
         return f"{now} goes on, and an epoch that has begun keeps its order"

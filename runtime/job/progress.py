@@ -14,10 +14,7 @@ logger = logging.getLogger("checkflow")
 
 
 class Progress:
-    """What a checkpoint says about the loop, and what a resume restores.
-
-    The position counts batches that reached a step, not batches handed out, because loops may fetch ahead.
-    """
+    """What a checkpoint says about the loop: batches that reached a step, since loops may fetch more ahead."""
 
     def __init__(self, loader: ResumableLoader | None) -> None:
         self._loader = loader
@@ -42,7 +39,6 @@ class Progress:
 
     @property
     def number(self) -> int:
-        """The job's own number of this epoch."""
         return self.numbers.start + self.epoch
 
     def batch_handed(self) -> None:
@@ -50,10 +46,8 @@ class Progress:
         self._handed.append((self._loader.epoch, self._loader.position))
 
     def count(self, batches: int | None = None) -> bool:
-        """Count batches that reached a step; None: all that were handed out.
-
-        Returns:
-            Whether one of the job's epochs ends with them. Some loaders know only when they are asked for one more.
+        """Count batches that reached a step, or all that were handed out; returns whether an epoch is known to end with
+        them.
         """
         count = self.waiting if batches is None else min(batches, self.waiting)
         if not count:
@@ -80,11 +74,7 @@ class Progress:
             return False
 
     def epochs_over(self, *, epoch_end: bool) -> int:
-        """How many epochs are over at this boundary.
-
-        Args:
-            epoch_end: one of them ends here.
-        """
+        """How many epochs are over at this boundary, at which one may end."""
         counted = self._loader is None or self._loader.epochs_counted_elsewhere
         # A loop that calls step() has not reported the end of this epoch yet.
         return (self.epoch if counted else self._loader_epoch) + (epoch_end and self.position > 0)
@@ -94,9 +84,7 @@ class Progress:
         self.turns = max(self.turns, self.turn) + 1
 
     def take_back(self) -> bool:
-        """Undo the last :meth:`count`'s assumption, because the loop will say how much was used. Returns whether there
-        was one.
-        """
+        """Undo the last :meth:`count`'s assumption, as the loop will say how much was used; False: there was none."""
         if not self._assumed:
             return False
         self._loader_epoch, self.position = self._before
@@ -153,9 +141,7 @@ class Progress:
             self._loader.begin_anew()
 
     def restore_generators(self) -> None:
-        """Training continues: restore the generators, once, so that the next numbers are those of an
-        uninterrupted run.
-        """
+        """Training continues: restore the generators, once, as if it had not been interrupted."""
         if self._generators is not None:
             restore_generators(self._generators)
             self._generators = None

@@ -56,11 +56,7 @@ class Seen:
 
 
 class IterationWatch:
-    """Observes one iteration after the other.
-
-    Args:
-        device: that the job trains on.
-    """
+    """Observes one iteration after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -73,7 +69,6 @@ class IterationWatch:
         self._began = time.perf_counter()  # until ``_start`` knows better
 
     def batch_handed(self, batch: Any) -> None:
-        """The loader hands out a batch."""
         self._start()
         self._handed += 1
         if self._batch is None:
@@ -93,11 +88,7 @@ class IterationWatch:
         self._evaluations += 1
 
     def end(self, micro_batches: int | None) -> Seen:
-        """Describe the iteration that ends at this boundary, and observe the next one.
-
-        Args:
-            micro_batches: how many batches it used; None: unknown, take the fewest forwards of any model.
-        """
+        """Describe the iteration that ends here. Unknown ``micro_batches``: the fewest forwards of any model."""
         if self.timing:
             self._synchronize()
         seconds = time.perf_counter() - self._began

@@ -87,11 +87,7 @@ class PlanInPlace:
         return self.planning is not None and self.planning.quiet
 
     def turn(self, micro_batches: int | None) -> None:
-        """At a boundary, first of all: install what planning has come to.
-
-        Args:
-            micro_batches: how many batches the iteration used, if known.
-        """
+        """At a boundary, first of all: install what planning has come to. ``micro_batches``: None if unknown."""
         if self.planning is None:
             return
         if self.execution.distrusted and self.plan is not None and self._refuted != self.plan.digest:

@@ -1,7 +1,6 @@
-"""Plans kept beside the checkpoints, ``<directory>/plans/<digest>.json``, so that a restarted job makes none.
+"""Plans kept beside the checkpoints, so that a restarted job makes none. The caller holds the directory's lock.
 
-A file's name is a digest of the job's fingerprint and the user's wishes. The newest plan that fits is used. The caller
-holds the directory's lock.
+``<directory>/plans/<digest>.json``, by a digest of the job's fingerprint and the user's wishes. The newest fit is used.
 """
 
 from __future__ import annotations
@@ -27,12 +26,7 @@ _OURS = re.compile(rf"[0-9a-f]{{32}}\.json|{_HALF.pattern}", re.ASCII)
 
 
 class PlanCache:
-    """The plans of one checkpoint directory.
-
-    Args:
-        directory: exists and is locked by this process.
-        wishes: what the user asks of a plan; plans for other wishes do not count.
-    """
+    """The plans of one checkpoint directory, for the user's wishes."""
 
     def __init__(self, directory: Path, wishes: Wishes) -> None:
         self._directory, self._wishes = directory, wishes
@@ -69,9 +63,7 @@ class PlanCache:
         return self.folder / plan_name(fingerprint, self._wishes)
 
     def keep(self, path: Path) -> None:
-        """Make the name of a new plan durable, and remove the oldest of too many. A failure only costs another
-        recording.
-        """
+        """Make a new plan's name durable and remove the oldest of too many. Failing only costs another recording."""
         self._damaged.discard(path.name)
         try:
             folder = fs.open_folder(str(self.folder))
@@ -106,7 +98,6 @@ class PlanCache:
             logger.warning("cannot remove the refuted plan %s: %s", self.folder / name, error.strerror or error)
 
     def _files(self) -> list[Path]:
-        """The plan files, newest first."""
         if self.folder.is_symlink():
             return []
         try:

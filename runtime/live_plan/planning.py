@@ -1,8 +1,6 @@
-"""Makes the plan of a job that brings none: records an iteration, has it planned in another process, and keeps the
-plan.
+"""Makes the plan of a job that brings none: records an iteration, has another process plan it, and keeps the plan.
 
-docs/explanation/planning.md, "In a running job", has the stages. Recorded and timed iterations are *quiet*: the
-Checkpointer lets no copies run beside them.
+docs/explanation/planning.md, "In a running job", has the stages. No copies run beside *quiet* iterations.
 """
 
 from __future__ import annotations
@@ -79,7 +77,6 @@ class _Look:
     options: list[Any]  # the optimizers'
 
     def is_like(self, other: _Look | None) -> bool:
-        """Whether nothing has changed since the other look."""
         return other is not None and self.state is other.state and self.options == other.options
 
 
@@ -87,8 +84,6 @@ class Planning:
     """The search for a plan, driven by the Checkpointer at boundaries.
 
     Args:
-        cache: plans that were kept.
-        planner: makes recorders and plans.
         check: replays a plan before it runs.
         follow: whether a job that changes gets a new plan.
     """
@@ -147,7 +142,6 @@ class Planning:
 
     @property
     def failing(self) -> bool:
-        """Whether the last attempt at a plan failed."""
         return self._failures > 0 or self.stage is Stage.GIVEN_UP
 
     def find_kept(self) -> Arrival | None:
@@ -155,7 +149,6 @@ class Planning:
         return None if self.forgone else self._find(lambda plan: not self._state_differences(plan))
 
     def batch_handed(self, batch: Any) -> None:
-        """The loader hands out a batch."""
         self.watch.batch_handed(batch)
         if self.warns_unsaved and self.stage in (Stage.UNPLANNED, Stage.RECORDED):
             self._handed |= identities(batch)
@@ -170,14 +163,12 @@ class Planning:
             self._recorder.begin(batch)
 
     def boundary(self, stepped: Collection[str], micro_batches: int | None) -> Arrival | None:
-        """An iteration has ended. First ends its recording, so that nothing of ours is part of it.
+        """End an iteration, first its recording; returns what to install, and then :meth:`placed` or :meth:`refused`
+        follows.
 
         Args:
             stepped: the optimizers that did.
             micro_batches: how many batches it used, if known.
-
-        Returns:
-            What to install now, if anything; :meth:`placed` or :meth:`refused` must follow.
         """
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
@@ -219,11 +210,7 @@ class Planning:
             self._cache.keep(arrival.path)
 
     def forgo(self, optimizer: str) -> Arrival | None:
-        """Give up planning for good, because of how this optimizer steps; the caller logs it.
-
-        Returns:
-            As :meth:`boundary`.
-        """
+        """Give up planning for good, because of how this optimizer steps. As :meth:`boundary`; the caller logs it."""
         self.close()
         had, self._plan, self.forgone = self._plan, None, True
         self.reason = f"optimizer {optimizer} does not run its closure just once in a step"
@@ -405,11 +392,7 @@ class Planning:
         return self._find(lambda plan: not self._state_differences(plan) and Traits.of(plan.fingerprint) == traits)
 
     def _look(self, *, anew: bool = False) -> _Look:
-        """The job as its last boundary found it, since walking all state is slow.
-
-        Args:
-            anew: as it is now.
-        """
+        """The job as its last boundary found it, since walking all state is slow; or anew, as it is now."""
         state = self._walk.current() if anew else self._walk.latest
         return _Look(state, [implementation_options(optimizer) for optimizer in self._optimizers.values()])
 

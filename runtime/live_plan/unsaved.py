@@ -25,8 +25,8 @@ _NO_HOLDERS: Final = (type, ModuleType, FunctionType, BuiltinFunctionType, CodeT
 
 
 def saved_identities(job: Job) -> frozenset[int]:
-    """What extra state may hold, by :attr:`Carried.identity`: all that is reachable from ``state=``, the loader,
-    modules with extra state, and what optimizers keep.
+    """What is reachable from ``state=``, the loader, modules with extra state and optimizers, by
+    :attr:`Carried.identity`.
     """
     return frozenset(identities(list(_holders(job))))
 

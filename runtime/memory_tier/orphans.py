@@ -52,11 +52,9 @@ class Left:
     """A job's folder in shared memory.
 
     Attributes:
-        path: of the folder.
         directory: of the job's checkpoints; None: unknown or unreadable, then all that may be None is.
         owner: the user's name.
         own: whether this user may free it: it is his own, or he is root.
-        size_bytes: that it takes.
         changed_unix_seconds: when the newest capture came, or the job began.
         step: of the newest whole capture; None: there is none.
         stored_step: the newest whole step on storage in that directory; None: none.
@@ -153,10 +151,7 @@ def memory_of(directory: str | os.PathLike[str]) -> tuple[Path, int] | None:
 
 
 def find_left(directory: Path, wait_seconds: float = 0.0) -> Path:
-    """The previous run's folder, found from the directory of its checkpoints.
-
-    Args:
-        wait_seconds: how long to wait for a dying job.
+    """The previous run's folder, found from its checkpoints, after waiting ``wait_seconds`` for a dying job.
 
     Raises:
         FileNotFoundError: it ended by itself, or with the machine.
@@ -213,8 +208,8 @@ def read_records(folder: int) -> dict[int, Record]:
 
 
 def read_kept(folder: int, name: str, most_bytes: int) -> bytes:
-    """A file of such a folder. Raises CorruptCheckpointError if it is missing or of another size, OSError if unreadable
-    now.
+    """A file of such a folder. CorruptCheckpointError if it is missing or of another size, OSError if
+    unreadable now.
     """
     try:
         fd = fs.open_read(name, dir_fd=folder)

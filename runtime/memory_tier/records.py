@@ -1,7 +1,6 @@
-"""How a job's host memory lies in shared memory and beside its checkpoints: names, contents, and their validation.
+"""How a job's host memory lies in shared memory and beside its checkpoints, and its validation.
 
-docs/reference/files.md lists the files. :mod:`.tier` writes them, :mod:`.orphans` reads them, :mod:`.recovery` takes
-them.
+docs/reference/files.md lists the files. :mod:`.tier` writes, :mod:`.orphans` reads, :mod:`.recovery` takes them.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ class _Buffer(Protocol):
 
 
 class StagedCheckpoint(Protocol):
-    """A complete checkpoint in a staging buffer, as its record describes it."""
+    """A complete checkpoint in a staging buffer."""
 
     @property
     def buffer(self) -> _Buffer: ...

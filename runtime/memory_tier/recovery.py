@@ -107,11 +107,9 @@ class Reclaimed:
 
 
 def reclaim(store: Store, mode: str | int) -> Reclaimed:
-    """Put the previous run's last capture on storage, and older ones that retention would keep. Raises StorageError or
-    LockedError if a capture cannot be read or written, or ``mode`` is "never"; it stays where it is.
+    """Put the previous run's last capture on storage, older ones that retention would keep, and that of step ``mode``.
 
-    Args:
-        mode: how the job resumes; if by a step, that step's capture is put there, too.
+    Raises StorageError or LockedError if that fails, or ``mode`` is "never"; captures stay where they are.
     """
     path = _folder_of(store.directory)
     _tidy(path, store.directory)
@@ -165,9 +163,7 @@ def _folder_of(directory: Path) -> Path | None:
 
 
 def _load_all(store: Store, path: Path, wanted: int | None) -> list[_Loaded]:
-    """The newest capture if it is newer than storage, others that retention would keep, and the wanted one; newest
-    first.
-    """
+    """The newest capture if newer than storage, others that retention would keep, and the wanted one; newest first."""
     storage = _storage(store)
     steps = {step for one in store.checkpoints() if (step := parse_step(one.name)) is not None}
     loaded: list[_Loaded] = []
@@ -293,10 +289,8 @@ def _commit(store: Store, path: Path, one: _Loaded) -> None:
 
 
 def _tidy(own: Path | None, directory: Path) -> None:
-    """Free the memory of other dead jobs from which nobody can resume.
-
-    Args:
-        directory: held by this job, so no other is about to start there.
+    """Free the memory of other dead jobs from which nobody can resume. This job holds ``directory``: no other starts
+    there.
     """
     try:
         names = fs.folder_names(str(records.ROOT))
@@ -344,11 +338,7 @@ def _is_orphan(path: Path, held: Path) -> bool:
 
 
 def free(left: Left, *, force: bool = False) -> str | None:
-    """Free a dead job's folder; returns why it stays, or None if it is gone.
-
-    Args:
-        force: even if it holds what storage does not have.
-    """
+    """Free a dead job's folder; returns why it stays, or None. ``force``: even what storage does not have."""
     if not left.own:
         return f"it is of {left.owner}"
     if left.only_copy and not force:

@@ -1,8 +1,7 @@
-"""Host memory in which checkpoints are staged: a few equal buffers, each the image of one checkpoint's files.
+"""Host memory in which checkpoints are staged: three buffers, so that one may be written, one complete, one filling.
 
-Three buffers: one may be persisting, one complete and one filling. They lie in shared memory if there is room
-(:mod:`.tier`). For a GPU they are locked, on its NUMA node; if shared memory cannot be locked, CUDA allocates them, and
-they end with the process.
+They lie in shared memory if there is room (:mod:`.tier`). For a GPU they are locked, on its NUMA node; if shared memory
+cannot be locked, CUDA allocates them, and they end with the process.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class StagingBuffer:
 
 
 class StagingBuffers:
-    """A fixed number of buffers of one size, made by :meth:`grow`; ``take`` waits for a free one.
+    """Buffers of one size, made by :meth:`grow`; ``take`` waits for a free one.
 
     Args:
         locking: locks them, for a device that needs it.
@@ -97,9 +96,7 @@ class StagingBuffers:
         self._changed = threading.Condition(self._mutex)
 
     def grow(self, size_bytes: int) -> None:
-        """Make the buffers at least this large. If they are smaller, wait until all are free and replace them. After a
-        StorageError (not enough memory) there are no buffers.
-        """
+        """Make the buffers at least this large, once all are free. After a StorageError there are none."""
         wanted_bytes = max(size_bytes, 1)
         if wanted_bytes <= self.size_bytes:
             return
@@ -191,13 +188,8 @@ class StagingBuffers:
         return None
 
     def _allocate_locked(self, size_bytes: int, error: CheckflowError) -> bool:
-        """Make all buffers in locked memory of the device's runtime, which ends with the process; returns whether that
-        worked.
-
-        For virtual machines that refuse to lock shared memory.
-
-        Args:
-            error: why they cannot be locked in place.
+        """Make all buffers in locked memory of the device's runtime, where shared memory cannot be locked (virtual
+        machines).
         """
         assert self._locking is not None
         made: list[StagingBuffer] = []
@@ -233,11 +225,7 @@ class StagingBuffers:
                 logger.debug("staging memory is not unlocked: %s", error)
 
     def close(self, *, leave: bool = False) -> None:
-        """Free the memory, once nobody uses it.
-
-        Args:
-            leave: whether complete captures stay for the next run.
-        """
+        """Free the memory, once nobody uses it. ``leave``: complete captures stay for the next run."""
         self._unlock()
         self.size_bytes = 0
         self._free.clear()
@@ -303,10 +291,7 @@ _apart: weakref.WeakSet[StagingBuffer] = weakref.WeakSet()  # shared buffers of 
 
 
 def _part() -> None:
-    """In a forked child, replace the parent's shared buffers by zeros, as private memory gives it.
-
-    The child may train on under the hooks it inherited, and must not write where its parent does.
-    """
+    """In a forked child, replace shared buffers by zeros: it may train on, and must not write where its parent does."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
     for buffer in list(_apart):
         size_bytes = len(buffer.memory)

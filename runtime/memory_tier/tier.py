@@ -1,8 +1,7 @@
 """Host memory that outlives the process: staging buffers as files in shared memory (:mod:`.records`).
 
-A record is removed before the first byte of the next capture enters its buffer, and appears by a rename after the last
-one has arrived. So whenever the process dies, a buffer with a record is whole. docs/explanation/memory-tier.md has
-more.
+A record is removed before the next capture enters its buffer, and appears by a rename once all has arrived. So whenever
+the process dies, a buffer with a record is whole.
 """
 
 from __future__ import annotations
@@ -69,12 +68,7 @@ class _Kept:
 
 
 class MemoryTier:
-    """The staging buffers of one job in shared memory.
-
-    Args:
-        directory: of the checkpoints; it exists and is locked by this process.
-        life: the run.
-    """
+    """The staging buffers of one job in shared memory. This process holds the lock of ``directory``."""
 
     def __init__(self, directory: Path, life: Life) -> None:
         self._directory, self._life = directory, life
@@ -92,11 +86,7 @@ class MemoryTier:
         self._kept: dict[int, _Kept] = {}  # by buffer
 
     def allocate(self, count: int, size_bytes: int, node: int | None) -> list[mmap.mmap] | None:
-        """Allocate buffers with all their pages; None: there is no room in shared memory.
-
-        Args:
-            node: the NUMA node to place them on, if that matters.
-        """
+        """Allocate buffers with all their pages, on a NUMA node if that matters; None: no room in shared memory."""
         if os.getpid() != self._pid:  # a forked child: the mark is its parent's
             return None
         self.close()
@@ -144,9 +134,7 @@ class MemoryTier:
             logger.warning("captures in host memory end with the process, and storage is what is left then: %s", reason)
 
     def forget(self, index: int) -> None:
-        """Void a buffer's record, before the buffer is overwritten. After a StorageError the buffer must not be
-        written.
-        """
+        """Void a buffer's record before the buffer is overwritten, which a StorageError forbids."""
         if not self._is_mine:
             return
         with self._mutex:
@@ -168,13 +156,7 @@ class MemoryTier:
             logger.debug("cannot note step %d in %s: %s", step, self._path, error)
 
     def keep(self, capture: StagedCheckpoint, extra: bytes, info: dict[str, Any]) -> None:
-        """Record a complete capture. If that fails, it ends with the process and nothing else is lost; storage reports
-        errors.
-
-        Args:
-            extra: its extra state.
-            info: for its manifest.
-        """
+        """Record a complete capture. If that fails, it only ends with the process; storage reports errors."""
         if not self._is_mine:
             return
         index = capture.buffer.index
@@ -214,10 +196,8 @@ class MemoryTier:
         return max((kept.step for kept in list(self._kept.values())), default=None)
 
     def close(self, *, leave: bool = False) -> None:
-        """Free the memory. May be called again, also after an interrupt.
-
-        Args:
-            leave: whether the next run should find the newest capture.
+        """Free the memory; may be called again, also after an interrupt. ``leave``: the newest capture for the next
+        run.
         """
         if os.getpid() != self._pid:  # a forked child frees nothing
             return

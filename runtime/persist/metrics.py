@@ -1,7 +1,6 @@
 """Metrics of a job's states (``checkpointer.metric``) on their way into checkpoints.
 
-A metric belongs to one boundary. It is committed with that capture's manifest, or added to a committed checkpoint on
-the writer's thread. A state that becomes no checkpoint loses its metrics when a later one gets some.
+A metric is committed with its boundary's manifest, or added to the committed checkpoint on the writer's thread.
 """
 
 from __future__ import annotations
@@ -36,12 +35,7 @@ class Metrics:
         return self._store.rules
 
     def record(self, step: int, name: str, value: float, *, late: bool) -> None:
-        """Record a metric.
-
-        Args:
-            step: the boundary that it describes.
-            late: whether that has passed already.
-        """
+        """Record a metric of this boundary; ``late``: it has passed already."""
         with self._mutex:
             wanted = {step, *self._under_way, *self._late}
             for old in self._recorded.keys() - wanted:

@@ -44,9 +44,7 @@ class Saving:
     """Copies, stages and writes a job's captures.
 
     Args:
-        device: that state is copied from.
         each: commit every capture, even if training must wait for storage; otherwise storage takes the newest one.
-        host_buffers: number of staging buffers.
         audit: every how many captures to audit; 0: only the first ones.
         base: the step that the job resumed from, and the run that made it.
     """
@@ -91,9 +89,7 @@ class Saving:
     ) -> float:
         """Capture this boundary under a plan; returns the seconds waited for storage and buffers.
 
-        Args:
-            durable: whether storage should take it soon; otherwise it stays in host memory until a newer capture
-                replaces it or the job ends.
+        Not ``durable``: it stays in host memory until a newer capture replaces it or the job ends.
         """
         audit = execution.captures < FIRST_AUDITS or (self._audit_every and self.captures % self._audit_every == 0)
         # One is gathered, one committed, none queues: that bounds what a failure can cost. The number of captures
@@ -135,10 +131,8 @@ class Saving:
         return self._base_step if durable is None else durable.step
 
     def close(self) -> StorageError | None:
-        """Commit what is left, retry what failed last, then release threads and memory.
-
-        Returns:
-            Why the newest capture is not durable; None: it is, or there was none.
+        """Commit what is left, retry what failed last, release threads and memory; returns why the newest is not
+        durable.
         """
         self.writer.close()
         self.engine.close()

@@ -52,8 +52,7 @@ class Writer:
     Args:
         commit: writes one capture durably and returns its path; raises CheckflowError if it cannot.
         recycle: gives a capture's buffer back.
-        supersede: whether a newer capture replaces a waiting one.
-        gives_way: whether this waiting one may be replaced.
+        supersede: whether a newer capture replaces a waiting one, if ``gives_way`` allows it.
         newest: whether no capture was begun after this one.
         errand: other work for this thread, between captures; see ``nudge``. Must not raise.
         void: called with a capture that an audit refuted.
@@ -147,10 +146,7 @@ class Writer:
             self._changed.notify_all()
 
     def wait_until_at_most(self, outstanding: int) -> float:
-        """Wait until at most so many captures are outstanding; returns the seconds waited.
-
-        Held-back captures do not count, unless ``outstanding`` is 0: then they are written, too.
-        """
+        """Wait until at most so many captures are outstanding (0: held-back ones, too); returns the seconds waited."""
         begun = time.perf_counter()
         if not outstanding:
             self.urge()

@@ -51,9 +51,8 @@ def check_rank(rank: int, world_size: int) -> None:
 
 
 def may_hold(source: int, sources: int, rank: int, world_size: int) -> bool:
-    """Whether any id of shard ``source`` of ``sources`` belongs to shard ``rank`` of ``world_size``.
-
-    By the Chinese remainder theorem there is one exactly if both agree modulo the greatest common divisor.
+    """Whether an id of shard ``source`` of ``sources`` can be shard ``rank``'s of ``world_size``: both agree modulo the
+    gcd.
     """
     return (source - rank) % int(np.gcd(sources, world_size)) == 0
 
@@ -143,9 +142,7 @@ class Version:
 
 
 def checked_ids(name: str, table: Table, rank: int, world_size: int) -> Ids:
-    """The ids of a shard's part of a table, as int64. Raises UnsupportedError if they are invalid, another shard's, not
-    unique, or do not match the rows.
-    """
+    """The ids of a shard's part of a table, as int64; UnsupportedError if they are invalid, or another shard's."""
     given = np.asarray(table.ids)
     if not given.size:
         given = given.astype(np.int64)  # an empty list becomes floats

@@ -111,9 +111,7 @@ def post(root: int, run_id: str, world_size: int, attempt: Attempt) -> None:
 
 
 def collect(folder: int, attempt: str, world_size: int, wait_seconds: float, own: Record) -> tuple[Record, ...]:
-    """Every rank's record, by rank, once all have left one. Raises MissingShardsError, or StorageError with a failed
-    rank's message.
-    """
+    """Every rank's record, by rank. Raises MissingShardsError, or StorageError with a failed rank's message."""
     found = {0: own}
 
     def complete() -> bool | None:
@@ -162,8 +160,7 @@ def follow(
 ) -> None:  # fmt: skip
     """A rank other than 0: write its part when the attempt opens, and return when the version is complete.
 
-    Args:
-        write: called with a descriptor of the directory; again if rank 0 starts anew.
+    ``write`` gets a descriptor of the directory, again if rank 0 starts anew.
 
     Raises:
         MissingShardsError: rank 0 did not begin or end in time, or a rank is missing.
@@ -262,7 +259,6 @@ def _wait_for_folder(directory: Path, wait_seconds: float) -> int:
 
 
 def read_board(root: int) -> Board | None:
-    """The board; None while there is no whole one."""
     return _get(root, _BOARD, BOARD)
 
 
@@ -300,10 +296,7 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 def wait_until(happened: Callable[[], _T | None], wait_seconds: float) -> _T | None:
-    """The first result of ``happened`` that is not None, or None when the time is over; called at least once.
-
-    It polls, because network file systems notify nobody.
-    """
+    """Poll until ``happened`` returns something, at least once; None when the time is over."""
     end, pause = _monotonic() + wait_seconds, _POLL_SECONDS[0]
     with reported("cannot meet the other ranks"):
         while (found := happened()) is None:

@@ -59,13 +59,11 @@ class AnchorHooks:
 
     Args:
         fire: called with each key in ``keys`` when it is reached, and with every optimizer's pre- and post-step.
-        on_forward: called at each forward of a whole model in training mode, outside of backward, with the model's name
-            and arguments.
+        on_forward: called with the name and arguments of a whole model in training mode, outside of backward.
         on_evaluation: called at each forward of a whole model in evaluation mode.
         on_training: called when a hooked module or a whole model runs forward in training mode, outside of backward.
         on_traced: called when a hook is compiled, before the compiled code runs.
-        on_repeated: called with an optimizer's name before it runs its closure again, or after a step that never ran
-            it.
+        on_repeated: called before an optimizer runs its closure again, or after a step that never ran it.
         sightings: what earlier hooks of the job have seen.
     """
 
@@ -114,7 +112,6 @@ class AnchorHooks:
         self._boundary += 1
 
     def remove(self) -> None:
-        """Remove all hooks."""
         while self._removers:
             self._removers.pop()()
 
@@ -122,8 +119,7 @@ class AnchorHooks:
     def silent(self) -> frozenset[Place]:
         """The requested forward anchors that do not fire before their module runs.
 
-        If anything is compiled, an anchor counts as firing only once it has fired: code compiled before the hooks were
-        hung bypasses them.
+        If anything is compiled, each must have fired once: code compiled before the hooks were hung bypasses them.
         """
         compiled, known = anything_compiled(), self._inside | self.sightings.traced
         if not (compiled or known):
@@ -133,11 +129,7 @@ class AnchorHooks:
         return frozenset(forward & known | passed_by)
 
     def outdated(self, *, replaced: bool) -> bool:
-        """Whether modules or parameters lack hooks because they were replaced or compiled since.
-
-        Args:
-            replaced: whether anything may have been replaced.
-        """
+        """Whether modules or parameters lack hooks: they were compiled, or, if ``replaced``, maybe replaced."""
         looking, self._look_again = replaced or self._look_again, False
         if looking and (compiled_regions(self._models) != self.regions or not self._same_targets()):
             return True

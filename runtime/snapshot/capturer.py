@@ -1,9 +1,7 @@
 """Captures: the state at one boundary, gathered by the plan during the iterations after it.
 
-``begin`` at the boundary encodes extra state and copies host state. Then each anchor does the plan's work (``go_on`` at
-boundaries in between), until the last chunk has arrived and the capture is *delivered* to the writer. One is gathered
-at a time, and never dropped for a later one: ``conclude`` ends it early if need be, without blocking the host on a GPU.
-Tensors that the plan does not know are copied at the boundary, which is logged.
+``begin`` copies host state and encodes extra state; anchors do the plan's work until the last chunk has arrived and the
+capture is *delivered*. One is gathered at a time, and never dropped for a later one: ``conclude`` ends it early.
 """
 
 from __future__ import annotations
@@ -100,7 +98,6 @@ class Capturer:
         buffers: staging buffers; grown to what the plan expects.
         deliver: called with each complete capture, on any thread.
         known_to_fit: whether the job was compared with the plan already; otherwise the first capture does it.
-        resumed: whether the job resumed from a checkpoint.
         at_boundary: copy everything at the boundary, whatever the plan says.
     """
 
@@ -155,11 +152,7 @@ class Capturer:
         return None if self._capture is None else self._capture.step
 
     def prepare(self, optimizers: Mapping[str, str]) -> bool:
-        """Lay out files for the state as it is now, with buffers that fit; returns whether anything had to be done.
-
-        Args:
-            optimizers: name to implementation, compared with the plan's fingerprint at the first capture.
-        """
+        """Lay out files for the state as it is now, in buffers that fit; False: nothing to do. See :meth:`begin`."""
         state = self._walk.current()
         if self._chunk_map is not None and state is self._chunk_map.state:
             return False
@@ -179,11 +172,9 @@ class Capturer:
         audit: bool,
         optimizers: Mapping[str, str],
     ) -> float:
-        """Start the capture of this instant; returns the seconds waited for a free staging buffer. Raises MismatchError
-        if the plan was made for another job, StorageError if the state has grown beyond host memory.
+        """Start the capture of this instant; returns the seconds waited for a free staging buffer.
 
-        Args:
-            optimizers: as for :meth:`prepare`.
+        Raises MismatchError if the plan was made for another job, StorageError if the state outgrows host memory.
         """
         audit = self.prepare(optimizers) or audit
         chunk_map = self._chunk_map
@@ -221,10 +212,7 @@ class Capturer:
         return waited_seconds
 
     def make_room(self) -> bool:
-        """Wait for captures on their way until a staging buffer is free; returns whether one is.
-
-        A delivered capture may replace one that is held back, which frees its buffer.
-        """
+        """Wait for captures until a buffer is free, maybe one that was held back; returns whether one is."""
         while not self._buffers.free and self._leaving:
             self._leaving[0].concluded.wait()
             self._collect()
@@ -247,9 +235,8 @@ class Capturer:
             self._work_until(position + 1)
 
     def go_on(self) -> None:
-        """Pass a boundary that is not captured: start the capture's next iteration, or end it after the last.
-
-        Deadlines whose anchors did not fire fall due with the end of the first iteration.
+        """Pass a boundary that is not captured: start the next iteration, where no deadlines are left, or end the
+        capture.
         """
         self._collect()
         if self._capture is None:
@@ -262,9 +249,7 @@ class Capturer:
         self.reached(BOUNDARY)
 
     def require(self, chunks: Sequence[int]) -> None:
-        """Make these chunks safe now, whatever the plan says: their tensors may be written next. Raises
-        ConsistencyError if one was written already, by its version counter.
-        """
+        """Make these chunks safe now, as they may be written next; ConsistencyError if a counter says that one was."""
         if self._capture is None:
             return
         live = self._engine.live(chunks)
@@ -280,11 +265,7 @@ class Capturer:
         self.require([chunk for chunk in self._program.after_step if chunks[chunk].tensor not in self.settled])
 
     def _refuse_written(self, live: Sequence[int]) -> None:
-        """Check version counters for writes that no anchor announced; writes through ``.data`` move none.
-
-        Args:
-            live: chunks whose bytes lie in their live tensors alone.
-        """
+        """Check the counters of these chunks' live tensors; writes through ``.data`` move none."""
         assert self._capture is not None
         for chunk in live:
             name = self._plan.chunks[chunk].tensor
@@ -298,10 +279,7 @@ class Capturer:
         self._program = program
 
     def distrust(self) -> None:
-        """Copy everything at the boundary from now on, because the plan does not fit. No capture may be in flight.
-
-        The memory that captures read is released.
-        """
+        """Copy everything at the boundary from now on, because the plan does not fit. No capture may be in flight."""
         self._at_boundary = True
         self._chunk_map = None
 
@@ -322,8 +300,7 @@ class Capturer:
     def conclude(self) -> None:
         """End the capture in flight, if any, without waiting for bytes on their way.
 
-        What the plan has for later iterations leaves now, without snapshots: a GPU's stream or the CPU's training
-        thread waits.
+        What is left of it leaves now, without snapshots: a GPU's stream or the CPU's training thread waits.
         """
         if self._capture is not None:
             self.complete_iteration()
@@ -382,9 +359,7 @@ class Capturer:
         self._buffers.give_back(capture.buffer)
 
     def abort(self) -> bool:
-        """Drop the capture in flight and wait for concluded ones; returns whether one was lost, not delivered
-        already.
-        """
+        """Drop the capture in flight and wait for concluded ones; returns whether one was lost."""
         capture = self._capture
         self._engine.abort()  # even if the engine's begin was never called
         lost = capture is not None and not capture.arrived

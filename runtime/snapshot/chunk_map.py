@@ -31,12 +31,7 @@ class ChunkMap:
 
 
 def make_chunk_map(plan: Plan, state: TrainingState, source: torch.device, *, at_boundary: bool) -> ChunkMap:
-    """Lay out files for the state as it is now.
-
-    Args:
-        source: the device from whose memory the plan's chunks leave.
-        at_boundary: copy everything at the boundary, whatever the plan says.
-    """
+    """Lay out files for the state as it is now; the plan's chunks leave from ``source``'s memory."""
     deadlines, last = plan.deadlines, plan.horizon_steps
     live = {item.name: item for item in state.tensors}
     records = [

@@ -59,15 +59,12 @@ class Listener(Protocol):
 
 
 class Execution:
-    """One plan in one job, from the boundary at which it is installed. Raises MismatchError if the job lacks an anchor
-    of the plan.
+    """One plan in one job, from the boundary at which it is installed. MismatchError if the job lacks an anchor of it.
 
     Args:
-        program: the plan, compiled.
         implementations: of the optimizers by name, as plans name them.
         deliver: takes each complete capture, on any thread.
         raising: whether a fault is raised inside the user's loop, after it was handled.
-        known_to_fit, resumed: as for :class:`.capturer.Capturer`.
         sightings: what is known of the job's anchors; outlives one plan.
     """
 
@@ -121,9 +118,8 @@ class Execution:
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[None]:
-        """Let a fault of checkpointing void the checkpoint under way and no more, unless errors are to be raised.
-
-        A signal handler's error voids it, too, and goes on to training.
+        """Let a fault of checkpointing void only the checkpoint under way; a signal handler's error goes on to
+        training.
         """
         try:
             yield
@@ -178,11 +174,7 @@ class Execution:
             self.capturer.note()  # this stream has written, and the loop may write next
 
     def end_iteration(self, *, due: bool, quiet: bool) -> None:
-        """Pass a boundary: the capture in flight goes on, or is ended if another one is due.
-
-        Args:
-            quiet: wait until all copies have ended.
-        """
+        """Pass a boundary: go on, or end the capture if another one is due. ``quiet``: wait for all copies."""
         with self.surviving():
             if quiet:
                 self.capturer.finish()
@@ -205,8 +197,7 @@ class Execution:
     def follow(self, *, idle: bool = False) -> None:
         """Hang hooks on modules that were replaced or compiled; otherwise a deadline would pass unseen.
 
-        Args:
-            idle: no deadline comes before the next call, so replaced modules can wait.
+        ``idle``: no deadline comes before the next call, so replaced modules can wait.
         """
         state = self._hooked_state if idle else self._walk.current()
         replaced = state is not self._hooked_state
@@ -238,12 +229,7 @@ class Execution:
         return error
 
     def apply_audits(self, written: Collection[str], breached_plans: Collection[str]) -> None:
-        """Act on what audits found since the last call.
-
-        Args:
-            written: tensors that the plan calls unwritten but that were written.
-            breached_plans: digests of the plans that an audit refuted.
-        """
+        """Act on audits: names of tensors that are written against the plan, and digests of refuted plans."""
         self.capturer.settled.drop(written)
         if self.plan.digest in breached_plans and not self.distrusted:
             self.aborted += self.capturer.abort()  # the one in flight relies on the same plan
@@ -330,7 +316,7 @@ class Execution:
             )  # fmt: skip
 
     def _compile(self) -> Program:
-        """The plan's work at anchors that fire. Without optimizer anchors, unwritten tensors are due at the
+        """The plan's work at anchors that fire. Without optimizers' anchors, unwritten tensors are due at the
         boundary.
         """
         silent, blind = self._unseen

@@ -56,12 +56,10 @@ def compile_plan(
     blind: bool = False,
     undated_at_boundary: bool = False,
 ) -> Program:
-    """Turn the steps of a plan into the work of anchors. Raises PlanError for a plan of operator granularity, which
-    eager training cannot follow.
+    """Turn the steps of a plan into the work of anchors; PlanError for a plan of operator granularity.
 
     Args:
-        silent: anchors that do not fire; their work moves to the last firing anchor before them that has work, and so a
-            hook.
+        silent: anchors that do not fire; their work moves to the last firing one before them that has work (a hook).
         blind: no anchor shows when optimizers step: everything is due at the boundary.
         undated_at_boundary: tensors that no operator writes are due at the boundary, too.
     """
@@ -138,7 +136,7 @@ def _empty_table() -> dict[str, list[int]]:
 
 
 def _last_at_or_before(anchors: Mapping[int, AnchorKey], steps: int) -> list[int]:
-    """For each step the latest anchor step that is not after it (step 0 is the boundary, an anchor)."""
+    """For each step the latest anchor step that is not after it (step 0 is the boundary)."""
     found, result = 0, []
     for step in range(steps):
         found = step if step in anchors else found

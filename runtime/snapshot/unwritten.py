@@ -62,11 +62,7 @@ class SettledTensors:
         self._settled.difference_update(names)
 
     def look(self, tensors: Mapping[str, torch.Tensor], digests: Digests | None) -> dict[str, Digest]:
-        """At a capture's boundary: learn what has settled, and what no longer is.
-
-        Args:
-            tensors: the plan's live tensors, at least those without a deadline.
-            digests: of every tensor now, if this capture is audited.
+        """At a boundary: learn what has settled from the live tensors and, if audited, from their digests.
 
         Returns:
             The digest that each settled tensor must have when it is staged.

@@ -1,8 +1,4 @@
-"""The live job's state, looked up at each boundary; and its extra state, gathered and put back.
-
-State tensors are what :func:`checkflow.core.state.collect_state` finds. Extra state is one plain dictionary, which
-:mod:`checkflow.runtime.format.codec` encodes.
-"""
+"""The live job's state, looked up at each boundary; and its extra state (all but tensors), gathered and put back."""
 
 from __future__ import annotations
 
@@ -50,9 +46,8 @@ class Stateful(Protocol):
 class StateWalk:
     """All state tensors of a job as they are now. The walk over modules is repeated only when something changed.
 
-    Each call checks by identity: the optimizers' containers (``load_state_dict`` makes new ones), what containers hold,
-    and each tensor's address, type, shape and strides (``.data`` may be reassigned), under each of its names (one of
-    two tied tensors may have got its own memory).
+    Each call checks by identity: the optimizers' containers (``load_state_dict`` makes new ones), what they hold, and
+    each tensor's address, type, shape and strides, under each of its names (a tied tensor may get its own memory).
     """
 
     def __init__(self, models: Models, optimizers: Optimizers) -> None:
@@ -171,9 +166,8 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def capture_generators() -> dict[str, Any]:
-    """Copies of the states of all generators that the main process may draw from, taken at each boundary.
-
-    :func:`compact_generators` turns them into what is saved.
+    """The states of all generators that the main process may draw from; :func:`compact_generators` makes them
+    smaller.
     """
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
@@ -209,12 +203,8 @@ def restore_generators(states: Mapping[str, Any]) -> None:
 
 
 def capture_extra(walk: StateWalk, optimizers: Optimizers, objects: Mapping[str, Stateful]) -> dict[str, Any]:
-    """Extra state of models, optimizers and the user's objects at this instant.
-
-    Its values may share memory with the job's: encode it before training continues.
-
-    Args:
-        walk: nothing has changed since its last call of ``current``.
+    """Extra state at this instant, right after ``current``: encode it before training continues, as it may share
+    memory.
     """
     return {
         "modules": {name: module.get_extra_state() for name, module in walk.modules_with_extra_state.items()},
@@ -251,8 +241,8 @@ _SCHEDULERS_OWN = {"max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"
 
 
 def _refuse_other_class(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Refuse state of another optimizer class. Old checkpoints name no class: then both must have options that the
-    other lacks, since another release of torch only adds or only removes options.
+    """Refuse state of another optimizer class. Checkpoints that name no class are refused if both sides have options
+    that the other lacks: another release of torch only adds, or only removes, options.
     """
     have, want = type(optimizer).__name__, saved.get("class")
     if want is None:
@@ -293,7 +283,7 @@ def restore_extra(
 
 
 def modules_with_extra_state(models: Models) -> Iterator[tuple[str, nn.Module]]:
-    """("<model>/<module path>", module) of every module that has state besides its tensors."""
+    """("<model>/<module path>", module) of every module that has state besides tensors."""
     for name, module in module_names(models):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield name, module
@@ -359,10 +349,7 @@ def make_lazy_state(
 ) -> torch.Tensor:
     """Create an optimizer state tensor that the optimizer would create at its first step, and return it.
 
-    Args:
-        parameters: all that the optimizer updates, by name.
-        on_host: whether it lies in host memory, wherever its parameter does; None: decided as torch does for step
-            counters.
+    ``on_host``: whether in host memory, wherever its parameter is; None: as torch does for step counters.
     """
     parameter, key = _place_of(name, parameters)
     if on_host is None:
@@ -395,11 +382,7 @@ def _place_of(name: str, parameters: Mapping[str, torch.Tensor]) -> tuple[torch.
 
 
 def make_state_by_stepping(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer create all its state, by a step with zero gradients and learning rate.
-
-    For state that only the optimizer can make (8-bit moments). The restore that follows overwrites what the step
-    changed.
-    """
+    """Make an optimizer create all its state (8-bit moments), by a step with zero gradients, before it is restored."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
     rates = [group.get("lr") for group in optimizer.param_groups]

@@ -1,8 +1,7 @@
-"""Restores a checkpoint in place into a live job's tensors.
+"""Restores a checkpoint in place into a live job's tensors, after all names, shapes and dtypes were compared.
 
-All names, shapes and dtypes are compared with the job before the first byte is written. Each block is read once and
-verified before it is copied. After damage is met half-way, an older checkpoint overwrites everything; if there is none,
-the job is marked (:mod:`.half_restored`).
+Each block is read once and verified before it is copied. After damage half-way, an older checkpoint overwrites
+everything; if there is none, the job is marked (:mod:`.half_restored`).
 """
 
 from __future__ import annotations
@@ -63,12 +62,7 @@ class Resumed:
 
 
 class _Restore:
-    """One restore, and whether it has begun to change the job.
-
-    Args:
-        place: as for :func:`resume_from`.
-        begun: an earlier restore began and failed.
-    """
+    """One restore, and whether it, or one before it, has begun to change the job."""
 
     def __init__(self, job: _Job, place: Callable[[_Extra], None], *, begun: bool) -> None:
         self.job, self.place, self.begun = job, place, begun
@@ -96,13 +90,14 @@ def resume_from(
     host_tensors: Collection[str] | None = (),
     place: Callable[[_Extra], None] = lambda extra: None,
 ) -> Resumed | None:
-    """Restore what ``Checkpointer(resume=mode)`` asks for; None if the job starts anew. Raises StorageError if the mode
-    demands a checkpoint that does not exist; after other errors a changed job is marked.
+    """Restore what ``Checkpointer(resume=mode)`` asks for; None if the job starts anew.
+
+    Raises StorageError if the mode demands a checkpoint that does not exist; after other errors a changed job is
+    marked.
 
     Args:
-        host_tensors: as for :func:`restore`.
-        place: given the extra state, moves the loop to where the checkpoint was made, before state is changed; or
-            raises MismatchError. Called again for an older checkpoint if a newer one turns out to be damaged.
+        place: given the extra state, moves the loop before state is changed, or raises MismatchError. Called again for
+            an older checkpoint if a newer one turns out to be damaged.
     """
     begun = half_restored.is_marked(models, optimizers)
     found = _Restore((models, optimizers, objects, host_tensors), place, begun=begun)
@@ -142,9 +137,8 @@ def _resume(store: Store, mode: str | int, found: _Restore) -> Resumed | None:
 def _restore_newest(store: Store, found: _Restore, *, anew: bool) -> Resumed | None:
     """Restore the newest whole checkpoint, as :func:`.store.discovery.recover` finds it, reading it once.
 
-    Args:
-        anew: whether the job starts anew if there is none, for which its state must be unchanged. So a checkpoint
-            without an older one to fall back on is verified whole first and then read again.
+    If the job may start ``anew``, the oldest checkpoint is verified whole first: after damage its state must be
+    unchanged.
     """
     unreadable: StorageError | None = None
     paths = store.checkpoints()
@@ -263,11 +257,7 @@ def _restore_weights(
     place: Callable[[_Extra], None],
     begin: Callable[[], None],
 ) -> Resumed:
-    """Restore imported weights into the models and nothing else.
-
-    All tensors of the models must be there, under any of their names: other tools keep one name of tied weights, not
-    always the first.
-    """
+    """Restore imported weights and nothing else: all of the models' tensors, under any of their names."""
     for further, name in ties:
         if name not in sources and further in sources:
             sources[name] = sources[further]

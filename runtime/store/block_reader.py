@@ -1,8 +1,4 @@
-"""Reads blocks of open files with several threads; each block is verified before it is used.
-
-Large files are read around the page cache. While one thread waits for the disk, others compute checksums and copy.
-Memory is one block for each thread.
-"""
+"""Reads blocks of open files with several threads, around the page cache; each block is verified before it is used."""
 
 from __future__ import annotations
 
@@ -46,13 +42,9 @@ class Watcher:
 
 
 def read_blocks(blocks: Sequence[Block], use: Use, *, threads: int = THREADS, watcher: Watcher | None = None) -> None:
-    """Read and verify blocks. Raises CorruptCheckpointError for the first damaged block that was read, or StorageError.
-    Others may have been used already.
-
-    Args:
-        use: called by several threads, in no order, with each block's number in ``blocks`` and its bytes, which are
-            valid during the call only. What it raises is raised here.
-        threads: at most.
+    """Read and verify blocks. Raises CorruptCheckpointError for the first damaged one read, or StorageError; others may
+    have been used. ``use`` is called by several threads, in no order, with each block's number and its bytes, which are
+    valid during the call only. What it raises is raised here.
     """
     if not blocks:
         return
@@ -76,12 +68,8 @@ def read_one(file: OpenFile, block: int) -> memoryview:
 class Ahead(Watcher):
     """:func:`read_blocks`, started before it is known what the blocks are for: each thread reads one and waits.
 
-    Close it, whatever comes between, even errors of :meth:`begin`.
-
-    Args:
-        threads: at most.
-        looks: how many of the first blocks :meth:`looked` may ask for.
-        look: called by the thread that has such a block, with its bytes.
+    Close it, whatever comes between. Of the first ``looks`` blocks, a thread makes what :meth:`looked` returns by
+    ``look``.
     """
 
     each_reads = True  # or a caller of ``looked`` might wait for ever
@@ -111,8 +99,7 @@ class Ahead(Watcher):
     def begin(self) -> None:
         """Start the threads; returns when all have started and some are about to read.
 
-        Not before: the caller then keeps the GIL busy, and starting threads would wait for it longer than a read takes.
-        Not much later: reading threads take processors while the kernel makes pages for them.
+        Not before: starting would wait for the GIL longer than a read takes. Not much later: reads take processors.
         """
         self._thread = Reader(self._run)
         if not _start(self._thread):
@@ -286,9 +273,8 @@ def _share(
 
 
 class Reader(threading.Thread):
-    """A thread that can be awaited even if a signal handler raises meanwhile.
-
-    An interrupted ``Thread.join`` may take a running thread for an ended one (Python 3.11).
+    """A thread that can be awaited despite a signal handler's error, after which ``Thread.join`` may return early
+    (3.11).
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
@@ -307,9 +293,7 @@ class Reader(threading.Thread):
             self._end.put(None)
 
     def wait(self) -> None:
-        """Wait for its end; call again after a handler's error. Returns at once in a forked child or if the start
-        failed.
-        """
+        """Wait for its end; call again after a handler's error. Returns at once in a forked child."""
         if self.ident is None or self.process != os.getpid():
             return
         while not self._over:
@@ -330,12 +314,9 @@ def _start(thread: Reader) -> bool:
 
 
 def await_end(threads: Sequence[Reader], go: Callable[[], None] = lambda: None) -> None:
-    """Wait for threads that are about to end; a signal handler's error is raised only after that.
+    """Wait for threads that use the caller's memory and files; a signal handler's error is raised only after that.
 
-    They read into the caller's memory, and from files that the caller closes.
-
-    Args:
-        go: lets waiting threads continue; may be called again.
+    ``go`` lets waiting threads continue, maybe repeatedly.
     """
     raised: BaseException | None = None
     while True:

@@ -1,7 +1,6 @@
 """Removes what runs leave half written, half exchanged or half deleted in a store's directory.
 
-Stateless functions over a descriptor of it (``root``), whose lock the caller holds. Nothing follows a link; only names
-that a store gives are touched.
+The caller holds the lock of ``root``, a descriptor of it. Nothing follows a link; only a store's names are touched.
 """
 
 from __future__ import annotations
@@ -35,12 +34,11 @@ def is_leftover(name: str) -> bool:
 
 
 def settle(root: int, void: set[str], sync: Callable[[int], None], warn: Warn, waits: Waits) -> None:
-    """Finish what dead runs, or failed commits of this one, left half done.
+    """Finish what dead runs, or failed commits of this one, left half done; ``warn`` of what cannot be removed.
 
     Args:
         void: checkpoints whose names are not durable: they are removed, and taken out of this set.
         sync: makes the names in ``root`` durable.
-        warn: called for what cannot be removed, which is not an error.
     """
     for name in sorted(void):
         if fs.exists(name, dir_fd=root):
@@ -91,11 +89,7 @@ def retire(root: int, name: str, warn: Warn, waits: Waits) -> bool:
 
 
 def hide(root: int, name: str, prefix: str) -> str:
-    """Rename a checkpoint so that no reader looks at it, and return the new name; the caller makes that durable.
-
-    Args:
-        prefix: ``BROKEN`` or ``SUPERSEDED``.
-    """
+    """Rename a checkpoint by a prefix (``BROKEN``, ``SUPERSEDED``) so that no reader looks at it; not yet durable."""
     _abandon(root, name)
     hidden, count = prefix + name, 1
     while fs.exists(hidden, dir_fd=root):
@@ -120,9 +114,9 @@ def to_trash(root: int, name: str) -> str:
 
 
 def remove(name: str, *, dir_fd: int) -> None:
-    """Remove a directory and the files in it, or a plain file or link of this name.
+    """Remove a directory and the files in it, or a plain file or link. Nothing is followed.
 
-    Nothing is followed. A directory inside, which no checkpoint has, is an error, raised after all else is gone.
+    A directory inside, which no checkpoint has, is an error, raised after all else is gone.
     """
     try:
         folder = fs.open_folder(name, dir_fd=dir_fd)

@@ -44,10 +44,9 @@ def open_verified(path: Path, trust: Trust | None = None) -> Checkpoint:
 
 
 def find_valid(directory: str | os.PathLike[str]) -> Checkpoint | None:
-    """The newest checkpoint of a directory that is whole, byte for byte; nothing is renamed.
+    """The newest whole checkpoint of a directory, all bytes verified; nothing is renamed.
 
-    A checkpoint that a running job's retention deletes meanwhile is skipped. Raises StorageError if every candidate is
-    unreadable.
+    Those that a running job deletes meanwhile are skipped. Raises StorageError if every candidate is unreadable.
     """
     passed: list[Path] = []
 
@@ -83,10 +82,11 @@ def find_valid(directory: str | os.PathLike[str]) -> Checkpoint | None:
 
 
 def recover(store: Store) -> Checkpoint | None:
-    """The newest checkpoint that is whole, byte for byte, for a job to resume from; None if there is none.
+    """The newest whole checkpoint for a job to resume from; None if there is none. It is step (10) of the commit
+    protocol.
 
-    (10) A damaged one is set aside (``.broken-…``) and the next older one is taken. An unreadable one is skipped.
-         Raises StorageError if checkpoints exist but none can be read, so that starting from scratch would be wrong.
+    A damaged one is set aside and an unreadable one skipped, in favour of the next older one. Raises StorageError if
+    checkpoints exist but none can be read: starting from scratch would be wrong.
     """
     return _newest_valid(store.checkpoints(), lambda path, error: refuse(store, path, error), store.trust)
 

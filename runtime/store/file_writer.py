@@ -1,8 +1,6 @@
-"""Writes one file of a checkpoint as fast as the disk takes it, durably.
+"""Writes one file of a checkpoint as fast as the disk takes it, durably; a second thread computes checksums.
 
-Large files go around the page cache (O_DIRECT) in runs of whole pages, from the staging buffer itself if it is aligned,
-else through aligned memory. The rest of a page, small files and file systems that refuse use the cache. A second thread
-computes checksums; all system calls are made by the writing thread.
+Large files go around the page cache (O_DIRECT) in runs of whole pages, from the staging buffer itself if aligned.
 """
 
 from __future__ import annotations
@@ -26,13 +24,10 @@ _GATHER_BYTES = BLOCK_BYTES
 
 
 def write_file(folder: int, name: str, pieces: Iterator[memoryview]) -> FileEntry:
-    """Write a new file, make it durable, and return its size and checksums.
+    """Write a new file of these pieces, make it durable, and return its size and checksums.
 
     An error of fsync or close fails the checkpoint for good: the kernel may have dropped the pages, and a second fsync
-    would succeed without them.
-
-    Args:
-        pieces: the file's bytes in order. A piece must not change before the next is asked for.
+    would succeed without them. A piece must not change before the next is asked for.
     """
     fd = fs.open_new(name, dir_fd=folder)
     try:
@@ -137,10 +132,9 @@ class _Output:
         return direct
 
     def _write_directly(self, data: memoryview) -> int:
-        """Write the whole pages of ``data``, which is aligned in memory and file; returns how many bytes.
+        """Write the whole pages of aligned ``data``; returns how many bytes.
 
-        After a short write (the end, within a page, or a late refusal) the rest of the file goes through the page
-        cache.
+        After a short write (the end, within a page, a late refusal) the rest of the file goes through the page cache.
         """
         whole, done = len(data) // PAGE_BYTES * PAGE_BYTES, 0
         while done < whole and not done % PAGE_BYTES:
@@ -159,7 +153,7 @@ class _Output:
 
 
 class Checksums:
-    """The checksum of each block of a file, in order: on a thread of its own once the file turns out to be large.
+    """The checksum of each block of a file, on a thread of its own once the file turns out to be large.
 
     No locks: a signal handler's error must not leave one taken (:mod:`.system.signals`).
     """
@@ -195,7 +189,6 @@ class Checksums:
                 raise error
 
     def finish(self) -> tuple[str, ...]:
-        """The checksums of all blocks."""
         self.wait()
         if self._filled:
             self._end_block()

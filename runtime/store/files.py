@@ -1,8 +1,7 @@
-"""Opens a checkpoint's files and reads blocks of them, with every check that needs no knowledge of tensors.
+"""Opens a checkpoint's files and reads blocks of them, with every check that needs no knowledge of tensors: step (10).
 
-(10) Each file is opened by name inside the checkpoint's directory, follows no link, and must be a regular file of the
-     manifest's size. Each block is compared with its checksum. The manifest stays open under a shared lock
-     (:func:`.lock.share`), so that retention leaves the checkpoint alone.
+Files are opened by name inside the directory, without following links, and must be regular and of the manifest's size.
+The manifest stays open under a shared lock (:func:`.lock.share`), so that retention leaves the checkpoint alone.
 """
 
 from __future__ import annotations
@@ -81,11 +80,8 @@ def memory_bytes(file: OpenFile, block: int) -> int:
 
 
 def read_block(file: OpenFile, block: int, memory: memoryview, direct: int | None = None) -> memoryview:
-    """Read a block into memory and return its bytes, verified.
-
-    Args:
-        memory: at least :func:`memory_bytes`; page-aligned for ``direct``.
-        direct: a descriptor of the file for reads around the page cache.
+    """Read a block into memory and return its bytes, verified; ``direct``: a descriptor for page-aligned
+    direct reads.
     """
     begin, out = block * BLOCK_BYTES, memory[: block_bytes(file, block)]
     try:
@@ -116,9 +112,7 @@ def _stored(entry: Any, data: int) -> StoredTensor:
 
 
 def parse_header(path: Path, text: bytes, size_bytes: int) -> dict[str, StoredTensor]:
-    """All tensors of a safetensors file by key; their ranges must follow each other without holes up to the
-    file's end.
-    """
+    """All tensors of a safetensors file by key; their ranges must follow each other without holes up to its end."""
     try:
         header = json.loads(text.decode(), object_pairs_hook=no_duplicates)  # json would accept UTF-16 bytes
         header.pop("__metadata__", None)
@@ -167,7 +161,6 @@ def open_all(
     Args:
         passing: whether forked children close them.
         shared: False: take no lock, so retention may delete the checkpoint.
-        trust: whose files are accepted.
     """
 
     def look(data: bytes) -> tuple[Manifest, Mapping[str, FileEntry]]:
@@ -184,9 +177,7 @@ def open_files(
 
     Args:
         narrow: selects part of the manifest; files that it leaves out are not opened. Not with ``early``.
-        early: if possible, read only the list of files from the manifest and open them all. The returned function then
-            raises what is wrong with the rest.
-        trust: as for :func:`open_all`.
+        early: if possible, parse only the manifest's list of files; the function raises what is wrong with the rest.
     """
 
     def look(data: bytes) -> tuple[Callable[[], Manifest], Mapping[str, FileEntry]]:
@@ -347,10 +338,7 @@ def has_manifest(path: Path) -> bool:
 def glance(path: Path, *, shared: bool = True, trust: Trust | None = None) -> Manifest:
     """The manifest of a checkpoint whose files all have the right sizes; their bytes are not read.
 
-    Args:
-        shared: False: take no lock, for the one writer, who alone deletes. A loader worker forked just then would keep
-            the lock, and the checkpoint, as long as it lives.
-        trust: as for :func:`open_all`.
+    Not ``shared``: without a lock, for the one writer; a loader worker forked just then would keep the lock.
     """
     manifest, opened = open_all(path, passing=True, shared=shared, trust=trust)
     close_all(opened)

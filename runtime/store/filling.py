@@ -13,9 +13,7 @@ _APART_BYTES = 32 << 20  # host memory for tensors that cannot be read into dire
 
 
 def fill_all(checkpoint: Checkpoint, targets: Collection[tuple[str, torch.Tensor]]) -> None:
-    """Read tensors' values, directly into row-major host tensors, and into others through host memory, some at
-    a time.
-    """
+    """Read tensors' values: directly into row-major host tensors, into others through host memory, some at a time."""
     buffers: list[tuple[str, memoryview]] = []
     apart: list[tuple[torch.Tensor, torch.Tensor]] = []
 

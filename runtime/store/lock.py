@@ -1,8 +1,7 @@
-"""(1) One writer per directory, by an exclusive flock on a file that names its holder; and shared locks of readers.
+"""Locks (flock): exclusive for a directory's one writer, step (1); shared for the readers of a checkpoint.
 
-Whoever can open a file can lock it, so the lock file is its owner's alone, or the trusted group's. Readers share a lock
-on a manifest while they have it open; who deletes checkpoints takes it exclusively or comes back later, but not for
-ever. Neither waits for the other. The kernel drops a dead holder's lock; forked children close theirs first of all.
+Whoever can open a file can lock it, so the lock file is its owner's or the trusted group's alone. Who deletes takes a
+checkpoint's lock exclusively or comes back later, but not for ever. Forked children close theirs first of all.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 class DirectoryLock:
-    """Held from construction to :meth:`release` or the end of the process. Raises LockedError, which names the holder
-    if it is known, or StorageError if the file system has no locks.
+    """Held until :meth:`release` or the end of the process. LockedError names the holder if it is known.
 
     Args:
         wait_seconds: how long to retry while another process holds it: a restarted job may meet its dying predecessor.
@@ -61,9 +59,7 @@ class DirectoryLock:
         _held.discard(self)
 
     def renew(self) -> None:
-        """Check that the lock is still held: somebody may have deleted its file. Raises LockedError if another process
-        has locked the directory since.
-        """
+        """Check that the lock is still held, as its file may have been deleted; LockedError if it is not."""
         if self._fd is None or fs.is_at(self._fd, str(self._path)):
             return
         old, self._fd = self._fd, self._open(0.0)
@@ -85,9 +81,8 @@ class DirectoryLock:
 
 
 def share(fd: int) -> None:
-    """Mark an open manifest's checkpoint as being read, until the descriptor is closed.
-
-    Does nothing on a file system without locks. Raises BlockingIOError if it is being deleted.
+    """Mark an open manifest's checkpoint as being read; BlockingIOError if it is being deleted. Needs locks to have
+    effect.
     """
     try:
         fs.flock_shared(fd)
@@ -100,10 +95,8 @@ def share(fd: int) -> None:
 
 @contextlib.contextmanager
 def claimed(name: str, manifest: str, *, dir_fd: int) -> Iterator[bool]:
-    """Whether nobody reads the checkpoint of this name; until the block ends nobody can start to.
-
-    Args:
-        manifest: its file's name. Neither name may be a link.
+    """Whether nobody reads the checkpoint of this name; until the block ends nobody can start to. No link is
+    followed.
     """
     fd: int | None = None
     try:

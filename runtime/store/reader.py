@@ -31,10 +31,9 @@ Key = tuple[str, int]  # a file's name and a block's number
 
 
 class Checkpoint:
-    """An open checkpoint, made by :func:`open_checkpoint`. Close it after use.
+    """An open checkpoint, made by :func:`open_checkpoint`, to be closed after use.
 
-    Manifest and headers are verified on opening, data when it is read. Several threads may read at once. With ``ahead``
-    they may do so only after the first read has returned, which also verifies the headers.
+    Data is verified when it is read, by several threads if need be; with ``ahead``, headers by the first read.
     """
 
     manifest: Manifest
@@ -67,8 +66,7 @@ class Checkpoint:
     def _begin_ahead(self, held: list[OpenFile]) -> None:
         """Start reading data while manifest and headers are parsed.
 
-        Extra state and headers are read first, or they would wait. They are used only once their blocks are verified
-        and hold the same bytes.
+        Extra state and headers are read first, or they would wait, and used once their blocks are verified.
         """
         self._extra = self._read_extra()
         heads = {file.path.name: head for file in held if (head := _glimpse(file)) is not None}
@@ -152,12 +150,8 @@ class Checkpoint:
         return math.prod(tensor.shape) * STORED_TYPES[tensor.dtype].element_bytes
 
     def read_into(self, name: str, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the row-major bytes of a tensor, verified. Raises KeyError, CorruptCheckpointError or
-        StorageError.
-
-        Args:
-            name: a state tensor's, or a further name of one (see ``ties``).
-            buffer: writable, contiguous, of ``size_bytes(name)`` bytes. After an error its content is void.
+        """Fill ``buffer`` with the verified row-major bytes of a tensor, by any of its names; after an error they are
+        void.
         """
         tensor, out = self._tensor(name), buffer.cast("B")
         if len(out) != self.size_bytes(name):
@@ -174,11 +168,7 @@ class Checkpoint:
             whole[box] = np.frombuffer(data, element(tensor.dtype)).reshape(piece.lengths)
 
     def read_many_into(self, targets: Collection[tuple[str, memoryview]]) -> None:
-        """:meth:`read_into` for many tensors; each block is read once.
-
-        Args:
-            targets: name and buffer. After an error the content of all is void.
-        """
+        """:meth:`read_into` for many (name, buffer); each block is read once."""
         parts: dict[Key, list[tuple[int, memoryview]]] = {}
         if len(targets) == 1 and self._ahead is None:  # later calls may ask for its neighbours
             self.read_into(*next(iter(targets)))
@@ -226,12 +216,7 @@ class Checkpoint:
         )
 
     def read_rows_into(self, piece: Piece, first: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the row-major bytes of a piece, from row ``first`` of the piece on.
-
-        Args:
-            piece: of this checkpoint's manifest; rows count along its first dimension.
-            buffer: as for :meth:`read_into`, a whole number of rows.
-        """
+        """Fill ``buffer`` with whole rows of a piece, which count along its first dimension, from row ``first`` on."""
         stored, out = self._stored[piece.file][piece.key], buffer.cast("B")
         begin = stored.begin + (first * ((stored.end - stored.begin) // piece.lengths[0]) if first else 0)
         if begin + len(out) > stored.end:
@@ -239,12 +224,7 @@ class Checkpoint:
         self._read(self._file(piece.file), begin, out)
 
     def verify(self, progress: Callable[[int], None] = lambda size_bytes: None) -> None:
-        """Compare every byte of every file with its checksum, in several threads. Raises CorruptCheckpointError or
-        StorageError.
-
-        Args:
-            progress: called by these threads with the size of each verified block.
-        """
+        """Verify every byte of every file in several threads, which call ``progress`` with the size of each block."""
         self._verify(self._blocks(), progress)
 
     def verify_rest(self) -> None:
@@ -302,7 +282,6 @@ class Checkpoint:
                 raise
 
     def _place(self, piece: Piece) -> tuple[OpenFile, int]:
-        """The file of a piece, and the piece's start in it."""
         return self._file(piece.file), self._stored[piece.file][piece.key].begin
 
     def _read(self, file: OpenFile, begin: int, out: memoryview) -> None:
@@ -381,11 +360,7 @@ class Checkpoint:
 
 
 def _glimpse(file: OpenFile) -> bytes | None:
-    """The header of a safetensors file with its length, before its block is verified.
-
-    Returns:
-        None: it does not fit the first block, or cannot be read; the verified block will say why.
-    """
+    """The header of a safetensors file with its length, not verified; None: unreadable, or longer than a block."""
     room, prefix = min(file.entry.size_bytes, BLOCK_BYTES) - 8, bytearray(8)
     try:
         if room < 0 or fs.read_all(file.fd, memoryview(prefix), 0) < 8:

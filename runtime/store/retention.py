@@ -64,12 +64,9 @@ def known(step: int, info: Mapping[str, Any]) -> Known:
 
 
 def kept(rules: Rules, complete: Iterable[Known], newest: int) -> frozenset[int]:
-    """The steps of the checkpoints that stay.
+    """The steps of the checkpoints that stay, of all complete ones.
 
-    Args:
-        complete: all complete checkpoints of the directory, in any order, one a step.
-        newest: the step just committed or resumed from; it stays, and counts as one of the newest even if an abandoned
-            run left later ones.
+    ``newest``, just committed or resumed from, counts as one of the newest even if an abandoned run left later ones.
     """
     found = sorted(complete, key=lambda one: one.step, reverse=True)
     stay: set[int] = set()
@@ -97,10 +94,7 @@ def best(rules: Rules, complete: Iterable[Known]) -> tuple[int, ...]:
 
 
 def gives_way(rules: Rules, complete: Iterable[Known], waiting: Known, newer: Known) -> bool:
-    """Whether a newer capture may replace one that waits for storage.
-
-    One that would stay for good gives way only to one that takes its place by the same rule.
-    """
+    """Whether a newer capture may replace one that waits for storage: by the same rule, if it would stay for good."""
     found = [one for one in complete if one.step not in (waiting.step, newer.step)]
     if rules.keep_epochs and waiting.epoch_end and not newer.epoch_end:
         return False

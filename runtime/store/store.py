@@ -1,8 +1,7 @@
 """The store: a directory of checkpoints, each whole or absent, and durable once acknowledged.
 
 Numbers in parentheses are the steps of docs/explanation/commit.md, at the lines that do them. docs/reference/files.md
-lists the names in the directory; :mod:`.retention` decides which checkpoints stay, and :mod:`.cleanup` removes the
-rest.
+lists the names in the directory.
 """
 
 from __future__ import annotations
@@ -141,7 +140,6 @@ class Store:
             self._lock.release()
 
     def checkpoints(self) -> tuple[Path, ...]:
-        """Paths of all checkpoints, newest first."""
         return find(self.directory)
 
     def commit(
@@ -204,16 +202,12 @@ class Store:
     def commit_written(
         self, step: int, write: Callable[[int, str], None], *, info: Mapping[str, Any], retire: bool = True
     ) -> Path:
-        """:meth:`commit` of a checkpoint that ``write`` writes, for several processes that make one version.
+        """:meth:`commit` of what ``write`` writes; if it raises, nothing is left.
 
         Args:
             write: called with a descriptor of the store's directory and the name of the directory to make in it. When
                 it returns, that holds a whole, durable checkpoint: files, manifest, and their names.
             info: the manifest's, for retention.
-            retire: as for :meth:`commit`.
-
-        Raises:
-            StorageError, and what ``write`` raises: nothing of the checkpoint is left.
         """
         if not 0 <= step <= manifest.MAX_STEP:
             raise ValueError(f"a step is a number from 0 to {manifest.MAX_STEP}, not {step}")
@@ -265,11 +259,9 @@ class Store:
             fs.close_quietly(folder)
 
     def annotate(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics to a checkpoint by exchanging it for one with the same files and a new manifest.
+        """Add metrics to a checkpoint by exchanging it for one with the same files, linked, and a new manifest.
 
-        Files are linked, not copied or changed: one of the two is whole at every moment. Does nothing if the checkpoint
-        is gone or has these metrics. Raises StorageError on a file system without hard links; the checkpoint is
-        unchanged.
+        One of the two is whole at every moment. Raises StorageError on a file system without hard links.
         """
         with self._writing(f"cannot add metrics to the checkpoint of step {step} in {self.directory}") as root:
             final, temporary = step_name(step), temporary_name(step, self.run_id)
@@ -304,18 +296,15 @@ class Store:
         self._went_on_from = step
 
     def set_aside(self, path: Path) -> Path:
-        """Rename a damaged checkpoint to ``.broken-…``, so that no restore meets it again.
-
-        The rename is durable with the next commit; after a power cut before that, the damage is found again.
+        """Rename a damaged checkpoint to ``.broken-…``; durable with the next commit (until then it is found damaged
+        again).
         """
         with self._writing(f"cannot set the damaged checkpoint {path} aside") as root:
             return self._hide(root, path, BROKEN)
 
     def rewind(self, step: int) -> tuple[Path, ...]:
-        """Rename all checkpoints after ``step`` to ``.superseded-…``; returns their new paths.
-
-        Otherwise a job that goes back to an older step (or, with -1, starts anew) would next resume from the abandoned
-        ones.
+        """Rename all checkpoints after ``step`` (or, with -1, all) to ``.superseded-…``, so that no restore
+        takes them.
         """
         with self._writing(f"cannot rewind {self.directory} to step {step}") as root:
             later = [path for path in self.checkpoints() if (parse_step(path.name) or 0) > step]
@@ -333,10 +322,8 @@ class Store:
 
     @contextlib.contextmanager
     def _writing(self, what: str) -> Iterator[int]:
-        """Serialise writing, and check that the directory is still this store's; yields a descriptor of it.
-
-        Args:
-            what: begins the error's message: what cannot be done.
+        """Serialise writing, and yield a descriptor of the directory, still this store's; errors begin with
+        ``what``.
         """
         self._open_root()  # first: in a forked child the mutex may be held by a thread that is gone
         with self._mutex, reported(what):
@@ -357,8 +344,8 @@ class Store:
     def _publish(self, root: int, temporary: str, final: str) -> None:
         """Give a complete temporary directory its name, durably; undo it if that fails.
 
-        An earlier run's checkpoint of the same step first steps aside, since a directory cannot be renamed onto a full
-        one. At every moment one of the two is whole under a name that :func:`.cleanup.settle` brings back.
+        A checkpoint of the same step first steps aside, since a directory cannot be renamed onto a full one. At every
+        moment one of the two is whole under a name that :func:`.cleanup.settle` brings back.
         """
         replaced = REPLACED + final
         exchanged = False
@@ -403,9 +390,9 @@ class Store:
             logger.warning("cannot remove %s: %s", self.directory / name, error.strerror)
 
     def _retire(self, root: int, newest: int) -> None:
-        """Delete old checkpoints as :func:`.retention.kept` says. That of step ``newest`` is whole and durable.
+        """Delete old checkpoints; that of step ``newest`` is whole and durable. What is being read stays for now.
 
-        Only complete ones count, or damaged ones could push out the last good one. What is being read stays for now.
+        Only complete ones count, or damaged ones could push out the last good one.
         """
         try:
             complete = self.look()

@@ -1,8 +1,4 @@
-"""Whose files a job resumes from. docs/explanation/commit.md, "Whom a job trusts", has the rule.
-
-Write permission for a group is accepted: a umask of 002 always gives it. The directory itself may be writable for all,
-because each entry is checked.
-"""
+"""Whose files a job resumes from: docs/explanation/commit.md, "Whom a job trusts". The directory may be open to all."""
 
 from __future__ import annotations
 
@@ -28,12 +24,7 @@ class ForeignError(StorageError):
 
 
 class Trust:
-    """What may be read of one directory.
-
-    Args:
-        directory: of checkpoints; it exists, and no part of its path is a link.
-        who: trusted beside root and this process's user: a group's name, "anyone", or None for nobody.
-    """
+    """What may be read of one directory by root, this process's user and ``who``: a group's name, "anyone", or None."""
 
     def __init__(self, directory: Path, who: str | None) -> None:
         self._directory, self._who = directory, who
@@ -66,12 +57,7 @@ class Trust:
                         self.check(self._directory / PLANS / plan, of_plan)
 
     def check(self, path: Path, found: os.stat_result, *, files: bool = True) -> None:
-        """Check one entry. Raises ForeignError if it is another user's, or everyone's.
-
-        Args:
-            found: of the open file or folder if it is open.
-            files: whether to refuse files that everyone may write to.
-        """
+        """Check one entry; ForeignError if it is another user's, or, of ``files``, everyone's to write."""
         if self._who == ANYONE or not (reason := self._reason(found, files)):
             return
         raise ForeignError(f"{path} {reason}")

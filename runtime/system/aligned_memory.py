@@ -16,10 +16,9 @@ _LEAST_COPY_BYTES = 1 << 20  # for less, releasing the GIL does not pay
 
 
 def scratch(size_bytes: int, *, large_pages: bool = False) -> memoryview:
-    """Allocate page-aligned memory; it is freed with the last view of it.
+    """Allocate page-aligned memory, freed with the last view of it.
 
-    A forked child finds zeros in it. If its pages were shared, what a disk is just writing there could end up in the
-    child.
+    A forked child finds zeros: were the pages shared, what a disk is just writing there could end up in the child.
     """
     memory = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux":
@@ -33,9 +32,7 @@ def scratch(size_bytes: int, *, large_pages: bool = False) -> memoryview:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Pause garbage collection while we make thousands of lasting objects: its passes would take as long as a
-    restore.
-    """
+    """Pause garbage collection while we make thousands of lasting objects: its passes take as long as a restore."""
     collecting = gc.isenabled()
     try:
         gc.disable()
@@ -46,7 +43,6 @@ def no_collection() -> Iterator[None]:
 
 
 def address_of(view: memoryview) -> int:
-    """The address of a view that is not empty."""
     return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 

@@ -55,8 +55,7 @@ def make_folders(path: str) -> None:
 def make_durably(path: str, sync: Callable[[int], None]) -> None:
     """:func:`make_folders` with durable names: otherwise a power cut takes the directories with all they hold.
 
-    Args:
-        sync: makes the names in an open directory durable.
+    ``sync`` makes the names in an open directory durable.
     """
     made = pathlib.Path(path)
     parents = {made.parent}
@@ -97,8 +96,8 @@ def open_new(name: str, *, dir_fd: int, mode: int = MODE) -> int:
 
 
 def publish(name: str, data: bytes, *, dir_fd: int, mode: int = MODE) -> None:
-    """Write a small file in place of what has its name: whole or not at all if the process dies. Not synced. After an
-    error the old file is still there; IrregularError names a directory that is in the way.
+    """Replace a small file, whole or not at all if the process dies; not synced. IrregularError names a directory in
+    the way.
     """
     draft = f".{name.lstrip('.')}.tmp"
     make_way(draft, name, dir_fd=dir_fd)
@@ -116,8 +115,8 @@ def publish(name: str, data: bytes, *, dir_fd: int, mode: int = MODE) -> None:
 
 
 def make_way(draft: str, name: str, *, dir_fd: int) -> None:
-    """Remove a stale or planted draft before it is made anew and renamed to ``name``. Raises IrregularError for a
-    directory, which is never removed or replaced.
+    """Remove a stale or planted draft before it is made anew and renamed to ``name``; IrregularError for
+    directories.
     """
     for taken in (draft, name):
         with contextlib.suppress(FileNotFoundError):
@@ -140,9 +139,7 @@ def _said_what_it_is(name: str, dir_fd: int | None = None) -> Iterator[None]:
 
 
 def read_small(name: str, most_bytes: int, *, dir_fd: int) -> bytes:
-    """Read the first ``most_bytes`` bytes of a regular file; links are not followed. Raises IrregularError if it is not
-    one.
-    """
+    """Read the first ``most_bytes`` of a regular file; links are not followed. IrregularError for anything else."""
     with _said_what_it_is(name, dir_fd):
         fd = open_read(name, dir_fd=dir_fd)
     try:
@@ -168,9 +165,7 @@ def open_direct(fd: int) -> int:
 
 
 def open_claimed(name: str, *, dir_fd: int) -> int:
-    """Open an existing file to lock it exclusively, which network file systems allow only with write access. Raises
-    IrregularError for anything else; a device is not opened.
-    """
+    """Open an existing regular file to lock it exclusively, which network file systems allow only with write access."""
     refuse_irregular(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode)
     try:
         fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=dir_fd)
@@ -185,11 +180,9 @@ def open_claimed(name: str, *, dir_fd: int) -> int:
 
 
 def open_lock(path: str, mode: int = 0o600, group: int = -1) -> int:
-    """Open a file to lock, made if it is missing. Whoever can open it can lock it. Raises IrregularError if it is
-    something else.
+    """Open a file to lock, made if it is missing; IrregularError for anything else. Whoever can open it can lock it.
 
-    Args:
-        mode, group: set whatever the umask, if the file is this user's; group -1: left as it is.
+    ``mode`` and ``group`` are set whatever the umask, if the file is this user's; group -1: left as it is.
     """
     with _said_what_it_is(path):
         fd = pass_by(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode))
@@ -217,9 +210,8 @@ def flock_shared(fd: int) -> None:
 
 
 def set_direct(fd: int, direct: bool) -> None:
-    """Switch direct I/O (around the page cache) of an open file on or off.
-
-    Not a flag of the open: some file systems make the new file and then refuse.
+    """Switch direct I/O of an open file. Not a flag of the open: some file systems make the new file and then
+    refuse.
     """
     flag = getattr(os, "O_DIRECT", 0)  # Linux
     if direct and not flag:
@@ -247,11 +239,7 @@ def fsync(fd: int) -> None:
 
 
 def pass_by(fd: int) -> int:
-    """Have forked children close a descriptor.
-
-    Loader workers are forked at any time. They would keep the writer's locks and deleted files alive as long as they
-    live.
-    """
+    """Have forked children (loader workers) close a descriptor, or they would keep locks and deleted files alive."""
     _passing.add(fd)
     return fd
 
@@ -355,9 +343,8 @@ def read_all(fd: int, buffer: memoryview, offset: int) -> int:
 
 
 def read_pages(fd: int, buffer: memoryview, offset: int) -> int:
-    """Fill ``buffer`` with whole pages by direct I/O; returns how many bytes were read.
-
-    Fewer at the file's end, or if the file system refuses or stops within a page: read the rest through the cache.
+    """Fill ``buffer`` with whole pages by direct I/O; returns how many bytes: fewer at the end, or if that is
+    refused.
     """
     done = 0
     while done < len(buffer) and not done % mmap.PAGESIZE:
@@ -374,9 +361,7 @@ def read_pages(fd: int, buffer: memoryview, offset: int) -> int:
 
 
 def file_system(path: str | os.PathLike[str]) -> tuple[str | None, int]:
-    """The type of a directory's file system, such as "ext4", and its size in bytes; None, 0: the system does
-    not say.
-    """
+    """A directory's file system, such as "ext4", and its size in bytes; None, 0: the system does not say."""
     try:
         size = os.statvfs(path)
         size_bytes = size.f_blocks * size.f_frsize
@@ -392,7 +377,6 @@ def file_system(path: str | os.PathLike[str]) -> tuple[str | None, int]:
 
 
 def user_name(uid: int) -> str:
-    """A user's name for messages."""
     import pwd
 
     try:

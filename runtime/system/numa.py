@@ -17,11 +17,7 @@ _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def node_of_pci(address: str, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """The NUMA node of a PCI device; None if the system does not say, as with a single node.
-
-    Args:
-        address: domain, bus, device and function, as "0000:3b:00.0".
-    """
+    """The NUMA node of a PCI device such as "0000:3b:00.0"; None if the system does not say, as with a single node."""
     try:
         node = int((devices / address.lower() / "numa_node").read_text())
     except (OSError, ValueError):
@@ -30,11 +26,7 @@ def node_of_pci(address: str, devices: Path = Path("/sys/bus/pci/devices")) -> i
 
 
 def prefer_node(address: int, size_bytes: int, node: int) -> bool:
-    """Place pages that are not allocated yet on this node; returns whether the system agrees.
-
-    Args:
-        address: of the first page.
-    """
+    """Place pages that are not allocated yet on this node; returns whether the system agrees."""
     number = _MBIND.get(platform.machine())
     if number is None or not hasattr(os, "sched_getaffinity"):  # not Linux
         return False

@@ -14,10 +14,7 @@ from types import CodeType
 
 
 def raised_by_handler(error: BaseException) -> bool:
-    """Whether a handler of a signal that is set now raised this error or one in its context.
-
-    A handler that is not written in Python leaves no frame and is not recognised.
-    """
+    """Whether a signal handler, written in Python and set now, raised this error or one in its context."""
     handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     one: BaseException | None = error
     while one is not None:

@@ -36,10 +36,9 @@ MOST_PREPARED = 8  # lists of transfers: one for each staging buffer, and some o
 
 
 class CudaCopyEngine:
-    """Copies from a GPU to host memory on a stream of its own.
+    """Copies from a GPU to host memory on a stream of its own. The host never waits at an anchor.
 
-    The host never waits at an anchor. Its work there grows with the number of copies: neighbours in both memories are
-    one copy, and lists of copies are prepared once for each staging buffer.
+    Neighbours in both memories are one copy, and lists of copies are prepared once for each staging buffer.
     """
 
     def __init__(self, device: StreamDevice) -> None:

@@ -78,8 +78,7 @@ def silent() -> None:
 def merged(transfers: Iterable[Transfer]) -> list[Transfer]:
     """The same bytes in fewer copies: neighbours in both memories are joined, empty ones dropped.
 
-    No copy crosses an address at which torch may have taken new memory from CUDA: CUDA refuses a copy that spans two
-    allocations.
+    No copy crosses an address at which torch may have taken new memory: CUDA refuses one that spans two allocations.
     """
     merged: list[Transfer] = []
     for transfer in transfers:

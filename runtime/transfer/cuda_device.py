@@ -35,11 +35,7 @@ class _Prepared:
 
 
 class CudaDevice:
-    """Streams, events, memory and copies of one GPU; see :class:`.device.StreamDevice`.
-
-    Args:
-        device: with its index.
-    """
+    """Streams, events, memory and copies of one GPU; see :class:`.device.StreamDevice`."""
 
     def __init__(self, device: torch.device) -> None:
         self.memory, self._index = device, device.index
@@ -175,25 +171,21 @@ class CudaDevice:
         return numa.node_of_pci(self._runtime.pci_address(self._index))
 
     def register(self, address: int, size_bytes: int) -> None:
-        """See :meth:`.cudart.Runtime.register`."""
         with torch.cuda.device(self._index):
             self._runtime.register(address, size_bytes)
         self._locked[address] = size_bytes
 
     def unregister(self, address: int) -> None:
-        """See :meth:`.cudart.Runtime.unregister`."""
         self._locked.pop(address, None)
         self._runtime.unregister(address)
 
     def allocate_host(self, size_bytes: int) -> int:
-        """See :meth:`.cudart.Runtime.allocate_host`."""
         with torch.cuda.device(self._index):
             address = self._runtime.allocate_host(size_bytes)
         self._locked[address] = size_bytes
         return address
 
     def free_host(self, address: int) -> None:
-        """See :meth:`.cudart.Runtime.free_host`."""
         self._locked.pop(address, None)
         self._runtime.free_host(address)
 

@@ -141,11 +141,7 @@ class Runtime:
                 raise (InvalidCopyError if code == _INVALID_VALUE else CheckflowError)(self._explained(code))
 
     def _copy_batch(self, batch: _Batch, stream: int, beside: bool) -> bool:
-        """Try one batched call; False if it was refused, and then it is never tried again.
-
-        After any error, copies one by one either work or say what is wrong. A driver older than the runtime lacks the
-        call.
-        """
+        """Try one batched call; False if it was refused, and then it is never tried again: a driver may lack it."""
         failed = () if self.version >= _NO_FAIL_INDEX_SINCE else (ctypes.byref(self._failed),)
         code = self._holding.cudaMemcpyBatchAsync(
             batch.targets, batch.sources, batch.sizes, ctypes.c_size_t(batch.count),
@@ -158,8 +154,8 @@ class Runtime:
         return not code
 
     def register(self, address: int, size_bytes: int) -> None:
-        """Lock host memory in place, so that copies to it run without the host. Raises CheckflowError, usually because
-        of the limit on locked memory.
+        """Lock host memory in place, so that copies to it run without the host; may exceed the limit on locked
+        memory.
         """
         self._check(self._library.cudaHostRegister(address, size_bytes, _PORTABLE))
 
@@ -194,9 +190,7 @@ class Runtime:
         return status.value != _NOT_CAPTURING
 
     def make_stream(self) -> int:
-        """Make a stream of the current device and return its handle. Torch's streams come from a pool and are
-        shared.
-        """
+        """Make a stream of the current device and return its handle; torch's come from a pool and are shared."""
         handle = ctypes.c_void_p()
         self._check(self._library.cudaStreamCreateWithFlags(ctypes.byref(handle), _NON_BLOCKING))
         return handle.value or 0

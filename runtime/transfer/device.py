@@ -15,9 +15,7 @@ Copies = Any
 
 
 class StreamDevice(Protocol):
-    """What the engine asks of a device. Every call but ``synchronize`` returns at once, or raises CheckflowError if the
-    device refuses or has failed.
-    """
+    """What the engine asks of a device. Every call but ``synchronize`` returns at once, or raises CheckflowError."""
 
     side: Stream  # the engine's own
     memory: torch.device  # whose memory it is
@@ -35,10 +33,8 @@ class StreamDevice(Protocol):
         """Whether the stream is being captured into a graph."""
 
     def prepare(self, transfers: Sequence[Transfer], *, inside: bool = False) -> Copies:
-        """Prepare copies that are made together, in no order, once or repeatedly.
-
-        Args:
-            inside: both ends lie in device memory; otherwise the targets lie in host memory.
+        """Prepare copies that are made together, in no order, once or repeatedly; ``inside`` device memory or to the
+        host.
         """
 
     def copy(self, copies: Copies, stream: Stream) -> None:

@@ -179,8 +179,7 @@ class CopyEngine(Protocol):
     def abort(self) -> bool:
         """Drop the last begun capture if it was not concluded, and wait for the others; no memory is in use then.
 
-        Returns:
-            False if it was dropped: its callbacks never run. True if it had ended or was concluded: they have run.
+        False if it was dropped: its callbacks never run. True if it had ended or was concluded: they have run.
         """
 
     def close(self) -> None: ...

@@ -26,7 +26,7 @@ _SUFFIXES: Mapping[str, Format] = {
 
 
 def format_of(path: Path) -> Format | None:
-    """The format by a file's name: ``.pt``, ``.pth``, ``.bin``, ``.ckpt``; ``.safetensors``; a folder for DCP; None:
+    """The format by a name: ``.pt``, ``.pth``, ``.bin``, ``.ckpt``; ``.safetensors``; a folder for DCP; None:
     unknown.
     """
     return _SUFFIXES.get(path.suffix)
@@ -35,11 +35,9 @@ def format_of(path: Path) -> Format | None:
 def state_dicts(checkpoint: Checkpoint) -> dict[str, Any]:
     """Everything in a checkpoint, as a script without checkflow would load it.
 
-    Returns:
-        By the name of each model and optimizer ("model" and "optimizer" for one of each) its ``state_dict()``;
-            ``"state"``:
-        those of the job's further objects by name; ``"iteration"``, ``"epoch"``; ``"parameters"``: values of parameters
-        that belong to no model, if any.
+    Each model's and optimizer's ``state_dict()`` by name ("model" and "optimizer" for one of each); ``"state"``: those
+    of the job's further objects by name; ``"iteration"``, ``"epoch"``; ``"parameters"``: values of parameters that
+    belong to no model, if any.
 
     Raises:
         UnsupportedError: an optimizer's state is part of a tensor subclass, which only its job can rebuild; or the
@@ -98,9 +96,7 @@ def optimizer_state(
 
 
 def _parameter_of(name: str, numbers: Mapping[str, int]) -> str:
-    """The parameter that a state tensor belongs to: the longest matching prefix, since names may be prefixes
-    of others.
-    """
+    """The parameter that a state tensor belongs to: the longest matching prefix of its name."""
     path = name
     while path not in numbers:
         path, dot, _ = path.rpartition(".")

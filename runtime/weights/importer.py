@@ -27,12 +27,7 @@ _PATIENCE_SECONDS = 1.0  # for a job that is ending
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What an import made.
-
-    Attributes:
-        left_out: names of what else the source holds.
-        newest: the directory's newest step, from which ``resume="auto"`` resumes.
-    """
+    """What an import made. ``left_out``: what else the source holds; ``newest``: the directory's newest step."""
 
     source: str
     form: str
@@ -53,8 +48,7 @@ def import_weights(
     model: str = "model",
     progress: Callable[[str], None] = lambda name: None,
 ) -> Imported:
-    """Write weights as the checkpoint of a step. At most the largest tensor is in memory; no checkpoint is replaced or
-    deleted.
+    """Write weights as a checkpoint, with one tensor in memory at a time; no checkpoint is replaced or deleted.
 
     Args:
         model: the job's name for the model.

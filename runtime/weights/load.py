@@ -147,9 +147,7 @@ def _live(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def _names(live: Mapping[str, torch.Tensor], aliases: Mapping[str, str], weights: Weights) -> dict[str, str]:
-    """The source's name for each of the model's tensors that it has. Raises MismatchError if two names of one tensor
-    have different values.
-    """
+    """The source's name for each of the model's tensors that it has; MismatchError if tied names differ in value."""
     names: dict[str, str] = {}
     for alias, first in aliases.items():
         if alias not in weights.tensors and alias not in weights.ties:

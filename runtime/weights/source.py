@@ -89,9 +89,7 @@ class Weights:
 
 
 def renamed(weights: Weights, rename: Callable[[str], str | None]) -> Weights:
-    """The same weights under other names; those renamed to None are left out. Raises MismatchError if two get
-    one name.
-    """
+    """The same weights under other names, without those renamed to None. MismatchError if two get one name."""
     names: dict[str, str] = {}  # new to old
     gone = []
     for old in (*weights.tensors, *weights.ties, *weights.extras):

@@ -1,7 +1,6 @@
-"""Weights in files of ``torch.save`` and torch.distributed.checkpoint.
+"""Weights in files of ``torch.save`` and torch.distributed.checkpoint. Both are pickles, which can run any code.
 
-Both are pickles, which can run any code. So torch.save's are loaded with ``weights_only=True``, and DCP's metadata by
-an unpickler that knows only classes that describe tensors.
+So torch.save's are loaded with ``weights_only=True``, and DCP's metadata by an unpickler that knows only descriptions.
 """
 
 from __future__ import annotations
