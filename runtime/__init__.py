@@ -1,4 +1,4 @@
-"""Plan + live job -> durable checkpoints -> resumed job. Never imports the planner."""
+"""The runtime: from a plan and a live job to durable checkpoints and resumed jobs. Never imports the planner."""
 
 # One import name for every class: a second copy under a top-level name would make isinstance checks fail.
 if __name__ != "checkflow.runtime":

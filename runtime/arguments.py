@@ -1,7 +1,4 @@
-"""What Checkpointer is called with: read, and refused where it is of another kind or out of its range.
-
-What is wrong in an argument is said before anything of the job is looked at, opened or made.
-"""
+"""Validates and reads the arguments of Checkpointer, before anything of the job is opened or made."""
 
 from __future__ import annotations
 
@@ -40,17 +37,13 @@ from checkflow.runtime.store.trust import ANYONE
 
 logger = logging.getLogger("checkflow")
 
-MOST_HOST_BUFFERS = 1000  # each of the size of the state: more is a slip, and would take hours to make
+MOST_HOST_BUFFERS = 1000  # each of the size of the state: more is a typing error
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """How a job is checkpointed.
-
-    Attributes:
-        follow: whether a job that becomes another one gets a new plan.
-        raising: whether a checkpoint that failed ends training.
-        others: as ``Checkpointer`` takes them, read.
+    """How a job is checkpointed: ``Checkpointer``'s arguments, read. ``raising``: whether a failed checkpoint ends
+    training.
     """
 
     directory: str | os.PathLike[str]
@@ -72,12 +65,7 @@ def check_arguments(
     *, model: object, optimizer: object, loader: object, directory: object, plan: object, state: object,
     host_buffers: object, resume: object, hyperparameters: object, on_error: object, audit: object,
 ) -> None:  # fmt: skip
-    """Refuse what ``Checkpointer`` cannot work with.
-
-    Raises:
-        UnsupportedError: the loader is not one of checkflow's.
-        TypeError, ValueError: any other argument is of another type; is out of its range.
-    """
+    """Refuse what ``Checkpointer`` cannot work with; UnsupportedError for a loader that is not checkflow's."""
     _refuse_no_job(model, optimizer)
     if loader is not None and not isinstance(loader, ResumableLoader):
         raise UnsupportedError(
@@ -100,11 +88,7 @@ def check_arguments(
 
 
 def refuse_ranks() -> None:
-    """Refuse a job of several processes.
-
-    Raises:
-        UnsupportedError: torch.distributed has more than one rank.
-    """
+    """Refuse a job of several processes. Raises UnsupportedError."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and (ranks := distributed.get_world_size()) > 1:
         raise UnsupportedError(
@@ -114,11 +98,7 @@ def refuse_ranks() -> None:
 
 
 def read_asked(overhead: object, every: object, mtbf: object) -> Asked:
-    """How often checkpoints are made, or what they may cost.
-
-    Raises:
-        ValueError: one of them is out of its range, or two of them contradict each other.
-    """
+    """How often to checkpoint, or what that may cost. Raises ValueError if two contradict each other."""
     share = read_share(overhead)
     if every is not None and mtbf is not None:
         raise ValueError("every says how often already: pass every or mtbf, not both")
@@ -146,11 +126,7 @@ def _read_time(name: str, text: str) -> float:
 
 
 def read_share(overhead: object) -> float:
-    """A share of training's time.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """A share of training's time. Raises ValueError."""
     number = isinstance(overhead, int | float) and not isinstance(overhead, bool)
     if not number or not 0 <= overhead <= sys.float_info.max:  # type: ignore[operator]
         raise ValueError(
@@ -160,11 +136,7 @@ def read_share(overhead: object) -> float:
 
 
 def read_size(extra_memory: object) -> int | None:
-    """Bytes, given as a number or as text such as "2GB".
-
-    Raises:
-        ValueError: neither.
-    """
+    """Bytes, from a number or a text such as "2GB". Raises ValueError."""
     if extra_memory is None or _is_count(extra_memory, 0):
         return extra_memory
     if isinstance(extra_memory, str):
@@ -176,11 +148,7 @@ def read_size(extra_memory: object) -> int | None:
 
 
 def read_signals(signals: object) -> tuple[signal.Signals, ...]:
-    """The signals that end training, given by name.
-
-    Raises:
-        ValueError: something else, or a signal that cannot mean this.
-    """
+    """The signals that end training, given by name. Raises ValueError."""
     names = tuple(signals) if isinstance(signals, tuple | list | set | frozenset) else None
     if names is None or not all(name in HEEDED for name in names):
         raise ValueError(
@@ -191,11 +159,7 @@ def read_signals(signals: object) -> tuple[signal.Signals, ...]:
 
 
 def read_batches(batches: object) -> int:
-    """How many batches reached a step.
-
-    Raises:
-        ValueError: it is not a whole number of at least 0.
-    """
+    """How many batches reached a step. Raises ValueError."""
     try:
         count = -1 if isinstance(batches, bool) else operator.index(batches)  # type: ignore[arg-type]
     except TypeError:
@@ -206,11 +170,7 @@ def read_batches(batches: object) -> int:
 
 
 def read_grace(grace_seconds: object) -> float:
-    """Seconds from a signal to the end.
-
-    Raises:
-        ValueError: no number of seconds above 0, or more than a thread can wait for.
-    """
+    """Seconds from a signal to the end. Raises ValueError."""
     number = isinstance(grace_seconds, int | float) and not isinstance(grace_seconds, bool)
     if not number or not 0 < grace_seconds <= threading.TIMEOUT_MAX:  # type: ignore[operator]
         raise ValueError(
@@ -221,15 +181,11 @@ def read_grace(grace_seconds: object) -> float:
 
 
 def read_trust(trust: object) -> str | None:
-    """Whose checkpoints a job goes on from beside its own.
-
-    Raises:
-        ValueError: no name of a group.
-    """
+    """Whose checkpoints a job accepts besides its own. Raises ValueError."""
     if trust is None or trust == ANYONE:
         return trust
     if isinstance(trust, str):
-        with contextlib.suppress(KeyError, ValueError):  # unknown; a NUL in it
+        with contextlib.suppress(KeyError, ValueError):  # unknown, or a NUL in it
             return grp.getgrnam(trust).gr_name
     raise ValueError(f'trust must be "anyone", the name of a group of this machine, or None, not {reprlib.repr(trust)}')
 
@@ -239,12 +195,7 @@ def _is_count(value: object, least: int) -> TypeGuard[int]:
 
 
 def _refuse_no_job(model: Any, optimizer: Any) -> None:
-    """Refuse what is no model, and no optimizer.
-
-    Raises:
-        TypeError: one of them is of another kind.
-        ValueError: there is no model, one is given twice, or one has a name that no file can have.
-    """
+    """Refuse what is not a model or optimizer, is given twice, or has a name that cannot be a file's."""
     models = as_models(model)
     optimizers = as_optimizers(optimizer, models)
     if not models:
@@ -280,7 +231,7 @@ def _refuse_twice(what: str, objects: Mapping[str, object]) -> None:
 
 
 def _warn_of_other_parameters(models: Mapping[str, nn.Module], optimizers: Mapping[str, Any]) -> None:
-    """It may be meant: parameters that no module has are saved as well. More often the model was made anew since."""
+    """Warn of parameters that no module has: they are saved, but most often the model was rebuilt since."""
     known = {id(parameter) for model in models.values() for parameter in model.parameters()}
     for name, optimizer in optimizers.items():
         own = [parameter for _, parameter in optimizer_parameters(models, optimizer)]
@@ -292,11 +243,6 @@ def _warn_of_other_parameters(models: Mapping[str, nn.Module], optimizers: Mappi
 
 
 def _refuse_no_directory(directory: object) -> None:
-    """Refuse what names no directory.
-
-    Raises:
-        TypeError, ValueError: it is of another type; it names nothing.
-    """
     text = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
     if not isinstance(text, str):
         raise TypeError(f"directory must be a path of a directory for checkpoints, not {reprlib.repr(directory)}")
@@ -305,11 +251,7 @@ def _refuse_no_directory(directory: object) -> None:
 
 
 def _refuse_no_plan(plan: object) -> None:
-    """Refuse what is no plan, and no file.
-
-    Raises:
-        TypeError, ValueError: it is of another type; it is the text "auto", misspelt.
-    """
+    """Refuse what is neither a plan nor a file, such as a misspelt "auto"."""
     says = 'plan must be "auto", a plan file\'s path, a Plan, or None'
     if plan is not None and not isinstance(plan, Plan | str | os.PathLike):
         raise TypeError(f"{says}, not {reprlib.repr(plan)}")
@@ -320,11 +262,6 @@ def _refuse_no_plan(plan: object) -> None:
 
 
 def _refuse_no_objects(state: object) -> None:
-    """Refuse what is no dictionary of further objects by name.
-
-    Raises:
-        TypeError: it is of another type, or a name is no text.
-    """
     if state is not None and not isinstance(state, Mapping):
         raise TypeError(
             f"state is a {type(state).__name__}: pass a dict of objects by name, such as "
@@ -336,11 +273,7 @@ def _refuse_no_objects(state: object) -> None:
 
 
 def refuse_objects(objects: Mapping[str, object]) -> None:
-    """Refuse what cannot be saved and put back as ``state=``: by its methods, and by what it would save now.
-
-    Raises:
-        UnsupportedError: there is such; it is named.
-    """
+    """Refuse objects in ``state=`` that cannot be saved and restored, by their methods and their present state."""
     for name, value in objects.items():
         if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
             raise UnsupportedError(
@@ -351,14 +284,10 @@ def refuse_objects(objects: Mapping[str, object]) -> None:
 
 
 def _refuse_unsaved(name: str, value: Any) -> None:
-    """Refuse an object whose state cannot be saved as it is now: the first checkpoint would find it out after hours.
-
-    Raises:
-        UnsupportedError: something in the state is of no known type; it is named as in ``state['loop']['best'][3]``.
-    """
+    """Refuse an object whose state cannot be saved now; otherwise the first checkpoint might fail after hours."""
     try:
         state = value.state_dict()
-    except Exception as error:  # noqa: BLE001 - whatever users' code raises: it may be ready in training only
+    except Exception as error:  # noqa: BLE001 - users' code may be ready only in training
         logger.debug("state[%r] has no state yet: %s: %s", name, type(error).__name__, error)
         return
     try:
@@ -370,5 +299,5 @@ def _refuse_unsaved(name: str, value: Any) -> None:
 
 
 def _has_no_shape_yet(value: object) -> bool:
-    """Whether it is a module that its first forward completes."""
+    """Whether it is a lazy module, which its first forward completes."""
     return isinstance(value, nn.Module) and any(map(is_lazy, itertools.chain(value.parameters(), value.buffers())))

@@ -1,7 +1,6 @@
-"""From a job, its plan and the other arguments to the parts of a Checkpointer; it begins when all of them are there.
+"""Assembles a Checkpointer's parts: checks the plan, opens the directory, resumes the job, starts the rest.
 
-The plan is held against the job before anything is opened. The directory is opened next, and the job resumed from what
-it holds; then what copies, writes, finds boundaries and reports. Where one of these fails, those before it are closed.
+If a step fails, the parts made before are closed.
 """
 
 from __future__ import annotations
@@ -40,11 +39,7 @@ from checkflow.runtime.store.store import Store
 
 @dataclass(frozen=True)
 class Parts:
-    """What a Checkpointer is made of.
-
-    Attributes:
-        resumed_from: the step that this run goes on from; None: it begins anew.
-    """
+    """What a Checkpointer is made of. ``resumed_from`` is None if the run started anew."""
 
     progress: Progress
     preemption: Preemption
@@ -58,12 +53,7 @@ class Parts:
 def read_plan(
     plan: Plan | str | os.PathLike[str] | None, every: int | None, check_plan: Callable[[Plan], object]
 ) -> Plan | None:
-    """The user's own plan; None: the job makes its own.
-
-    Raises:
-        PlanError: it is damaged, or its replay refutes it.
-        ValueError: ``every`` does not fit it.
-    """
+    """The user's own plan, replayed; None: the job makes its own. ValueError if ``every`` does not fit."""
     if plan is None or plan == "auto":
         return None
     given = plan if isinstance(plan, Plan) else plans.load(plan)
@@ -73,12 +63,7 @@ def read_plan(
 
 
 def check_job(job: Job, given: Plan | None) -> torch.device:
-    """Refuse a job that cannot be checkpointed, or not by this plan; the device that its state is copied from.
-
-    Raises:
-        UnsupportedError: something on the list of refusals.
-        MismatchError, PlanError: the plan was made for another job, or cannot be executed.
-    """
+    """Refuse a job that cannot be checkpointed, or not by this plan; returns the device of its state."""
     device = compatibility.copied_device(job.models, job.optimizers)
     refuse_hidden_state(job.optimizers)
     refuse_objects(job.objects)
@@ -98,16 +83,7 @@ def assemble(
     check_plan: Callable[[Plan], object],
     make_planner: Callable[[], Planner],
 ) -> Parts:
-    """Open the directory, resume the job, and make all that follows it.
-
-    Args:
-        given: the user's own plan; None: the job makes its own.
-        device: that state is copied from.
-
-    Raises:
-        StorageError, LockedError: the directory cannot be written, or another process writes there.
-        CheckflowError: the plan, or what the directory holds, does not fit the job.
-    """
+    """Open the directory, resume the job, and make all other parts."""
     asked, loader = arguments.asked, job.loader
     progress = Progress(loader)
     preemption = Preemption(arguments.signals, arguments.grace_seconds, None if loader is None else loader.shield)
@@ -130,7 +106,7 @@ def assemble(
         resumed_from, imported = _resume(store, arguments, job, progress, given)
         reclaimed.give_back(store.directory)
         if arguments.rules.monitor is not None:
-            store.look()  # what earlier runs found to be the best is still to be beaten
+            store.look()  # the best of earlier runs still counts
         saving = Saving(
             store, device, each=asked.every is not None or asked.every_seconds is not None,
             host_buffers=arguments.host_buffers, audit=arguments.audit,
@@ -152,14 +128,14 @@ def assemble(
 
 
 def _base(store: Store, step: int | None) -> tuple[int, str]:
-    """The step that the job goes on from, and the run that made it."""
+    """The step that the job resumed from, and the run that made it."""
     return (NOTHING, "") if step is None else (step, run_of(store.directory / step_name(step)))
 
 
 def _resume(
     store: Store, arguments: Arguments, job: Job, progress: Progress, plan: Plan | None
 ) -> tuple[int | None, bool]:
-    """The step that the job goes on from, and whether what it goes on from is imported weights alone."""
+    """The step that the job resumed from, and whether it was imported weights."""
     script, asked = arguments.hyperparameters == "script", hyperparameters.ask(job)
     resumed = resume_from(
         store, arguments.resume, job.models, job.optimizers, job.objects,

@@ -1,4 +1,4 @@
-"""Checkpointer: what a training script holds: its arguments, its loops, its beginning and its end.
+"""Checkpointer: the object that a training script holds, with its loops, its start and its end.
 
 Its parts are made by :mod:`.builder`; what happens in its loops goes to :mod:`.loop.training_loop`.
 """
@@ -52,80 +52,74 @@ class Checkpointer:
     """Makes a training job survive failures: consistent, durable checkpoints by a plan, and resume.
 
     Args:
-        model, optimizer: one of each, or dicts of several; None: what trains the models holds no state to save.
-        loader: a ``checkflow.DataLoader``, or what ``checkflow.resumable`` made of another; iterate
-            ``checkpointer.loader`` instead of it.
+        model, optimizer: one of each, or dicts of several; optimizer None: what trains the models has no state to save.
+        loader: a ``checkflow.DataLoader``, or the result of ``checkflow.resumable``; iterate ``checkpointer.loader``
+            instead of it.
         directory: where checkpoints go; made if it is missing.
         plan: None: the job makes its own plan. One of its first iterations is recorded, which takes up to twice its
-            usual time; the plan is made in another process while training goes on, and kept in the directory for the
-            next start. Until it is there, what is saved is copied at the boundary itself: ends of epochs, the end of
-            training, what ``every`` asks for, and, once no plan could be made, as often as ``overhead`` allows.
-            "auto": likewise, and a job that becomes another one (layers added,
-            parameters unfrozen, another batch size, optimizer or autocast) gets a new plan. Or a plan file, or a Plan,
-            made for this job (``checkflow plan``).
+            usual time; another process makes the plan while training goes on, and it is kept in the directory for the
+            next start. Until then, checkpoints copy all state at the boundary: at the ends of epochs and of training,
+            as ``every`` asks, and, if no plan could be made, as often as ``overhead`` allows. "auto": the same, and a
+            job that changes (layers added, parameters unfrozen, another batch size, optimizer or autocast) gets a new
+            plan. Or a plan file, or a Plan, made for this job (``checkflow plan``).
         state: further objects with ``state_dict`` and ``load_state_dict``, by name (schedulers, scalers).
-        overhead: what checkpoints may cost of training's own time, which it would take without them (0.035 are 3.5 %):
-            what holds it up and whatever they slow down, planning aside; first of the plan that a job makes, then of
-            the job itself. It is measured, and checkpoints are made less
-            often while they cost more, and again more often when they do not.
-        extra_memory: that snapshots may add to training's own peak, in bytes or as text ("2GB"), under a plan that the
-            job makes; None: what the device has.
-        every: how often, whatever it costs. Iterations from one durable checkpoint to the next, a multiple of the
-            plan's interval (it is rounded up to one where the job makes its plan, and the log says so): exactly these
-            are made, and one at the end of training wherever that comes; not at the ends of epochs. Or text such as
-            "30s" or "10min": so far apart by the clock, validation included, at the boundary of the plan's interval
-            that is nearest; ends of epochs and the end of training are saved besides. Each is committed while the next
-            one is gathered, and training waits if storage is slower, so that a failure costs at most two intervals and
-            the one under way. None: as often as ``overhead`` allows and storage can take, at most as planned; more
-            often, if that is cheap, in host memory, where the newest is kept until storage takes it; and at the ends of
-            epochs and of training. What is in host memory when the job is killed is the next one's, on the same
-            machine. How often is found out in the job's first iterations, and kept in the directory for the next start.
+        overhead: the share of training's own time that checkpoints may cost (0.035 is 3.5 %): waits and slowdown, but
+            not planning. It bounds the plan that a job makes, and then the job itself: the cost is measured, and
+            checkpoints become rarer or more frequent with it.
+        extra_memory: what snapshots may add to training's peak, in bytes or as text ("2GB"), under a plan that the job
+            makes; None: what the device has.
+        every: how often, whatever it costs. An integer: iterations between durable checkpoints, a multiple of the
+            plan's interval (rounded up to one if the job makes its plan, and logged). Exactly these are made, and one
+            at the end of training, but none at the ends of epochs. A text such as "30s" or "10min": time between
+            checkpoints, validation included, at the nearest boundary of the plan's interval; the ends of epochs and of
+            training are saved, too. Each is committed while the next one is gathered, and training waits if storage is
+            slower. So a failure costs at most two intervals and the one under way. None: as often as ``overhead``
+            allows and storage can take, at most as planned, and at the ends of epochs and of training; more often in
+            host memory, if that is cheap. The newest stays there until storage takes it, and if the job is killed, the
+            next one on this machine finds it. The frequency is found in the first iterations and kept in the directory
+            for the next start.
         mtbf: mean time between failures, in seconds or as text ("4h"): checkpoints become rarer than ``overhead``
-            allows where that wastes less, replays after failures included.
+            allows if that wastes less time, replays after failures included.
         host_buffers: staging buffers of the size of the state; three let capture and persist overlap fully.
         keep_latest: how many of the newest checkpoints stay on storage, at least 2.
-        keep_epochs: of how many epochs (of :meth:`epochs`) the checkpoint made at the end stays too, the newest first;
-            True: of all.
-        keep_every: of each so many iterations the first checkpoint stays too: that of a multiple of it, if one is made
-            there, or else the next one; None: no such rule.
+        keep_epochs: for how many of the newest epochs (of :meth:`epochs`) the checkpoint at the end stays, too; True:
+            all.
+        keep_every: of each so many iterations one checkpoint stays, too: that of a multiple, or the next one after it;
+            None: no such rule.
         keep_best: how many of the best stay, however old, by the metric ``monitor`` (see ``metric``), the lowest or the
-            highest value first (``mode``). A state that is told to be one of them is saved, whatever ``every`` and
-            ``overhead`` say. Of equal values the older one is the better, and NaN and infinite values have no rank. A
-            run that starts with another ``monitor`` or ``mode`` judges earlier checkpoints by its own.
-        monitor, mode: see ``keep_best``. With ``monitor`` alone nothing more is kept, and ``checkflow ls`` shows which
-            is the best.
-        resume: "auto" goes on from the newest valid checkpoint if there is one, "must" demands one, "never" demands an
-            empty directory; a number goes back to the checkpoint of that step and sets later ones aside. From imported
-            weights (``checkflow import``) the models are restored, and everything else begins anew: a warning says so.
-        hyperparameters: what goes on where the script asks for other ones than when the checkpoint was made, which the
-            log says at the start, a line a difference: the "checkpoint"'s, or the "script"'s, of which only those that
-            were changed are set. Compared are the numbers, flags and texts in the optimizers' groups and in torch's
-            schedulers under ``state``, torch's seed (below 2^32; without ``manual_seed`` it is drawn), and the loader's
-            seed and batch size. With "script" a learning rate that a scheduler has moved is scaled by the script's rate
-            over the one it was made with, as ``initial_lr`` and ``base_lrs`` are, so that the schedule goes on from
-            there (if the old one was 0, the script's is taken); what a scheduler has done by its other numbers stays,
-            and the new ones count from here. With torch's seed the generators of torch are the script's, and Python's
-            and NumPy's the checkpoint's; an epoch that has begun keeps its order. The loader's batch size is always the
-            script's: its position counts samples. Another seed of the loader is refused with "checkpoint".
-        on_error: a checkpoint that fails is logged ("warn"), or raised at the next boundary ("raise").
-        signals: by name, those that ask the job to end. Training goes on to its next boundary, is saved there whatever
-            ``every`` says, and ends with :class:`checkflow.Preempted`, exit code 75; the same signal again ends it at
-            once. Ctrl-C likewise, with KeyboardInterrupt. (): neither is heeded. Handlers that were there are called
-            too, and put back by ``close``. Only a Checkpointer made in the main thread can do this.
-        grace_seconds: from the signal to the end, all of it: where no boundary comes in time, training ends where it
-            is, and what was being saved is brought to its end.
-        audit: hold staged bytes against the state at the boundary on the first three checkpoints, after every change
-            of layout, and then on every ``audit``-th; 1: all, 0: none but those.
-        trust: whose checkpoints the job goes on from. None: what belongs to root or to the job's own user, and may not
-            be written by everyone; a start where other users have put something refuses it, and names them. A group's
-            name: what belongs to its members, too. "anyone": whatever is there.
+            highest value first (``mode``). A state that is one of them is saved, whatever ``every`` and ``overhead``
+            say. Of equal values the older one is better; NaN and infinite values have no rank. Each run judges all
+            checkpoints by its own ``monitor`` and ``mode``.
+        monitor, mode: see ``keep_best``. With ``monitor`` alone, ``checkflow ls`` shows the best, but nothing more is
+            kept.
+        resume: "auto" resumes from the newest valid checkpoint if there is one, "must" demands one, "never" demands an
+            empty directory; a number goes back to that step's checkpoint and sets later ones aside. From imported
+            weights (``checkflow import``) the models are restored and everything else starts anew, with a warning.
+        hyperparameters: whose values continue if the script's differ from those that the checkpoint was made with: the
+            "checkpoint"'s, or the "script"'s, of which only changed ones are set. The log has a line for each
+            difference. Compared are numbers, flags and texts in the optimizers' groups and in torch's schedulers under
+            ``state``, torch's seed (below 2^32), and the loader's seed and batch size. The batch size is always the
+            script's. Another seed of the loader is refused with "checkpoint". The how-to page on hyperparameters says
+            what "script" does.
+        on_error: a failed checkpoint is logged ("warn"), or raised at the next boundary ("raise").
+        signals: names of signals that ask the job to end. Training goes on to its next boundary, is saved there
+            whatever ``every`` says, and ends with :class:`checkflow.Preempted`, exit code 75; the same signal again
+            ends it at once. Ctrl-C does the same with KeyboardInterrupt. (): both are ignored. Earlier handlers are
+            called, too, and restored by ``close``. Works only for a Checkpointer made in the main thread.
+        grace_seconds: from the signal to the end. If no boundary comes in time, training ends where it is, and the
+            checkpoint in flight is finished.
+        audit: compare staged bytes with the state at the boundary, for the first three checkpoints, after every change
+            of layout, and then for every ``audit``-th; 1: all, 0: only the first ones.
+        trust: whose checkpoints the job resumes from. None: those of root and the job's own user that not everyone may
+            write to; a start that finds another user's files names them and ends. A group's name: its members', too.
+            "anyone": all.
 
     Raises:
         PlanError, MismatchError: the plan is damaged, cannot be executed, or was made for another job.
         StorageError, LockedError: the directory cannot be written, or another process writes there.
         UnsupportedError: something on the list of refusals.
-        TypeError: an argument is of another type.
-        ValueError: an argument is out of its range, or ``every`` does not fit the plan; it says what does.
+        TypeError: an argument has a wrong type.
+        ValueError: an argument is out of its range, or ``every`` does not fit the plan; the message says what does.
     """
 
     def __init__(
@@ -182,8 +176,10 @@ class Checkpointer:
         self._saving, self._loop, self._reporter = parts.saving, parts.loop, parts.reporter
         self.resumed_from = parts.resumed_from
         self._bodies = 0  # of epochs() and steps(), that run now
-        self._held = resources.Holdings(loader, self._loop, self._saving, self._store, self._preemption, self._reporter)
-        weakref.finalize(self, resources.dropped, self._held).atexit = False  # at exit all that is held is given back
+        self._held = resources.Resources(
+            loader, self._loop, self._saving, self._store, self._preemption, self._reporter
+        )  # fmt: skip
+        weakref.finalize(self, resources.dropped, self._held).atexit = False  # at exit everything is released anyway
         self._begin()
 
     # The runtime does not know the planner: checkflow.api overrides both.
@@ -204,7 +200,7 @@ class Checkpointer:
         self._reporter.write()
         logger.info("%s", start_line(self._reporter.make(), self._store.directory))
         if (loader := self._job.loader) is not None:
-            resources.tell_displaced(loader)
+            resources.warn_displaced(loader)
             loader.follow(self._loop)
         self._preemption.listen(self._loop)
 
@@ -224,22 +220,21 @@ class Checkpointer:
 
     @property
     def durable_step(self) -> int | None:
-        """The iteration of the newest durable checkpoint, up to which a resume loses nothing whatever happens from now
-        on; None: there is none yet."""
+        """The iteration of the newest durable checkpoint, which no failure can lose; None: there is none yet."""
         return self._saving.durable_step
 
     @property
     def preempted(self) -> bool:
-        """Whether a signal has asked the job to end: it will, at the next boundary."""
+        """Whether a signal has asked the job to end, which it will at the next boundary."""
         return self._preemption.preempted
 
     def epochs(self, start: int, stop: int | None = None, /) -> Iterator[int]:
         """The epochs of ``range(stop)`` or ``range(start, stop)`` from where the last run stopped; iterate the loader
-        once in each. They are counted over the whole job: one loop for all of them.
+        once in each. They are counted over the whole job: use one loop for all of them.
 
         Raises:
-            UnsupportedError: without a loader nobody knows the place in an epoch; use ``steps``. Or this Checkpointer
-                was closed before the loop begins.
+            UnsupportedError: there is no loader, so nobody knows the position in an epoch; use ``steps``. Or this
+                Checkpointer was closed before the loop begins.
         """
         self._refuse_closed()
         loader = self.loader
@@ -247,10 +242,10 @@ class Checkpointer:
         progress = self._progress
         self._loop.begin_loop()
         progress.numbers = numbers = range(start) if stop is None else range(start, stop)
-        self._tell_nothing_left(progress.epoch, numbers, "epochs")
+        self._log_nothing_left(progress.epoch, numbers, "epochs")
         while progress.epoch < len(numbers):
             loader.set_epoch(progress.epoch, progress.position)
-            # No first batch will come, or code before it may draw numbers.
+            # Restore now: no first batch will come, or code before it may draw numbers.
             if progress.position == 0 or loader.exhausted:
                 progress.restore_generators()
             self._bodies += 1
@@ -268,13 +263,13 @@ class Checkpointer:
 
     def steps(self, start: int, stop: int | None = None, /) -> Iterator[int]:
         """The turns of ``range(stop)`` or ``range(start, stop)`` from where the last run stopped, for loops without
-        epochs. They are counted over the whole job: one loop for all of them.
+        epochs. They are counted over the whole job: use one loop for all of them.
 
-        Each number is handed out once, as by ``range``, and is usually an iteration (where a turn ends several, by
-        ``step()`` or by what it fetches from the loader, as many numbers are passed over). A turn in which no optimizer
-        steps (gradients are accumulated, a scaler or the loop skips the step) is none: it belongs to the iteration that
-        ends with the next step, since its gradients are in no checkpoint, and ``iteration`` does not count it. A resume
-        goes on with the number after the last turn that ended a saved iteration, and so does such turns again.
+        Each number comes once, as from ``range``, and is usually an iteration. If a turn ends several, by ``step()`` or
+        by fetching from the loader, as many numbers are skipped. A turn in which no optimizer steps (accumulation, a
+        scaler that skips) belongs to the iteration that ends with the next step, since no checkpoint holds its
+        gradients; ``iteration`` does not count it. A resume continues after the last turn that ended a saved iteration,
+        and repeats such turns.
 
         Raises:
             UnsupportedError: this Checkpointer was closed before the loop begins.
@@ -284,8 +279,8 @@ class Checkpointer:
         numbers = range(start) if stop is None else range(start, stop)
         progress = self._progress
         done = max(progress.turns, progress.turn)
-        self._tell_nothing_left(done, numbers, "steps")
-        without, longest = 0, 0  # turns in which no optimizer steps, in a row: now, and at most
+        self._log_nothing_left(done, numbers, "steps")
+        without, longest = 0, 0  # consecutive turns without an optimizer step: now, and at most
         while done < len(numbers):
             progress.turn = done
             progress.restore_generators()
@@ -302,7 +297,7 @@ class Checkpointer:
             self._loop.end_turn(last=done + 1 + longest >= len(numbers))
             without = without + 1 if self.iteration == before else 0
             longest = max(longest, without)
-            done = max(done + 1, progress.turns)  # of which several end in one where that calls step() as often
+            done = max(done + 1, progress.turns)  # one turn may call step() several times
             progress.turn = done
         self._loop.end_loop()
         progress.restore_generators()
@@ -314,9 +309,8 @@ class Checkpointer:
                 "which goes on from the newest checkpoint"
             )
 
-    def _tell_nothing_left(self, done: int, numbers: range, what: str) -> None:
-        """The loop would do nothing, since what is done is counted over the whole job: it is a second one of this run,
-        or the job was finished before, which may be as it should."""
+    def _log_nothing_left(self, done: int, numbers: range, what: str) -> None:
+        """Log that the loop would do nothing: it is a second one of this run, or the job was finished before."""
         if done < len(numbers):
             return
         if self.iteration == self.resumed_from:
@@ -335,9 +329,9 @@ class Checkpointer:
         """Mark the boundary here: for loops that fetch batches ahead of using them.
 
         Args:
-            batches: how many batches reached this step; None: as many as the plan has micro-batches (one, as long as a
-                job that makes its own plan has none). Of more than were handed out, those that were are counted. 0
-                before the loop says that it will fetch ahead, and that ``step()`` marks all boundaries.
+            batches: how many batches reached this step, at most all that were handed out; None: as many as the plan has
+                micro-batches (one, as long as a job that makes its own plan has none). 0 before the loop says that it
+                fetches ahead and that ``step()`` marks all boundaries.
 
         Raises:
             ValueError: it is not a whole number of at least 0.
@@ -349,23 +343,22 @@ class Checkpointer:
         self._loop.step(None if batches is None else read_batches(batches))
 
     def metric(self, name: str, value: SupportsFloat) -> None:
-        """Tell what the state is worth, as it is now: ``checkpointer.metric("val_loss", 0.3)``.
+        """Record how good the state is now: ``checkpointer.metric("val_loss", 0.3)``.
 
-        It belongs to the checkpoint of just this state. After an optimizer's step, that is the boundary to come: after
+        It belongs to the checkpoint of exactly this state. After an optimizer's step that is the next boundary: after
         an epoch's last batch the end of that epoch, in the body of ``steps()`` the end of that iteration. After
-        ``checkpointer.step()``, or after a loop that has ended, and before an optimizer steps again, it is the boundary
-        just passed: its checkpoint gets the metric although it may be written already. So the loss of a batch, told
-        before the optimizer steps, describes the state that the last iteration left. Told again of the same state, the
-        newest value counts.
+        ``checkpointer.step()`` or the end of a loop, and before an optimizer steps again, it is the last boundary, even
+        if that is already written. So a batch's loss, recorded before the optimizer steps, describes the state that the
+        last iteration left. The newest value for a state counts.
 
-        With ``keep_best``, a state that is one of the best by ``monitor`` is saved though no checkpoint was due. Other
-        states keep their metrics if they become checkpoints. They are in ``info["metrics"]`` of the manifest, durable
-        with it; one that comes after its checkpoint is durable soon after, and when this is closed.
+        With ``keep_best``, a state that is one of the best by ``monitor`` is saved even if no checkpoint was due. Other
+        states keep their metrics if they become checkpoints. They are in the manifest's ``info["metrics"]`` and durable
+        with it; a later metric is durable soon after, and when this is closed.
 
         Args:
             name: any; 1 to 200 printable characters.
-            value: a number, or a tensor of one element, for which this waits. NaN and infinite ones are kept, and have
-                no rank.
+            value: a number, or a tensor of one element, for which this waits. NaN and infinite ones are kept, without a
+                rank.
 
         Raises:
             ValueError: one of them is something else.
@@ -379,8 +372,8 @@ class Checkpointer:
     def report(self) -> dict[str, Any]:
         """What checkpointing did and cost so far, beside what the plan promised: JSON values, in bytes and seconds.
 
-        Each field is in docs/reference/run-report.md. ``report.json`` in the checkpoints' directory holds the same of
-        the last runs, this one last, as of its newest checkpoint, and of its end once it is closed.
+        docs/reference/run-report.md describes each field. ``report.json`` in the directory holds the last runs, with
+        this one last, as of its newest checkpoint or its end.
         """
         return to_dict(self._reporter.make(closed=self._held.closed))
 
@@ -399,16 +392,14 @@ class Checkpointer:
         return self._loop.place.last_capture
 
     def close(self) -> None:
-        """Finish and commit what is in flight, then give everything back: hooks, threads, memory, the lock, signals.
+        """Commit what is in flight, then release everything: hooks, threads, memory, the lock, signals.
 
-        Without an exception on its way the last boundary that the loop has told of is saved, if the state is still what
-        it was there. That an iteration has ended which nothing told of, only the end of a ``with`` block says.
-
-        Once more is harmless; if it is interrupted, call it again.
+        If no exception is being raised, the last reported boundary is saved, if the state has not changed since. Only
+        the end of a ``with`` block also ends an unreported iteration. May be called again, also after an interrupt.
 
         Raises:
-            StorageError: the last checkpoint is not durable, whatever ``on_error`` says; it tells what is. The end of a
-                ``with`` block raises it too, unless an exception has ended that.
+            StorageError: the last checkpoint is not durable, whatever ``on_error`` says; the message says what is. The
+                end of a ``with`` block raises it too, unless an exception has ended the block.
         """
         try:
             if not (self._held.closed or self._loop.closed) and sys.exception() is None:
@@ -421,7 +412,7 @@ class Checkpointer:
             return
         error = self._held.close()
         if not raising:
-            resources.tell(error)
+            resources.log_error(error)
             return
         if error is not None and error is not self._held.lost:
             raise error

@@ -1,6 +1,6 @@
-"""Looking at checkpoints without a job: what a directory holds, whether it is whole, and how two checkpoints differ.
+"""Looks at checkpoints without a job: what a directory holds, whether it is whole, how two checkpoints differ.
 
-Nothing is changed or renamed here, whatever is found; that is a training job's restore alone.
+Nothing is changed or renamed here.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     import torch
 
 Kind = Literal["checkpoint", "broken", "superseded", "leftover"]
-_LONGEST = 60  # of a value in words
-_CLOCK_SECONDS = 2.0  # between a file system's clock and a host's
+_LONGEST = 60  # of a value in a message
+_CLOCK_SECONDS = 2.0  # tolerance between a file system's clock and the host's
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,11 @@ class Listed:
     """One entry of a checkpoint directory.
 
     Attributes:
-        kind: "broken" was set aside by a restore, "superseded" by going back; a "leftover" is for the next run to
-            remove, or belongs to one that is writing now.
-        fault: why it cannot be restored, as far as names, sizes and the manifest tell; None: nothing against it.
-        metrics: that the job told of this state, by name; NaN and infinite ones as text.
-        best: whether it is the best of all listed checkpoints, by the metric that the newest run ranks them by.
-        owner: whose it is, where that is neither root nor who asks: no job goes on from it unless it is told to.
+        kind: "broken": set aside by a restore; "superseded": by going back; "leftover": half written or half deleted.
+        fault: why it cannot be restored, judged by names, sizes and manifest; None: nothing found.
+        metrics: by name; NaN and infinite ones as text.
+        best: whether it is the best of all, by the newest run's metric.
+        owner: its user, if neither root nor the caller: no job resumes from it unless ``trust`` allows it.
     """
 
     path: Path
@@ -64,7 +63,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The outcome for one checkpoint; ``fault``: the first damage that was found."""
+    """The outcome for one checkpoint; ``fault``: the first damage found."""
 
     path: Path
     step: int | None
@@ -74,12 +73,12 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """A tensor that two checkpoints do not have alike.
+    """A tensor that differs between two checkpoints.
 
     Attributes:
-        first, second: dtype and shape; None: it is not there.
-        elements, differing: in all, and of other bytes; None where type or shape differ.
-        largest: the largest change of a value; None where there is none between finite values.
+        first, second: dtype and shape; None: it is missing.
+        elements, differing: the number of all, and of those with other bytes; None if type or shape differ.
+        largest: the largest change of a value; None if no finite values changed.
     """
 
     name: str
@@ -92,7 +91,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """Between two checkpoints. ``extra``: (where, first value, second value) of everything that is no tensor."""
+    """Between two checkpoints. ``extra``: (path, first value, second value) of everything but tensors."""
 
     first: Path
     second: Path
@@ -102,18 +101,13 @@ class Differences:
 
 
 def list_directory(directory: str | os.PathLike[str]) -> tuple[Listed, ...]:
-    """All that a checkpoint directory holds, checkpoints first, the newest of them before older ones. Of one
-    checkpoint, by its own path or as :func:`choose` takes it, that alone.
-
-    Raises:
-        StorageError: it cannot be read, or there is none.
-    """
+    """All entries of a checkpoint directory, checkpoints first, newest first; or the one that :func:`choose` takes."""
     root = Path(directory)
     if (one := _one_meant(root)) is not None:
         return (_look_at(one, "checkpoint", is_best=one == _best_of(one.parent)),)
     first = _best_of(root)
     checkpoints = [_look_at(path, "checkpoint", is_best=path == first) for path in find(root)]
-    checkpoints = [one for one in checkpoints if not one.fault or os.path.exists(one.path)]  # retention was there first
+    checkpoints = [one for one in checkpoints if not one.fault or os.path.exists(one.path)]  # else retention deleted it
     others: list[Listed] = []
     for name in sorted(fs.folder_names(str(root))):
         kind = _kind_of(name)
@@ -129,7 +123,7 @@ def home_of(reference: str | os.PathLike[str]) -> Path:
 
 
 def _one_meant(path: Path) -> Path | None:
-    """The one checkpoint that is meant; None: a directory of checkpoints is."""
+    """The single checkpoint that is meant; None: a directory of checkpoints."""
     return choose(path) if _is_checkpoint(path) or ("@" in path.name and not os.path.exists(path)) else None
 
 
@@ -142,7 +136,7 @@ def _kind_of(name: str) -> Kind | None:
 
 
 def _best_of(root: Path) -> Path | None:
-    """The best checkpoint, as the newest run ranks them; None: it ranks none, or none has a rank."""
+    """The best checkpoint by the newest run's metric; None: there is no metric, or no ranked checkpoint."""
     rules: Rules | None = None
     complete: dict[int, tuple[Path, Known]] = {}
     for path in find(root):
@@ -165,7 +159,7 @@ def _look_at(path: Path, kind: Kind, *, is_best: bool = False) -> Listed:
 def _other_owner(path: Path) -> str | None:
     try:
         uid = os.stat(path, follow_symlinks=False).st_uid
-    except OSError:  # retention was there first
+    except OSError:  # deleted by retention meanwhile
         return None
     return None if uid in (0, os.geteuid()) else fs.user_name(uid)
 
@@ -187,14 +181,14 @@ def _read_one(path: Path, kind: Kind, is_best: bool) -> Listed:
 
 
 def _size_of(path: Path) -> int:
-    """Of all files in a directory; one that vanishes meanwhile counts as nothing."""
+    """The bytes of all files in a directory; files that vanish meanwhile count as nothing."""
     total = 0
     try:
         with os.scandir(path) as entries:
             for entry in entries:
                 try:
                     total += entry.stat(follow_symlinks=False).st_size
-                except OSError:  # retention was there first
+                except OSError:  # deleted by retention meanwhile
                     continue
     except OSError:
         return 0
@@ -202,11 +196,8 @@ def _size_of(path: Path) -> int:
 
 
 def choose(reference: str | os.PathLike[str]) -> Path:
-    """The checkpoint that is meant: its own path, a directory of checkpoints (the newest), ``DIRECTORY@STEP``,
-    or ``DIRECTORY@best``, by the metric that the newest run ranks checkpoints by.
-
-    Raises:
-        StorageError: there is none.
+    """The checkpoint that is meant: its own path, a directory of checkpoints (the newest), ``DIRECTORY@STEP``, or
+    ``DIRECTORY@best``, by the newest run's metric. Raises StorageError if there is none.
     """
     path = Path(reference)
     if not os.path.exists(path):
@@ -234,7 +225,7 @@ def choose(reference: str | os.PathLike[str]) -> Path:
 
 
 def choose_all(reference: str | os.PathLike[str]) -> tuple[Path, ...]:
-    """As :func:`choose`, but of a directory all its checkpoints, the newest first."""
+    """:func:`choose`, but for a directory all its checkpoints, newest first."""
     path = Path(reference)
     if os.path.exists(path) and not _is_checkpoint(path):
         if not (found := find(path)):
@@ -248,11 +239,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def verify(path: Path, progress: Callable[[int], None] = lambda size_bytes: None) -> Verified:
-    """Hold every byte of a checkpoint against its checksum.
-
-    Args:
-        progress: called, on any thread, with the size of each part that was read.
-    """
+    """Compare every byte of a checkpoint with its checksum. ``progress`` gets sizes of parts, on any thread."""
     try:
         with open_checkpoint(path) as checkpoint:
             checkpoint.verify(progress)
@@ -262,12 +249,8 @@ def verify(path: Path, progress: Callable[[int], None] = lambda size_bytes: None
 
 
 def compare(first: Path, second: Path, progress: Callable[[str], None] = lambda name: None) -> Differences:
-    """How two checkpoints differ: tensors by their bytes and by their values, and everything else.
-
-    Holds two tensors in memory at a time; every block that is read is verified.
-
-    Raises:
-        CorruptCheckpointError, MismatchError, StorageError: one of the two is damaged, or cannot be read.
+    """How two checkpoints differ: tensors by bytes and values, and everything else. Two tensors are in memory at a
+    time.
     """
     with open_checkpoint(first) as one, open_checkpoint(second) as other:
         ours, theirs = _names(one), _names(other)
@@ -282,7 +265,7 @@ def compare(first: Path, second: Path, progress: Callable[[str], None] = lambda 
 
 
 def _names(checkpoint: Checkpoint) -> dict[str, str]:
-    """Every tensor's name, further names too, to its kind."""
+    """Every tensor's name, further names included, to its kind."""
     kinds = {name: f"{entry.dtype}{list(entry.shape)}" for name, entry in checkpoint.tensors.items()}
     return kinds | {name: kinds[of] for name, of in checkpoint.ties}
 
@@ -321,20 +304,20 @@ def _rows(data: bytearray, width: int) -> Any:
 
 
 def _largest_change(first: torch.Tensor, second: torch.Tensor) -> float | None:
-    """Between values that are finite in both."""
+    """Of values that are finite in both."""
     import torch
 
     wide = torch.complex128 if first.is_complex() else torch.float64
     try:
         change = (first.to(wide) - second.to(wide)).abs()
-    except (RuntimeError, NotImplementedError):  # packed types that torch does not turn into numbers
+    except (RuntimeError, NotImplementedError):  # packed types that torch cannot convert to numbers
         return None
     change = change[change.isfinite()]
     return float(change.max()) if change.numel() else None
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Everything in nested mappings and sequences, by where it is."""
+    """Everything in nested mappings and sequences, by its path."""
     if isinstance(value, Mapping):
         inner: Sequence[tuple[str, Any]] = [(f".{key}" if path else str(key), one) for key, one in value.items()]
     elif isinstance(value, list | tuple):
@@ -368,11 +351,7 @@ def _in_words(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A job that runs, as of its newest report.
-
-    Attributes:
-        memory_step: the newest checkpoint that is whole in its host memory; None: there was none yet.
-    """
+    """A running job, as of its newest report. ``memory_step``: the newest whole checkpoint in host memory."""
 
     run_id: str
     memory_step: int | None
@@ -380,14 +359,14 @@ class Running:
 
 
 def running_job(directory: str | os.PathLike[str]) -> Running | None:
-    """The job that holds the directory's lock; None if there is none, or it has not reported yet."""
+    """The job that holds the directory's lock; None: there is none, or it has not reported yet."""
     root = Path(directory)
     since = locked_since(root)
     if since is None:
         return None
     try:
         runs = run_report.load(root / run_report.FILE)
-    except ReportError:  # written a moment after the lock was taken; of a damaged one nothing is known
+    except ReportError:  # not written yet, or damaged
         return None
     newest = runs[-1] if runs else None
     if newest is None or newest.closed or newest.started_unix_seconds < since - _CLOCK_SECONDS:

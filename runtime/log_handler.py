@@ -1,11 +1,7 @@
-"""The lines of checkflow's log, visible where nobody has configured logging.
+"""Shows checkflow's log lines on standard error if nobody has configured logging, like :data:`logging.lastResort`.
 
-Libraries do not configure logging, and Python shows no line below a warning unless somebody does: a person who starts a
-job would not see which plan runs, and what was restored. So the logger "checkflow" has a handler for as long as nobody
-else takes its lines, as :data:`logging.lastResort` is one for warnings: it writes to standard error, and is silent
-wherever a handler of the user's, of the root logger or of ours, gets the line, even one that came later. (Lightning
-decides once, when it is imported, and stops its lines from reaching handlers that come after.) A level that was set is
-left alone: ``logging.getLogger("checkflow").setLevel(logging.WARNING)`` makes it quiet.
+Without it Python would hide which plan runs and what was restored. It asks anew for each line whether another handler
+gets it, because libraries (Lightning) may add handlers later.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ class _LastResort(logging.Handler):
         try:
             sys.stderr.write(f"checkflow: {visible(self.format(record))}\n")
             sys.stderr.flush()
-        except (OSError, ValueError, AttributeError):  # closed, or there is none: nobody reads it
+        except (OSError, ValueError, AttributeError):  # stderr is closed or missing
             self.handleError(record)
 
 
@@ -33,7 +29,7 @@ _HANDLER = _LastResort()
 
 
 def show_lines() -> None:
-    """From here on the log's lines are seen, one way or another."""
+    """Make the log's lines visible from now on."""
     if _taken() or _HANDLER in _LOGGER.handlers:
         return
     if _LOGGER.level == logging.NOTSET:

@@ -1,8 +1,7 @@
-"""What a run says of itself: its report, the file of it beside the checkpoints, and a line at its begin and its end.
+"""A run's report: its file beside the checkpoints, and the log lines at its start and end.
 
-``report.json`` is replaced whole, on the writer's thread after each checkpoint and once more when the run closes. It is
-not synced: what a power cut takes of it is no loss, and the next run says so and begins a new one. Whatever goes wrong
-here is logged once, and concerns neither training nor checkpoints.
+``report.json`` is replaced whole after each checkpoint and at the end, without a sync: if a power cut takes it, the
+next run starts a new one. Errors here are logged once and never reach training or checkpoints.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ from checkflow.runtime.system import fs
 
 logger = logging.getLogger("checkflow")
 
-MOST_SHARE = 0.02  # of the time, for reports while training goes on
-LEAST_SAID = 0.001  # of the time: smaller parts are not named in the last line
+MOST_SHARE = 0.02  # of the time may go into reports during training
+LEAST_SAID = 0.001  # of the time: the last line omits smaller parts
 _ASIDE = f".broken-{FILE}"
 
 
@@ -51,10 +50,9 @@ class Reporter:
     """Reports of one run.
 
     Args:
-        directory: of the checkpoints; exists, and is locked by this process.
-        resumed_from: the step that this run goes on from; None: it begins anew.
-        imported: whether that are imported weights: nothing is done again.
-        reclaimed: the step that was put on storage at the start, from the host memory of the run before.
+        resumed_from: None: it started anew.
+        imported: whether from imported weights, so that nothing is repeated.
+        reclaimed: the step that the start put on storage, from the previous run's host memory.
     """
 
     def __init__(
@@ -77,11 +75,11 @@ class Reporter:
         self._models = job.models
         self._started = time.time()
         self._written = self._took_seconds = 0.0  # by time.monotonic
-        self._told = False  # that the file cannot be written
+        self._warned = False  # that the file cannot be written was logged
         earlier = self._read_earlier()
         self._earlier = [run_report.dump_run(run) for run in earlier[1 - KEPT_RUNS :]]
-        # What an earlier run had finished beyond the step that this one goes on from is done again. A run that was
-        # killed had come further than when it last wrote its report.
+        # Iterations of an earlier run beyond this run's first step are repeated. A killed run had come further than
+        # its last report says.
         self._replayed: int | None = 0 if imported else None
         self._exactly = imported
         last = earlier[-1] if earlier else None
@@ -158,12 +156,12 @@ class Reporter:
         )
 
     def write_in_time(self) -> None:
-        """As :meth:`write`, unless it was written a moment ago: a report takes the interpreter, and training waits."""
+        """:meth:`write`, unless it was written a moment ago: a report takes the GIL from training."""
         if time.monotonic() - self._written >= self._took_seconds / MOST_SHARE:
             self.write()
 
     def write(self, *, closed: bool = False) -> None:
-        """Replace the file. Raises nothing."""
+        """Replace the file. Never raises."""
         begun = time.monotonic()
         self._write(closed=closed)
         self._written = time.monotonic()
@@ -176,20 +174,20 @@ class Reporter:
             with fs.folder(str(self._directory)) as root:
                 fs.publish(FILE, data, dir_fd=root)
         except OSError as error:
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 logger.warning(
                     "cannot write %s: %s; training and checkpoints go on without it",
                     self._directory / FILE, error.strerror or error,
                 )  # fmt: skip
         except Exception:
-            # A fault of ours must not end the writer's thread; the traceback goes to the log.
-            if not self._told:
-                self._told = True
+            # A bug must not end the writer's thread.
+            if not self._warned:
+                self._warned = True
                 logger.exception("cannot write %s; training and checkpoints go on without it", self._directory / FILE)
 
     def _read_earlier(self) -> tuple[RunReport, ...]:
-        """The runs that are in the file. One that cannot be read is set aside."""
+        """The runs in the file. A damaged file is set aside."""
         path = self._directory / FILE
         try:
             with fs.folder(str(self._directory)) as root:
@@ -200,7 +198,7 @@ class Reporter:
         except (ReportError, OSError) as error:
             reason = error if isinstance(error, ReportError) else f"cannot read {path}: {error.strerror or error}"
             logger.warning("beginning a new report, the old one is set aside as %s: %s", _ASIDE, reason)
-        with contextlib.suppress(OSError):  # then the first write says why
+        with contextlib.suppress(OSError):  # the first write will say why
             path.rename(self._directory / _ASIDE)
         return ()
 
@@ -219,7 +217,7 @@ class Reporter:
     def _measured(self, reading: Reading) -> Measured:
         peak, before = allocated_peak_bytes(self._models), self._loop.place.peak_before_bytes
         reserved = None if peak is None else torch.cuda.max_memory_reserved(training_device(self._models))
-        # Torch keeps one peak a device, which is the user's to reset. It is the plan's if it has moved under the plan.
+        # Torch keeps one peak a device, which the user may reset. It counts for the plan if it moved under the plan.
         return Measured(reading.computing_seconds, reading.stall_seconds, peak, reserved, peak_exactly=peak != before)
 
 
@@ -244,7 +242,7 @@ def _rate(size_bytes: int, seconds: float | None) -> float | None:
 
 
 def start_line(report: RunReport, directory: Path) -> str:
-    """What runs, where its checkpoints go, what was restored, and what is done again."""
+    """What runs, where its checkpoints go, what was restored, and what is repeated."""
     return "; ".join([_plan_words(report), f"checkpoints go to {directory}", _resume_words(report, directory)])
 
 
@@ -260,7 +258,7 @@ def _plan_words(report: RunReport) -> str:
 
 
 def _often(frequency: Frequency) -> str:
-    """How often checkpoints are made at the start, and whether that is still to be found out."""
+    """How often checkpoints are made at the start, and whether that is still being measured."""
 
     def words(interval: int) -> str:
         return "iteration" if interval == 1 else f"{interval} iterations"
@@ -288,17 +286,13 @@ def _resume_words(report: RunReport, directory: Path) -> str:
     if report.replayed_exactly:
         again = f"{iterations} {'is' if lost == 1 else 'are'} done again"
         return f"{resumed}, {again if lost else 'nothing is lost'}"
-    # It was killed, ended by os._exit, or could not write its last report.
+    # The run was killed, ended by os._exit, or could not write its last report.
     known = f": {iterations} up to its last report, and those since" if lost else ""
     return f"{resumed}, the run before has not told its end, what it did after that step is done again{known}"
 
 
 def end_line(report: RunReport, directory: Path, where: str) -> str:
-    """What was committed, what it cost, and where both are written down.
-
-    Args:
-        where: the directory is now, in words.
-    """
+    """What was committed, what it cost, and where the directory is now."""
     parts = [f"{report.committed} checkpoint{'' if report.committed == 1 else 's'} committed"]
     if report.lag.durable_step is not None:
         parts[0] += f", the newest of step {report.lag.durable_step}"
@@ -314,7 +308,7 @@ def _percent(share: float) -> str:
 
 
 def _held_words(report: RunReport) -> list[str]:
-    """What checkpoints held up: like ``overhead`` a share of training's own time, and without planning."""
+    """How long checkpoints held training: like ``overhead`` a share of training's own time, without planning."""
     own = report.own_seconds
     if not own > 0:
         return []

@@ -1,12 +1,7 @@
-"""What a Checkpointer holds of its process, until it is given back: by ``close()``, by its successor, or at the end.
+"""What a Checkpointer holds of its process: hooks, threads, host memory, the lock, signal handlers, a planning process.
 
-Hooks in modules and optimizers, threads, host memory, the lock of the directory, signal handlers, the loader's
-attention, a process that plans. A Checkpointer that is never closed gives all of it back
-
-- when another one is made for the same directory in the same thread (a notebook's cell that was interrupted, or is run
-  again): the successor takes over, where it would meet the lock of its own process otherwise;
-- when it is no longer referenced; if that is found out in another thread than its own, later;
-- when the interpreter exits.
+``close()`` releases it. Without ``close()`` it is released when another Checkpointer is made for the same directory in
+the same thread (a notebook's cell is run again), when nothing refers to it any more, or when the interpreter exits.
 """
 
 from __future__ import annotations
@@ -30,8 +25,8 @@ logger = logging.getLogger("checkflow")
 
 
 @dataclass(eq=False)
-class Holdings:
-    """All that one Checkpointer has to give back."""
+class Resources:
+    """All that one Checkpointer must release."""
 
     loader: ResumableLoader | None
     loop: TrainingLoop
@@ -41,16 +36,13 @@ class Holdings:
     reporter: Reporter
     thread: threading.Thread = field(default_factory=threading.current_thread)
     closed: bool = False
-    lost: StorageError | None = None  # what of the last checkpoint is not durable, once this is closed
+    lost: StorageError | None = None  # why the last checkpoint is not durable, once closed
 
     def __post_init__(self) -> None:
         _held[self.store.directory] = self
 
     def close(self) -> Exception | None:
-        """Finish and commit what is in flight, and give everything back; returns what went wrong on the way.
-
-        An interrupt ends this where it is; the next call does the rest.
-        """
+        """Commit what is in flight and release everything; returns what went wrong. Call again after an interrupt."""
         if self.closed:
             return None
         error: Exception | None = None
@@ -60,14 +52,14 @@ class Holdings:
             self.loader.epochs_counted_elsewhere = False
             try:
                 self.loader.end_workers()
-            except Exception as reason:  # noqa: BLE001 - as below; torch's handler raises here that a worker was killed
+            except Exception as reason:  # noqa: BLE001 - as below; torch's handler may raise for a killed worker
                 error = reason
         try:
             self.loop.close()
         except Exception as reason:  # noqa: BLE001 - the caller says it: what else there is must be given back first
             error = error or reason
         self.lost = self.saving.close() or self.lost
-        if self.store.locked:  # otherwise this was done already, and the directory may be somebody else's
+        if self.store.locked:  # else this was done already, and another process may own the directory
             self.reporter.write(closed=True)
             where = self.store.where
             self.store.close()
@@ -79,7 +71,7 @@ class Holdings:
         return error or self.lost
 
 
-_held: dict[Path, Holdings] = {}  # those of this process that are not closed
+_held: dict[Path, Resources] = {}  # those of this process that are open
 
 
 def take_over(directory: str | os.PathLike[str]) -> None:
@@ -88,11 +80,11 @@ def take_over(directory: str | os.PathLike[str]) -> None:
     if held is None or (held.thread is not threading.current_thread() and held.thread.is_alive()):
         return
     logger.warning("an earlier Checkpointer of %s was not closed: it is closed now", held.store.directory)
-    tell(held.close())
+    log_error(held.close())
 
 
-def tell_displaced(loader: ResumableLoader) -> None:
-    """Another Checkpointer is about to follow this loader: one that follows it now finds no boundary any more."""
+def warn_displaced(loader: ResumableLoader) -> None:
+    """Warn that another Checkpointer is about to follow this loader: the present one will find no boundary any more."""
     for held in _held.values():
         if held.loader is loader and loader.listener is held.loop:
             logger.warning(
@@ -102,27 +94,26 @@ def tell_displaced(loader: ResumableLoader) -> None:
             )  # fmt: skip
 
 
-def dropped(held: Holdings) -> None:
-    """Nobody refers to the Checkpointer any more."""
-    # The garbage of one thread may be found by another: its hooks may be running there.
+def dropped(held: Resources) -> None:
+    """Nothing refers to the Checkpointer any more."""
+    # Another thread may collect it, while its hooks run in its own.
     if not held.closed and held in _held.values() and held.thread is threading.current_thread():
         logger.warning("a Checkpointer of %s was dropped without close(): it is closed now", held.store.directory)
-        tell(held.close())
+        log_error(held.close())
 
 
-def tell(error: Exception | None) -> None:
-    """Log what went wrong in closing, where it is not to be raised."""
+def log_error(error: Exception | None) -> None:
     if error is not None:
         logger.warning("%s", error, exc_info=None if isinstance(error, CheckflowError) else error)
 
 
 def _close_all() -> None:
     for held in list(_held.values()):
-        tell(held.close())
+        log_error(held.close())
 
 
 def _forget() -> None:
-    """In a forked child: what is held is the parent's, and its threads are not here."""
+    """In a forked child: the parent holds everything, and its threads are not here."""
     while _held:
         _held.popitem()[1].closed = True
 

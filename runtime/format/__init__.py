@@ -1,1 +1,1 @@
-"""Layout, manifest, codec, digests: bytes on disk."""
+"""Bytes on disk: layout, manifest, codec, digests."""

@@ -1,12 +1,8 @@
 """The extra state of a checkpoint as bytes: msgpack, with an extension type for everything that msgpack lacks.
 
-What comes back is equal and of the same type: dictionaries with any keys in their order, tuples, sets, deques, complex
-and infinite numbers, integers of any size, numpy arrays and scalars, torch tensors, sizes, dtypes and devices, dates.
-None, booleans, 64-bit integers, floats, strings, bytes, lists and dictionaries with string keys are plain msgpack, as
-any other reader understands it. What is of no known type is refused by its path; nothing is ever pickled, and decoding
-runs no code but the constructors named here.
-
-Two references to one object come back as two equal objects; tensors come back on the CPU.
+Values come back equal and of the same type, except that two references to one object become two equal objects, and
+tensors come back on the CPU. An unknown type is refused by its path. Nothing is pickled, and decoding runs no code but
+the constructors named here.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from checkflow.core.errors import CorruptCheckpointError, UnsupportedError
 from checkflow.runtime.format.layout import STORED_TYPES
 
 MAX_DEPTH = 64
-_Path = str | tuple[Any, Any]  # where a value is: a text, or such a path and a key; made into a text if need be
+_Path = str | tuple[Any, Any]  # where a value is: a text, or a path and a key
 _STRINGS = frozenset((str,))
 _PLAIN = frozenset((type(None), bool, float, str, bytes))
 _MAX_INTEGER_BYTES = 1 << 16
@@ -35,11 +31,11 @@ _NUMPY_DTYPE = re.compile(r"[<>|][biufcSUMm][0-9]{1,9}(\[[0-9]{0,9}[A-Za-z]{1,2}
 _FACTORIES: Mapping[str, Callable[[], Any]] = {
     factory.__name__: factory for factory in (int, float, complex, bool, str, bytes, list, tuple, dict, set, frozenset)
 }
-# What values take of memory when they are decoded, in bytes, beside a few for each byte of the data: measured with
+# Bytes of memory that decoded values take, beside a few for each byte of the data: measured with
 # tracemalloc under Python 3.11. Without a bound 30 MB of empty lists would take 4 GB.
 _LIST_BYTES, _DICT_BYTES, _ENTRY_BYTES, _EXTENSION_BYTES, _MEMBER_BYTES = 136, 160, 224, 320, 160
-# Lists of some millions of pairs, or of 400,000 tensors of one number, take this much; larger data may take more, in
-# proportion. What encode refuses is a little less, for what with_entry adds.
+# Some millions of pairs, or 400,000 one-number tensors, take this much; larger data may take more, in
+# proportion. encode allows a little less, so that with_entry can add to it.
 _DECODED_BYTES, _ENCODED_BYTES, _ADDED_BYTES, _TIMES = 512 << 20, 496 << 20, 16 << 20, 32
 # Extension codes. They are part of the file format: never renumber, never reuse.
 TUPLE, DICT, SET, FROZENSET, DEQUE, COUNTER, ORDERED, DEFAULT = 1, 2, 3, 4, 5, 6, 7, 8
@@ -50,15 +46,12 @@ TENSOR, PARAMETER, SIZE, DTYPE, DEVICE = 64, 65, 66, 67, 68
 
 
 class _Budget:
-    """What the containers and extensions of some data take of memory when they are decoded, by estimate."""
+    """Estimates the memory that containers and extensions take when they are decoded, and refuses too much."""
 
     def __init__(self, most_bytes: float = math.inf) -> None:
         self.spent_bytes, self._most_bytes = 0, most_bytes
 
     def take(self, size_bytes: int) -> None:
-        """Raises:
-        ValueError: it is more than there may be.
-        """
         self.spent_bytes += size_bytes
         if self.spent_bytes > self._most_bytes:
             raise ValueError("it would take far more memory than its size")
@@ -77,14 +70,11 @@ class _Budget:
 
 
 def encode(value: Any, *, name: str = "state", most_bytes: int = _ENCODED_BYTES) -> bytes:
-    """Bytes from which :func:`decode` makes an equal value.
+    """Encode a value so that :func:`decode` returns an equal one. UnsupportedError names what cannot be saved.
 
     Args:
         name: what messages call the value.
-        most_bytes: that its containers may take of memory, beside what is in proportion to the size of the data.
-
-    Raises:
-        UnsupportedError: something in it cannot be saved; the message names it, as ``state['scheduler']['f'][3]``.
+        most_bytes: memory that its containers may take, beside what is in proportion to the size of the data.
     """
     budget = _Budget()
     try:
@@ -97,12 +87,7 @@ def encode(value: Any, *, name: str = "state", most_bytes: int = _ENCODED_BYTES)
 
 
 def with_entry(data: bytes, key: str, value: Any) -> bytes:
-    """As :func:`encode` of a dictionary with one more entry, of one with less than 15, encoded already.
-
-    Raises:
-        UnsupportedError: as :func:`encode`.
-        ValueError: the data is no such dictionary.
-    """
+    """Add an entry to an encoded dictionary of fewer than 15; ValueError for anything else."""
     if not 0x80 <= data[0] < 0x8F:  # msgpack's small map: its length in the low bits
         raise ValueError("no dictionary of less than 15 entries")
     return (
@@ -111,14 +96,7 @@ def with_entry(data: bytes, key: str, value: Any) -> bytes:
 
 
 def decode(data: bytes, *, name: str = "the extra state") -> Any:
-    """The value that was encoded.
-
-    Args:
-        name: what messages call the data.
-
-    Raises:
-        CorruptCheckpointError: the data was not made by :func:`encode`.
-    """
+    """The value that was encoded; CorruptCheckpointError, which calls it ``name``, for other data."""
     budget = _Budget(_DECODED_BYTES + _TIMES * len(data))
     return _decode(_unpack(data, name, budget), name, 0, budget)
 
@@ -164,7 +142,7 @@ def _encode(value: Any, path: _Path, depth: int, budget: _Budget) -> Any:
         budget.take(_cost(code, content) + _LIST_BYTES)
         return msgpack.ExtType(code, _pack(content))
     encoded = _encode_leaf(value, path)
-    budget.take(_cost(encoded.code, []) + 2 * _LIST_BYTES)  # two lists at most, of its parts and its shape
+    budget.take(_cost(encoded.code, []) + 2 * _LIST_BYTES)  # at most two lists: its parts and its shape
     return encoded
 
 
@@ -217,7 +195,7 @@ def _items(values: Any, path: _Path, depth: int, budget: _Budget) -> list[Any]:
 
 
 def _pairs(value: Any, path: _Path, depth: int, budget: _Budget) -> list[Any]:
-    """Keys and values in turn: msgpack's own maps would take string keys only."""
+    """Keys and values in turn, because msgpack's own maps take string keys only."""
     flat = []
     for key, item in value.items():
         flat.append(_encode(key, f"{_text(path)} (the key {str(key)[:60]!r})", depth + 1, budget))
@@ -226,7 +204,7 @@ def _pairs(value: Any, path: _Path, depth: int, budget: _Budget) -> list[Any]:
 
 
 def _members(values: Any, path: _Path, depth: int, budget: _Budget) -> list[Any]:
-    """Members of a set, in an order that does not change from run to run."""
+    """Members of a set, in an order that is the same in every run."""
     members = [_encode(item, f"{_text(path)} (the member {str(item)[:60]!r})", depth + 1, budget) for item in values]
     return sorted(members, key=_pack)
 
@@ -266,7 +244,7 @@ def _integer(value: int, path: _Path) -> bytes:
 
 
 def _clock(value: Any) -> list[Any]:
-    """Wall-clock parts of a datetime or time, with its zone where that is a fixed offset."""
+    """The wall-clock parts of a datetime or time, with its zone if that is a fixed offset."""
     zone = value.tzinfo
     if zone is not None and type(zone) is not datetime.timezone:
         raise ValueError(f"a time whose zone is {zone!r}, no datetime.timezone,")
@@ -277,7 +255,7 @@ def _clock(value: Any) -> list[Any]:
 
 def _zone(zone: datetime.timezone) -> list[Any]:
     offset, name = zone.utcoffset(None), zone.tzname(None)
-    # A zone without a name of its own is another object than one whose name spells the same offset.
+    # A nameless zone differs from one whose name spells the same offset.
     named = repr(zone).count(",") > repr(datetime.timezone(offset)).count(",")
     return [*_delta(offset), name if named else None]
 
@@ -325,7 +303,7 @@ def _encode_torch(value: Any, path: _Path) -> Any:
         raise UnsupportedError(
             f"{_short(path)}: a {value.layout} tensor of {value.dtype} on {value.device} cannot be saved; {_ADVICE}"
         )
-    # resolve_*: a lazily conjugated or negated tensor's memory is not yet its value.
+    # resolve_*: the memory of a lazily conjugated or negated tensor does not hold its value yet.
     # The clone has plain strides: contiguous() keeps odd ones in dimensions of size 1.
     plain = value.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
     data = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
@@ -403,7 +381,7 @@ def _to_array(content: list[Any]) -> Any:
     if dtype.itemsize * math.prod(_ints(shape)) != len(data):
         raise ValueError("the size does not fit the shape")
     if not dtype.itemsize:
-        return np.ndarray(shape, dtype)  # np.empty would make room for a character in each element
+        return np.ndarray(shape, dtype)  # np.empty would add a character to each element
     return np.frombuffer(bytearray(data), dtype).reshape(shape)
 
 
@@ -412,7 +390,7 @@ def _to_scalar(content: list[Any]) -> Any:
     dtype = _numpy_dtype(text)
     if dtype.itemsize != len(data):
         raise ValueError("the size does not fit the type")
-    # From an array of one, so that every type comes back as itself (datetime64 with its unit, empty strings).
+    # Through an array, so that every type comes back as itself (datetime64 with its unit, empty strings).
     return np.frombuffer(data, dtype)[0] if data else np.empty(1, dtype)[0]
 
 
@@ -444,7 +422,7 @@ def _to_torch_dtype(name: str) -> Any:
 
 
 def _to_bytearray(content: Any) -> bytearray:
-    if type(content) is not bytes:  # of a number, Python would make as many zeros
+    if type(content) is not bytes:  # bytearray(number) makes that many zeros
         raise TypeError("not bytes")
     return bytearray(content)
 
@@ -498,12 +476,12 @@ _COSTS = {
     DEQUE: 1024,
     ARRAY: 960,
     SCALAR: 200,
-}  # where an extension takes more than others
+}  # bytes beyond those of other extensions
 _HASHING = frozenset((DICT, SET, FROZENSET, COUNTER, ORDERED, DEFAULT))
 
 
 def _cost(code: int, content: list[Any]) -> int:
-    """Of a container, in bytes."""
+    """Bytes of memory that an extension takes."""
     return _COSTS.get(code, _EXTENSION_BYTES) + (_MEMBER_BYTES * len(content) if code in _HASHING else 0)
 
 

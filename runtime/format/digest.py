@@ -1,17 +1,7 @@
-"""Digests of bytes: what an audit holds staged bytes against.
+"""Digests with which audits compare staged bytes: ``xxh3`` of host memory, ``sums`` of device memory.
 
-Two rules, since each is slow where the other is fast:
-
-- ``xxh3``: bytes in host memory;
-- ``sums``: bytes on a device, digested there by torch's own operators on integers; on the host, the staged ones.
-
-``sums`` takes bytes, with zeros behind them up to a multiple of four, as signed 32-bit integers ``v`` (little-endian),
-in blocks of ``BLOCK_ITEMS``. With fixed odd weights ``w``, all modulo 2**64: a block's sum is the sum of
-``v[i] * w[i]``; the digest is the sum, over all blocks, of ``mix(block's sum + block's number * GOLDEN)``, numbers from
-1, plus ``mix(number of bytes)``. ``mix`` is a bijection (the finaliser of MurmurHash3). It follows: if one item
-differs, then the digest does, as its weight is odd. If two items of a block are exchanged, then it does as well:
-weights differ in their low 33 bits, so that the difference of two, times that of two items, is not 0 modulo 2**64.
-Anything else goes unseen once in some 2**33 cases or less: enough against faults, and nothing against intent.
+``sums`` runs on the device by torch's operators on integers, and on the host for the staged copy.
+docs/explanation/consistency.md defines it.
 """
 
 from __future__ import annotations
@@ -28,7 +18,7 @@ import xxhash
 
 from checkflow.core.state import StateTensor
 
-BLOCK_ITEMS = 2**16  # 256 KiB: fits into a core's cache with its weights
+BLOCK_ITEMS = 2**16  # 256 KiB: fits a core's cache together with its weights
 GOLDEN = 0x9E3779B97F4A7C15
 _SLICE_BLOCKS = 32  # digested at once on a device: 16 MiB of products
 _BLOCK_BYTES = 4 * BLOCK_ITEMS
@@ -39,14 +29,13 @@ Rule = Literal["xxh3", "sums"]
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Of some bytes, by one of the rules: equal bytes have equal ones."""
+    """A digest by one of the rules: equal bytes have equal digests."""
 
     rule: Rule
     value: int
 
 
 def digest_memory(rule: Rule, address: int, size_bytes: int) -> Digest:
-    """The digest of a range of host memory."""
     data = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B") if size_bytes else memoryview(b"")
     if rule == "xxh3":
         return Digest(rule, xxhash.xxh3_64_intdigest(data))
@@ -59,7 +48,7 @@ def in_host_memory(tensor: torch.Tensor) -> bool:
 
 
 class Digests:
-    """Of every state tensor at this instant; those of device memory are reckoned by the current stream."""
+    """Digests of all state tensors at this instant; those in device memory are computed on the current stream."""
 
     def __init__(self, tensors: Iterable[StateTensor]) -> None:
         self._known: dict[str, Digest] = {}
@@ -78,7 +67,7 @@ class Digests:
         self._sums = _to_host(torch.cat(sums)) if sums else torch.empty(0, dtype=torch.int64, device="cpu")
 
     def take(self) -> Mapping[str, Digest]:
-        """All of them. The device must have come so far: it has when a capture that began later is complete."""
+        """All digests. The device must have computed them: it has once a capture that began later is complete."""
         if self._sizes:
             sums, first = self._sums.numpy().view(np.uint64), 0
             for name, size_bytes in self._sizes.items():
@@ -89,18 +78,14 @@ class Digests:
         return self._known
 
     def wait(self) -> Mapping[str, Digest]:
-        """The same, once the device has come so far: the host waits for it."""
+        """Wait for the device, then return all digests."""
         if self._device is not None and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return self.take()
 
 
 def device_sums(tensor: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
-    """The sums of the blocks of a tensor's bytes, reckoned where it lies; nothing waits for them.
-
-    Args:
-        weights: :func:`weights_on` its device.
-    """
+    """The sums of a tensor's blocks, computed on its device by :func:`weights_on` it; nothing waits for them."""
     begin, size_bytes = tensor.storage_offset() * tensor.element_size(), tensor.nbytes
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     memory.set_(tensor.untyped_storage(), begin, (size_bytes,), (1,))
@@ -116,7 +101,7 @@ def device_sums(tensor: torch.Tensor, weights: torch.Tensor) -> list[torch.Tenso
 
 
 def _items(memory: torch.Tensor) -> torch.Tensor:
-    """Bytes as 32-bit integers; in a copy where they do not lie so."""
+    """Bytes as 32-bit integers; copied if they are not aligned."""
     missing = -len(memory) % 4
     if missing:
         memory = torch.nn.functional.pad(memory, (0, missing))
@@ -146,7 +131,6 @@ def _host_sums(data: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.
 
 
 def _combined(sums: np.ndarray[Any, np.dtype[np.uint64]], size_bytes: int) -> int:
-    """The digest, of the sums of blocks."""
     numbers = np.arange(1, len(sums) + 1, dtype=np.uint64)
     mixed = _mix(sums + numbers * np.uint64(GOLDEN))
     length = _mix(np.array([size_bytes], np.uint64))
@@ -162,15 +146,15 @@ def _mix(values: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dty
 
 @functools.cache
 def _weights() -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """One odd number for each item of a block; no two of them have the same low 33 bits."""
+    """One odd number for each item of a block; no two have the same low 33 bits."""
     positions = np.arange(BLOCK_ITEMS, dtype=np.uint64)
-    scattered = positions * np.uint64(0x85EBCA6B) % np.uint64(2**32)  # by an odd factor: each its own
+    scattered = positions * np.uint64(0x85EBCA6B) % np.uint64(2**32)  # an odd factor keeps them distinct
     high = _mix(positions + np.uint64(GOLDEN)) << np.uint64(33)
     return high | scattered << np.uint64(1) | np.uint64(1)
 
 
 def weights_on(device: torch.device) -> torch.Tensor:
-    """The weights of a block's items in a device's memory: for one audit, so that none of it is kept."""
+    """The weights on a device, made for one audit so that no device memory stays taken."""
     return _host_weights(pinned=device.type != "cpu").to(device, non_blocking=True)
 
 

@@ -1,15 +1,7 @@
-"""Where every state tensor lies: in the staging buffer, in its file, and under which key.
+"""Where every state tensor lies: in the staging buffer, in its file, and under which key. Free of torch.
 
-One safetensors file per owner (a model or an optimizer). The staging buffer is the images of these files back to back,
-each beginning at a multiple of 4096 bytes, so that persisting is writing the buffer. safetensors allows neither holes
-nor shared ranges; tensors are therefore packed by element size, largest first, which keeps every tensor aligned without
-padding, then by deadline, then by name.
-
-The one difference between buffer and file: a tensor whose memory does not run in row-major order (channels_last), or
-holds the conjugates or negatives of its values (``torch.conj``, the imaginary part of such a tensor), is staged as it
-lies in memory and written as its values in row-major order, so that any reader of safetensors sees it right.
-
-Free of torch: dtypes go by their torch names ("float32").
+The staging buffer is the images of the safetensors files back to back, each aligned to 4096 bytes, so that persisting
+is writing the buffer. docs/reference/files.md says how tensors are packed.
 """
 
 from __future__ import annotations
@@ -33,10 +25,10 @@ _METADATA = "__metadata__"
 
 @dataclass(frozen=True, slots=True)
 class StoredType:
-    """How elements of a torch dtype are stored: the safetensors name, and the shape that safetensors gives them.
+    """How safetensors stores a torch dtype: name, and bytes of one stored item.
 
-    ``item_bytes`` is the size of one stored item. ``pair``: one element is stored as two items in an axis of its own
-    (complex types that safetensors lacks). ``packed``: one byte holds two items, counted in the last dimension.
+    ``pair``: an element is two items in an axis of its own, for complex types that safetensors lacks. ``packed``: a
+    byte holds two items, counted in the last dimension.
     """
 
     code: str
@@ -49,13 +41,13 @@ class StoredType:
         return self.item_bytes * (2 if self.pair else 1)
 
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape in the file's header of a tensor of this shape."""
+        """The shape in the file's header for a tensor of this shape."""
         if self.pair:
             return (*shape, 2)
         return (*shape[:-1], 2 * shape[-1]) if self.packed else tuple(shape)
 
 
-# complex64 is C64 since safetensors 0.7; complex128 and complex32 it does not know.
+# safetensors knows complex64 (since 0.7), but not complex128 and complex32.
 STORED_TYPES: Mapping[str, StoredType] = {
     "float64": StoredType("F64", 8),
     "float32": StoredType("F32", 4),
@@ -90,9 +82,8 @@ class TensorRecord:
         name: ``<owner>/<key>``, see :mod:`checkflow.core.state`.
         dtype: torch's name without "torch.".
         deadline: sort key: tensors that are due earlier lie earlier.
-        permutation: the dimensions in the order in which memory runs through them, outermost first, as the tensor is
-            staged; None: row-major.
-        conjugated, negated: whether its values are the conjugates, the negatives of what is staged.
+        permutation: dimensions in the order of the staged memory, outermost first; None: row-major.
+        conjugated, negated: whether the values are the conjugates or negatives of what is staged.
     """
 
     name: str
@@ -107,7 +98,7 @@ class TensorRecord:
 
     @property
     def turned(self) -> bool:
-        """Whether the file has other bytes than memory: in another order, or of other values."""
+        """Whether the file's bytes differ from memory's, in order or in sign."""
         if not self.size_bytes:
             return False
         order = [d for d in self.permutation or () if self.shape[d] != 1]
@@ -116,7 +107,7 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A tensor's place. Both offsets are in bytes; ``staging_offset`` counts from the begin of the whole buffer."""
+    """A tensor's place. Offsets are in bytes; ``staging_offset`` counts from the start of the whole buffer."""
 
     record: TensorRecord
     file: str
@@ -127,7 +118,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """One safetensors file: its header, and where its image begins in the staging buffer."""
+    """One safetensors file: its header, and where its image starts in the staging buffer."""
 
     name: str
     header: bytes
@@ -138,7 +129,7 @@ class FileLayout:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All files of one checkpoint (of one rank), and all tensors by name, in file order."""
+    """All files of one rank's checkpoint, and all its tensors by name, in file order."""
 
     files: tuple[FileLayout, ...]
     tensors: Mapping[str, Placed]
@@ -146,15 +137,9 @@ class Layout:
 
 
 def make_layout(records: Sequence[TensorRecord], *, shard: int = 0, shards: int = 1) -> Layout:
-    """Place every tensor.
+    """Place every tensor, whatever the order of the records; file names have this rank's number and that of all ranks.
 
-    Args:
-        records: in any order; the result does not depend on it.
-        shard, shards: this rank and the number of ranks, for the file names.
-
-    Raises:
-        UnsupportedError: a dtype that safetensors cannot hold, a name that cannot be a file's or a key's, a header
-            beyond safetensors' limit, or a record that contradicts itself.
+    Raises UnsupportedError for a dtype, header or name that safetensors or a file system cannot hold.
     """
     owners: dict[str, list[tuple[str, TensorRecord]]] = {}
     seen: set[str] = set()
@@ -233,7 +218,7 @@ def _metadata(ordered: Sequence[tuple[str, TensorRecord]]) -> dict[str, str]:
 
 
 def write_headers(layout: Layout, staging: memoryview) -> None:
-    """Put the files' headers into a staging buffer (once; tensors are then copied to their ``staging_offset``)."""
+    """Write the files' headers into a staging buffer, once; tensors are copied to their ``staging_offset`` later."""
     for file in layout.files:
         staging[file.staging_offset : file.staging_offset + len(file.header)] = file.header
 
@@ -241,8 +226,7 @@ def write_headers(layout: Layout, staging: memoryview) -> None:
 def file_image(file: FileLayout, staging: memoryview, limit_bytes: int) -> Iterator[memoryview]:
     """The bytes of a file in order, in pieces of any size.
 
-    What lies in the buffer as it goes into the file is handed out without a copy; a tensor in another memory order is
-    turned piece by piece, with at most ``limit_bytes`` of further memory at a time.
+    Row-major tensors are not copied. Others are converted piece by piece, with ``limit_bytes`` of memory at most.
     """
     yield memoryview(file.header)
     shift = file.staging_offset
@@ -256,7 +240,7 @@ def file_image(file: FileLayout, staging: memoryview, limit_bytes: int) -> Itera
 
 
 def _turn(placed: Placed, staging: memoryview, limit_bytes: int) -> Iterator[memoryview]:
-    """The row-major bytes of the values of a tensor that is staged as it lies in memory."""
+    """The row-major bytes of a tensor that is staged in its memory order."""
     record = placed.record
     order = record.permutation or tuple(range(len(record.shape)))
     flat = np.frombuffer(staging, np.uint8, record.size_bytes, placed.staging_offset).view(element(record.dtype))
@@ -266,10 +250,7 @@ def _turn(placed: Placed, staging: memoryview, limit_bytes: int) -> Iterator[mem
 
 
 def _resolved(record: TensorRecord, rows: memoryview) -> memoryview:
-    """Elements with the signs of their values: imaginary parts of conjugated ones, all parts of negated ones, turned.
-
-    Only floating and complex tensors are ever so (views of complex ones); the sign is the topmost bit of each part.
-    """
+    """Resolve lazy signs: flip the sign bit of conjugated imaginary parts, and of all negated parts."""
     bits = 8 * record.element_bytes // (2 if record.dtype.startswith("complex") else 1)
     parts = np.frombuffer(rows, f"u{bits // 8}").copy()
     if record.negated:

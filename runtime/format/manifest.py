@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: what belongs to it, with sizes and checksums. Written last, read first.
 
-The file is JSON whose last member is a digest of all bytes before it. The digest is checked before anything is parsed,
-so damage never reaches the parser; what does parse is still validated strictly, because anyone can write a digest.
+Its last member is a digest of all bytes before it, which is checked before anything is parsed. What parses is still
+validated strictly: anyone can write a digest.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ MANIFEST, EXTRA = "manifest.json", "state.msgpack"
 MAX_MANIFEST_BYTES = 1 << 28
 MAX_EXTRA_BYTES = 1 << 32
 MAX_STEP = 10**18
-# No separator, no dot at the begin: such a name stays in its directory and is never one of the store's hidden names.
+# No separator and no leading dot: the name stays in its directory and is none of the store's hidden names.
 _FILE = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,249}"
 _DIGEST = re.compile(rb',"digest":"([0-9a-f]{32})"}\n')
 _DIGEST_BYTES = len(b',"digest":""}\n') + 32
 _VERSION = re.compile(rb'"version":([0-9]{1,9})\Z')
 _TWICE = "a key occurs twice"
-# A manifest as it is written here, up to what it says of its files.
+# A manifest as ``dumps`` writes it, up to its files.
 _BEGIN = re.compile(rb'{"step":[0-9]+,"run_id":"[^"\\]*","plan_digest":"[^"\\]*","world_size":[0-9]+,"files":')
 
 Size = Annotated[int, Field(ge=0, le=2**62)]
@@ -44,7 +44,7 @@ Checksum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}\z")]
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A file: its size, and the xxh3-64 of each block of ``BLOCK_BYTES`` (the last one shorter), in hexadecimal."""
+    """A file: its size, and the xxh3-64 of each block of ``BLOCK_BYTES`` (the last may be shorter), in hexadecimal."""
 
     __pydantic_config__ = STRICT
     size_bytes: Size
@@ -53,7 +53,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a tensor (first index and length in each dimension), stored under ``key`` in ``file``."""
+    """A box of a tensor (start and length in each dimension), stored under ``key`` in ``file``."""
 
     __pydantic_config__ = STRICT
     file: FileName
@@ -64,10 +64,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A state tensor as a whole.
-
-    ``permutation`` is the memory order that the job used (see ``TensorRecord``); files are row-major all the same.
-    ``tags``: "pair" where an element is stored as two real numbers.
+    """A state tensor. ``permutation``: the job's memory order; files are row-major. ``tags``: "pair" for pairs of
+    reals.
     """
 
     __pydantic_config__ = STRICT
@@ -85,12 +83,12 @@ class Manifest:
     __pydantic_config__ = STRICT
     step: Annotated[int, Field(ge=0, le=MAX_STEP)]
     run_id: str
-    plan_digest: str  # of the plan that ran, "" without a plan
+    plan_digest: str  # "" if no plan ran
     world_size: Annotated[int, Field(ge=1)]
     files: Named[FileName, FileEntry]
     tensors: Named[str, TensorEntry]
     ties: Many[tuple[str, str]] = ()  # (further name, name in ``tensors``)
-    absent: Many[str] = ()  # state that the job may have, and did not have at this boundary
+    absent: Many[str] = ()  # state that the job may have, but not at this boundary
     info: dict[str, JsonValue] = field(default_factory=dict)
     block_bytes: Literal[8388608] = 8388608
     format: Literal["checkflow-checkpoint"] = "checkflow-checkpoint"
@@ -116,11 +114,7 @@ _FILES_ADAPTER: TypeAdapter[dict[str, FileEntry]] = TypeAdapter(Named[FileName, 
 
 
 def dumps(manifest: Manifest) -> bytes:
-    """The manifest's file.
-
-    Raises:
-        UnsupportedError: ``info`` holds something that JSON has not, or the whole is too large to be read back.
-    """
+    """The bytes of the manifest's file. UnsupportedError if ``info`` is not JSON, or all is too large to read back."""
     try:
         json.dumps(manifest.info, allow_nan=False)  # pydantic would write null
         body = _ADAPTER.dump_json(manifest, ensure_ascii=True)[:-1]
@@ -132,20 +126,13 @@ def dumps(manifest: Manifest) -> bytes:
 
 
 def is_whole(data: bytes) -> bool:
-    """Whether no byte of a manifest's file was changed."""
     found = _DIGEST.fullmatch(data[-_DIGEST_BYTES:])
     return found is not None and found[1].decode() == xxhash.xxh3_128_hexdigest(data[:-_DIGEST_BYTES])
 
 
 def loads(data: bytes, name: str) -> Manifest:
-    """Read a manifest.
-
-    Args:
-        name: the file's, for messages.
-
-    Raises:
-        CorruptCheckpointError: it was changed in any byte, or contradicts itself.
-        MismatchError: it is whole, but of a format that this version does not know.
+    """Read a manifest. Raises CorruptCheckpointError if it was changed or contradicts itself, MismatchError for another
+    format.
     """
     text = _whole_text(data, name)
     try:
@@ -162,13 +149,8 @@ def loads(data: bytes, name: str) -> Manifest:
 
 
 def files_of(data: bytes, name: str) -> dict[str, FileEntry] | None:
-    """What a manifest says of its files, so that they can be read meanwhile: :func:`loads` takes far longer.
-
-    Returns:
-        None: :func:`loads` is to tell that, or what is wrong with it.
-
-    Raises:
-        CorruptCheckpointError, MismatchError: as :func:`loads`, where it was changed or is of another format.
+    """Only the files of a manifest, far faster than :func:`loads`. None: ask :func:`loads`, which also says what is
+    wrong.
     """
     text = _whole_text(data, name)
     if (begin := _BEGIN.match(text)) is None:
@@ -182,7 +164,7 @@ def files_of(data: bytes, name: str) -> dict[str, FileEntry] | None:
 
 
 def _whole_text(data: bytes, name: str) -> bytes:
-    """The JSON of a manifest of which no byte was changed, of the version that is known here."""
+    """The JSON of a manifest whose digest and version are right."""
     if not is_whole(data):
         raise CorruptCheckpointError(f"{name} is damaged: its digest does not fit its content")
     version = _VERSION.search(data[-_DIGEST_BYTES - 20 : -_DIGEST_BYTES])
@@ -191,15 +173,15 @@ def _whole_text(data: bytes, name: str) -> bytes:
     return data[:-_DIGEST_BYTES] + b"}"
 
 
-# What these two parse is forgotten before pydantic parses it again: of a hostile file it may be much.
+# What these two parse is freed before pydantic parses it again: a hostile file may be large.
 
 
 def _check_plain(text: bytes) -> None:
-    """Another reader of JSON must find the same in it: no key twice, no number that JSON has not."""
+    """Refuse JSON that readers understand differently: a key twice, NaN or infinity."""
     large: list[dict[str, Any]] = []
 
     def no_duplicates_and(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)  # no_duplicates, without the call: a job may have thousands of tensors
+        found = dict(pairs)  # no_duplicates inlined: a job may have thousands of tensors
         if len(found) != len(pairs):
             raise ValueError(_TWICE)
         if len(found) > MOST_MEMBERS:
@@ -215,7 +197,7 @@ def _check_plain(text: bytes) -> None:
 
 
 def _end_of_files(text: bytes) -> int:
-    """Where the object ends with which this begins: what a manifest says of files, checked as :func:`loads` does."""
+    """Where the leading object of files ends; checked as :func:`loads` does."""
     check_density(text)
     decoder = json.JSONDecoder(object_pairs_hook=no_duplicates, parse_constant=_refuse_constant)
     plain, end = decoder.raw_decode(text.decode("ascii"))
@@ -226,7 +208,7 @@ def _end_of_files(text: bytes) -> int:
 
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; ValueError where it has a key twice."""
+    """A JSON object; ValueError if it has a key twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError(_TWICE)
@@ -234,7 +216,7 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_objects(plain: Any) -> None:
-    """Those that have fields of their own, wherever a manifest has them; what else is there is for pydantic."""
+    """Check the objects that have named fields, wherever a manifest has them; pydantic checks the rest."""
     waiting = [plain]
     while waiting:
         one = waiting.pop()
@@ -280,7 +262,7 @@ def tensor_problem(tensor: TensorEntry, files: Mapping[str, FileEntry]) -> str |
     if tensor.tags != (("pair",) if stored.pair else ()):
         return f"has tags that do not fit {tensor.dtype}"
     rank = len(tensor.shape)
-    if len(tensor.pieces) == 1 and tensor.permutation is None:  # the usual case, of which a job may have thousands
+    if len(tensor.pieces) == 1 and tensor.permutation is None:  # the usual case: fast for thousands of tensors
         (piece,) = tensor.pieces
         if piece.file in files and piece.lengths == tensor.shape and piece.offsets == (0,) * rank:
             return None
@@ -299,7 +281,7 @@ def tensor_problem(tensor: TensorEntry, files: Mapping[str, FileEntry]) -> str |
 
 
 def _overlap(pieces: tuple[Piece, ...]) -> bool:
-    """Whether any two boxes share an element. Boxes are swept along the first dimension."""
+    """Whether any two boxes share an element; boxes are swept along the first dimension."""
     if not pieces[0].lengths:
         return len(pieces) > 1
     ordered = sorted((p for p in pieces if math.prod(p.lengths)), key=lambda p: p.offsets[0])
@@ -316,11 +298,7 @@ def _overlap(pieces: tuple[Piece, ...]) -> bool:
 
 
 def to_info(info: Mapping[str, Any]) -> dict[str, Any]:
-    """``info`` as plain JSON values.
-
-    Raises:
-        UnsupportedError: a value that JSON has not.
-    """
+    """``info`` as plain JSON values. Raises UnsupportedError."""
     try:
         plain = json.loads(json.dumps(dict(info), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:

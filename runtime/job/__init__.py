@@ -1,1 +1,1 @@
-"""The live job and what it looks like; does the plan fit it."""
+"""The live job, what it looks like, and whether a plan fits it."""

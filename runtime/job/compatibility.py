@@ -1,4 +1,4 @@
-"""Whether a live job's state can be copied, and whether a plan fits it; what is guarded where it may not."""
+"""Whether a live job's state can be copied, whether a plan fits it, and what to guard in case it does not."""
 
 from __future__ import annotations
 
@@ -28,11 +28,7 @@ Optimizers = Mapping[str, torch.optim.Optimizer]
 
 
 def check_every(every: int | None, interval: int) -> None:
-    """Refuse checkpoints at boundaries that the plan does not make checkpoints of.
-
-    Raises:
-        ValueError: ``every`` is no multiple of the plan's interval; it says which values near it are.
-    """
+    """Refuse checkpoints at boundaries that the plan does not capture, by a ValueError."""
     if every is not None and every % interval:
         below = every - every % interval
         near = f"{below} or {below + interval}" if below else str(interval)
@@ -40,7 +36,7 @@ def check_every(every: int | None, interval: int) -> None:
 
 
 def round_every(every: int | None, interval: int) -> int | None:
-    """``every``, rounded up to boundaries that a plan of this interval makes checkpoints of; says so if it changes."""
+    """Round ``every`` up to a multiple of the plan's interval, and log a change."""
     if every is None or every % interval == 0:
         return every
     rounded = every + interval - every % interval
@@ -52,10 +48,9 @@ def round_every(every: int | None, interval: int) -> int | None:
 
 
 def copied_device(models: Models, optimizers: Optimizers) -> torch.device:
-    """The device whose memory a job's state is copied from: its GPU, or the CPU where no state lies on one.
+    """The device that a job's state is copied from: its GPU, or the CPU if no state is on a GPU.
 
-    Raises:
-        UnsupportedError: state that no copy engine of this version can copy, or that other processes may write.
+    Raises UnsupportedError for state that no copy engine can copy, or that other processes may write.
     """
     state = collect_state(models, optimizers)
     _refuse_shared(state)
@@ -66,7 +61,7 @@ def copied_device(models: Models, optimizers: Optimizers) -> torch.device:
 
 
 def _refuse_shared(state: TrainingState) -> None:
-    """Refuse parameters that several processes train. Buffers in shared memory, a counter for workers, are as good."""
+    """Refuse parameters that several processes train. Buffers in shared memory are accepted."""
     for item in state.tensors:
         if item.kind == "parameter" and item.tensor.device.type == "cpu" and item.tensor.untyped_storage().is_shared():
             raise UnsupportedError(
@@ -77,11 +72,7 @@ def _refuse_shared(state: TrainingState) -> None:
 
 
 def refuse_other_memory(state: TrainingState, device: torch.device) -> None:
-    """Refuse state tensors that lie neither in host memory nor on this device: nothing would order their copies.
-
-    Raises:
-        UnsupportedError: there is one; it is named.
-    """
+    """Refuse state tensors that are neither in host memory nor on this device: nothing would order their copies."""
     for item in state.tensors:
         tensor = item.tensor
         if tensor.is_meta:
@@ -108,22 +99,16 @@ def refuse_other_memory(state: TrainingState, device: torch.device) -> None:
 
 
 def implementations(models: Models, optimizers: Optimizers) -> dict[str, str]:
-    """Optimizer name to implementation, as plans name it."""
+    """Each optimizer's implementation by name, as plans name it."""
     devices = (parameter.device.type for model in models.values() for parameter in model.parameters())
     device = next((device for device in devices if device != "cpu"), "cpu")
     return {name: optimizer_implementation(optimizer, device) for name, optimizer in optimizers.items()}
 
 
 def refuse_other_job(plan: Plan, state: TrainingState, optimizers: Mapping[str, str], *, resumed: bool = False) -> None:
-    """Hold the state that exists, and the optimizers' implementations, against the plan's fingerprint.
+    """Compare existing state and optimizers (name to implementation) with the plan's fingerprint; MismatchError.
 
-    Args:
-        optimizers: name to implementation.
-        resumed: the job goes on from a checkpoint. Optimizer state that no plan foretold (a parameter was unfrozen) is
-            let pass then: it was let pass when it came, after the first capture of the run that made it.
-
-    Raises:
-        MismatchError: the plan was made for another job; it says what differs.
+    A resumed job may have optimizer state that the plan lacks (a parameter was unfrozen), as the run that made it did.
     """
     if resumed:
         planned = {spec.name for spec in plan.fingerprint.state}
@@ -140,13 +125,9 @@ def refuse_other_job(plan: Plan, state: TrainingState, optimizers: Mapping[str, 
 
 
 def differences(plan: Plan, state: TrainingState, optimizers: Mapping[str, str]) -> list[str]:
-    """What differs between a plan's fingerprint and the state that exists, and the optimizers: a line each.
+    """How existing state and optimizers (name to implementation) differ from a plan's fingerprint, a line each.
 
-    Optimizer state that is planned and does not exist is let pass: optimizers make it late (at their first step, or
-    when a parameter gets its first gradient).
-
-    Args:
-        optimizers: name to implementation.
+    Planned optimizer state may be missing: optimizers make it at their first step, or at a parameter's first gradient.
     """
     live = {item.name: (tuple(item.tensor.shape), dtype_name(item.tensor.dtype)) for item in state.tensors}
     late = {
@@ -159,11 +140,7 @@ def differences(plan: Plan, state: TrainingState, optimizers: Mapping[str, str])
 
 @dataclass(frozen=True)
 class Guards:
-    """What caution guards beyond the plan, as indices of its chunks.
-
-    A right plan leaves nothing to do here. A plan of another job, or a job that does what it did not do while it was
-    traced (unfreezes a parameter, takes another branch), meets these.
-    """
+    """Chunks to guard beyond the plan, by index, in case the job is not what was traced: unfreezes, or branches."""
 
     #: By optimizer, what it may write at its step although the plan says later or never: (parameter, chunk). A
     #: parameter counts only if it has a gradient; None stands for the optimizer's own state.
@@ -176,12 +153,11 @@ class Guards:
 
 
 def group_sizes(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-    """How many parameters each group of an optimizer has."""
     return tuple(len(group["params"]) for group in optimizer.param_groups)
 
 
 def bytes_due_at(plan: Plan, places: Collection[tuple[AnchorKind, str]]) -> int:
-    """How much state is due at these anchors."""
+    """The bytes of state due at these anchors."""
     due = 0
     for group in plan.timeline.groups:
         key = None if group.first_write is None else plan.timeline.steps[group.first_write - 1].anchor
@@ -196,11 +172,7 @@ def make_guards(
     optimizers: Optimizers,
     silent: Collection[tuple[AnchorKind, str]] = (),
 ) -> Guards:
-    """Find out which tensors could be written earlier than the plan says.
-
-    Args:
-        silent: forward anchors that do not fire.
-    """
+    """Find tensors that could be written earlier than the plan says. ``silent``: forward anchors that do not fire."""
     steps = {step.anchor: index for index, step in enumerate(plan.timeline.steps) if step.anchor is not None}
     chunks: dict[str, list[int]] = {}
     for index, chunk in enumerate(plan.chunks):

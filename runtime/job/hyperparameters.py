@@ -1,7 +1,6 @@
-"""Hyperparameters that the script changed from one start to the next: each is said, and one argument chooses.
+"""Logs hyperparameters that the script changed since the checkpoint, and chooses whose values continue.
 
-Compared is what the script asks for now with what it asked for when the checkpoint was made: values in the checkpoint's
-state say nothing of that, since schedulers move them. So each checkpoint has what its script asked for.
+Each checkpoint stores what its script asked for, because the state itself does not tell: schedulers change it.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ logger = logging.getLogger("checkflow")
 Key = tuple[str, str, int]
 Asked = dict[Key, Any]
 
-ENTRY = "hyperparameters"  # of a checkpoint's extra state; older ones have none
+ENTRY = "hyperparameters"  # key in the extra state; older checkpoints lack it
 _RANDOM: Key = "torch", "seed", -1
 _ORDER: Key = "the loader", "seed", -1
 _BATCH: Key = "the loader", "batch_size", -1
-# Without manual_seed torch takes 64 bits of the system's entropy for its seed, another one in each process.
+# Without manual_seed torch draws a seed of 64 bits, another one in each process.
 _DRAWN = 1 << 32
 _NOT_OF_GROUPS = {"params", "param_names", "initial_lr"}
-# Of a scheduler's state, how far it has come, and what follows from the optimizer's rates.
+# Keys of a scheduler's state that hold its progress, or follow from the optimizer's rates.
 _PROGRESS = {
     "last_epoch", "_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step", "base_lrs", "_schedulers",
     "lr_lambdas",
@@ -44,7 +43,8 @@ _PROGRESS = {
 
 def ask(job: Job) -> Asked:
     """What the script asks for, before anything is restored: plain values of the optimizers' groups and of torch's
-    schedulers, torch's seed, the loader's seed and batch size."""
+    schedulers, torch's seed, the loader's seed and batch size.
+    """
     asked = _of_state(job)
     if (seed := torch.initial_seed()) < _DRAWN:
         asked[_RANDOM] = seed
@@ -57,11 +57,8 @@ def ask(job: Job) -> Asked:
 
 
 def placed(job: Job, asked: Asked, extra: Mapping[str, Any], *, script: bool) -> Mapping[str, Any]:
-    """A checkpoint's extra state, with the script's seeds for what has not begun if ``script``.
-
-    Raises:
-        MismatchError: the loader's seed is another one, and the script's is not asked for; or an epoch's place is
-            counted in batches of another size.
+    """A checkpoint's extra state; if ``script``, with the script's seeds for what has not begun. Raises MismatchError
+    if the loader's seed differs without ``script``, or an epoch's position counts batches of another size.
     """
     then, loader = _then(extra), extra["loader"] or {}
     if loader.get("way") == "skip" and loader["position"] and not loader["over"] and _changed(_BATCH, asked, then):
@@ -84,14 +81,11 @@ def placed(job: Job, asked: Asked, extra: Mapping[str, Any], *, script: bool) ->
 
 
 def settle(job: Job, asked: Asked, extra: Mapping[str, Any], *, script: bool) -> Asked:
-    """Say what the script asks for otherwise than it did when the checkpoint was made, and which of the two goes on.
+    """Log what the script asks for now and did not ask for then, and let one of the two continue.
 
     Args:
         asked: by :func:`ask`, before the job was restored; now it is.
-        script: whether the script's values are to go on: only those that were changed are set.
-
-    Returns:
-        What the next checkpoints are to have.
+        script: whether the script's values continue; only changed ones are set.
     """
     if ENTRY not in extra:
         logger.info(
@@ -103,7 +97,7 @@ def settle(job: Job, asked: Asked, extra: Mapping[str, Any], *, script: bool) ->
     lines: dict[tuple[str, str, int], list[int]] = {}
     goes_on = dict(asked)
     for key, now in asked.items():
-        # What the state has already is no difference: a Checkpointer may be made anew for objects that have trained.
+        # Values that the state has already are no change: a new Checkpointer may get objects that have trained.
         if not _changed(key, asked, then) or (key in live and live[key] == now):
             continue
         owner, name, group = key
@@ -126,7 +120,7 @@ def settle(job: Job, asked: Asked, extra: Mapping[str, Any], *, script: bool) ->
 
 
 def record(asked: Asked) -> dict[str, dict[int, dict[str, Any]]]:
-    """As checkpoints have it: encoded at each, for which few keys are cheap."""
+    """The form in checkpoints: few keys, which are cheap to encode."""
     nested: dict[str, dict[int, dict[str, Any]]] = {}
     for (owner, name, number), value in asked.items():
         nested.setdefault(owner, {}).setdefault(number, {})[name] = value
@@ -134,7 +128,7 @@ def record(asked: Asked) -> dict[str, dict[int, dict[str, Any]]]:
 
 
 def _then(extra: Mapping[str, Any]) -> Asked:
-    """What the script asked for when this checkpoint was made, as far as it says that."""
+    """What the script asked for when this checkpoint was made, if it says."""
     then: Asked = {
         (owner, name, number): value
         for owner, groups in extra.get(ENTRY, {}).items()
@@ -151,14 +145,14 @@ def _changed(key: Key, asked: Asked, then: Asked) -> bool:
 
 
 def _optimizers(job: Job) -> dict[str, torch.optim.Optimizer]:
-    """As messages call them."""
+    """Optimizers by their names in messages."""
     return {
         name if name == "optimizer" else f"optimizer {name!r}": optimizer for name, optimizer in job.optimizers.items()
     }
 
 
 def _schedulers(job: Job) -> dict[str, LRScheduler]:
-    """As messages call them: torch's, those that they are made of, and those that Accelerate has wrapped."""
+    """Schedulers by their names in messages: torch's, those nested in them, and those that Accelerate wraps."""
     found: dict[str, LRScheduler] = {}
 
     def add(owner: str, one: object) -> None:
@@ -178,7 +172,7 @@ def _of_state(job: Job) -> Asked:
     asked: Asked = {}
     for owner, optimizer in _optimizers(job).items():
         for number, group in enumerate(optimizer.param_groups):
-            # A scheduler moves the rate as soon as it is made.
+            # A scheduler changes the rate as soon as it is made.
             values = {**group, "lr": group["initial_lr"]} if "initial_lr" in group else group
             asked |= {(owner, name, number): value for name, value in _plain(values) if name not in _NOT_OF_GROUPS}
     for owner, scheduler in _schedulers(job).items():
@@ -188,18 +182,18 @@ def _of_state(job: Job) -> Asked:
 
 
 def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Those that can be compared: numbers, text, and lists and tables of such; one-element tensors as numbers."""
+    """Values that can be compared: numbers, strings, and lists and tables of them; one-element tensors as numbers."""
     for name, value in values.items():
         if isinstance(value, np.generic) or (torch.is_tensor(value) and value.numel() == 1):
             value = value.item() if value.dtype.itemsize > 4 else _short(value.item())
-        elif isinstance(value, Counter):  # as MultiStepLR keeps its milestones
+        elif isinstance(value, Counter):  # milestones of MultiStepLR
             value = sorted(value.elements())
         if _is_plain(value):
             yield name, copy.deepcopy(value)
 
 
 def _short(value: Any) -> Any:
-    """Of 32 bits the digits that they hold: 0.1, not 0.10000000149."""
+    """Drop digits that 32 bits do not hold: 0.1, not 0.10000000149."""
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
@@ -210,11 +204,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _set(job: Job, key: Key, now: Any, then: Any, *, moved: bool) -> str:
-    """Let the script's value go on, and say so; "": the checkpoint's does.
-
-    Args:
-        moved: whether the state has another value than the script asked for then.
-    """
+    """Let the script's value continue, and describe that; "": the checkpoint's continues. ``moved``: by a scheduler."""
     owner, name, number = key
     if key in (_RANDOM, _ORDER):
         return f"{now} goes on, and an epoch that has begun keeps its order"
@@ -232,17 +222,14 @@ def _set(job: Job, key: Key, now: Any, then: Any, *, moved: bool) -> str:
 
 
 def _set_rate(job: Job, optimizer: torch.optim.Optimizer, number: int, now: float, then: float) -> float:
-    """The rate that runs: where a scheduler has moved it, as far from the script's as it was from the one before.
-
-    Times the script's by the one before; a rate of 0 before says nothing of that.
-    """
+    """Set the rate, scaled by new/old if a scheduler has moved it; an old rate of 0 is replaced."""
 
     def scaled(value: Any) -> float:
         return now if not then or float(value) == then else float(value) * (now / then)
 
     group = optimizer.param_groups[number]
     for scheduler in _schedulers(job).values():
-        # The same groups rather than the same optimizer, which Accelerate wraps.
+        # Compare groups: Accelerate wraps the optimizer.
         if scheduler.optimizer.param_groups is optimizer.param_groups:
             for rates in (getattr(scheduler, "base_lrs", []), getattr(scheduler, "_last_lr", [])):
                 if number < len(rates):
@@ -256,7 +243,7 @@ def _set_rate(job: Job, optimizer: torch.optim.Optimizer, number: int, now: floa
 
 def _put(group: dict[str, Any], name: str, value: Any) -> None:
     if torch.is_tensor(group.get(name)):
-        group[name].fill_(value)  # CUDA graphs have captured its address
+        group[name].fill_(value)  # CUDA graphs hold its address
     else:
         group[name] = value
 
@@ -266,7 +253,7 @@ def _text(value: Any) -> str:
 
 
 def _numbers(groups: list[int]) -> str:
-    """ ", group 0", ", groups 0 to 11", ", groups 0, 2 and 5"; nothing where there are no groups."""
+    """Text such as ", group 0", ", groups 0 to 11", ", groups 0, 2 and 5"; "" for no groups."""
     if groups == [-1]:
         return ""
     if len(groups) == 1:

@@ -1,4 +1,4 @@
-"""The live job, as the user gave it: what every part of the runtime looks at, and no part owns."""
+"""The live job as the user gave it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from checkflow.runtime.state.collect import Stateful, StateWalk
 
 @dataclass(frozen=True)
 class Job:
-    """Models, optimizers and further objects with state by name; the loader, if there is one; the way to all state."""
+    """Models, optimizers and further objects with state, by name; the loader, if any; the walk that finds all state."""
 
     models: Mapping[str, nn.Module]
     optimizers: Mapping[str, torch.optim.Optimizer]

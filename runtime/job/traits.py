@@ -1,7 +1,6 @@
-"""What an iteration looks like from outside: what a plan is made for, as far as a running job shows it.
+"""What an iteration looks like from outside: its batches, autocast and duration, for comparison with a plan's.
 
-Watched are the batches that the loader hands out, or else the tensors that whole models are given; how often; under
-which autocast; and how long it takes. Nothing is kept of a batch but shapes and dtypes.
+Batches are those of the loader, or the tensors that whole models get. Only shapes and dtypes are kept.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ BatchShape = tuple[tuple[tuple[int, ...], str], ...]
 
 @dataclass(frozen=True)
 class Traits:
-    """Those parts of a plan's fingerprint that only a running iteration shows."""
+    """The parts of a plan's fingerprint that only a running iteration shows."""
 
-    batch: BatchShape  # of the first micro-batch
+    batch: BatchShape  # the first micro-batch's
     micro_batches: int
     autocast: str
 
@@ -34,7 +33,7 @@ class Traits:
         return Traits(fingerprint.batch, fingerprint.micro_batches, fingerprint.autocast)
 
     def differences(self, planned: Traits) -> list[str]:
-        """What differs from a plan's, one line each."""
+        """What differs from a plan's traits, one line each."""
         both = {
             "batch": (_text(self.batch), _text(planned.batch)),
             "micro-batches": (str(self.micro_batches), str(planned.micro_batches)),
@@ -45,10 +44,10 @@ class Traits:
 
 @dataclass(frozen=True)
 class Seen:
-    """One iteration that was watched."""
+    """One observed iteration."""
 
     traits: Traits
-    evaluations: int  # forward passes of whole models that were not in training mode
+    evaluations: int  # forward passes of whole models in evaluation mode
     seconds: float  # from the first batch or training forward to the boundary
 
     def looks_like(self, other: Seen) -> bool:
@@ -56,25 +55,20 @@ class Seen:
         return self.traits == other.traits and self.evaluations == other.evaluations
 
 
-class Watch:
-    """Watches one iteration after the other.
-
-    Args:
-        device: that the job trains on.
-    """
+class IterationWatch:
+    """Observes one iteration after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.timing = False  # whether the next iterations are to be timed: a GPU is waited for at both ends
+        self.timing = False  # whether to wait for the GPU at both ends of an iteration
         self._batch: BatchShape | None = None
         self._handed = self._evaluations = 0
         self._autocast = ""
         self._forwards: Counter[str] = Counter()
         self._started = False
-        self._began = time.perf_counter()  # unless something tells better
+        self._began = time.perf_counter()  # until ``_start`` knows better
 
     def batch_handed(self, batch: Any) -> None:
-        """The loader hands out a batch."""
         self._start()
         self._handed += 1
         if self._batch is None:
@@ -90,16 +84,11 @@ class Watch:
         self._forwards[name] += 1
 
     def evaluated(self) -> None:
-        """A whole model runs forward, and not in training mode."""
+        """A whole model runs forward in evaluation mode."""
         self._evaluations += 1
 
     def end(self, micro_batches: int | None) -> Seen:
-        """At the boundary: what the iteration looked like. The next one is watched from now on.
-
-        Args:
-            micro_batches: how many batches it used; None where nobody counts them: then as many as the model that ran
-                least often ran forward.
-        """
+        """Describe the iteration that ends here. Unknown ``micro_batches``: the fewest forwards of any model."""
         if self.timing:
             self._synchronize()
         seconds = time.perf_counter() - self._began
@@ -110,7 +99,7 @@ class Watch:
 
     @property
     def batch(self) -> BatchShape:
-        """Of the iteration that is watched, as far as it is known."""
+        """The current iteration's batch, as far as it is known."""
         return self._batch or ()
 
     @property
@@ -139,7 +128,7 @@ class Watch:
 
 
 def describe(structure: Any) -> BatchShape:
-    """Shape and dtype of each tensor in a structure of lists, tuples and dictionaries; of what is in nested ones."""
+    """Shape and dtype of each tensor in a nested structure of lists, tuples and dictionaries."""
     return tuple(
         (tuple(tensor.shape), dtype_name(tensor.dtype))
         for leaf in pytree.tree_leaves(structure)
@@ -149,7 +138,7 @@ def describe(structure: Any) -> BatchShape:
 
 
 def as_tensors(batch: BatchShape) -> list[torch.Tensor]:
-    """Tensors without memory that look like this."""
+    """Tensors on the meta device that look like this."""
     return [torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for shape, dtype in batch]
 
 
@@ -164,7 +153,6 @@ def device_name(models: Mapping[str, torch.nn.Module]) -> tuple[str, str]:
 
 
 def allocated_peak_bytes(models: Mapping[str, torch.nn.Module]) -> int | None:
-    """The most that torch's CUDA allocator has given out on the job's device, since the process began or its owner last
-    reset it; None on a CPU."""
+    """The peak of torch's CUDA allocator on the job's device, since it was last reset; None on a CPU."""
     device = training_device(models)
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

@@ -1,1 +1,1 @@
-"""Where the plan comes from, and which one runs."""
+"""Where a job gets its plan, and which plan runs."""

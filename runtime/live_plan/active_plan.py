@@ -1,7 +1,7 @@
-"""The plan that runs in a job now, where it came from, and how another one takes its place at a boundary.
+"""The plan that runs in a job, where it came from, and its replacement by another one at a boundary.
 
-A plan that was given runs from the beginning to the end. A job that makes its own (:mod:`.planning`) begins with a kept
-one, or with none; then what is saved is copied at the boundary itself.
+A given plan runs from beginning to end. A job that makes its own (:mod:`.planning`) begins with a kept plan or none;
+without one, all state is copied at the boundary.
 """
 
 from __future__ import annotations
@@ -31,12 +31,9 @@ class PlanInPlace:
     Args:
         given: the user's own plan, or None.
         planning: where plans come from if none was given.
-        execute: puts a plan's hooks into the job.
-        every: iterations from one checkpoint to the next, if the user has asked for that.
-        read_peak: the most device memory that was given out so far, in bytes, if that is known.
-
-    Raises:
-        PlanError, MismatchError, StorageError: as :class:`.snapshot.executor.Execution`.
+        execute: installs a plan's hooks in the job.
+        every: iterations from one checkpoint to the next, if the user asked for that.
+        read_peak: the peak of allocated device memory in bytes, if known.
     """
 
     def __init__(
@@ -48,19 +45,19 @@ class PlanInPlace:
         read_peak: Callable[[], int | None],
     ) -> None:
         self.planning, self._execute, self._asked_every, self._read_peak = planning, execute, every, read_peak
-        self.peak_before_bytes = read_peak()  # as it was when this plan was put in place
-        self.every = every  # iterations from one durable checkpoint to the next, a multiple of the plan's interval
+        self.peak_before_bytes = read_peak()  # before this plan ran
+        self.every = every  # iterations between durable checkpoints, a multiple of the plan's interval
         self.source: PlanSource | None = None if given is None else "given"
-        self.seconds = 0.0  # that it took to make it
-        self._aborted, self._moved = 0, Moved()  # captures, under plans that run no more
+        self.seconds = 0.0  # that making it took
+        self._aborted, self._moved = 0, Moved()  # captures under earlier plans
         self._last_failure: tuple[float, str] | None = None  # likewise
         self._promises: PlanInForce | None = None
-        self._told = False
-        self._refuted = ""  # the digest of the plan that was last found not to fit
+        self._logged = False
+        self._refuted = ""  # digest of the last plan that did not fit
         if planning is not None and (kept := planning.find_kept()) is not None and kept.plan is not None:
             try:
                 self.execution = execute(kept.plan, compile_plan(kept.plan))
-                self._placed(planning, kept)  # said in the line at the start
+                self._placed(planning, kept)  # the start line reports it
                 return
             except (PlanError, MismatchError) as error:
                 logger.warning("passing over a plan: %s: %s", kept.path, error)
@@ -72,12 +69,12 @@ class PlanInPlace:
 
     @property
     def aborted(self) -> int:
-        """Captures that were given up."""
+        """Captures that were dropped."""
         return self._aborted + self.execution.aborted
 
     @property
     def last_failure(self) -> tuple[float, str] | None:
-        """When (by time.monotonic) a capture was last given up, and why."""
+        """When (time.monotonic) a capture was last dropped, and why."""
         return self.execution.last_failure or self._last_failure
 
     @property
@@ -92,7 +89,7 @@ class PlanInPlace:
 
     @property
     def quiet(self) -> bool:
-        """Whether no copies may go on beside the iteration that begins."""
+        """Whether no copies may run beside the iteration that begins."""
         return self.planning is not None and self.planning.quiet
 
     def turn(self, stepped: Collection[str], micro_batches: int | None) -> None:
@@ -117,7 +114,7 @@ class PlanInPlace:
         try:
             self.execution.finish()
         except CheckflowError as error:
-            self.planning.refused(error)  # it is asked for again later
+            self.planning.refused(error)  # tried again later
             raise
         try:
             execution = self._execute(plan, compile_plan(plan))
@@ -129,12 +126,12 @@ class PlanInPlace:
         self._aborted, self._moved, self._last_failure = self.aborted, self.moved, self.last_failure
         self.execution = execution
         self._placed(self.planning, arrival)
-        self._tell_placed(arrival)
+        self._log_placed(arrival)
 
-    def tell_unplanned(self) -> None:
-        """A boundary is captured: if that is done without a plan, say so once."""
-        if self.plan is None and self.planning is not None and not (self._told or self.planning.forgone):
-            self._told = True
+    def log_unplanned(self) -> None:
+        """Log once that a boundary is captured without a plan."""
+        if self.plan is None and self.planning is not None and not (self._logged or self.planning.forgone):
+            self._logged = True
             logger.info("there is no plan yet: all state is copied at a boundary that is saved, which holds training")
 
     def promises(self) -> PlanInForce | None:
@@ -144,7 +141,7 @@ class PlanInPlace:
             return None
         known = self._promises
         if known is None or (known.digest, known.source) != (plan.digest, self.source):
-            self._promises = known = promises_of(plan, self.source)  # of 100,000 steps, it may be
+            self._promises = known = promises_of(plan, self.source)  # slow for 100,000 steps, so cached
         return known
 
     def search(self) -> PlanningReport | None:
@@ -161,7 +158,7 @@ class PlanInPlace:
             return
         self.every = compatibility.round_every(self._asked_every, arrival.plan.interval)
 
-    def _tell_placed(self, arrival: Arrival) -> None:
+    def _log_placed(self, arrival: Arrival) -> None:
         if arrival.plan is None:
             return
         interval = arrival.plan.interval

@@ -1,8 +1,6 @@
-"""Plans kept beside the checkpoints, ``<directory>/plans/<digest>.json``: a job that starts again makes none.
+"""Plans kept beside the checkpoints, so that a restarted job makes none. The caller holds the directory's lock.
 
-Each file is a plan file like any other. Its name is a digest of what it was made for: the job's fingerprint, and what
-the user asked of the plan. The newest one that fits is used. The directory's lock is held by whoever uses this, and
-readers of checkpoints look at no name but ``step-…``.
+``<directory>/plans/<digest>.json``, by a digest of the job's fingerprint and the user's wishes. The newest fit is used.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ logger = logging.getLogger("checkflow")
 
 FOLDER = "plans"
 KEPT = 16
-_HALF = re.compile(r"\.[0-9a-f]{32}\.json\.[0-9]+\.tmp", re.ASCII)  # left by a process that was killed as it wrote
+_HALF = re.compile(r"\.[0-9a-f]{32}\.json\.[0-9]+\.tmp", re.ASCII)  # left by a killed process
 _OURS = re.compile(rf"[0-9a-f]{{32}}\.json|{_HALF.pattern}", re.ASCII)
 
 
@@ -38,10 +36,10 @@ class PlanCache:
     def __init__(self, directory: Path, limits: PlanLimits) -> None:
         self._directory, self._limits = directory, limits
         self.folder = directory / FOLDER
-        self._damaged: set[str] = set()  # names that were told to be
+        self._damaged: set[str] = set()  # names that were logged as damaged
 
     def find(self, fits: Callable[[Plan], bool]) -> tuple[Plan, Path] | None:
-        """The newest plan that fits, and its file. What is damaged is passed over, and said once."""
+        """The newest plan that fits, and its file. Damaged files are skipped and logged once."""
         for path in self._files():
             if path.name in self._damaged:
                 continue
@@ -55,18 +53,14 @@ class PlanCache:
         return None
 
     def file(self, fingerprint: Fingerprint) -> Path:
-        """Where the plan of such a job is to be written; the folder is there afterwards, for good.
-
-        Raises:
-            StorageError: it cannot be made.
-        """
+        """Where to write the plan of such a job; the folder is made, durably."""
         try:
             root = fs.open_folder(str(self._directory))
             try:
                 if not fs.exists(FOLDER, dir_fd=root):
                     fs.mkdir(FOLDER, dir_fd=root)
                     fs.fsync(root)
-                fs.close(fs.open_folder(FOLDER, dir_fd=root))  # no link that leads elsewhere
+                fs.close(fs.open_folder(FOLDER, dir_fd=root))  # refuses a link
             finally:
                 fs.close(root)
         except OSError as error:
@@ -74,10 +68,7 @@ class PlanCache:
         return self.folder / plan_name(fingerprint, self._limits)
 
     def keep(self, path: Path) -> None:
-        """A plan was written to ``path``: make its name durable, and remove the oldest of too many.
-
-        A failure costs another recording at the next start, and is no reason to fail.
-        """
+        """Make a new plan's name durable and remove the oldest of too many. Failing only costs another recording."""
         self._damaged.discard(path.name)
         try:
             folder = fs.open_folder(str(self.folder))
@@ -93,7 +84,7 @@ class PlanCache:
             logger.warning("cannot keep the plan in %s: %s", self.folder, _reason(error))
 
     def tidy(self) -> None:
-        """Remove what was left half written; no process is writing a plan now."""
+        """Remove half-written files; no process is writing a plan now."""
         if not os.path.lexists(self.folder):
             return
         try:
@@ -112,12 +103,11 @@ class PlanCache:
             logger.warning("cannot remove the refuted plan %s: %s", self.folder / name, error.strerror or error)
 
     def _files(self) -> list[Path]:
-        """The plan files there are, newest first."""
         if self.folder.is_symlink():
             return []
         try:
             found = [(entry.stat().st_mtime_ns, entry.name) for entry in os.scandir(self.folder) if _is_plan(entry)]
-        except OSError:  # no folder yet, or one that cannot be read: there are no plans
+        except OSError:  # no folder yet, or unreadable: no plans
             return []
         return [self.folder / name for _, name in sorted(found, reverse=True)]
 

@@ -1,23 +1,6 @@
-"""Where the plan of a job comes from when the job brings none: recorded from itself, made beside it, kept for later.
+"""Makes the plan of a job that brings none: records an iteration, has another process plan it, and keeps the plan.
 
-The stages, in words. A job is *unplanned* until its first iteration has made the state complete. The next iteration is
-*recorded*: the planner's recorder watches every operator of it. What is recorded must be an iteration like those to
-come: one in which every optimizer stepped, and which looks from outside (:mod:`.job.traits`) like one of the two after
-it. If it is not, the next one is recorded, ``MOST_RECORDINGS`` of them at most, and the best is taken. These next two
-are *timed*, without the recorder; the shorter says how long an iteration usually lasts. Then a process of its own
-*makes* the plan, while training goes on. When it is there it is replayed, put in place at a boundary, and kept
-(:mod:`.cache`): the job is *planned*.
-
-What fails is said once, with its reason, and tried again *later*, each time after twice as long; what can only fail
-again (nothing that could be recorded, no plan that satisfies what was asked) is *given up*.
-
-A planned job is held against its plan at every boundary: its state and its optimizers, as the boundary before found
-them, and the traits of its iterations, the latter only once ``PATIENCE`` iterations in a row were all alike and none as
-planned. A job that is another one now
-keeps its plan and is told so once (``plan=None``), or gets a kept plan that fits, or a new one (``plan="auto"``), which
-begins with a recording.
-
-Iterations that are recorded or timed are *quiet*: no copies go on beside them, the Checkpointer sees to it.
+docs/explanation/planning.md, "In a running job", has the stages. No copies run beside *quiet* iterations.
 """
 
 from __future__ import annotations
@@ -40,9 +23,9 @@ from checkflow.core.state import TrainingState, implementation_options, training
 from checkflow.core.units import format_seconds
 from checkflow.runtime.job import compatibility
 from checkflow.runtime.job.job import Job
-from checkflow.runtime.job.traits import Seen, Traits, Watch, as_tensors, device_name
+from checkflow.runtime.job.traits import IterationWatch, Seen, Traits, as_tensors, device_name
 from checkflow.runtime.live_plan.cache import PlanCache
-from checkflow.runtime.live_plan.unsaved import identities, saved_identities, tell_unsaved
+from checkflow.runtime.live_plan.unsaved import identities, saved_identities, warn_unsaved
 from checkflow.runtime.system.signals import raised_by_handler
 
 logger = logging.getLogger("checkflow")
@@ -50,7 +33,7 @@ logger = logging.getLogger("checkflow")
 MOST_RECORDINGS = 8
 TIMED = 2
 PATIENCE = 5
-RETRY_SECONDS = 10.0  # before the first new attempt
+RETRY_SECONDS = 10.0  # before the first retry
 MOST_RETRY_SECONDS = 3600.0
 
 
@@ -69,12 +52,12 @@ _AT_REST = (Stage.PLANNED, Stage.LATER, Stage.GIVEN_UP)
 
 @dataclass(frozen=True)
 class Arrival:
-    """A plan that is to be put in place at this boundary; None: the one that is in place never fitted."""
+    """A plan to install at this boundary; None: the installed one never fitted."""
 
     plan: Plan | None
-    source: PlanSource | None  # None: where there is no plan
+    source: PlanSource | None  # None: no plan
     path: Path | None
-    seconds: float  # that it took to make it, recording included
+    seconds: float  # that making it took, recording included
 
 
 @dataclass(frozen=True)
@@ -88,13 +71,12 @@ class _Recording:
 
 @dataclass(frozen=True)
 class _Look:
-    """What tells cheaply, at each boundary, that a job may have become another one."""
+    """What shows cheaply, at each boundary, that a job may have changed."""
 
     state: TrainingState
-    options: list[Any]  # of the optimizers
+    options: list[Any]  # the optimizers'
 
     def is_like(self, other: _Look | None) -> bool:
-        """Whether nothing has changed since the other one."""
         return other is not None and self.state is other.state and self.options == other.options
 
 
@@ -102,10 +84,8 @@ class Planning:
     """The search for a plan, driven by the Checkpointer at boundaries.
 
     Args:
-        cache: plans that were kept.
-        planner: makes recorders and plans.
-        check: replays a plan before it is executed.
-        follow: whether a job that becomes another one gets a new plan.
+        check: replays a plan before it runs.
+        follow: whether a job that changes gets a new plan.
     """
 
     def __init__(
@@ -122,36 +102,36 @@ class Planning:
         self._cache, self._planner, self._check, self._limits = cache, planner, check, limits
         self._follow = follow
         self._device = device_name(job.models)[1]
-        self.watch = Watch(training_device(job.models))
+        self.watch = IterationWatch(training_device(job.models))
         self.stage = Stage.UNPLANNED
         self.reason = ""  # of the last failure
         self._error: PlanError | None = None
         self._plan: Plan | None = None
-        self._confirmed = False  # the plan in place fitted the job at a boundary, all its state being there
-        self._compared: _Look | None = None  # what was last held against it
-        self._told = False  # that the job is another one
-        self._recorder: Recorder | None = None  # watches the iteration that goes on
+        self._confirmed = False  # the plan fitted the job at a boundary, with all its state
+        self._compared: _Look | None = None  # what was last compared with it
+        self._warned = False  # that the job changed was logged
+        self._recorder: Recorder | None = None  # of the current iteration
         self._recordings = 0
         self._best: _Recording | None = None
         self._timings: list[Seen] = []
-        #: Whether the last boundary had more to do than to hold the job against its plan, as each one does.
+        #: Whether the last boundary had more to do than compare the job with its plan.
         self.busy = True
         self._making: PendingPlan | None = None
         self._begun = 0.0
         self._failures, self._again = 0, 0.0
-        #: Whether there can be no plan, whatever the job becomes.
+        #: Whether there can never be a plan, even if the job changes.
         self.forgone = False
-        self._hopeless: Any = None  # the job for which planning was given up
-        self._seen_hopeless: _Look | None = None  # what was last held against that
-        self._saved: frozenset[int] = frozenset()  # what checkpoints hold, as the recorded iteration found it
-        self._handed: set[int] = set()  # of batches: a resumed loader hands out again what reached no step
-        #: Whether what goes from one iteration to the next is to be looked at: not after it was, and not where batches
-        #: are drawn before the boundary that the forward pass marks.
-        self.tells_unsaved = True
-        self._kept = False  # the plan is one that was found at the start
-        self._unlike: tuple[Traits, int] | None = None  # traits that were not as planned, and for how long
-        self._searched: set[Traits] = set()  # traits for which no kept plan was found: reading them all takes long
-        cache.tidy()  # of an earlier life
+        self._hopeless: Any = None  # the job for which there is no plan
+        self._seen_hopeless: _Look | None = None  # what was last compared with it
+        self._saved: frozenset[int] = frozenset()  # objects that checkpoints hold, at the recorded iteration
+        self._handed: set[int] = set()  # objects in batches: a resumed loader hands out unused ones again
+        #: Whether to look for unsaved objects that the next iteration needs: once, and not if batches are drawn
+        #: before the boundary that the forward pass marks.
+        self.warns_unsaved = True
+        self._kept = False  # the plan was found at the start
+        self._unlike: tuple[Traits, int] | None = None  # traits that differ from the plan, and for how long
+        self._searched: set[Traits] = set()  # traits without a kept plan; searching is slow
+        cache.tidy()  # of a dead run
 
     # What the Checkpointer asks
 
@@ -162,37 +142,33 @@ class Planning:
 
     @property
     def failing(self) -> bool:
-        """Whether the last attempt at a plan came to nothing."""
         return self._failures > 0 or self.stage is Stage.GIVEN_UP
 
     def find_kept(self) -> Arrival | None:
-        """At the start: a kept plan that fits what there is of the job's state, put in place at once."""
+        """At the start: a kept plan that fits the state that exists."""
         return None if self.forgone else self._find(lambda plan: not self._state_differences(plan))
 
     def batch_handed(self, batch: Any) -> None:
-        """The loader hands out a batch."""
         self.watch.batch_handed(batch)
-        if self.tells_unsaved and self.stage in (Stage.UNPLANNED, Stage.RECORDED):
+        if self.warns_unsaved and self.stage in (Stage.UNPLANNED, Stage.RECORDED):
             self._handed |= identities(batch)
 
     def begin(self, batch: Any = None) -> None:
-        """The iteration begins, with this batch if there is a loader: record it, if it is to be recorded."""
+        """An iteration begins, with this batch if there is a loader: record it if one is wanted."""
         if self.stage is not Stage.RECORDED or self._recorder is not None:
             return
         with self._giving_up():
-            self._saved = saved_identities(self._given) if self.tells_unsaved else frozenset()
+            self._saved = saved_identities(self._given) if self.warns_unsaved else frozenset()
             self._recorder = self._planner.recorder(self._models, self._optimizers, name=self._name())
             self._recorder.begin(batch)
 
     def boundary(self, stepped: Collection[str], micro_batches: int | None) -> Arrival | None:
-        """An iteration has ended. First of all a recording of it ends: nothing of ours is part of it.
+        """End an iteration, first its recording; returns what to install, and then :meth:`placed` or :meth:`refused`
+        follows.
 
         Args:
             stepped: the optimizers that did.
-            micro_batches: how many batches it used, if anybody counts.
-
-        Returns:
-            What is to be put in place now, if anything is; :meth:`placed` or :meth:`refused` follows.
+            micro_batches: how many batches it used, if known.
         """
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
@@ -222,7 +198,7 @@ class Planning:
 
     def placed(self, arrival: Arrival) -> None:
         """The plan runs from this boundary on."""
-        self._plan, self._compared, self._unlike, self._told = arrival.plan, None, None, False
+        self._plan, self._compared, self._unlike, self._warned = arrival.plan, None, None, False
         self._searched.clear()
         self._confirmed, self._kept = arrival.source == "recorded", arrival.source == "cache"
         if arrival.plan is None:
@@ -234,11 +210,7 @@ class Planning:
             self._cache.keep(arrival.path)
 
     def forgo(self, optimizer: str) -> Arrival | None:
-        """There can be no plan because of how this optimizer steps, and none is looked for any more. Who calls says so.
-
-        Returns:
-            As :meth:`boundary`.
-        """
+        """Give up planning for good, because of how this optimizer steps. As :meth:`boundary`; the caller logs it."""
         self.close()
         had, self._plan, self.forgone = self._plan, None, True
         self.reason = f"optimizer {optimizer} does not run its closure just once in a step"
@@ -246,15 +218,15 @@ class Planning:
         return None if had is None else Arrival(None, None, None, 0.0)
 
     def refuted(self, plan: Plan) -> None:
-        """The job has shown that the plan does not fit it: the next start must not begin with it."""
+        """The plan does not fit the job: the next start must not use it."""
         self._cache.drop(plan)
 
     def refused(self, error: CheckflowError) -> None:
-        """The plan could not be put in place."""
+        """The plan could not be installed."""
         self._fail(str(error))
 
     def abandon(self) -> None:
-        """No iteration goes on: a recording of it is of no use."""
+        """Drop a recording: its iteration will not end."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.abandon()
@@ -265,7 +237,7 @@ class Planning:
         return error
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
         self.abandon()
         making, self._making = self._making, None
         if making is not None:
@@ -289,8 +261,8 @@ class Planning:
             except TraceError as error:
                 self.reason = str(error)
             else:
-                if self.tells_unsaved:
-                    self.tells_unsaved = not tell_unsaved(recorded.carried, self._saved | self._handed)
+                if self.warns_unsaved:
+                    self.warns_unsaved = not warn_unsaved(recorded.carried, self._saved | self._handed)
                 if self._best is None or len(stepped) >= len(self._best.stepped):
                     self._best = _Recording(recorded, stepped, seen)
         if self.stage is Stage.GIVEN_UP:
@@ -310,7 +282,7 @@ class Planning:
         assert best is not None
         alike = [one for one in usual if one.looks_like(best.seen)]
         if not alike and usual[0].looks_like(usual[1]) and self._recordings < MOST_RECORDINGS:
-            self.stage = Stage.RECORDED  # what was recorded was the odd one: the end of an epoch, a skipped step
+            self.stage = Stage.RECORDED  # the recorded one was odd: the end of an epoch, a skipped step
             return
         self._making = None
         with self._giving_up(), self._failing():
@@ -355,7 +327,7 @@ class Planning:
         return Arrival(plan, "recorded", Path(answer.path), time.perf_counter() - self._begun)
 
     def _fail(self, reason: str) -> None:
-        """Say so, and try again later."""
+        """Log a failure and try again later."""
         self._failures += 1
         pause = min(RETRY_SECONDS * 2 ** (self._failures - 1), MOST_RETRY_SECONDS)
         self.stage, self.reason, self._again = Stage.LATER, reason, time.monotonic() + pause
@@ -373,7 +345,7 @@ class Planning:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """What is known to go wrong may go well another time."""
+        """Turn an expected error into a failure that may pass."""
         try:
             yield
         except CheckflowError as error:
@@ -381,7 +353,7 @@ class Planning:
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """A fault of the recorder, or of the planner, is no reason to end the job: it is said, and there is no plan."""
+        """Turn a bug of recorder or planner into "no plan", not the job's end."""
         try:
             yield
         except CheckflowError as error:
@@ -420,36 +392,32 @@ class Planning:
         return self._find(lambda plan: not self._state_differences(plan) and Traits.of(plan.fingerprint) == traits)
 
     def _look(self, *, anew: bool = False) -> _Look:
-        """The job as its last boundary found it: a look at all state takes a while, and each boundary has one anyway.
-
-        Args:
-            anew: as it is now.
-        """
+        """The job as its last boundary found it, since walking all state is slow; or anew, as it is now."""
         state = self._walk.current() if anew else self._walk.latest
         return _Look(state, [implementation_options(optimizer) for optimizer in self._optimizers.values()])
 
     def _is_another(self) -> bool:
-        """Whether the job is not the one any more for which planning was given up."""
+        """Whether the job has changed since planning was given up."""
         now, before = self._look(), self._seen_hopeless
         self._seen_hopeless = now
         return not now.is_like(before) and bool(self._job() != self._hopeless)
 
     def _job(self) -> Any:
-        """What makes the job another one, as something to compare."""
+        """The job's identity, for comparison."""
         state = self._walk.current()
         tensors = [(item.name, item.tensor.shape, item.tensor.dtype) for item in state.tensors]
         return tensors, state.ties, compatibility.implementations(self._models, self._optimizers)
 
     def _state_differences(self, plan: Plan) -> list[str]:
-        """What differs between the state and the optimizers that a plan was made for and the job's."""
+        """How the job's state and optimizers differ from the plan's."""
         state = self._walk.current()
         lines = compatibility.differences(plan, state, compatibility.implementations(self._models, self._optimizers))
         return lines if state.ties == plan.fingerprint.ties else [*lines, "other tensors are tied"]
 
     def _hold_against(self, plan: Plan, seen: Seen) -> Arrival | None:
-        """Find out whether the job is still the one that the plan was made for, and do what follows if it is not."""
+        """Check that the job is still the one that was planned, and react if it is not."""
         odd: list[str] = []
-        now = self._look(anew=not self._confirmed)  # a kept plan that does not fit must not capture this boundary
+        now = self._look(anew=not self._confirmed)  # an unfit kept plan must not capture this boundary
         if not now.is_like(self._compared):
             odd, self._compared = self._state_differences(plan), now
             self._searched.clear()
@@ -458,16 +426,16 @@ class Planning:
             odd = self._held_traits(plan, seen)
         if not odd:
             return None
-        if not self._confirmed:  # a kept plan, and only now is all state there
+        if not self._confirmed:  # a kept plan, and all state exists only now
             logger.info("the kept plan does not fit this job: %s", odd[0])
         elif not self._follow:
-            # Of several kept plans the newest was taken, by the state alone: the job may have one of its own.
+            # The newest kept plan was taken by the state alone: another one may fit better.
             if self._kept and seen.traits not in self._searched:
                 self._searched.add(seen.traits)
                 if (own := self._find_alike(seen.traits)) is not None:
                     return own
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 logger.warning('the job is not the one that its plan was made for: %s; plan="auto" follows it', odd[0])
             return None
         else:

@@ -1,4 +1,4 @@
-"""What the next iteration needs of this one and no checkpoint holds: said once, with the line to add."""
+"""Warns once of what the next iteration needs and no checkpoint holds, with the line to add."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from checkflow.runtime.state.variables import Variables
 
 logger = logging.getLogger("checkflow")
 
-_MOST_TOLD: Final = 3
-_MOST_OBJECTS: Final = 100_000  # looked at: a loader may hold millions of samples
-# Not looked into: what leads to everything, and modules, of which the state alone is saved.
+_MOST_LINES: Final = 3
+_MOST_OBJECTS: Final = 100_000  # visited at most: a loader may hold millions of samples
+# Not followed: what leads to everything, and modules, of which only the state is saved.
 _NO_HOLDERS: Final = (type, ModuleType, FunctionType, BuiltinFunctionType, CodeType, FrameType, nn.Module)
 
 
 def saved_identities(job: Job) -> frozenset[int]:
-    """What extra state may hold, by :attr:`Carried.identity`: all that can be reached from ``state=``, from the loader,
-    from modules with extra state and from what optimizers keep."""
+    """What is reachable from ``state=``, the loader, modules with extra state and optimizers, by
+    :attr:`Carried.identity`.
+    """
     return frozenset(identities(list(_holders(job))))
 
 
 def identities(root: Any) -> set[int]:
-    """All that can be reached from an object, by :attr:`Carried.identity`."""
+    """All that is reachable from an object, by :attr:`Carried.identity`."""
     found: set[int] = set()
     waiting, seen = [root], set[int]()
-    for one in waiting:  # grows meanwhile
-        kind = type(one)  # no isinstance: lazy objects of other libraries would wake up
+    for one in waiting:  # grows during the loop
+        kind = type(one)  # isinstance would wake lazy objects of other libraries
         if id(one) in seen or issubclass(kind, _NO_HOLDERS) or len(seen) >= _MOST_OBJECTS:
             continue
         seen.add(id(one))
@@ -61,18 +62,18 @@ def _holders(job: Job) -> Iterator[Any]:
         yield vars(module)
 
 
-def tell_unsaved(carried: Sequence[Carried], saved: frozenset[int]) -> bool:
-    """Warn of what was carried from one iteration to the next and is not saved; whether there was such."""
-    told: dict[tuple[str, str], Carried] = {}
+def warn_unsaved(carried: Sequence[Carried], saved: frozenset[int]) -> bool:
+    """Warn of unsaved objects that one iteration carries to the next; returns whether there are any."""
+    found: dict[tuple[str, str], Carried] = {}
     for one in carried:
         if one.identity not in saved:
-            told.setdefault((one.place, one.advice), one)
-    for one in list(told.values())[:_MOST_TOLD]:
+            found.setdefault((one.place, one.advice), one)
+    for one in list(found.values())[:_MOST_LINES]:
         place = f", at {one.place}," if one.place else ""
         logger.warning(
             "the job carries %s from one iteration to the next%s and no checkpoint holds it: a resumed run begins with "
             "the script's first value. To save it, %s", one.what, place, one.advice,
         )  # fmt: skip
-    if (more := len(told) - _MOST_TOLD) > 0:
+    if (more := len(found) - _MOST_LINES) > 0:
         logger.warning("the job carries %d more such values", more)
-    return bool(told)
+    return bool(found)

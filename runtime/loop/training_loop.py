@@ -178,7 +178,7 @@ class TrainingLoop:
         self._note_unseen_steps()
         boundaries, metrics = self._boundaries, self._saving.metrics
         number, late = self.iteration, not boundaries.iterated
-        metrics.tell(number + (not late), name, value, late=late)
+        metrics.record(number + (not late), name, value, late=late)
         if not late or boundaries.closed:
             return
         # The last boundary may have been captured in vain: its capture may have given way.
@@ -226,7 +226,7 @@ class TrainingLoop:
         elif self._progress.waiting and not boundaries.any_passed and boundaries.stepped:
             self._hints.give(hints.NEVER_COUNTED)
         if boundaries.any_passed:
-            self._saving.metrics.tell_missing()
+            self._saving.metrics.warn_missing()
         self._hint_if_never_stepped()
         self._capture_last_boundary()
 
@@ -253,7 +253,7 @@ class TrainingLoop:
             capturer.abort()  # without hooks, nothing tells any more what is written
             raise
         finally:
-            capturer.let_go()
+            capturer.release()
             if self.place.planning is not None:
                 self.place.planning.close()
 
@@ -341,7 +341,7 @@ class TrainingLoop:
             if (boundary := self._boundaries.forward()) is not None:
                 hooks = self.execution.hooks
                 if (planning := self.place.planning) is not None:
-                    planning.tells_unsaved = False  # the batch of this iteration was drawn before its begin
+                    planning.warns_unsaved = False  # the batch of this iteration was drawn before its begin
                 self._finish(boundary)
                 if self.execution.hooks is not hooks:  # hung in too late for the forward that runs already
                     self.execution.reached(AnchorKey(AnchorKind.FORWARD, f"{model}/"))

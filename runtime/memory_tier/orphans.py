@@ -1,7 +1,4 @@
-"""What a run that died has left in shared memory: finding it, and its records. Changes nothing; free of torch.
-
-:mod:`.recovery` takes it, :mod:`.records` says how it lies there.
-"""
+"""Finds what a dead run has left in shared memory, and its records. Changes nothing; free of torch."""
 
 from __future__ import annotations
 
@@ -42,9 +39,9 @@ from checkflow.runtime.system import fs
 logger = logging.getLogger("checkflow")
 
 FOLDER = re.compile(rf"{PREFIX}[0-9a-f]{{32}}", re.ASCII)
-YOUNG_SECONDS = 60.0  # a folder whose job may not have come to lock it
+YOUNG_SECONDS = 60.0  # younger: the job may not have locked its folder yet
 _T = TypeVar("_T")
-_OTHERS = 0o077  # what a folder's mode must not let them do
+_OTHERS = 0o077  # mode bits of others that a folder must not have
 _RETRY_SECONDS = 0.05
 _RECORD = re.compile(r"buffer-([0-9]{1,9})\.json", re.ASCII)
 
@@ -54,16 +51,14 @@ class Left:
     """A job's folder in shared memory.
 
     Attributes:
-        path: of the folder.
-        directory: of the job's checkpoints; None: it does not say, or is not ours to read, as all that may be None.
-        owner: whose it is, in words.
-        own: whether it is this user's to free: his own, or anyone's for root.
-        size_bytes: that it takes.
+        directory: of the job's checkpoints; None: unknown or unreadable, then all that may be None is.
+        owner: the user's name.
+        own: whether this user may free it: it is his own, or he is root.
         changed_unix_seconds: when the newest capture came, or the job began.
         step: of the newest whole capture; None: there is none.
-        stored_step: the newest that storage has whole in that directory; None: none.
-        pid: of the job, as it saw itself.
-        lives: whether the job, or a child of it, holds it; None: not known, as in a job's first minute.
+        stored_step: the newest whole step on storage in that directory; None: none.
+        pid: of the job, in its own namespace.
+        lives: whether the job, or a child of it, holds it; None: unknown, as in a job's first minute.
     """
 
     path: Path
@@ -79,16 +74,12 @@ class Left:
 
     @property
     def only_copy(self) -> bool:
-        """Whether storage has nothing as new as what is here."""
+        """Whether storage has nothing as new as this."""
         return self.step is not None and (self.stored_step is None or self.stored_step < self.step)
 
 
 def list_left() -> tuple[Left, ...]:
-    """All jobs' folders in this machine's shared memory, the oldest first: of jobs that live, and of those that died.
-
-    Raises:
-        StorageError: there is no shared memory.
-    """
+    """All jobs' folders in this machine's shared memory, of living and dead jobs, the oldest first."""
     try:
         names = fs.folder_names(str(records.ROOT))
     except OSError as error:
@@ -98,7 +89,7 @@ def list_left() -> tuple[Left, ...]:
 
 
 def _look_at(path: Path) -> Left | None:
-    """None: it has gone meanwhile, or is no folder."""
+    """Describe a folder; None: it is gone, or not a folder."""
     try:
         found = os.stat(path, follow_symlinks=False)
         if not stat.S_ISDIR(found.st_mode):
@@ -110,7 +101,7 @@ def _look_at(path: Path) -> Left | None:
             steps = [record.step for record in read_records(folder).values()]
             left = dataclasses.replace(left, size_bytes=512 * sum(sizes), step=max(steps, default=None))
             owner = understood(path / OWNER, OWNERS, read_kept(folder, OWNER, MOST_BYTES))
-            # A job that is just about to lock it would find it locked.
+            # Testing the lock could make a job that is about to take it fail.
             begun = os.stat(OWNER, dir_fd=folder, follow_symlinks=False).st_mtime
             lives = None if time.time() - begun < YOUNG_SECONDS else not is_free(folder)
     except FileNotFoundError:
@@ -124,31 +115,31 @@ def _look_at(path: Path) -> Left | None:
 
 
 def stored_step(owner: Owner) -> int | None:
-    """The newest step that storage has whole, as far as names and sizes tell, in the directory of a job that died."""
+    """The newest whole step on storage, by names and sizes, in a dead job's directory."""
     try:
         if owner.is_of(owner.directory):
             for path in find(owner.directory):
                 with contextlib.suppress(CheckflowError):
                     return glance(path).step
-    except (OSError, ValueError, StorageError):  # gone, moved, or not ours to see; a NUL in it
+    except (OSError, ValueError, StorageError):  # gone, moved, unreadable, or a NUL in the path
         pass
     return None
 
 
 def left_step(directory: str | os.PathLike[str]) -> int | None:
-    """The newest step that the next run in a directory would look at; None: there is none, or it is not ours to see."""
+    """The newest step that the next run in a directory would find; None: none, or unreadable."""
     root = Path(directory)
     try:
         with fs.folder(str(find_left(root))) as folder:
             steps = [record.step for record in read_records(folder).values()]
         newest = max((one for path in find(root) if (one := parse_step(path.name)) is not None), default=-1)
-    except (OSError, StorageError):  # nothing is lost by looking: the next run tells what is wrong
+    except (OSError, StorageError):  # the next run will say what is wrong
         return None
     return max((step for step in steps if step > newest), default=None)
 
 
 def memory_of(directory: str | os.PathLike[str]) -> tuple[Path, int] | None:
-    """The folder that the run before has left for a directory, and its bytes; None: there is none for the next run."""
+    """The folder that the previous run left for a directory, and its bytes; None: nothing for the next run."""
     try:
         path = find_left(Path(directory))
         with fs.folder(str(path)) as folder:
@@ -159,15 +150,12 @@ def memory_of(directory: str | os.PathLike[str]) -> tuple[Path, int] | None:
 
 
 def find_left(directory: Path, wait_seconds: float = 0.0) -> Path:
-    """The folder of the run before, in the directory of its checkpoints.
-
-    Args:
-        wait_seconds: how long to wait for the last breath of its job.
+    """The previous run's folder, found from its checkpoints, after waiting ``wait_seconds`` for a dying job.
 
     Raises:
         FileNotFoundError: it ended by itself, or with the machine.
         LockedError: another process uses it.
-        StorageError: it is not this directory's, not this user's, or damaged.
+        StorageError: it is not this directory's or this user's, or it is damaged.
         OSError: it cannot be read now.
     """
     mark = read_mark(directory)
@@ -197,12 +185,7 @@ def find_left(directory: Path, wait_seconds: float = 0.0) -> Path:
 
 
 def read_mark(directory: Path) -> Mark:
-    """What is written beside the checkpoints.
-
-    Raises:
-        CorruptCheckpointError: it is damaged, or no regular file.
-        OSError: it is not there, or cannot be read now.
-    """
+    """The mark beside the checkpoints. Raises CorruptCheckpointError, or OSError if it is missing or unreadable now."""
     path = directory / MARK
     try:
         with fs.folder(str(directory.resolve())) as beside:
@@ -212,11 +195,7 @@ def read_mark(directory: Path) -> Mark:
 
 
 def read_records(folder: int) -> dict[int, Record]:
-    """By buffer, those that are whole.
-
-    Raises:
-        OSError: one cannot be read now.
-    """
+    """The whole records, by buffer. Raises OSError if one is unreadable now."""
     found = {}
     for name in fs.names(folder):
         if (match := _RECORD.fullmatch(name)) is not None:
@@ -228,11 +207,8 @@ def read_records(folder: int) -> dict[int, Record]:
 
 
 def read_kept(folder: int, name: str, most_bytes: int) -> bytes:
-    """A file of such a folder.
-
-    Raises:
-        CorruptCheckpointError: it is not there, or no regular file of this size.
-        OSError: it cannot be read now.
+    """A file of such a folder. CorruptCheckpointError if it is missing or of another size, OSError if
+    unreadable now.
     """
     fd, size_bytes = open_kept(folder, name)
     try:
@@ -259,7 +235,7 @@ def open_kept(folder: int, name: str) -> tuple[int, int]:
 
 
 def distrust_of(folder: int) -> str | None:
-    """Why somebody else than this user may have written there; None: nobody can have."""
+    """Why another user may have written there; None: nobody can have."""
     status = os.fstat(folder)
     if status.st_uid != os.geteuid():
         return "is another user's"
@@ -269,20 +245,16 @@ def distrust_of(folder: int) -> str | None:
 
 
 def _user_of(folder: int) -> str:
-    """Of a folder that is in use."""
+    """Who uses a folder, for messages."""
     try:
         pid = OWNERS.validate_json(read_kept(folder, OWNER, MOST_BYTES)).pid
-    except (OSError, CorruptCheckpointError, ValidationError):  # it holds the lock all the same
+    except (OSError, CorruptCheckpointError, ValidationError):  # it still holds the lock
         pid = 0
     return f"process {pid}, or one that it left behind" if pid else "another process"
 
 
 def understood(path: Path, adapter: TypeAdapter[_T], data: bytes) -> _T:
-    """The content of a file.
-
-    Raises:
-        CorruptCheckpointError: it is none.
-    """
+    """Parse a file's content. Raises CorruptCheckpointError."""
     try:
         return adapter.validate_json(data)
     except ValidationError as error:
@@ -290,10 +262,10 @@ def understood(path: Path, adapter: TypeAdapter[_T], data: bytes) -> _T:
 
 
 def is_free(folder: int) -> bool:
-    """Whether the job whose folder it is has ended. Looking locks nobody else out."""
+    """Whether the folder's job has ended. Looking takes no lock that keeps others out."""
     try:
         fd = fs.open_claimed(OWNER, dir_fd=folder)
-    except FileNotFoundError:  # it was killed before it said so
+    except FileNotFoundError:  # killed before it wrote the file
         return True
     try:
         fs.flock_shared(fd)
@@ -305,7 +277,7 @@ def is_free(folder: int) -> bool:
 
 
 def words_of(error: Exception) -> str:
-    """Why something is passed over, in one line."""
+    """A one-line reason for skipping something."""
     if isinstance(error, ValidationError):
         return first_fault(error)
     return (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())

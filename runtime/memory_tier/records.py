@@ -1,15 +1,6 @@
-"""How a job's host memory lies in shared memory, and beside its checkpoints: names, contents, and their validation.
+"""How a job's host memory lies in shared memory and beside its checkpoints, and its validation.
 
-    <checkpoints>/.memory.json         says which folder, and in which start of the machine; gone after a clean end
-    /dev/shm/checkflow-<token>/
-      owner.json                       whose it is; locked for as long as its job lives
-      life.json                        its run, and what that knows to be on storage
-      layout-<digest>.json             where each tensor lies in a buffer
-      buffer-<i>                       a staging buffer: the image of one checkpoint's files, allocated in full
-      buffer-<i>.extra                 the extra state that belongs to it
-      buffer-<i>.json                  the record: there only while the buffer holds a complete capture
-
-:mod:`.tier` writes it, :mod:`.orphans` reads it, :mod:`.recovery` takes it.
+docs/reference/files.md lists the files. :mod:`.tier` writes, :mod:`.orphans` reads, :mod:`.recovery` takes them.
 """
 
 from __future__ import annotations
@@ -39,9 +30,9 @@ logger = logging.getLogger("checkflow")
 ROOT = Path("/dev/shm")
 PREFIX = "checkflow-"
 MARK, OWNER, LIFE = ".memory.json", "owner.json", "life.json"
-MOST_BYTES = 1 << 16  # of each of these
-PIECE_BYTES = 1 << 26  # asked of the system at once: a signal undoes what one call has done, or waits for its end
-NOTHING = -1  # in the place of a step, where storage has none
+MOST_BYTES = 1 << 16  # of each small file
+PIECE_BYTES = 1 << 26  # allocated by one call: a signal undoes the call, or waits for its end
+NOTHING = -1  # instead of a step if storage has none
 _BUFFER = re.compile(r"buffer-[0-9]{1,9}", re.ASCII)
 
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}\z")]
@@ -55,7 +46,7 @@ class Mark:
 
     __pydantic_config__ = STRICT
     token: Hash
-    boot: str  # the start of the machine that the memory belongs to
+    boot: str  # the machine's boot id
     format: Literal["checkflow-memory"] = "checkflow-memory"
     version: Literal[1] = 1
 
@@ -68,10 +59,10 @@ class Owner:
     directory: str
     device: int
     inode: int
-    pid: int = 0  # of the job; 0: written by an earlier release
+    pid: int = 0  # the job's; 0: written by an earlier release
 
     def is_of(self, path: str | os.PathLike[str]) -> bool:
-        """Whether the directory of this path is the one. A network's file system may have got another number."""
+        """Whether this path is the owner's directory. A network file system may have a new device number."""
         status = os.stat(path)
         same_place = status.st_dev == self.device or os.path.realpath(path) == self.directory
         return status.st_ino == self.inode and same_place
@@ -95,7 +86,7 @@ class KeptTensor:
 
 @dataclass(frozen=True, slots=True)
 class KeptDigest:
-    """A :class:`.format.digest.Digest` of a tensor at the boundary: what was staged must have it."""
+    """The :class:`.format.digest.Digest` of a tensor at the boundary, which the staged bytes must have."""
 
     __pydantic_config__ = STRICT
     rule: Literal["xxh3", "sums"]
@@ -104,26 +95,26 @@ class KeptDigest:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """What a run is to storage. Steps, or ``NOTHING``."""
+    """How a run relates to storage. Steps, or ``NOTHING``."""
 
     __pydantic_config__ = STRICT
     run_id: str
-    base: Stored = NOTHING  # that it went on from, and whose run made that
+    base: Stored = NOTHING  # resumed from, and the run that made it
     base_run: str = ""
-    durable: Stored = NOTHING  # the newest that it knows to be on storage
+    durable: Stored = NOTHING  # the newest known to be on storage
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a capture is beside its bytes."""
+    """Everything about a capture but its bytes."""
 
     __pydantic_config__ = STRICT
     step: Annotated[int, Field(ge=0, le=MAX_STEP)]
-    layout: Hash  # xxh3-128 of the file that says it
+    layout: Hash  # xxh3-128 of the layout file
     extra: Hash  # xxh3-128 of the extra state
     plan_digest: str
     by_plan: bool
-    audited: bool  # all tensors have their digests here
+    audited: bool  # digests of all tensors are here
     ties: Many[tuple[str, str]]
     absent: Many[str]
     digests: Named[str, KeptDigest]
@@ -136,7 +127,7 @@ class _Buffer(Protocol):
 
 
 class StagedCheckpoint(Protocol):
-    """A complete checkpoint in a staging buffer, as far as its record tells of it."""
+    """A complete checkpoint in a staging buffer."""
 
     @property
     def buffer(self) -> _Buffer: ...
@@ -166,7 +157,7 @@ RECORDS: TypeAdapter[Record] = TypeAdapter(Record)
 
 
 def boot_id() -> str:
-    """Of this start of the machine; "" where the system does not tell."""
+    """The machine's boot id; "" if the system does not say."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -174,7 +165,7 @@ def boot_id() -> str:
 
 
 def dump_layout(layout: Layout) -> bytes:
-    """The tensors of a layout: :func:`.format.layout.make_layout` makes the same of them again."""
+    """The tensors of a layout, of which :func:`.format.layout.make_layout` makes the same layout again."""
     records = (placed.record for placed in layout.tensors.values())
     tensors = tuple(
         KeptTensor(
@@ -187,7 +178,7 @@ def dump_layout(layout: Layout) -> bytes:
 
 
 def give_pages_back(memory: mmap.mmap) -> None:
-    """At once: forked children that look at the same file would keep its pages for as long as they live."""
+    """Free pages at once: forked children that map the file would keep them as long as they live."""
     if hasattr(mmap, "MADV_REMOVE"):
         with contextlib.suppress(OSError, ValueError):
             for begin in range(0, len(memory), PIECE_BYTES):
@@ -195,17 +186,17 @@ def give_pages_back(memory: mmap.mmap) -> None:
 
 
 def remove(path: Path) -> None:
-    """A job's folder. What cannot be removed stays, and is told of."""
+    """Remove a job's folder. What cannot be removed stays and is logged."""
     try:
         with fs.folder(str(path)) as folder:
             for name in fs.names(folder):
-                with contextlib.suppress(FileNotFoundError):  # another process gives it back, too
+                with contextlib.suppress(FileNotFoundError):  # another process removes it, too
                     if _BUFFER.fullmatch(name):
-                        with contextlib.suppress(OSError):  # it goes with the last that hold it open, then
+                        with contextlib.suppress(OSError):  # then it goes with its last user
                             _empty(folder, name)
                     fs.unlink(name, dir_fd=folder)
         os.rmdir(path)
-    except FileNotFoundError:  # the system takes shared memory away when a user logs out (RemoveIPC)
+    except FileNotFoundError:  # systemd removes it when the user logs out (RemoveIPC)
         pass
     except OSError as error:
         logger.warning("%s holds memory, and cannot be removed: %s", path, error.strerror)

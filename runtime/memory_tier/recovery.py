@@ -1,8 +1,7 @@
-"""At a job's start: what the run before had in host memory when it died is put on storage (:mod:`.tier`).
+"""At a job's start, puts on storage what the dead run had in host memory, to be resumed like any checkpoint.
 
-From there it is resumed like any checkpoint. What is taken is newer than all that storage has, and storage must be what
-that run left: where somebody went on from elsewhere meanwhile, went back, or put other weights there, it is theirs that
-counts. Nothing is given back before the job was restored; what cannot be read or saved now stays for the next start.
+docs/explanation/memory-tier.md has the rules. Memory is freed only after the job was restored; what cannot be read or
+saved now stays for the next start.
 """
 
 from __future__ import annotations
@@ -63,19 +62,19 @@ from checkflow.runtime.system.aligned_memory import address_of
 
 logger = logging.getLogger("checkflow")
 
-_MOVED_SECONDS = 3600.0  # one whose checkpoints are not where they were: most often they have been deleted
-_STORED_SECONDS = 86400.0  # one of which storage has all that counts: its job has not come back in a day
-_OLD_SECONDS = 7 * 86400.0  # one whose checkpoints may be on a disk that is not mounted now
-_WAIT_SECONDS = 5.0  # for the last breath of the run before
+_MOVED_SECONDS = 3600.0  # its checkpoints are gone, most often deleted
+_STORED_SECONDS = 86400.0  # storage has a version as new, and its job did not come back
+_OLD_SECONDS = 7 * 86400.0  # its checkpoints may be on an unmounted disk
+_WAIT_SECONDS = 5.0  # for a dying run
 
 
 class _TornError(CorruptCheckpointError):
-    """Bytes that are not those of the boundary: the plan that captured them does not fit the job."""
+    """The bytes are not the boundary's: the plan that captured them does not fit the job."""
 
 
 @dataclass(frozen=True)
-class _Storage:
-    """The newest checkpoint."""
+class _NewestStored:
+    """Step and run of the newest checkpoint on storage."""
 
     step: int = NOTHING
     run_id: str = ""
@@ -83,7 +82,7 @@ class _Storage:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A capture that was left, and proved whole as far as its record tells."""
+    """A capture that matches its record."""
 
     record: Record
     run_id: str
@@ -100,7 +99,7 @@ class Reclaimed:
     path: Path | None = None
 
     def give_back(self, directory: Path) -> None:
-        """The job has been restored: what was left is no longer needed, whether it was taken or not."""
+        """Free the memory, since the job has been restored."""
         with contextlib.suppress(OSError):
             os.unlink(directory / MARK)
         if self.path is not None:
@@ -108,13 +107,9 @@ class Reclaimed:
 
 
 def reclaim(store: Store, mode: str | int) -> Reclaimed:
-    """Put on storage what the run before captured last, and what else of it retention would keep.
+    """Put the previous run's last capture on storage, older ones that retention would keep, and that of step ``mode``.
 
-    Args:
-        mode: how the job is to be resumed: where that is by a step, its capture is put there, too.
-
-    Raises:
-        StorageError, LockedError: a capture cannot be read or written, or ``mode`` is "never". It stays where it is.
+    Raises StorageError or LockedError if that fails, or ``mode`` is "never"; captures stay where they are.
     """
     path = _folder_of(store.directory)
     _tidy(path, store.directory)
@@ -137,7 +132,7 @@ def reclaim(store: Store, mode: str | int) -> Reclaimed:
             f"memory: choose another directory, or delete {path}"
         )
     if loaded:
-        _let_old_ones_go(store)
+        _delete_old(store)
     steps = set()
     needed = wanted if wanted is not None else max((one.record.step for one in loaded), default=NOTHING)
     for one in sorted(loaded, key=lambda one: one.record.step != needed):
@@ -153,7 +148,7 @@ def reclaim(store: Store, mode: str | int) -> Reclaimed:
 
 
 def _folder_of(directory: Path) -> Path | None:
-    """The folder of the run before; None where it ended by itself, or what it left is not this job's to take."""
+    """The previous run's folder; None if it ended by itself, or this job may not take it."""
     try:
         return find_left(directory, _WAIT_SECONDS)
     except FileNotFoundError:
@@ -168,8 +163,7 @@ def _folder_of(directory: Path) -> Path | None:
 
 
 def _load_all(store: Store, path: Path, wanted: int | None) -> list[_Loaded]:
-    """The newest capture that is newer than all checkpoints, what retention would keep of others, and the one that is
-    wanted; newest first."""
+    """The newest capture if newer than storage, others that retention would keep, and the wanted one; newest first."""
     storage = _storage(store)
     steps = {step for one in store.checkpoints() if (step := parse_step(one.name)) is not None}
     loaded: list[_Loaded] = []
@@ -200,38 +194,33 @@ def _is_torn(folder: int, index: int, record: Record) -> bool:
     except _TornError:
         return True
     except (CorruptCheckpointError, UnsupportedError, ValidationError):
-        return False  # told where it is to be taken
+        return False  # logged when it is taken
     return False
 
 
-def _storage(store: Store) -> _Storage:
+def _storage(store: Store) -> _NewestStored:
     newest = next(iter(store.checkpoints()), None)
     step = None if newest is None else parse_step(newest.name)
-    return _Storage() if newest is None or step is None else _Storage(step, run_of(newest))
+    return _NewestStored() if newest is None or step is None else _NewestStored(step, run_of(newest))
 
 
-def _refuse_other_life(life: Life, storage: _Storage) -> None:
-    """Storage must have all that the run knew it to have, and nothing that another run put there since."""
+def _refuse_other_life(life: Life, storage: _NewestStored) -> None:
+    """Check that storage has all that the run knew it to have, and nothing of another run since."""
     whole = storage.step >= max(life.durable, life.base)
-    its_own = storage.run_id in ("", life.run_id)  # what cannot be read is for the restore to tell
+    its_own = storage.run_id in ("", life.run_id)  # the restore explains unreadable ones
     if not (whole and (its_own or (storage.step, storage.run_id) == (life.base, life.base_run))):
         raise CorruptCheckpointError("storage is not what its run left there")
 
 
 def _worth_keeping(store: Store, left: Iterable[Record]) -> frozenset[int]:
-    """What stays for another reason than that it is one of the newest."""
+    """The steps that stay for another reason than being new."""
     known = [*store.look(), *(retention.known(one.step, one.info) for one in left)]
     later = [retention.Known(MAX_STEP - number) for number in range(store.rules.keep_latest)]
     return retention.kept(store.rules, [*known, *later], MAX_STEP)
 
 
 def _load(folder: int, index: int, record: Record) -> tuple[Layout, bytes, mmap.mmap]:
-    """A capture's layout, extra state and bytes.
-
-    Raises:
-        CorruptCheckpointError: they are not what its record says.
-        OSError: they cannot be read now.
-    """
+    """A capture's layout, extra state and bytes. Raises CorruptCheckpointError if they do not match its record."""
     data = read_kept(folder, f"layout-{record.layout}.json", MAX_MANIFEST_BYTES)
     extra = read_kept(folder, f"buffer-{index}.extra", MAX_EXTRA_BYTES)
     if (xxhash.xxh3_128_hexdigest(data), xxhash.xxh3_128_hexdigest(extra)) != (record.layout, record.extra):
@@ -239,7 +228,7 @@ def _load(folder: int, index: int, record: Record) -> tuple[Layout, bytes, mmap.
     layout = make_layout([TensorRecord(**asdict(one)) for one in LAYOUTS.validate_json(data)])
     memory = _map(folder, f"buffer-{index}", layout.buffer_bytes)
     view = memoryview(memory)
-    for file in layout.files:  # another release may lay files out in another way
+    for file in layout.files:  # another release may lay out files differently
         if view[file.staging_offset : file.staging_offset + len(file.header)] != file.header:
             raise CorruptCheckpointError(f"its buffer is not laid out as {file.name} is")
     for name, kept in record.digests.items():
@@ -261,8 +250,8 @@ def _map(folder: int, name: str, least_bytes: int) -> mmap.mmap:
         fs.close_quietly(fd)
 
 
-def _let_old_ones_go(store: Store) -> None:
-    """What a dead run did not live to delete takes the room of what is to be saved, once the newest proves whole."""
+def _delete_old(store: Store) -> None:
+    """Once the newest checkpoint proves whole, delete old ones that a dead run left, to make room."""
     complete, newest = store.look(), next(iter(store.checkpoints()), None)
     step = None if newest is None else parse_step(newest.name)
     if (
@@ -274,7 +263,7 @@ def _let_old_ones_go(store: Store) -> None:
     try:
         with open_verified(newest, store.trust):
             store.went_on_from(step)
-    except StorageError as error:  # told where it is restored
+    except StorageError as error:  # logged when it is restored
         logger.debug("old checkpoints stay for now: %s", error)
 
 
@@ -294,14 +283,12 @@ def _commit(store: Store, path: Path, one: _Loaded) -> None:
 
 
 def _tidy(own: Path | None, directory: Path) -> None:
-    """Give back the memory of jobs that are dead, and that nobody can go on from, this one's own aside.
-
-    Args:
-        directory: that this job holds: no other is just about to start there.
+    """Free the memory of other dead jobs from which nobody can resume. This job holds ``directory``: no other starts
+    there.
     """
     try:
         names = fs.folder_names(str(records.ROOT))
-    except OSError:  # there is no shared memory
+    except OSError:  # no shared memory
         return
     for name in filter(FOLDER.fullmatch, names):
         path = records.ROOT / name
@@ -320,7 +307,7 @@ def _is_orphan(path: Path, held: Path) -> bool:
         young, known = age_seconds < YOUNG_SECONDS, fs.exists(OWNER, dir_fd=folder)
         owner = OWNERS.validate_json(read_kept(folder, OWNER, MOST_BYTES)) if known else None
         if young and (owner is None or not owner.is_of(held)):
-            return False  # nor is its lock looked at, which its job may be about to take
+            return False  # do not even test its lock, which its job may be about to take
         if not is_free(folder):
             return False
         if owner is None:
@@ -345,11 +332,7 @@ def _is_orphan(path: Path, held: Path) -> bool:
 
 
 def free(left: Left, *, force: bool = False) -> str | None:
-    """Give a dead job's folder back; returns why it stays, or None: it has gone.
-
-    Args:
-        force: although it holds what storage does not have.
-    """
+    """Free a dead job's folder; returns why it stays, or None. ``force``: even what storage does not have."""
     if not left.own:
         return f"it is of {left.owner}"
     if left.only_copy and not force:
@@ -358,7 +341,7 @@ def free(left: Left, *, force: bool = False) -> str | None:
         with fs.folder(str(left.path)) as folder, contextlib.ExitStack() as held:
             if time.time() - os.fstat(folder).st_mtime < YOUNG_SECONDS and left.lives is None:
                 return "its job may be about to begin"
-            with contextlib.suppress(FileNotFoundError):  # it was killed before it said whose it is
+            with contextlib.suppress(FileNotFoundError):  # killed before it wrote the owner
                 lock = fs.open_claimed(OWNER, dir_fd=folder)
                 held.callback(fs.close_quietly, lock)
                 fs.flock(lock)
@@ -373,7 +356,7 @@ def free(left: Left, *, force: bool = False) -> str | None:
 
 
 def _is_mounted(owner: Owner) -> bool:
-    """Whether the file system that had the checkpoints is where it was."""
+    """Whether the file system of the checkpoints is mounted where it was."""
     directory = Path(owner.directory)
     for path in (directory, *directory.parents):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

@@ -1,11 +1,7 @@
-"""Host memory that checkpoints are staged in: a few equal buffers, each the image of one checkpoint's files.
+"""Host memory in which checkpoints are staged: three buffers, so that one may be written, one complete, one filling.
 
-Three buffers, so that one may be persisting, one complete and one filling. A buffer is filled by the training thread
-and the copy engine, then handed to the writer, which gives it back. They lie in shared memory, where there is room for
-them, so that the next run finds what this one had captured when it was killed (:mod:`.tier`).
-
-Where the state lies on a GPU, buffers are locked in place, so that the GPU writes to them by itself, and lie on the
-NUMA node that it hangs on. Where shared memory cannot be locked, CUDA allocates them, and they end with the process.
+They lie in shared memory if there is room (:mod:`.tier`). For a GPU they are locked, on its NUMA node; if shared memory
+cannot be locked, CUDA allocates them, and they end with the process.
 """
 
 from __future__ import annotations
@@ -33,36 +29,36 @@ from checkflow.runtime.system.aligned_memory import MADV_WIPEONFORK, map_address
 
 logger = logging.getLogger("checkflow")
 
-_MADV_POPULATE_WRITE = 23  # of Linux 5.14, and the flags of its mmap: Python has no names for them
+_MADV_POPULATE_WRITE = 23  # Linux 5.14, and flags of its mmap that Python does not name
 _MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
 _MAP_FAILED = ctypes.c_void_p(-1).value
-_MOST_THREADS = 8  # that touch or lock memory: more than its bandwidth needs
+_MOST_THREADS = 8  # that touch or lock memory; enough for its bandwidth
 _Item = TypeVar("_Item")
 
 
 class Locking(Protocol):
-    """What a device needs done to the host memory that it copies to (:class:`.transfer.cuda_device.CudaDevice`)."""
+    """What a device needs done to host memory that it copies to (:class:`.transfer.cuda_device.CudaDevice`)."""
 
     @property
     def numa_node(self) -> int | None:
-        """The node whose memory is nearest to it, if that is known."""
+        """The nearest NUMA node, if it is known."""
 
     def register(self, address: int, size_bytes: int) -> None:
-        """Lock memory in place for it; raises CheckflowError where the system refuses."""
+        """Lock memory in place; raises CheckflowError if the system refuses."""
 
     def unregister(self, address: int) -> None:
-        """Undo that; raises CheckflowError where it cannot be undone."""
+        """Undo :meth:`register`; raises CheckflowError if it cannot."""
 
     def allocate_host(self, size_bytes: int) -> int:
-        """The address of other memory, locked from the begin; raises CheckflowError where the system refuses."""
+        """Allocate locked memory and return its address; raises CheckflowError if the system refuses."""
 
     def free_host(self, address: int) -> None:
-        """Undo that; raises CheckflowError where it cannot be undone."""
+        """Undo :meth:`allocate_host`; raises CheckflowError if it cannot."""
 
 
 @dataclass(frozen=True, eq=False)
 class StagingBuffer:
-    """One buffer: page-aligned memory at ``address``, and the same as ``view``."""
+    """One buffer: page-aligned memory at ``address``, also as ``view``."""
 
     index: int
     memory: mmap.mmap | ctypes.Array[ctypes.c_char]
@@ -74,12 +70,12 @@ class StagingBuffer:
 
 
 class StagingBuffers:
-    """A fixed number of buffers of one size, none until :meth:`grow` made them; ``take`` waits for a free one.
+    """Buffers of one size, made by :meth:`grow`; ``take`` waits for a free one.
 
     Args:
-        locking: what they are locked by, for a device that needs it.
-        urge: called before all are waited for: whoever holds one back is to give it up.
-        tier: where they lie, if that is to outlive the process.
+        locking: locks them, for a device that needs it.
+        urge: called before waiting for all: a holder should give its buffer back.
+        tier: their shared memory, if they should outlive the process.
     """
 
     def __init__(
@@ -91,27 +87,23 @@ class StagingBuffers:
     ) -> None:
         self.size_bytes = 0
         self._count, self._locking, self._urge, self._tier = count, locking, urge, tier
-        self._locked: list[int] = []  # addresses, in place
-        self._allocated = False  # locked from the begin
-        self._told = False  # that they cannot be locked
+        self._locked: list[int] = []  # addresses of those locked in place
+        self._allocated = False  # allocated by the device, locked
+        self._warned = False  # that they cannot be locked was logged
         self._all: list[StagingBuffer] = []
         self._free: list[StagingBuffer] = []
         self._mutex = threading.RLock()  # entered by itself, not by the condition: see system/signals.py
         self._changed = threading.Condition(self._mutex)
 
     def grow(self, size_bytes: int) -> None:
-        """Make the buffers at least so large. Where they are smaller: waits until all are free, and makes new ones.
-
-        Raises:
-            StorageError: the memory cannot be had; there are no buffers then.
-        """
+        """Make the buffers at least this large, once all are free. After a StorageError there are none."""
         wanted_bytes = max(size_bytes, 1)
         if wanted_bytes <= self.size_bytes:
             return
         self.wait_all_free()
         self.close()
         available = free_host_memory_bytes()
-        if self._count * wanted_bytes > available:  # the kernel would grant it, and kill the job when it is touched
+        if self._count * wanted_bytes > available:  # the kernel would grant it and kill the job later
             raise StorageError(
                 f"{self._count} staging buffers of {format_size(size_bytes)} do not fit into the "
                 f"{format_size(available)} of host memory that are free: pass host_buffers=2 or 1, or free some"
@@ -124,7 +116,7 @@ class StagingBuffers:
         self._free.extend(self._all)
 
     def _map(self, size_bytes: int) -> None:
-        """Make all buffers, in shared memory if they are to outlive the process and there is room."""
+        """Make all buffers, in shared memory if they should outlive the process and there is room."""
         node = None if self._locking is None else self._locking.numa_node
         shared = None if self._tier is None else self._tier.allocate(self._count, size_bytes, node)
         memories = shared or [_private(size_bytes, node) for _ in range(self._count)]
@@ -134,7 +126,7 @@ class StagingBuffers:
         _in_threads(_touch, self._pieces())
 
     def _pieces(self) -> list[tuple[int, int]]:
-        """Of all buffers: addresses, and bytes there."""
+        """Addresses and sizes of parts of all buffers."""
         return [
             (one.address + begin, min(PIECE_BYTES, len(one.memory) - begin))
             for one in self._all
@@ -142,31 +134,27 @@ class StagingBuffers:
         ]
 
     def take(self) -> StagingBuffer:
-        """A free buffer; waits until one is given back. What is in it is void from now on.
-
-        Raises:
-            StorageError: its memory cannot be made to say so.
-        """
+        """Wait for a free buffer and take it. Its content is void from now on."""
         with self._mutex:
             while not self._free:
                 self._changed.wait()
             buffer = min(self._free, key=self._worth)
             if self._tier is not None:
                 self._tier.forget(buffer.index)
-            self._free.remove(buffer)  # last: what a signal's handler raises before it leaves the buffer free
+            self._free.remove(buffer)  # last: after a signal handler's error before this line, the buffer is free
             return buffer
 
     def _worth(self, buffer: StagingBuffer) -> int:
-        """Of a free buffer: the newest capture stays for the next run as long as possible."""
+        """The step of a free buffer's capture: the newest stays for the next run as long as possible."""
         return 0 if self._tier is None else self._tier.step_of(buffer.index)
 
     @property
     def free(self) -> int:
-        """How many may be taken without waiting."""
+        """How many can be taken without waiting."""
         return len(self._free)
 
     def give_back(self, buffer: StagingBuffer) -> None:
-        """The buffer's content is no longer needed."""
+        """Return a buffer; its content is no longer needed."""
         with self._mutex:
             self._free.append(buffer)
             self._changed.notify_all()
@@ -180,11 +168,11 @@ class StagingBuffers:
 
     @property
     def locked(self) -> bool:
-        """Whether every buffer is locked in place: copies from a GPU go on behind training then."""
+        """Whether every buffer is locked, so that copies from a GPU run behind training."""
         return self._allocated or len(self._locked) == len(self._all)
 
     def _lock(self) -> CheckflowError | None:
-        """Lock them all; or give them all back, and say why."""
+        """Lock all in place; after a failure unlock all and return the error."""
         if (locking := self._locking) is None:
             return None
 
@@ -200,12 +188,8 @@ class StagingBuffers:
         return None
 
     def _allocate_locked(self, size_bytes: int, error: CheckflowError) -> bool:
-        """Make all buffers in memory that is locked from the begin, which ends with the process; whether there is any.
-
-        Virtual machines may refuse to lock shared memory.
-
-        Args:
-            error: why they cannot be locked in place.
+        """Make all buffers in locked memory of the device's runtime, where shared memory cannot be locked (virtual
+        machines).
         """
         assert self._locking is not None
         made: list[StagingBuffer] = []
@@ -223,8 +207,8 @@ class StagingBuffers:
         return True
 
     def _warn_unlocked(self, size_bytes: int, error: CheckflowError) -> None:
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             logger.warning(
                 "staging memory (%d times %s) cannot be locked in place, so that copies from the GPU hold "
                 "training: %s; raise the limit on locked memory (ulimit -l unlimited, or --ulimit memlock=-1 of a "
@@ -237,15 +221,11 @@ class StagingBuffers:
             address = self._locked.pop()
             try:
                 self._locking.unregister(address)
-            except CheckflowError as error:  # the runtime ends before the process does, and takes its locks along
+            except CheckflowError as error:  # the runtime ended first, with its locks
                 logger.debug("staging memory is not unlocked: %s", error)
 
     def close(self, *, leave: bool = False) -> None:
-        """Give the memory back to the system, as soon as nobody looks at it any more.
-
-        Args:
-            leave: whether the next run is to find what is complete in it.
-        """
+        """Free the memory, once nobody uses it. ``leave``: complete captures stay for the next run."""
         self._unlock()
         self.size_bytes = 0
         self._free.clear()
@@ -261,28 +241,24 @@ def _private(size_bytes: int, node: int | None) -> mmap.mmap:
         memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
         raise StorageError(f"no host memory for a staging buffer of {format_size(size_bytes)}: {error}") from error
-    # Loader workers are forked: did they share the pages, each that is staged later would be copied first. They find
-    # zeros there. Not MADV_DONTFORK: what a worker maps into the hole would go with the inherited object.
+    # Forked loader workers would share the pages, and each write to a page would copy it first. So they get zeros.
+    # Not MADV_DONTFORK: freeing the inherited object would unmap what a worker maps into the hole.
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a kernel before 4.14: they share them
+        with contextlib.suppress(OSError):  # a kernel before 4.14: shared
             memory.madvise(MADV_WIPEONFORK)
     if node is not None:
         numa.prefer_node(map_address(memory), size_bytes, node)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux: to touch, lock and copy to few large pages takes less
-        with contextlib.suppress(OSError):  # a kernel without them
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux: few large pages are faster to touch, lock and copy to
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 def _allocated(locking: Locking, index: int, size_bytes: int) -> StagingBuffer:
-    """Memory of this process alone that the device's runtime allocates, and gets back with the last view of it.
-
-    Raises:
-        CheckflowError: it refuses.
-    """
+    """Memory that the device's runtime allocates, and frees with the last view of it."""
     address = locking.allocate_host(size_bytes)
     memory = (ctypes.c_char * size_bytes).from_address(address)
-    weakref.finalize(memory, _free, locking, address).atexit = False  # the runtime ends first, and takes it along
+    weakref.finalize(memory, _free, locking, address).atexit = False  # the runtime ends first and frees it
     return StagingBuffer(index, memory, address)
 
 
@@ -294,15 +270,15 @@ def _free(locking: Locking, address: int) -> None:
 
 
 def _in_threads(work: Callable[[_Item], None], items: Sequence[_Item]) -> None:
-    """Call it for each; the kernel clears and locks pages on as many cores as ask for it."""
+    """Map over threads: the kernel clears and locks pages on as many cores as ask for it."""
     with ThreadPoolExecutor(min(len(items), _MOST_THREADS, os.cpu_count() or 1)) as pool:
         for _ in pool.map(work, items):
             pass
 
 
 def _touch(piece: tuple[int, int]) -> None:
-    """Have every page writable without a page fault: one in the middle of training costs more than the copy there."""
-    if _advise is None or _advise(*piece, _MADV_POPULATE_WRITE):  # an older kernel, or another system
+    """Fault in every page for writing: a page fault during training costs more than the copy."""
+    if _advise is None or _advise(*piece, _MADV_POPULATE_WRITE):  # an older kernel or another system
         _clear(piece)
 
 
@@ -315,21 +291,18 @@ _apart: weakref.WeakSet[StagingBuffer] = weakref.WeakSet()  # shared buffers of 
 
 
 def _part() -> None:
-    """In a forked child: zeros of its own in the place of its parent's buffers, as it finds them in private memory.
-
-    It may train on under the hooks that it inherited, and is not to write where its parent does.
-    """
+    """In a forked child, replace shared buffers by zeros: it may train on, and must not write where its parent does."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
     for buffer in list(_apart):
         size_bytes = len(buffer.memory)
         if _map(buffer.address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _MAP_FAILED:
-            # A system that promises no more memory than it has: not to be touched at all, then.
+            # No memory to promise (overcommit is off): make it inaccessible.
             _map(buffer.address, size_bytes, _PROT_NONE, flags, -1, 0)
 
 
 _advise: Any = None
-if sys.platform == "linux":  # elsewhere there is no shared memory of this kind
-    _advise = ctypes.CDLL(None).madvise  # unlike that of mmap objects, it lets other threads go on
+if sys.platform == "linux":  # no such shared memory elsewhere
+    _advise = ctypes.CDLL(None).madvise  # unlike mmap.madvise, it releases the GIL
     _advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     _map = ctypes.CDLL(None, use_errno=True).mmap
     _map.restype = ctypes.c_void_p

@@ -1,13 +1,7 @@
-"""Host memory that outlives the process: what a killed job had captured, and storage did not have yet.
+"""Host memory that outlives the process: staging buffers as files in shared memory (:mod:`.records`).
 
-Staging buffers are files in shared memory, in a folder of their job (:mod:`.records`). A record is removed before
-the first byte of the next capture comes into its buffer, and gets its name by a rename when the last one has arrived:
-at whatever instant the process dies, a buffer with a record is whole. Where the capture is to be audited, the record
-has what its bytes are held against. The next run takes a capture (:mod:`.recovery`) only where storage is still what
-its run has left.
-
-Where there is no shared memory, or too little, buffers are the process's alone. Loaders pass batches through the same
-file system, and die where it is full: at most half of what is free in it is taken.
+A record is removed before the next capture enters its buffer, and appears by a rename once all has arrived. So whenever
+the process dies, a buffer with a record is whole.
 """
 
 from __future__ import annotations
@@ -59,14 +53,14 @@ from checkflow.runtime.system.aligned_memory import map_address
 
 logger = logging.getLogger("checkflow")
 
-SHARE = 0.5  # of what is free in shared memory, at most
-_SMALL_BYTES = 1 << 20  # of extra state: no more than what is always there
+SHARE = 0.5  # of free shared memory, at most
+_SMALL_BYTES = 1 << 20  # extra state up to this size is not checked for room
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """A record that is there, or just about to be."""
+    """A record that exists or is about to."""
 
     step: int
     plan_digest: str
@@ -74,35 +68,26 @@ class _Kept:
 
 
 class MemoryTier:
-    """The staging buffers of one job in shared memory.
-
-    Args:
-        directory: of the checkpoints; exists, and is locked by this process.
-        life: the run.
-    """
+    """The staging buffers of one job in shared memory. This process holds the lock of ``directory``."""
 
     def __init__(self, directory: Path, life: Life) -> None:
         self._directory, self._life = directory, life
         self._pid = os.getpid()
-        self.survives = False  # captures outlive the process, or did until this was closed
-        self._unmarked = False  # the folder is there, and nothing beside the checkpoints says which one it is
+        self.survives = False  # captures outlive the process; stays as it was after close
+        self._unmarked = False  # the folder exists, without a mark beside the checkpoints
         self._token = ""
-        self._path: Path | None = None  # of the folder
+        self._path: Path | None = None  # the folder's
         self._folder: int | None = None
         self._lock: int | None = None
-        self._told = False  # that memory ends with the process
-        self._mutex = threading.RLock()  # around records, which several threads make and remove
+        self._warned = False  # that memory ends with the process was logged
+        self._mutex = threading.RLock()  # guards records: several threads make and remove them
         self._memories: list[mmap.mmap] = []
-        self._layouts: dict[int, tuple[Layout, str]] = {}  # by identity; and the digests of their files
+        self._layouts: dict[int, tuple[Layout, str]] = {}  # by id(): layout, and digest of its file
         self._kept: dict[int, _Kept] = {}  # by buffer
 
     def allocate(self, count: int, size_bytes: int, node: int | None) -> list[mmap.mmap] | None:
-        """So many buffers of so many bytes, whose pages are there; None: there is no room in shared memory.
-
-        Args:
-            node: the NUMA node that they are to lie on, if that matters.
-        """
-        if os.getpid() != self._pid:  # a forked child: what is beside the checkpoints is its parent's
+        """Allocate buffers with all their pages, on a NUMA node if that matters; None: no room in shared memory."""
+        if os.getpid() != self._pid:  # a forked child: the mark is its parent's
             return None
         self.close()
         try:
@@ -113,7 +98,7 @@ class MemoryTier:
         except (OSError, ValueError, CheckflowError) as error:
             self.close()
             self.survives = False
-            self._tell(f"{records.ROOT}: {error.strerror}" if isinstance(error, OSError) else error)
+            self._warn(f"{records.ROOT}: {error.strerror}" if isinstance(error, OSError) else error)
             return None
         except BaseException:
             self.close()
@@ -123,65 +108,55 @@ class MemoryTier:
         return list(self._memories)
 
     def give_up(self, reason: str) -> None:
-        """Buffers lie elsewhere from now on, and end with the process."""
+        """Buffers lie elsewhere from now on and end with the process."""
         self.close()
         self.survives = False
-        self._tell(reason)
+        self._warn(reason)
 
     def mark(self) -> bool:
-        """Say beside the checkpoints where the memory is, unless that was said; returns whether it is."""
+        """Write beside the checkpoints where the memory is, once; returns whether it is written."""
         if self._is_mine and self._unmarked:
             try:
                 with fs.folder(str(self._directory)) as beside:
                     _publish(beside, MARK, MARKS.dump_json(Mark(self._token, boot_id())))
             except OSError as error:
-                self._tell(f"{self._directory / MARK} cannot be written: {error.strerror}")
+                self._warn(f"{self._directory / MARK} cannot be written: {error.strerror}")
                 return False
             self._unmarked, self.survives = False, True
-            if self._told:
-                self._told = False
+            if self._warned:
+                self._warned = False
                 logger.info("captures in host memory outlive the process from now on")
         return self.survives
 
-    def _tell(self, reason: object) -> None:
-        if not self._told:
-            self._told = True
+    def _warn(self, reason: object) -> None:
+        if not self._warned:
+            self._warned = True
             logger.warning("captures in host memory end with the process, and storage is what is left then: %s", reason)
 
     def forget(self, index: int) -> None:
-        """What a buffer holds is void, or about to be written over.
-
-        Raises:
-            StorageError: the record stays, so that nothing may be written there.
-        """
+        """Void a buffer's record before the buffer is overwritten, which a StorageError forbids."""
         if not self._is_mine:
             return
         with self._mutex:
             try:
-                with contextlib.suppress(FileNotFoundError):  # it has no record, or the system took the folder away
+                with contextlib.suppress(FileNotFoundError):  # no record, or the system removed the folder
                     fs.unlink(f"buffer-{index}.json", dir_fd=self._open_folder)
             except OSError as error:
                 raise StorageError(f"cannot remove a record from {self._path}: {error.strerror}") from error
             self._kept.pop(index, None)
 
     def stored(self, step: int) -> None:
-        """Storage has this step: it must still have it when the next run takes what is later."""
+        """Storage has this step, and must still have it when the next run takes a later one."""
         if not self._is_mine:
             return
         self._life = dataclasses.replace(self._life, durable=step)
         try:
             self._publish(LIFE, LIVES.dump_json(self._life))
-        except OSError as error:  # what it says is true, if not all
+        except OSError as error:  # the old content stays true
             logger.debug("cannot note step %d in %s: %s", step, self._path, error)
 
     def keep(self, capture: StagedCheckpoint, extra: bytes, info: dict[str, Any]) -> None:
-        """A capture is complete. Without a record it ends with the process, and no more is lost: errors of the system,
-        and what cannot be written down, are storage's to tell.
-
-        Args:
-            extra: its extra state.
-            info: for its manifest.
-        """
+        """Record a complete capture. If that fails, it only ends with the process; storage reports errors."""
         if not self._is_mine:
             return
         index = capture.buffer.index
@@ -205,14 +180,14 @@ class MemoryTier:
             logger.debug("the capture of step %d ends with the process: %s", capture.step, error)
 
     def distrust(self, plan_digest: str) -> None:
-        """An audit refuted this plan: what was captured by it may be torn."""
+        """Void captures of a plan that an audit refuted."""
         with self._mutex:
             for index, kept in list(self._kept.items()):
                 if kept.by_plan and kept.plan_digest == plan_digest:
                     self.forget(index)
 
     def step_of(self, index: int) -> int:
-        """The step of a complete capture in this buffer, or ``NOTHING``."""
+        """The step of the complete capture in this buffer, or ``NOTHING``."""
         kept = self._kept.get(index)
         return NOTHING if kept is None else kept.step
 
@@ -221,23 +196,21 @@ class MemoryTier:
         return max((kept.step for kept in list(self._kept.values())), default=None)
 
     def close(self, *, leave: bool = False) -> None:
-        """Give the memory back. Interrupted, it can be called again, and once more is harmless.
-
-        Args:
-            leave: whether the next run is to find the newest capture.
+        """Free the memory; may be called again, also after an interrupt. ``leave``: the newest capture for the next
+        run.
         """
-        if os.getpid() != self._pid:  # a forked child, which may give nothing back
+        if os.getpid() != self._pid:  # a forked child frees nothing
             return
         with self._mutex:
             marked = self._marked() if self._path is not None else None
-            if leave and self._path is not None and marked in (None, self._token):  # None: storage may be away
+            if leave and self._path is not None and marked in (None, self._token):  # None: storage may be unreachable
                 newest = self.newest()
                 for index, memory in enumerate(self._memories):
                     if self.step_of(index) != newest:
                         self.forget(index)
                         give_pages_back(memory)
             elif self._path is not None:
-                if marked == self._token:  # otherwise the directory is another one by now
+                if marked == self._token:  # else it is another directory by now
                     with contextlib.suppress(OSError):
                         os.unlink(self._directory / MARK)
                 for memory in self._memories:
@@ -264,7 +237,7 @@ class MemoryTier:
         return self._folder
 
     def _marked(self) -> str | None:
-        """The token beside the checkpoints; None: it cannot be read."""
+        """The token beside the checkpoints; None: unreadable."""
         try:
             with fs.folder(str(self._directory)) as beside:
                 return MARKS.validate_json(fs.read_small(MARK, MOST_BYTES, dir_fd=beside)).token
@@ -291,16 +264,16 @@ class MemoryTier:
         try:
             os.ftruncate(fd, size_bytes)
             memory = mmap.mmap(fd, size_bytes)
-            if node is not None:  # before there are pages
+            if node is not None:  # before pages are allocated
                 numa.prefer_node(map_address(memory), size_bytes, node)
-            for begin in range(0, size_bytes, PIECE_BYTES):  # or a page fault where memory is short would be SIGBUS
+            for begin in range(0, size_bytes, PIECE_BYTES):  # or a later page fault could be a SIGBUS
                 os.posix_fallocate(fd, begin, min(PIECE_BYTES, size_bytes - begin))
         finally:
             os.close(fd)
         return memory
 
     def _keep_layout(self, layout: Layout) -> str:
-        """The digest of the file that says a layout: one for each arrangement of the job's state."""
+        """Write a layout's file, once for each layout; returns its digest."""
         if id(layout) not in self._layouts:
             data = dump_layout(layout)
             digest = xxhash.xxh3_128_hexdigest(data)
@@ -313,12 +286,7 @@ class MemoryTier:
 
 
 def _refuse_too_much(size_bytes: int) -> None:
-    """Leave others their part of shared memory.
-
-    Raises:
-        StorageError: it would be more than half of what is free, or the system has no shared memory there.
-        OSError: nor anything else.
-    """
+    """Leave others their part of shared memory. Raises StorageError if this is more than half of what is free."""
     room = os.statvfs(records.ROOT)
     if (kind := fs.file_system(records.ROOT)[0]) not in (None, "tmpfs"):
         raise StorageError(f"{records.ROOT} is no shared memory, but {kind}")

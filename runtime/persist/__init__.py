@@ -1,1 +1,1 @@
-"""Captured checkpoints -> committed ones, in the background."""
+"""Commits captured checkpoints in the background."""

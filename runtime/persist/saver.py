@@ -1,8 +1,4 @@
-"""From boundaries to durable checkpoints: the copy engine, the staging buffers and the writer of one job.
-
-They outlive the plans that run in it (:mod:`.snapshot.executor`): a checkpoint is audited and committed as it was
-begun.
-"""
+"""From boundaries to durable checkpoints: one job's copy engine, staging buffers and writer. They outlive its plans."""
 
 from __future__ import annotations
 
@@ -30,15 +26,11 @@ from checkflow.runtime.transfer.host import HostCopyEngine
 
 logger = logging.getLogger("checkflow")
 
-FIRST_AUDITS = 3  # of each plan's checkpoints
+FIRST_AUDITS = 3  # of each plan
 
 
 def make_engine(device: torch.device) -> tuple[CopyEngine, Locking | None]:
-    """What copies from a device to host memory, and what it needs done to that memory.
-
-    Raises:
-        CheckflowError: CUDA's runtime cannot be found, or fails.
-    """
+    """The copy engine for a device, and what locks host memory for it."""
     if device.type == "cpu":
         return HostCopyEngine(), None
     from checkflow.runtime.transfer.cuda import CudaCopyEngine
@@ -49,18 +41,12 @@ def make_engine(device: torch.device) -> tuple[CopyEngine, Locking | None]:
 
 
 class Saving:
-    """What captures are copied with, staged in and written by.
+    """Copies, stages and writes a job's captures.
 
     Args:
-        device: that state is copied from.
-        each: whether each capture is committed, however long training has to wait for storage; otherwise storage takes
-            the newest one.
-        host_buffers: staging buffers.
-        audit: of how many captures one is audited; 0: none but the first ones.
-        base: the step that the job went on from, and the run that made it.
-
-    Raises:
-        CheckflowError: the GPU cannot be copied from.
+        each: commit every capture, even if training must wait for storage; otherwise storage takes the newest one.
+        audit: every how many captures to audit; 0: only the first ones.
+        base: the step that the job resumed from, and the run that made it.
     """
 
     def __init__(
@@ -73,12 +59,12 @@ class Saving:
         self.metrics = Metrics(store)
         self.captures = 0
         self.newest: tuple[int, float] | None = None  # step of the newest capture, and time.monotonic at its begin
-        self._held_back: set[int] = set()  # steps of captures that storage is not to take, until one is delivered
+        self._held_back: set[int] = set()  # steps of captures that stay in host memory for now
         with contextlib.ExitStack() as undo:
             self.engine, locking = make_engine(device)
             undo.callback(self.engine.close)
             self.tier = MemoryTier(store.directory, Life(store.run_id, *base))
-            tier = self.tier if host_buffers > 1 else None  # one buffer is filled or written: it is seldom complete
+            tier = self.tier if host_buffers > 1 else None  # a single buffer is seldom complete
             self.buffers = StagingBuffers(host_buffers, locking, self._urge, tier)
             undo.callback(self.buffers.close)
             self.writer = Writer(
@@ -103,19 +89,14 @@ class Saving:
     ) -> float:
         """Capture this boundary under a plan; returns the seconds waited for storage and buffers.
 
-        Args:
-            durable: whether storage is to take it as soon as it can; otherwise it stays in host memory until a newer
-                capture replaces it, or the job ends.
-
-        Raises:
-            CheckflowError: as :meth:`.snapshot.capturer.Capturer.begin`.
+        Not ``durable``: it stays in host memory until a newer capture replaces it or the job ends.
         """
         audit = execution.captures < FIRST_AUDITS or (self._audit_every and self.captures % self._audit_every == 0)
-        # One being gathered, one being committed, none queueing: that bounds what a failure can cost. Those of which a
-        # GPU's last bytes are still on their way are bounded by the staging buffers.
+        # One is gathered, one committed, none queues: that bounds what a failure can cost. The number of captures
+        # with bytes still on their way from a GPU is bounded by the staging buffers.
         waited_seconds = self.writer.wait_until_at_most(1) if self._each else 0.0
         self.newest = (step, time.monotonic())
-        self.writer.forget_lost()  # this one makes up for it
+        self.writer.forget_lost()  # this one replaces it
         (self._held_back.discard if durable else self._held_back.add)(step)
         self.metrics.begun(step)
         try:
@@ -133,27 +114,25 @@ class Saving:
         self.metrics.submitted(capture.step)
         try:
             self._outlive(capture)
-        except Exception:  # a fault of ours must not keep it from storage; the traceback goes to the log
+        except Exception:  # a bug must not keep it from storage
             logger.exception("step %d ends with the process", capture.step)
         (self.writer.hold if hold else self.writer.submit)(capture)
 
     def keep(self, step: int) -> None:
-        """Storage is to take this capture, whatever was said when it began; what it was told of it, too."""
+        """Have storage take this capture after all, with later metrics."""
         self._held_back.discard(step)
         self.writer.urge()
         self.writer.nudge()
 
     @property
     def durable_step(self) -> int | None:
-        """Of the newest checkpoint that this run has committed, or else went on from; None: there is none."""
+        """The newest step that this run committed, or else resumed from; None: there is none."""
         durable = self.writer.durable
         return self._base_step if durable is None else durable.step
 
     def close(self) -> StorageError | None:
-        """Commit what is left, what failed last once more, then give threads and memory back.
-
-        Returns:
-            What of the newest capture is not durable; None: it is, or there was none.
+        """Commit what is left, retry what failed last, release threads and memory; returns why the newest is not
+        durable.
         """
         self.writer.close()
         self.engine.close()
@@ -171,29 +150,29 @@ class Saving:
         )
 
     def _outlive(self, capture: Capture) -> None:
-        """Have a complete capture outlive the process, unless its plan is refuted."""
+        """Let a complete capture outlive the process, unless its plan is refuted."""
         if not self.tier.mark() or self._is_refuted(capture):
             return
         if not isinstance(capture.extra, bytes):
             try:
                 capture.extra = capture.extra()
-            except CheckflowError:  # the writer makes it again, and tells what is wrong with it
+            except CheckflowError:  # the writer repeats this and reports the error
                 return
         info = {**capture.info, **self.metrics.known(capture.step)}
         self.tier.keep(capture, capture.extra, info)
-        if self._is_refuted(capture):  # meanwhile, by the writer
+        if self._is_refuted(capture):  # by the writer, meanwhile
             self.tier.forget(capture.buffer.index)
 
     def _is_refuted(self, capture: Capture) -> bool:
         return capture.by_plan and capture.plan_digest in self.writer.breached_plans
 
     def _void(self, capture: Capture) -> None:
-        """The writer's audit refuted this capture, and may have refuted its plan."""
+        """The writer's audit refuted this capture, and maybe its plan."""
         try:
             self.tier.forget(capture.buffer.index)
             if capture.plan_digest in self.writer.breached_plans:
                 self.tier.distrust(capture.plan_digest)
-        except StorageError as error:  # the buffer cannot be taken either, until that goes well
+        except StorageError as error:  # the buffer cannot be taken either until this works
             logger.warning("what is void stays in host memory: %s", error)
 
     def _commit(self, capture: Capture) -> Path:
@@ -214,7 +193,7 @@ class Saving:
         self.writer.urge()
 
     def _gives_way(self, waiting: Capture, newer: Capture) -> bool:
-        """Whether storage, which falls behind, may leave a capture out: not if retention would keep it."""
+        """Whether slow storage may skip a capture: not one that retention would keep."""
         epoch_ends = waiting.info.get(EPOCH_END) is True, newer.info.get(EPOCH_END) is True
         return self.metrics.gives_way(waiting.step, newer.step, epoch_ends=epoch_ends)
 

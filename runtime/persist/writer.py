@@ -1,10 +1,8 @@
-"""The background writer: complete captures, one after the other, onto durable storage.
+"""The background writer: commits complete captures one after the other. A failed capture does not end training.
 
-A capture is written by the store's commit protocol, or it fails as a whole; either way its buffer goes back and
-training goes on. Where captures come faster than storage takes them, the newest replaces the one that still waits
-(``supersede``), or the training thread waits (``wait_until_at_most``): the caller chooses. A capture may also be held
-back: it stays in host memory until a newer one replaces it, or all are to be written (``urge``). One that storage did
-not take stays, too, until a newer one is begun: if there is none, it is tried once more (``settle``).
+If captures come faster than storage takes them, the newest replaces the waiting one (``supersede``), or the training
+thread waits (``wait_until_at_most``). A capture may be held back in host memory until ``urge``. A failed one stays
+until a newer one begins; without a newer one it is tried once more (``settle``).
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from checkflow.runtime.snapshot.unwritten import WrittenError
 
 logger = logging.getLogger("checkflow")
 Commit = Callable[[Capture], Path]
-_TELL_AGAIN_SECONDS = 60.0  # that checkpoints fail, for the same reason as before
+_LOG_AGAIN_SECONDS = 60.0  # between log lines about the same failure
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Persisted:
     """The outcome of one capture."""
 
     step: int
-    path: Path | None  # None: it was not committed
+    path: Path | None  # None: not committed
     error: CheckflowError | None
     seconds: float
     size_bytes: int  # of its tensors' files
@@ -41,7 +39,7 @@ class Persisted:
 
 @dataclass(frozen=True, slots=True)
 class Durable:
-    """The newest capture that is on storage, by time.monotonic."""
+    """The newest capture on storage, by time.monotonic."""
 
     step: int
     begun: float
@@ -54,10 +52,9 @@ class Writer:
     Args:
         commit: writes one capture durably and returns its path; raises CheckflowError if it cannot.
         recycle: gives a capture's buffer back.
-        supersede: whether a newer capture replaces one that still waits.
-        gives_way: whether one that waits may be replaced by a newer one.
+        supersede: whether a newer capture replaces a waiting one, if ``gives_way`` allows it.
         newest: whether no capture was begun after this one.
-        errand: other work for this thread, between captures; see ``nudge``. Must raise nothing.
+        errand: other work for this thread, between captures; see ``nudge``. Must not raise.
         void: called with a capture that an audit refuted.
     """
 
@@ -76,9 +73,9 @@ class Writer:
         self._gives_way, self._errand, self._void = gives_way, errand, void
         self._waiting: deque[Capture] = deque()
         self._newest = newest
-        self._held: Capture | None = None  # complete, and not to be written yet
-        self._lost: Capture | None = None  # which storage did not take at its first try
-        self._again: Capture | None = None  # which is tried once more
+        self._held: Capture | None = None  # complete, held back
+        self._lost: Capture | None = None  # failed at its first try
+        self._again: Capture | None = None  # being tried once more
         self._mutex = threading.RLock()  # entered by itself, not by the condition: see system/signals.py
         self._changed = threading.Condition(self._mutex)
         self._busy = self._closed = self._nudged = False
@@ -86,14 +83,14 @@ class Writer:
         self._lost_error: CheckflowError | None = None
         self._written: list[str] = []
         self.committed = self.failed = self.superseded = self.audited = self.breaches = 0
-        self.breached_plans: set[str] = set()  # by digest: a breach refutes the plan that it was captured by
+        self.breached_plans: set[str] = set()  # digests of plans that an audit refuted
         self.last: Persisted | None = None
         self.durable: Durable | None = None
         self.persisted_bytes, self.persist_seconds = 0, 0.0  # of what was committed
-        self.last_failure: tuple[float, str] | None = None  # when, by time.monotonic, and why
-        self.after_each: Callable[[], None] = _nothing  # outcome, on the writer's thread; must raise nothing
-        self._reason: object = None  # why checkpoints fail, as it was told last; None: the last one did not
-        self._told, self._untold = 0.0, 0  # when, by time.monotonic; failures since then
+        self.last_failure: tuple[float, str] | None = None  # time.monotonic, and the reason
+        self.after_each: Callable[[], None] = _nothing  # on the writer's thread; must not raise
+        self._reason: object = None  # of the last failure that was logged; None: the last commit worked
+        self._logged_at, self._unlogged = 0.0, 0  # time.monotonic of that line; failures since
         self._thread = threading.Thread(target=self._run, name="checkflow-writer", daemon=True)
         self._thread.start()
 
@@ -102,7 +99,7 @@ class Writer:
         self._take(capture, hold=False)
 
     def hold(self, capture: Capture) -> None:
-        """Take a complete capture, and hold it back; unless it replaces one that waits, since storage is due then."""
+        """Take a complete capture and hold it back, unless it replaces one that waits for storage."""
         self._take(capture, hold=True)
 
     def _take(self, capture: Capture, *, hold: bool) -> None:
@@ -130,7 +127,7 @@ class Writer:
 
     @property
     def outstanding(self) -> int:
-        """Captures that wait for storage, and the one that is being written."""
+        """Captures that wait for storage or are being written."""
         with self._mutex:
             return len(self._waiting) + self._busy
 
@@ -143,16 +140,13 @@ class Writer:
                 self._changed.notify_all()
 
     def nudge(self) -> None:
-        """There is an errand: it is done before the next commit, and before this closes."""
+        """Run the errand before the next commit and before closing."""
         with self._mutex:
             self._nudged = True
             self._changed.notify_all()
 
     def wait_until_at_most(self, outstanding: int) -> float:
-        """Wait until at most so many captures are neither committed nor failed; returns the seconds waited.
-
-        Captures that are held back do not count, unless none may be left: then they are written, too.
-        """
+        """Wait until at most so many captures are outstanding (0: held-back ones, too); returns the seconds waited."""
         begun = time.perf_counter()
         if not outstanding:
             self.urge()
@@ -162,7 +156,7 @@ class Writer:
         return time.perf_counter() - begun
 
     def settle(self) -> None:
-        """Wait until every capture is committed, or has failed: the newest one twice, as no other makes up for it."""
+        """Wait until every capture is committed or has failed; the newest is tried twice."""
         self.wait_until_at_most(0)
         with self._mutex:
             if self._lost is None:
@@ -174,14 +168,14 @@ class Writer:
         self.wait_until_at_most(0)
 
     def forget_lost(self) -> None:
-        """A newer capture is begun: the one that storage did not take is given up."""
+        """Drop the failed capture: a newer one begins."""
         with self._mutex:
             lost, self._lost = self._lost, None
         if lost is not None:
             self._recycle(lost)
 
     def take_error(self) -> CheckflowError | None:
-        """The first error since the last call, if there was one."""
+        """The first error since the last call, if any."""
         with self._mutex:
             error, self._error = self._error, None
             return error
@@ -236,7 +230,7 @@ class Writer:
                 self._lost, self._lost_error = capture, error
             return
         if capture is self._again and self._error is self._lost_error:
-            self._error = None  # made up for
+            self._error = None  # the retry worked
         self.durable = Durable(capture.step, capture.begun, now)
         self.persisted_bytes += outcome.size_bytes
         self.persist_seconds += outcome.seconds
@@ -248,7 +242,7 @@ class Writer:
             self._audit(capture)
             path = self._commit(capture)
             if self._reason is not None:
-                self._reason, self._untold = None, 0
+                self._reason, self._unlogged = None, 0
                 logger.info("checkpoint of step %d is saved: those that follow are as before", capture.step)
         except CheckflowError as reason:
             error = reason
@@ -257,9 +251,9 @@ class Writer:
                     self._written.append(reason.name)
             if isinstance(reason, ConsistencyError):
                 self._void(capture)
-            self._tell(capture, reason)
+            self._log(capture, reason)
         except Exception as reason:
-            # A fault of ours must not end the training job either; the traceback goes to the log.
+            # A bug must not end the training job either.
             said = " ".join(str(reason).split())
             error = CheckflowError(f"checkpoint of step {capture.step}: {type(reason).__name__}: {said}")
             logger.exception("checkpoint of step %d failed, training goes on", capture.step)
@@ -268,19 +262,19 @@ class Writer:
             sum(file.size_bytes for file in capture.layout.files), capture.digests is not None,
         )  # fmt: skip
 
-    def _tell(self, capture: Capture, error: CheckflowError) -> None:
-        """A full disk refuses one checkpoint after the other: each reason is told, and that it stays, now and then."""
+    def _log(self, capture: Capture, error: CheckflowError) -> None:
+        """Log a failure; a recurring one, such as a full disk, only now and then."""
         reason, now = _reason_of(error), time.monotonic()
-        if reason == self._reason and now - self._told < _TELL_AGAIN_SECONDS and capture is not self._again:
-            self._untold += 1
+        if reason == self._reason and now - self._logged_at < _LOG_AGAIN_SECONDS and capture is not self._again:
+            self._unlogged += 1
             logger.debug("checkpoint of step %d failed, training goes on: %s", capture.step, error)
             return
-        more = f" (so did {self._untold} before it)" if self._untold and reason == self._reason else ""
-        self._reason, self._told, self._untold = reason, now, 0
+        more = f" (so did {self._unlogged} before it)" if self._unlogged and reason == self._reason else ""
+        self._reason, self._logged_at, self._unlogged = reason, now, 0
         logger.warning("checkpoint of step %d failed, training goes on: %s%s", capture.step, error, more)
 
     def _audit(self, capture: Capture) -> None:
-        """Hold the staged bytes against the digests made at the boundary, those of settled tensors before it."""
+        """Compare the staged bytes with the digests of the boundary; those of settled tensors are older."""
         for name, digest in capture.settled.items():
             if not _is_staged(capture, name, digest):
                 raise WrittenError(capture.step, name)
@@ -311,10 +305,10 @@ def _is_staged(capture: Capture, name: str, digest: Digest) -> bool:
 
 
 def _reason_of(error: CheckflowError) -> object:
-    """Equal for failures that differ in the checkpoint alone."""
+    """Equal for failures that differ only in the checkpoint."""
     cause = error.__cause__
     return type(error), (cause.errno if isinstance(cause, OSError) else str(error))
 
 
 def _nothing() -> None:
-    """Nobody wants to know."""
+    """The default ``after_each``."""

@@ -1,21 +1,6 @@
-"""Several processes that each own a part of a model: save a version together, restore it onto any number of them.
+"""Several processes that each own a part of a model save a version together, and any number of processes restore it.
 
-On each of N processes, which share nothing but a directory::
-
-    from checkflow import shards
-
-    mine = shards.owned_names(variables, rank, N)              # by a hash of the name
-    shards.save_shard("checkpoints", step, rank, N, run_id=run_id,
-                      dense={name: variables[name] for name in mine},
-                      tables={"users": shards.Table(ids, rows, initializer="normal(0, 0.01)")})   # ids % N == rank
-
-and later on each of M::
-
-    part = shards.load_shard("checkpoints", rank, M, step)     # dense, tables, state: what is this process's of M
-    users = dict(zip(part.tables["users"].ids.tolist(), part.tables["users"].rows))
-
-Slices of tensors, as FSDP and ZeRO have them: ``slices={name: Slice(values, shape, offsets)}`` and ``load_slices``.
-docs/how-to/shards.md has the rules.
+The processes share nothing but a directory. docs/how-to/shards.md shows examples and the rules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arrays of numpy and tensors of torch as the bytes of a file, and back. torch is imported only where it is in use."""
+"""Arrays of numpy and tensors of torch as the bytes of a file, and back. Imports torch only if it is in use."""
 
 from __future__ import annotations
 
@@ -14,15 +14,11 @@ from checkflow.runtime.format.layout import STORED_TYPES, TensorRecord
 from checkflow.runtime.shards.ownership import Array
 
 Kind = Literal["numpy", "torch"]
-_PART_BYTES = 8388608  # of an array that is not laid out as the file is: copied a part at a time
+_PART_BYTES = 8388608  # copied at a time of an array that is not row-major
 
 
 def describe(name: str, array: Array) -> TensorRecord:
-    """How an array is stored, without a look at its values.
-
-    Raises:
-        UnsupportedError: safetensors has no such type.
-    """
+    """How an array is stored, without reading its values. Raises UnsupportedError if safetensors has no such type."""
     tensor = _is_tensor(array)
     if not tensor and not isinstance(array, np.ndarray):
         raise UnsupportedError(f"{name} is a {type(array).__name__}, not a numpy array or a torch tensor")
@@ -41,7 +37,7 @@ def _is_tensor(array: Array) -> bool:
 
 
 def to_bytes(array: Array) -> Iterator[memoryview]:
-    """The row-major bytes of an array, little-endian, in parts; without a copy where it lies so in memory."""
+    """The row-major bytes of an array, little-endian, in parts; not copied if they lie so in memory."""
     if _is_tensor(array):
         if array.numel():
             yield from _tensor_bytes(array)
@@ -67,7 +63,7 @@ def _tensor_bytes(tensor: Any) -> Iterator[memoryview]:
 
 
 def _parts(array: Array, size_bytes: int) -> Iterator[Array]:
-    """Rows of an array, so many at a time that a copy of them is small."""
+    """Rows of an array, in parts of which a copy is small."""
     if not len(array.shape):
         yield array
         return
@@ -79,11 +75,7 @@ def _parts(array: Array, size_bytes: int) -> Iterator[Array]:
 def from_bytes(
     data: bytearray | np.ndarray[Any, Any], dtype: str, shape: tuple[int, ...], kind: Kind, name: str
 ) -> Array:
-    """An array over ``data``, which is not copied.
-
-    Raises:
-        UnsupportedError: numpy has no such type.
-    """
+    """An array over ``data``, which is not copied. Raises UnsupportedError if numpy has no such type."""
     flat = np.frombuffer(data, np.uint8)
     if kind == "torch":
         import torch
@@ -95,11 +87,7 @@ def from_bytes(
 
 
 def numpy_type(dtype: str, name: str) -> np.dtype[Any]:
-    """numpy's type for one of torch's.
-
-    Raises:
-        UnsupportedError: it has none.
-    """
+    """numpy's type for a torch dtype's name. Raises UnsupportedError if there is none."""
     try:
         return np.dtype(dtype)
     except TypeError:

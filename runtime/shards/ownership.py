@@ -1,9 +1,7 @@
-"""Which shard owns what, and what a shard holds. Pure data and arithmetic, free of torch, the same on every machine.
+"""Which shard owns what, by ElasticDL's rule for parameter servers: pure data and arithmetic, free of torch.
 
-ElasticDL's rule for parameter servers: of N shards, a dense variable belongs to the one that a hash of its name says,
-and row ``id`` of an embedding table to shard ``id % N``. So every process can tell for any N, alone, what is its own.
-
-A table's rows are filled lazily: a shard has those that training has touched, with their ids, in any order, or none.
+Of N shards, a dense variable belongs to the one that a hash of its name says, and row ``id`` of a table to shard ``id %
+N``. So every process knows alone, for any N, what it owns.
 """
 
 from __future__ import annotations
@@ -19,16 +17,16 @@ from pydantic import Field
 from checkflow.core.errors import UnsupportedError
 from checkflow.core.graph import STRICT
 
-Array = Any  # a numpy array or a torch tensor, of any type that safetensors has
+Array = Any  # a numpy array or torch tensor of a type that safetensors has
 Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
 Length = Annotated[int, Field(ge=0, le=2**62)]
 
 
 def shard_of_name(name: str, shards: int) -> int:
-    """The shard that owns a dense variable: its name's xxh3-64 (of the UTF-8 bytes) modulo the number of shards.
+    """The shard that owns a dense variable: xxh3-64 of its name's UTF-8 bytes, modulo the number of shards.
 
     Raises:
-        UnsupportedError: the name is no valid Unicode.
+        UnsupportedError: the name is not valid Unicode.
     """
     try:
         return int(xxhash.xxh3_64_intdigest(name.encode()) % shards)
@@ -37,12 +35,12 @@ def shard_of_name(name: str, shards: int) -> int:
 
 
 def shard_of_row(row_id: int, shards: int) -> int:
-    """The shard that owns a row of an embedding table; for a negative id too, from 0 to ``shards`` - 1."""
+    """The shard that owns a row of an embedding table, from 0 to ``shards`` - 1, for a negative id too."""
     return row_id % shards
 
 
 def owned_names(names: Iterable[str], rank: int, world_size: int) -> list[str]:
-    """Of dense variables, those that belong to a shard, in the order given."""
+    """The dense variables that belong to a shard, in the order given."""
     check_rank(rank, world_size)
     return [name for name in names if shard_of_name(name, world_size) == rank]
 
@@ -53,10 +51,8 @@ def check_rank(rank: int, world_size: int) -> None:
 
 
 def may_hold(source: int, sources: int, rank: int, world_size: int) -> bool:
-    """Whether any id of shard ``source`` of ``sources`` belongs to shard ``rank`` of ``world_size``.
-
-    An id is ``source`` modulo the one and ``rank`` modulo the other: there is such a one exactly where the two agree
-    modulo the greatest common divisor.
+    """Whether an id of shard ``source`` of ``sources`` can be shard ``rank``'s of ``world_size``: both agree modulo the
+    gcd.
     """
     return (source - rank) % int(np.gcd(sources, world_size)) == 0
 
@@ -66,9 +62,9 @@ class TableInfo:
     """What all shards say alike of an embedding table.
 
     Args:
-        dimension: how many numbers a row has.
-        dtype: theirs, as torch names it ("float32").
-        initializer: what fills a row when it is first touched. It is kept and given back as it is: any text.
+        dimension: numbers in a row.
+        dtype: by torch's name ("float32").
+        initializer: what fills a row that is first touched: any text, which is kept and returned as it is.
     """
 
     __pydantic_config__ = STRICT
@@ -80,12 +76,12 @@ class TableInfo:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """The part of an embedding table that one shard holds.
+    """The part of an embedding table that one shard holds: the rows that training has touched.
 
     Args:
         ids: integers of one dimension, each once, in any order.
-        rows: row ``i`` is that of ``ids[i]``. A shard that has none yet tells dimension and dtype by an array of shape
-            (0, dimension).
+        rows: row ``i`` is that of ``ids[i]``. A shard without rows gives dimension and dtype by an array of shape (0,
+            dimension).
         initializer: see :class:`TableInfo`.
     """
 
@@ -114,7 +110,7 @@ class Shard:
     """What one of ``world_size`` shards owns of a version.
 
     Attributes:
-        tables: every table of the version, those without a row for this shard too; ids ascend.
+        tables: every table of the version, even without a row for this shard; ids ascend.
         state: what rank 0 saved beside the arrays.
     """
 
@@ -133,7 +129,7 @@ class Version:
     Attributes:
         shards: how many wrote it.
         dense, slices: dtype and shape of the whole, by name.
-        rows: how many rows of each table all shards have together.
+        rows: rows of each table in all shards together.
     """
 
     step: int
@@ -146,15 +142,10 @@ class Version:
 
 
 def checked_ids(name: str, table: Table, rank: int, world_size: int) -> Ids:
-    """The ids of a shard's part of a table, as int64.
-
-    Raises:
-        UnsupportedError: they are no integers of one dimension, are not those of this shard, one occurs twice, or the
-            rows are not as many.
-    """
+    """The ids of a shard's part of a table, as int64; UnsupportedError if they are invalid, or another shard's."""
     given = np.asarray(table.ids)
     if not given.size:
-        given = given.astype(np.int64)  # an empty list is of floats
+        given = given.astype(np.int64)  # an empty list becomes floats
     if given.ndim != 1 or given.dtype.kind not in "iu":
         raise UnsupportedError(
             f"table {name!r}: ids are integers of one dimension, not {given.dtype}{list(given.shape)}"

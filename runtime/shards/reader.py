@@ -1,7 +1,7 @@
-"""Restore what one shard of any number owns from a version that any number of shards wrote.
+"""Restores what one of M shards owns from a version that any number of shards wrote.
 
-A process opens only the files that can hold something of its own, and reads tables in blocks: its memory is that of its
-own shard, the ids of it a few times over, and some blocks. Every block that is read is held against its checksum.
+A process opens only files that can hold something of its own, and reads tables in verified blocks. Its memory is that
+of its shard, a few copies of its ids, and some blocks.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _TABLES: TypeAdapter[dict[str, tuple[int, str, str]]] = TypeAdapter(Named[str, t
 def newest_step(directory: str | os.PathLike[str], *, trust: str | None = None) -> int | None:
     """The newest version that is whole, every byte of it verified; None if there is none.
 
-    Of several processes one asks, and tells the others: if each looked for itself, damage might send one to an older
-    version than the rest.
+    Call it in one process and pass the result to the others: if each searched for itself, damage might send one to an
+    older version than the rest.
 
     Args:
         trust: whose versions it may be beside root's and this user's: "anyone", or a group's name for its members.
@@ -64,14 +64,14 @@ def newest_step(directory: str | os.PathLike[str], *, trust: str | None = None) 
 
 
 def describe_version(directory: str | os.PathLike[str], step: int | None = None) -> Version:
-    """What a version holds; reads its manifest alone.
+    """What a version holds; reads only its manifest.
 
     Args:
         step: None: the newest.
 
     Raises:
         StorageError: there is none.
-        MismatchError: it was saved otherwise than by shards.
+        MismatchError: it was not saved by shards.
         CorruptCheckpointError: its manifest is damaged, or a file is missing or of another size.
     """
     path = _path(directory, step)
@@ -108,8 +108,8 @@ def load_shard(
     Raises:
         ForeignError: another user may have written it.
         StorageError: there is no such version, or it cannot be read.
-        MismatchError: it was saved otherwise than by shards.
-        CorruptCheckpointError: what this shard reads of it is damaged; the message names the file.
+        MismatchError: it was not saved by shards.
+        CorruptCheckpointError: what this shard reads is damaged; the message names the file.
         UnsupportedError: numpy lacks a type.
     """
     check_rank(rank, world_size)
@@ -176,12 +176,7 @@ def _path(directory: str | os.PathLike[str], step: int | None) -> Path:
 
 
 def _tables(manifest: Manifest, path: Path) -> dict[str, TableInfo]:
-    """The information on tables.
-
-    Raises:
-        MismatchError: there is none: it is no version of shards.
-        CorruptCheckpointError: it does not fit the tensors.
-    """
+    """The information on tables. Raises MismatchError if the version was not saved by shards."""
     if INFO not in manifest.info:
         raise MismatchError(f"{path} was not saved by shards: restore it with checkflow.Checkpointer")
     try:
@@ -209,7 +204,7 @@ def _filled(tensor: TensorEntry) -> list[Piece]:
 
 
 def _narrow_to_shard(whole: Manifest, rank: int, world_size: int, path: Path) -> Manifest:
-    """Without variables of other shards, and without the parts of tables in which no row can be this shard's."""
+    """Drop variables of other shards, and parts of tables that cannot have a row of this shard."""
     _refuse_contradiction(whole, path)
     tensors: dict[str, TensorEntry] = {}
     for name, entry in whole.tensors.items():
@@ -253,7 +248,7 @@ def _source(file: str) -> tuple[int, int]:
 
 
 def _common(piece: Piece, begin: int, end: int) -> range:
-    """Rows of the whole tensor that a piece has of ``[begin, end)``; empty too where the piece is."""
+    """Rows of the whole tensor that a piece shares with ``[begin, end)``; none if the piece is empty."""
     if 0 in piece.lengths:
         return range(0)
     first, count = (piece.offsets[0], piece.lengths[0]) if piece.lengths else (0, 1)
@@ -273,7 +268,7 @@ def _read_whole(checkpoint: Checkpoint, name: str, kind: Kind) -> Array:
 
 
 def _read_table(checkpoint: Checkpoint, info: TableInfo, rank: int, world_size: int, kind: Kind) -> Table:
-    """A shard's rows of a table, by ascending id: twice through its pieces, first their ids, then the rows."""
+    """A shard's rows of a table by ascending id: reads the ids of all pieces, then the rows."""
     if kind == "numpy":
         numpy_type(info.dtype, f"table {info.name!r}")
     width = info.dimension * STORED_TYPES[info.dtype].element_bytes
@@ -292,7 +287,7 @@ def _read_table(checkpoint: Checkpoint, info: TableInfo, rank: int, world_size: 
     rows = np.empty((len(ids), width), np.uint8)
     done = 0
     if width and pieces:
-        # Pieces of ids and of rows follow each other alike: _refuse_contradiction has seen to it.
+        # _refuse_contradiction has checked that pieces of ids and of rows match.
         for piece, where in zip(checkpoint.tensors[f"{name}{ROWS}"].pieces, positions, strict=True):
             _read_rows(checkpoint, piece, where, width, rows, place[done : done + len(where)])
             done += len(where)
@@ -308,7 +303,7 @@ def _blocks(count: int, width: int) -> Iterator[tuple[int, int]]:
 
 
 def _own_ids(checkpoint: Checkpoint, piece: Piece, rank: int, world_size: int) -> tuple[Ids, Ids]:
-    """Where in a piece this shard's ids are, and which."""
+    """Where in a piece this shard's ids are, and the ids."""
     source, sources = _source(piece.file)
     where, chosen = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     buffer = np.empty(min(piece.lengths[0], BLOCK_BYTES // 8), np.int64)
@@ -326,7 +321,7 @@ def _own_ids(checkpoint: Checkpoint, piece: Piece, rank: int, world_size: int) -
 def _read_rows(
     checkpoint: Checkpoint, piece: Piece, where: Ids, width: int, rows: np.ndarray[Any, Any], place: Ids
 ) -> None:
-    """Put rows ``where`` of a piece at ``place`` of the result; blocks in which there are none are not read."""
+    """Copy rows ``where`` of a piece to ``place`` of the result; blocks without any are not read."""
     buffer = np.empty((min(piece.lengths[0], max(1, BLOCK_BYTES // width)), width), np.uint8)
     for first, count in _blocks(piece.lengths[0], width):
         low, high = np.searchsorted(where, (first, first + count))

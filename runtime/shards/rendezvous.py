@@ -1,19 +1,9 @@
-"""How the processes of one version meet: on the file system alone, without a network between them.
+"""How the processes of one version meet: by files in the store's directory, without a network.
 
-    <directory>/.shards.json                    the board: rank 0 says which version is being written, and how it ended
-    <directory>/.tmp-00001234-<run id>.<attempt>/
-      <owner>-00001-of-00003.safetensors        each rank's files
-      .done-00001                               its record: written, whole and on the disk; or .failed-00001 and why
+- ``.shards.json`` is the board: rank 0 says which *attempt* to write a version is open, and how earlier ones ended.
+- ``.tmp-<step>-<run id>.<attempt>/`` holds each rank's files and its record, ``.done-00001`` or ``.failed-00001``.
 
-1. rank 0 locks the directory, makes the temporary one, and opens an *attempt* on the board: its number is drawn at
-   random, so nothing that a dead run left, of the same run id and step even, is taken for a part of it
-2. every rank writes its files, makes them durable, and leaves its record: all at the same time
-3. when each rank has left a record, rank 0 writes the manifest, renames, and says so on the board
-4. who reads that there returns: the version is complete and durable
-
-A rank that fails leaves that as its record; rank 0 waits for the others all the same, so that each of them has seen the
-attempt by the time it is called off. A rank that dies leaves nothing: rank 0 gives up when its time is over.
-Board and records appear whole, by a rename, and carry a digest.
+Attempts have random numbers, so that nothing of a dead run is taken for a part. docs/how-to/shards.md has the order.
 """
 
 from __future__ import annotations
@@ -41,7 +31,7 @@ from checkflow.runtime.store.store import reported, sync_folder
 from checkflow.runtime.system import fs
 
 BOARD = ".shards.json"
-_KEPT = 16  # attempts on the board: a rank is at most one behind
+_KEPT = 16  # attempts on the board; a rank is at most one behind
 _POLL_SECONDS = (0.005, 0.25)  # the first wait, and the longest
 _SEALED = re.compile(rb"([0-9a-f]{32})\n(.*)", re.DOTALL)
 _T = TypeVar("_T")
@@ -50,7 +40,7 @@ _monotonic, _sleep = time.monotonic, time.sleep
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """To write one version. ``ended``: "" while its parts are awaited."""
+    """An attempt to write one version. ``ended``: "" while it is open."""
 
     __pydantic_config__ = STRICT
     number: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}\z")]
@@ -62,7 +52,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """What rank 0 tells the others: its attempts, the newest last."""
+    """What rank 0 announces: its attempts, the newest last."""
 
     __pydantic_config__ = STRICT
     run_id: str
@@ -72,7 +62,7 @@ class Board:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor, or a box of one, in a rank's file. ``shape``, ``offsets``: of the whole, and where in it."""
+    """A tensor, or a box of one, in a rank's file. ``shape``, ``offsets``: of the whole, and the box's place in it."""
 
     __pydantic_config__ = STRICT
     file: FileName
@@ -110,23 +100,18 @@ def folder_name(step: int, run_id: str, attempt: str) -> str:
 
 
 def post(root: int, run_id: str, world_size: int, attempt: Attempt) -> None:
-    """Put an attempt on the board, or how it ended. Needs the directory's lock."""
+    """Put an attempt, or how it ended, on the board. Needs the directory's lock."""
     board = read_board(root)
     if board is None or (board.run_id, board.world_size) != (run_id, world_size):
         board = Board(run_id, world_size)
     others = [one for one in board.attempts if one.number != attempt.number]
-    # What was left open is a dead process's: nobody will end it.
+    # Other open attempts are a dead process's: nobody will end them.
     others = [one for one in others if one.ended][1 - _KEPT :]
     _put(root, _BOARD, replace(board, attempts=(*others, attempt)), DRAFT, BOARD)
 
 
 def collect(folder: int, attempt: str, world_size: int, wait_seconds: float, own: Record) -> tuple[Record, ...]:
-    """Every rank's record, in the order of ranks, once all have left one.
-
-    Raises:
-        MissingShardsError: some have not within the time.
-        StorageError: a rank failed; the message is its own.
-    """
+    """Every rank's record, by rank. Raises MissingShardsError, or StorageError with a failed rank's message."""
     found = {0: own}
 
     def complete() -> bool | None:
@@ -154,7 +139,7 @@ def collect(folder: int, attempt: str, world_size: int, wait_seconds: float, own
 
 
 def clear_notes(folder: int) -> None:
-    """Remove the records: what they say is in the manifest."""
+    """Remove the records: the manifest holds what they say."""
     for name in fs.names(folder):
         if name.startswith("."):
             fs.unlink(name, dir_fd=folder)
@@ -164,7 +149,7 @@ def clear_notes(folder: int) -> None:
 
 
 def leave(folder: int, record: Record) -> None:
-    """Leave a rank's record, durable: from here on rank 0 counts on its files."""
+    """Leave a rank's record, durably: from then on rank 0 relies on its files."""
     name = _note(record.rank, "failed" if record.failure else "done")
     _put(folder, _RECORD, record, f".draft{name}", name)
 
@@ -173,22 +158,21 @@ def follow(
     directory: Path, run_id: str, step: int, rank: int, world_size: int, wait_seconds: float,
     write: Callable[[int, Attempt], None],
 ) -> None:  # fmt: skip
-    """A rank other than 0: write its part when the attempt is open, and return when the version is complete.
+    """A rank other than 0: write its part when the attempt opens, and return when the version is complete.
 
-    Args:
-        write: called with a descriptor of the directory; once more where rank 0 begins anew.
+    ``write`` gets a descriptor of the directory, again if rank 0 starts anew.
 
     Raises:
-        MissingShardsError: rank 0 did not begin in time, did not end it in time, or a rank is missing.
-        MismatchError: rank 0 counts another number of ranks.
-        StorageError: this rank, or another, failed; and what ``write`` raises.
+        MissingShardsError: rank 0 did not begin or end in time, or a rank is missing.
+        MismatchError: rank 0 has another number of ranks.
+        StorageError: this rank or another one failed; and what ``write`` raises.
     """
     tried: set[str] = set()
     root = _wait_for_folder(directory, wait_seconds)
     try:
         current: Attempt | None = None
         while True:
-            # Rank 0 begins to wait for records when its own part is written, which may be later than this one.
+            # Rank 0 starts waiting for records when its own part is written, which may take longer.
             patience = wait_seconds if current is None else 2 * wait_seconds
             current = wait_until(lambda: _news(root, run_id, step, world_size, tried, current), patience)  # noqa: B023
             if current is None:
@@ -208,7 +192,7 @@ def follow(
 def _news(
     root: int, run_id: str, step: int, world_size: int, tried: set[str], current: Attempt | None
 ) -> Attempt | None:
-    """How the attempt ended that this rank takes part in; or another one, if there is one to take part in."""
+    """How this rank's attempt ended; or another open attempt to take part in."""
     board = read_board(root)
     if board is None or (board.run_id, board.world_size) != (run_id, world_size):
         return None
@@ -239,12 +223,12 @@ def _take_part(
     try:
         write(root, attempt)
     except (FileNotFoundError, FileExistsError):
-        # The directory goes, or a process of this rank has written there: rank 0 called the attempt off, or it is of a
-        # predecessor that died. The board will tell.
+        # The directory is gone, or this rank has written there: the attempt was called off, or is a dead
+        # predecessor's. The board will say.
         return
     except BaseException as error:
         failure = Record(attempt.number, rank, world_size, {}, {}, (), failure=in_words(error))
-        with contextlib.suppress(OSError):  # the first error is the one to report; rank 0 misses this rank instead
+        with contextlib.suppress(OSError):  # report the first error; rank 0 will miss this rank
             folder = fs.open_folder(folder_name(attempt.step, run_id, attempt.number), dir_fd=root)
             try:
                 leave(folder, failure)
@@ -275,12 +259,11 @@ def _wait_for_folder(directory: Path, wait_seconds: float) -> int:
 
 
 def read_board(root: int) -> Board | None:
-    """The board; None while there is none that is whole."""
     return _get(root, _BOARD, BOARD)
 
 
 def _get(folder: int, adapter: TypeAdapter[_T], name: str) -> _T | None:
-    """What a small file says; None if it is not there, or not whole: it is then of no run that follows the rules."""
+    """Read a small file; None if it is missing or its digest is wrong."""
     try:
         found = _SEALED.fullmatch(fs.read_small(name, MAX_MANIFEST_BYTES, dir_fd=folder))
     except (FileNotFoundError, IrregularError):
@@ -294,7 +277,7 @@ def _get(folder: int, adapter: TypeAdapter[_T], name: str) -> _T | None:
 
 
 def _put(folder: int, adapter: TypeAdapter[Any], value: Any, draft: str, name: str) -> None:
-    """Write a small file, durable, in the place of one of its name: there is always one or the other."""
+    """Replace a small file, durably and atomically."""
     body = json.dumps(adapter.dump_python(value, mode="json"), separators=(",", ":")).encode()
     fs.make_way(draft, name, dir_fd=folder)
     sealed = xxhash.xxh3_128_hexdigest(body).encode() + b"\n" + body
@@ -313,10 +296,7 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 def wait_until(happened: Callable[[], _T | None], wait_seconds: float) -> _T | None:
-    """What ``happened`` gives once it is not None, or None when the time is over; it is asked at least once.
-
-    File systems tell nobody, those of a network least of all, so they are asked again and again.
-    """
+    """Poll until ``happened`` returns something, at least once; None when the time is over."""
     end, pause = _monotonic() + wait_seconds, _POLL_SECONDS[0]
     with reported("cannot meet the other ranks"):
         while (found := happened()) is None:

@@ -1,4 +1,4 @@
-"""Save one version by several processes, each its own part: see :mod:`checkflow.runtime.shards.rendezvous`."""
+"""Saves one version from several processes, each its own part; see :mod:`checkflow.runtime.shards.rendezvous`."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from checkflow.runtime.store.files import step_name
 from checkflow.runtime.store.store import Store, reported, sync_folder
 from checkflow.runtime.system import fs
 
-DENSE, TABLES, SLICES = "dense", "tables", "slices"  # owners: each a file of every rank that has some
+DENSE, TABLES, SLICES = "dense", "tables", "slices"  # owners: a file each for every rank that has some
 IDS, ROWS = ".ids", ".rows"
-INFO = "shards"  # where the manifest's information tells of tables
+INFO = "shards"  # key of the tables in the manifest's info
 _LOCK_WAIT_SECONDS = 5.0
-_MAX_RUN_ID = 80  # the attempt's number joins it in a name
+_MAX_RUN_ID = 80  # the attempt's number joins it in a file name
 
 
 def save_shard(
@@ -57,20 +57,20 @@ def save_shard(
 ) -> Path:
     """Save this process's part of a version. Each of ``world_size`` processes calls it, and all return together.
 
-    When it returns, in any of them, the version is complete and survives a power cut. Until then it does not exist.
-    Arrays must not change meanwhile; they are written as they lie, without a copy of the whole.
+    When it returns, the version is complete and survives a power cut. Until then it does not exist. Arrays must not
+    change meanwhile; they are written without a copy of the whole.
 
     Args:
         directory: the same for all, on storage that all see.
         step: the same for all.
-        rank: 0 to ``world_size`` - 1. Rank 0 holds the directory's lock, and completes the version.
+        rank: 0 to ``world_size`` - 1. Rank 0 locks the directory and completes the version.
         run_id: the same for all, and another at each start of the job; 1 to 80 letters, digits, ``_``, ``.``, ``-``.
         dense: variables by name: those for which ``shard_of_name(name, world_size)`` is ``rank``.
         tables: parts of embedding tables by name: rows whose id modulo ``world_size`` is ``rank``.
         slices: this rank's boxes of tensors that ranks share; all ranks' together fill each tensor once.
-        state: of rank 0: numbers, texts, containers, arrays, as ``Checkpointer`` saves extra state.
+        state: rank 0's numbers, texts, containers and arrays, as ``Checkpointer`` saves extra state.
         wait_seconds: how long to wait for other ranks.
-        keep_latest: of rank 0: how many versions stay, at least 2.
+        keep_latest: rank 0's: how many versions stay, at least 2.
 
     Raises:
         MissingShardsError: a rank did not come in time; ``ranks`` names it. There is no version.
@@ -111,7 +111,7 @@ def save_shard(
 def _lead(
     place: Path, step: int, world_size: int, run_id: str, state: Any, wait_seconds: float, keep_latest: int, write: Any
 ) -> Path:
-    """Rank 0: open the attempt, write its own part, wait for the others, complete the version, and say so."""
+    """Rank 0: open the attempt, write its own part, wait for the others, and complete the version."""
     attempt = Attempt(secrets.token_hex(8), step)
     patience = min(_LOCK_WAIT_SECONDS, wait_seconds)
     with Store(
@@ -130,7 +130,7 @@ def _lead(
                 failed = error
             folder = fs.open_folder(temporary, dir_fd=root)
             try:
-                # An attempt that fails here is called off when the others have seen it, or they would await it.
+                # Call a failed attempt off only when all others have seen it, or they would wait for it.
                 try:
                     records = collect(folder, attempt.number, world_size, wait_seconds, own)
                 except (CheckflowError, OSError) as error:
@@ -148,14 +148,14 @@ def _lead(
         except BaseException as error:
             missing = error.ranks if isinstance(error, MissingShardsError) else ()
             ended = Attempt(attempt.number, step, "failed", in_words(error), missing)
-            _tell(place, run_id, world_size, ended, quietly=True)
+            _post_end(place, run_id, world_size, ended, quietly=True)
             raise
-        _tell(place, run_id, world_size, Attempt(attempt.number, step, "committed"))
+        _post_end(place, run_id, world_size, Attempt(attempt.number, step, "committed"))
     return path
 
 
-def _tell(place: Path, run_id: str, world_size: int, ended: Attempt, *, quietly: bool = False) -> None:
-    """Say on the board how an attempt ended; ``quietly``: there is an error already, which is the one to report."""
+def _post_end(place: Path, run_id: str, world_size: int, ended: Attempt, *, quietly: bool = False) -> None:
+    """Post how an attempt ended. ``quietly``: drop an error, since an earlier one is reported."""
     try:
         with reported(f"cannot tell the other ranks how step {ended.step} ended"):
             root = fs.open_folder(str(place.resolve()))
@@ -180,7 +180,7 @@ def _write_part(
     tables: Mapping[str, Table],
     slices: Mapping[str, Slice],
 ) -> Record:
-    """Write a rank's files, durable; their names are so with its record, or with rank 0's manifest."""
+    """Write a rank's files, durably; their names become durable with its record or rank 0's manifest."""
     arrays: dict[str, Array] = {}
     boxes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     infos: list[TableInfo] = []
@@ -274,7 +274,7 @@ def _join_tables(records: tuple[Record, ...]) -> dict[str, TableInfo]:
 
 
 def _join_tensors(records: tuple[Record, ...]) -> dict[str, manifest.TensorEntry]:
-    """Tensors of all ranks' parts: rows of tables follow each other in the order of ranks."""
+    """Tensors of all ranks' parts; rows of tables follow each other in the order of ranks."""
     found: dict[str, list[Part]] = {}
     for record in records:
         for name, part in record.tensors.items():
@@ -303,7 +303,7 @@ def _entry(name: str, parts: list[Part]) -> manifest.TensorEntry:
         pieces.append(manifest.Piece(part.file, part.key, offsets, part.lengths))
     if name.startswith(f"{TABLES}/"):
         shape = (rows, *parts[0].lengths[1:])
-    if math.prod(shape):  # empty boxes say nothing about a tensor that has elements
+    if math.prod(shape):  # ignore empty boxes of a tensor that has elements
         pieces = [piece for piece in pieces if math.prod(piece.lengths)]
     tags = ("pair",) if STORED_TYPES[parts[0].dtype].pair else ()
     return manifest.TensorEntry(shape, parts[0].dtype, tuple(pieces), None, tags)

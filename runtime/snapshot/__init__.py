@@ -1,1 +1,1 @@
-"""The state at one boundary, gathered by the plan's anchors."""
+"""Gathers the state at one boundary, by the plan's anchors."""

@@ -1,17 +1,6 @@
-"""Hooks at the anchors of eager training: they call back with an AnchorKey, and do nothing else.
+"""Hooks at the anchors of eager training. They call back with an AnchorKey and do nothing else.
 
-- Module hooks are forward-pre hooks, put before those of the user (old-style spectral_norm writes a buffer in its own).
-  Hooks that fire inside backward (activation checkpointing runs forward again there) match no key.
-- Optimizer hooks are torch's global ones: pre-hooks of that kind run before an optimizer's own, post-hooks after.
-- A step that is given a closure runs forward and backward inside: its pre-hook's anchor fires when the closure has run
-  for the first time, since then the optimizer writes. One that runs it again, or not at all, has no such moment.
-- Occurrences are counted since the boundary, for hooked anchors alone.
-
-torch.compile: a module inside of a known region has no hook; the region's anchor hangs before it
-(:mod:`.core.compiled_regions`). Hooks that come into compiled code all the same, because nothing tells that a function
-is compiled which calls the module, do nothing there: what they did would be done when the graph has run. That they were
-compiled is noted while it happens. Optimizers' hooks leave compiled code (a graph break, next to one that torch itself
-has in their steps), so that they fire at their time, unless it must be compiled in one piece.
+docs/explanation/boundaries.md, "Where hooks are", says where each kind hangs and what compiled code does with them.
 """
 
 from __future__ import annotations
@@ -42,11 +31,11 @@ from checkflow.core.graph import AnchorKey, AnchorKind
 from checkflow.core.state import module_names, parameter_paths
 
 Fire = Callable[[AnchorKey], None]
-Place = tuple[AnchorKind, str]  # of an anchor, whichever occurrence
+Place = tuple[AnchorKind, str]  # an anchor, whichever occurrence
 
 
 class _Occurrences:
-    """The keys of one place, made once each, and how many of them have been reached since the boundary."""
+    """The keys of one place, made once each, and how many were reached since the boundary."""
 
     __slots__ = ("boundary", "count", "keys", "place")
 
@@ -57,29 +46,25 @@ class _Occurrences:
 
 @dataclass
 class Sightings:
-    """What is known of a job's anchors: it outlives hooks that are taken away and hung in anew."""
+    """What is known of a job's anchors; it outlives hooks that are removed and hung anew."""
 
-    fired: set[Place] = field(default_factory=set)  # in uncompiled code, at least once
-    traced: set[Place] = field(default_factory=set)  # into compiled code, and not fired since
+    fired: set[Place] = field(default_factory=set)  # fired in uncompiled code, at least once
+    traced: set[Place] = field(default_factory=set)  # compiled into code, and not fired since
     steps: UnseenSteps = field(default_factory=UnseenSteps)
-    repeated: set[str] = field(default_factory=set)  # optimizers that run their closure more than once, or not
+    repeated: set[str] = field(default_factory=set)  # optimizers that run their closure more than once, or never
 
 
 class AnchorHooks:
-    """The hooks of one job.
+    """The hooks of one job. Raises MismatchError if the job lacks what a key names.
 
     Args:
         fire: called with each key in ``keys`` when it is reached, and with every optimizer's pre- and post-step.
-        on_forward: called at each forward pass of a whole model in training mode, outside of backward, with the model's
-            name and what it was given.
-        on_evaluation: called at each forward pass of a whole model in evaluation mode.
-        on_training: called when a hooked module, or a whole model, runs forward in training mode, outside of backward.
-        on_traced: called when a hook is compiled, before what it is compiled into runs.
-        on_repeated: called with an optimizer's name before it runs its closure again, or when it has stepped without.
+        on_forward: called with the name and arguments of a whole model in training mode, outside of backward.
+        on_evaluation: called at each forward of a whole model in evaluation mode.
+        on_training: called when a hooked module or a whole model runs forward in training mode, outside of backward.
+        on_traced: called when a hook is compiled, before the compiled code runs.
+        on_repeated: called before an optimizer runs its closure again, or after a step that never ran it.
         sightings: what earlier hooks of the job have seen.
-
-    Raises:
-        MismatchError: a key names a module, a parameter or an optimizer that the job does not have.
     """
 
     def __init__(
@@ -96,24 +81,24 @@ class AnchorHooks:
         sightings: Sightings | None = None,
     ) -> None:
         self._on_repeated = on_repeated
-        self._unevaluated: set[str] = set()  # optimizers that step, and have not run their closure yet
+        self._unevaluated: set[str] = set()  # optimizers in a step that have not run their closure yet
         self._fire, self._on_training, self._on_traced = fire, on_training, on_traced
         self._on_forward, self._on_evaluation = on_forward, on_evaluation
         self.sightings = Sightings() if sightings is None else sightings
         self.regions = compiled_regions(models)
         self._models = models
-        self._inside: set[Place] = set()  # anchors of modules inside of regions: they have no hooks
+        self._inside: set[Place] = set()  # anchors of modules inside of compiled regions, without hooks
         self._wanted: set[Place] = set()
         self._targets: dict[Place, Any] = {}
         self._occurrences: dict[Place, _Occurrences] = {}  # of optimizers
-        self._boundary = 0  # number of the last one
+        self._boundary = 0  # number of the last boundary
         self._removers: list[Callable[[], None]] = []
         self._hangings: list[Hanging] = []
         self._look_again = False  # a hook was compiled
         self._optimizers = {id(optimizer): name for name, optimizer in optimizers.items()}
         try:
             self._watch(keys)
-            # Last, and so put before all others: a boundary comes before the forward's keys.
+            # Last, so that it runs before all others: a boundary comes before the forward's keys.
             self._watch_forward(models)
             before, after = (step_hook(hook, self.sightings.steps) for hook in (self._before_step, self._after_step))
             self._removers.append(register_optimizer_step_pre_hook(before).remove)
@@ -123,20 +108,18 @@ class AnchorHooks:
             raise
 
     def reset(self) -> None:
-        """A boundary: occurrences count from 0 again."""
+        """A boundary: count occurrences from 0 again."""
         self._boundary += 1
 
     def remove(self) -> None:
-        """Take all hooks away."""
         while self._removers:
             self._removers.pop()()
 
     @property
     def silent(self) -> frozenset[Place]:
-        """The forward anchors that were asked for and do not fire before their module runs.
+        """The requested forward anchors that do not fire before their module runs.
 
-        Where anything is compiled, only those that have fired once are believed to: code that was compiled before the
-        hooks were hung in passes them by.
+        If anything is compiled, each must have fired once: code compiled before the hooks were hung bypasses them.
         """
         compiled, known = anything_compiled(), self._inside | self.sightings.traced
         if not (compiled or known):
@@ -146,11 +129,7 @@ class AnchorHooks:
         return frozenset(forward & known | passed_by)
 
     def outdated(self, *, replaced: bool) -> bool:
-        """Whether hooks are missing: on modules and parameters that took others' place, or were compiled since.
-
-        Args:
-            replaced: whether anything may have been replaced.
-        """
+        """Whether modules or parameters lack hooks: they were compiled, or, if ``replaced``, maybe replaced."""
         looking, self._look_again = replaced or self._look_again, False
         if looking and (compiled_regions(self._models) != self.regions or not self._same_targets()):
             return True
@@ -161,7 +140,7 @@ class AnchorHooks:
         return all(found.get(place) is target for place, target in self._targets.items())
 
     def _find_targets(self) -> dict[Place, Any]:
-        """The modules and parameters of the anchors that are asked for; None for a frozen parameter."""
+        """The modules and parameters of the requested anchors; None for a frozen parameter."""
         modules = dict(module_names(self._models))
         parameters = parameter_paths(self._models)
         found: dict[Place, Any] = {}
@@ -173,7 +152,7 @@ class AnchorHooks:
         return found
 
     def take_unseen_step(self) -> bool:
-        """Whether an optimizer has stepped, since this was last called, in code that no anchor could leave."""
+        """Whether, since the last call, an optimizer stepped in compiled code that hooks could not leave."""
         steps = self.sightings.steps
         taken, steps.taken = steps.taken, False
         return taken
@@ -197,13 +176,13 @@ class AnchorHooks:
                 raise MismatchError(f"the plan has an anchor at optimizer {name}, which the job does not have")
 
     def _watch_module(self, name: str, module: nn.Module) -> None:
-        """Its anchor, or none if it runs inside of compiled code."""
+        """Hang a module's hook, unless it runs inside of compiled code."""
         region = self.regions.get(name)
         entry = module if region is None else region.entry if region.name == name else None
         if entry is None:
             self._inside.add((AnchorKind.FORWARD, name))
         elif region is not None or (AnchorKind.FORWARD, name) not in self.sightings.traced:
-            # One that was compiled into a function once is not hung in again: the function would be compiled anew.
+            # A hook that was once compiled into a function is not hung again: the function would be recompiled.
             self._hang(around_forward(entry, self._forward_hook(AnchorKind.FORWARD, name)))
 
     def _hang(self, hanging: Hanging) -> None:
@@ -261,7 +240,7 @@ class AnchorHooks:
                     sightings.traced.discard(place)
                 self._reached(occurrences)
 
-        @while_compiling  # runs when the hook is compiled, and leaves nothing in the code
+        @while_compiling  # runs while the hook is compiled and leaves no code
         def note_compiled() -> bool:
             sightings.traced.add(place)
             self._look_again = True

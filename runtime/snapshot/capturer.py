@@ -1,14 +1,7 @@
-"""Captures: the state at one boundary, gathered during the iterations after it, as the plan says.
+"""Captures: the state at one boundary, gathered by the plan during the iterations after it.
 
-The life of a capture: ``begin`` at the boundary (extra state is encoded, host state copied, nothing else moves), then
-the plan's work at each anchor of each iteration (``go_on`` at the boundaries between them), until the last chunk has
-arrived in its staging buffer and the capture is *delivered* to the writer, be it before the plan's interval is over.
-One is gathered at a time; it is never abandoned for a later one: it is brought to its end, early if need be. At regular
-boundaries that is ``conclude``, for which the host does not wait: on a GPU the next capture begins while the last bytes
-of some before are still to come. ``finish`` waits for all of them.
-
-Tensors that the plan does not know (the job changed since its first iteration) are copied at the boundary itself, and
-said so: consistent, though not free.
+``begin`` copies host state and encodes extra state; anchors do the plan's work until the last chunk has arrived and the
+capture is *delivered*. One is gathered at a time, and never dropped for a later one: ``conclude`` ends it early.
 """
 
 from __future__ import annotations
@@ -32,7 +25,7 @@ from checkflow.runtime.format.digest import Digest, Digests
 from checkflow.runtime.format.layout import Layout, make_layout
 from checkflow.runtime.job import compatibility
 from checkflow.runtime.memory_tier.staging import StagingBuffer, StagingBuffers
-from checkflow.runtime.snapshot.chunk_map import Arrangement, arrange, planned_records
+from checkflow.runtime.snapshot.chunk_map import ChunkMap, make_chunk_map, planned_records
 from checkflow.runtime.snapshot.program import AnchorWork, Program
 from checkflow.runtime.snapshot.unwritten import SettledTensors, WrittenError
 from checkflow.runtime.state.collect import StateWalk, version_of, versions_of
@@ -56,14 +49,14 @@ class Capture:
     step: int
     buffer: StagingBuffer
     layout: Layout
-    extra: bytes | Callable[[], bytes]  # or what makes them of values that nobody changes: the writer calls it
+    extra: bytes | Callable[[], bytes]  # or a function that the writer calls, whose values nobody changes
     info: Mapping[str, Any]
     ties: tuple[tuple[str, str], ...]
     absent: tuple[str, ...]
-    digests: Digests | None  # of every tensor at the boundary, where this capture is audited
-    settled: Mapping[str, Digest]  # of the settled tensors, known from before
-    plan_digest: str  # of the plan that it was begun under, "" where there was none
-    by_plan: bool  # whether copies are made when that says, and not all at the boundary
+    digests: Digests | None  # of every tensor at the boundary, if this capture is audited
+    settled: Mapping[str, Digest]  # of settled tensors, known from before
+    plan_digest: str  # of the plan at its begin; "" for none
+    by_plan: bool  # False: everything is copied at the boundary
     begun: float = field(default_factory=time.monotonic)
     arrived: bool = False  # and handed on
     error: CheckflowError | None = None  # why it did not arrive
@@ -71,11 +64,11 @@ class Capture:
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """What the newest capture that came to its end did, for reports and for holding it against the plan."""
+    """What the newest ended capture did, for reports and audits against the plan."""
 
     step: int
     outcome: Outcome
-    boundary_bytes: int  # copied at the boundary itself: host state, and tensors that the plan does not know
+    boundary_bytes: int  # copied at the boundary: host state, and tensors that the plan does not know
     moved: Moved
 
     @property
@@ -90,7 +83,7 @@ class CaptureReport:
 
 @dataclass(frozen=True)
 class _Leaving:
-    """A capture that was concluded, and may still be on its way."""
+    """A concluded capture, which may still be on its way."""
 
     capture: Capture
     concluded: Concluded
@@ -102,14 +95,10 @@ class Capturer:
     """Gathers captures for one plan.
 
     Args:
-        buffers: staging buffers; they are made as large as the plan foretells.
+        buffers: staging buffers; grown to what the plan expects.
         deliver: called with each complete capture, on any thread.
-        known_to_fit: whether somebody else holds the job against the plan; otherwise the first capture does.
-        resumed: whether the job goes on from a checkpoint.
-        at_boundary: whether everything is copied at the boundary itself, whatever the plan says.
-
-    Raises:
-        StorageError: no host memory for the staging buffers.
+        known_to_fit: whether the job was compared with the plan already; otherwise the first capture does it.
+        at_boundary: copy everything at the boundary, whatever the plan says.
     """
 
     def __init__(
@@ -127,20 +116,20 @@ class Capturer:
     ) -> None:
         self._plan, self._program, self._walk, self._engine = plan, program, walk, engine
         self._buffers, self._deliver = buffers, deliver
-        buffers.grow(make_layout(planned_records(plan)).buffer_bytes)  # now: touching so much memory takes long
-        self._arrangement: Arrangement | None = None
-        self._fits = known_to_fit  # the job was held against the plan once
+        buffers.grow(make_layout(planned_records(plan)).buffer_bytes)  # now: touching so much memory is slow
+        self._chunk_map: ChunkMap | None = None
+        self._fits = known_to_fit  # the job was compared with the plan
         self._resumed = resumed
-        self._at_boundary = at_boundary  # there is no plan, or an audit failed
-        self._prepared: dict[int, list[Transfer]] = {}  # by buffer: headers are in place, addresses computed
+        self._at_boundary = at_boundary  # no plan, or an audit failed
+        self._prepared: dict[int, list[Transfer]] = {}  # by buffer: with headers written and addresses computed
         self._capture: Capture | None = None
-        self._iteration = 0  # since the boundary of the capture in flight
-        self._next = 0  # index of the first work not yet done
-        # What leaves from live memory, and its version counters at the boundary.
+        self._iteration = 0  # since the current capture's boundary
+        self._next = 0  # index of the next work
+        # Tensors that leave from live memory, and their version counters at the boundary.
         self._tensors: dict[str, torch.Tensor] = {}
         self._versions: dict[str, int] = {}
         self._boundary_bytes = 0
-        self._leaving: deque[_Leaving] = deque()  # in the order in which they come to their ends
+        self._leaving: deque[_Leaving] = deque()  # in the order in which they will end
         self._failed: list[tuple[int, CheckflowError]] = []
         self.settled = SettledTensors(plan)
         self.layout_changes = 0
@@ -154,31 +143,24 @@ class Capturer:
 
     @property
     def gathering(self) -> bool:
-        """Whether a capture is in flight of which anything is left for anchors to do. It begins where no hook runs."""
+        """Whether anchors still have work for the capture in flight."""
         return self._capture is not None and not self._engine.idle
 
     @property
     def step(self) -> int | None:
-        """The step of the capture in flight; those that were concluded no longer are."""
+        """The step of the capture in flight, concluded ones excluded."""
         return None if self._capture is None else self._capture.step
 
     def prepare(self, optimizers: Mapping[str, str]) -> bool:
-        """Lay the files out for the state as it is now and make room for them; returns whether that was to be done.
-
-        Args:
-            optimizers: name to implementation, held against the plan's fingerprint at the first capture.
-
-        Raises:
-            MismatchError, StorageError: as :meth:`begin`.
-        """
+        """Lay out files for the state as it is now, in buffers that fit; False: nothing to do. See :meth:`begin`."""
         state = self._walk.current()
-        if self._arrangement is not None and state is self._arrangement.state:
+        if self._chunk_map is not None and state is self._chunk_map.state:
             return False
-        self.finish()  # what the one before holds is still read
+        self.finish()  # the previous map's memory is still being read
         if not self._fits:
             compatibility.refuse_other_job(self._plan, state, optimizers, resumed=self._resumed)
             self._fits = True
-        self._arrange(state)
+        self._map_chunks(state)
         return True
 
     def begin(
@@ -190,32 +172,27 @@ class Capturer:
         audit: bool,
         optimizers: Mapping[str, str],
     ) -> float:
-        """Start the capture of this instant; returns the seconds for which it waited for a free staging buffer.
+        """Start the capture of this instant; returns the seconds waited for a free staging buffer.
 
-        Args:
-            optimizers: as :meth:`prepare`.
-
-        Raises:
-            MismatchError: at the first capture: the job is not the one that the plan was made for.
-            StorageError: the state has grown, and there is no host memory for larger staging buffers.
+        Raises MismatchError if the plan was made for another job, StorageError if the state outgrows host memory.
         """
         audit = self.prepare(optimizers) or audit
-        arrangement = self._arrangement
-        assert arrangement is not None
+        chunk_map = self._chunk_map
+        assert chunk_map is not None
         begun = time.perf_counter()
         self.make_room()
         buffer = self._buffers.take()
-        try:  # at once: what a signal's handler raises comes between any two lines
+        try:  # right away: a signal handler may raise between any two lines
             waited_seconds = time.perf_counter() - begun
             if buffer.index not in self._prepared:
-                self._prepare(buffer, arrangement)
+                self._prepare(buffer, chunk_map)
             self.join()
-            at_once = self._copy_at_boundary(buffer, arrangement)
-            digests = Digests(arrangement.state.tensors) if audit or self.settled.undecided else None
+            at_once = self._copy_at_boundary(buffer, chunk_map)
+            digests = Digests(chunk_map.state.tensors) if audit or self.settled.undecided else None
             settled = self.settled.look(self._tensors, digests)
-            ties, absent = arrangement.state.ties, arrangement.absent
+            ties, absent = chunk_map.state.ties, chunk_map.absent
             self._capture = capture = Capture(
-                step, buffer, arrangement.layout, extra, info, ties, absent, digests, settled, self._plan.digest,
+                step, buffer, chunk_map.layout, extra, info, ties, absent, digests, settled, self._plan.digest,
                 by_plan=not self._at_boundary,
             )  # fmt: skip
         except BaseException:
@@ -223,7 +200,7 @@ class Capturer:
             self._buffers.give_back(buffer)
             raise
         self._iteration = self._next = 0
-        self._versions = {}  # nothing has been written yet: they are looked at from the next anchor on
+        self._versions = {}  # nothing is written yet: checked from the next anchor on
         self._engine.begin(
             self._prepared[buffer.index],
             lambda: self._hand_on(capture),
@@ -235,25 +212,22 @@ class Capturer:
         return waited_seconds
 
     def make_room(self) -> bool:
-        """Wait for captures that are on their way, as long as no staging buffer is free; returns whether one is.
-
-        Each that is delivered may take the place of one that is held back, whose buffer is free then.
-        """
+        """Wait for captures until a buffer is free, maybe one that was held back; returns whether one is."""
         while not self._buffers.free and self._leaving:
             self._leaving[0].concluded.wait()
             self._collect()
         return self._buffers.free > 0
 
     def join(self) -> None:
-        """What is read on the current stream from now on is the state of this boundary."""
+        """Order the current stream's later reads behind this boundary's writes."""
         self._engine.join()
 
     def note(self) -> None:
-        """Training writes state where this is called."""
+        """Training writes state here."""
         self._engine.note()
 
     def reached(self, key: AnchorKey) -> None:
-        """An anchor fired: do its work, and that of all before it that has not been done."""
+        """An anchor fired: do its work, and all earlier work that is not done."""
         if self._capture is None:
             return
         position = self._program.position.get((self._iteration, key))
@@ -261,9 +235,8 @@ class Capturer:
             self._work_until(position + 1)
 
     def go_on(self) -> None:
-        """A boundary that is not captured: the next iteration of the capture in flight, or its end if it was the last.
-
-        Deadlines whose anchors did not fire end with the first iteration.
+        """Pass a boundary that is not captured: start the next iteration, where no deadlines are left, or end the
+        capture.
         """
         self._collect()
         if self._capture is None:
@@ -276,11 +249,7 @@ class Capturer:
         self.reached(BOUNDARY)
 
     def require(self, chunks: Sequence[int]) -> None:
-        """These chunks must be safe now, whatever the plan says: what follows might write their tensors.
-
-        Raises:
-            ConsistencyError: one of them was written already, as its version counter tells.
-        """
+        """Make these chunks safe now, as they may be written next; ConsistencyError if a counter says that one was."""
         if self._capture is None:
             return
         live = self._engine.live(chunks)
@@ -291,20 +260,12 @@ class Capturer:
         self._engine.wait(live)
 
     def require_after_step(self) -> None:
-        """An optimizer has stepped: the loop may now write what no operator was seen to write, settled tensors apart.
-
-        Raises:
-            ConsistencyError: as :meth:`require`.
-        """
+        """An optimizer has stepped: the loop may now write tensors that no operator writes, settled ones apart."""
         chunks = self._plan.chunks
         self.require([chunk for chunk in self._program.after_step if chunks[chunk].tensor not in self.settled])
 
     def _refuse_written(self, live: Sequence[int]) -> None:
-        """A version counter may tell of a write that no anchor announced (not of one through ``.data``).
-
-        Args:
-            live: chunks whose bytes lie in their live tensors alone.
-        """
+        """Check the counters of these chunks' live tensors; writes through ``.data`` move none."""
         assert self._capture is not None
         for chunk in live:
             name = self._plan.chunks[chunk].tensor
@@ -314,36 +275,32 @@ class Capturer:
                 raise ConsistencyError(f"{name} was written before its copy was made")
 
     def follow(self, program: Program) -> None:
-        """The plan is executed at other anchors from now on. No capture may be in flight."""
+        """Execute the plan at other anchors from now on. No capture may be in flight."""
         self._program = program
 
     def distrust(self) -> None:
-        """The plan does not fit the job: from now on everything is copied at the boundary itself.
-
-        No capture may be in flight: the memory that it reads is held no longer.
-        """
+        """Copy everything at the boundary from now on, because the plan does not fit. No capture may be in flight."""
         self._at_boundary = True
-        self._arrangement = None
+        self._chunk_map = None
 
     def rearrange(self) -> None:
-        """The staging buffers are others now. No capture may be in flight."""
-        self._arrangement = None
+        """The staging buffers were replaced. No capture may be in flight."""
+        self._chunk_map = None
 
-    def let_go(self) -> None:
-        """No capture follows: hold no memory of the job any longer. No capture may be in flight."""
-        self._arrangement = None
+    def release(self) -> None:
+        """Release the job's memory, since no capture follows. No capture may be in flight."""
+        self._chunk_map = None
         self._tensors, self._versions, self._prepared = {}, {}, {}
 
     def complete_iteration(self) -> None:
-        """No anchor is left in this iteration: do its work that has not been done, wait for no snapshot."""
+        """Do the rest of this iteration's work, without waiting for snapshots: no anchor is left."""
         if self._capture is not None:
             self._work_until(self._program.end_of(self._iteration))
 
     def conclude(self) -> None:
-        """Bring the capture in flight to its end, if there is one, without waiting for what is on its way (on a GPU).
+        """End the capture in flight, if any, without waiting for bytes on their way.
 
-        What the plan has for later iterations goes at once, and without snapshots: on a GPU its stream waits for it
-        here, on a CPU the training thread.
+        What is left of it leaves now, without snapshots: a GPU's stream or the CPU's training thread waits.
         """
         if self._capture is not None:
             self.complete_iteration()
@@ -354,26 +311,26 @@ class Capturer:
                 self._engine.offload(chunks, "end")
                 self._next = len(self._program.works)
             concluded = self._engine.conclude()
-            assert self._arrangement is not None
-            leaving = _Leaving(self._capture, concluded, self._boundary_bytes, self._arrangement.chunk_bytes)
+            assert self._chunk_map is not None
+            leaving = _Leaving(self._capture, concluded, self._boundary_bytes, self._chunk_map.chunk_bytes)
             self._leaving.append(leaving)
             self._capture = None
         self._collect()
 
     def finish(self) -> None:
-        """As :meth:`conclude`, and wait until every capture has come to its end."""
+        """:meth:`conclude`, and wait until every capture has ended."""
         self.conclude()
         if self._leaving:
             self._engine.finish()
             self._collect()
 
     def take_failed(self) -> list[tuple[int, CheckflowError]]:
-        """The steps of concluded captures that were found not to have arrived since the last call, and why."""
+        """Steps and reasons of concluded captures found to have failed since the last call."""
         failed, self._failed = self._failed, []
         return failed
 
     def _collect(self) -> None:
-        """What those did that have come to their ends."""
+        """Account for captures that have ended."""
         while self._leaving and (outcome := self._leaving[0].concluded.outcome()) is not None:
             one = self._leaving.popleft()
             if one.capture.error is not None:
@@ -392,22 +349,19 @@ class Capturer:
             self.last_report = CaptureReport(one.capture.step, outcome, one.boundary_bytes, moved)
 
     def _hand_on(self, capture: Capture) -> None:
-        """On the engine's thread: all of it is there."""
+        """On the engine's thread: all of it has arrived."""
         capture.arrived = True
         self._deliver(capture)
 
     def _fail(self, capture: Capture, error: CheckflowError) -> None:
-        """On the engine's thread: what was on its way did not arrive."""
+        """On the engine's thread: some of it did not arrive."""
         capture.error = error
         self._buffers.give_back(capture.buffer)
 
     def abort(self) -> bool:
-        """Give up the capture in flight; returns whether one was lost (it may have been delivered already).
-
-        Those that were concluded are waited for.
-        """
+        """Drop the capture in flight and wait for concluded ones; returns whether one was lost."""
         capture = self._capture
-        self._engine.abort()  # of which it may never have heard
+        self._engine.abort()  # even if the engine's begin was never called
         lost = capture is not None and not capture.arrived
         if capture is not None and lost and capture.error is None:
             self._buffers.give_back(capture.buffer)
@@ -420,7 +374,7 @@ class Capturer:
             self._next = max(self._next, end)
         while self._next < end:
             self._do(self._program.works[self._next])
-            self._next += 1  # only now: what an interrupt ends half-way is done again, and each part of it once
+            self._next += 1  # only now: interrupted work is repeated, and each of its parts is done once
 
     def _do(self, work: AnchorWork) -> None:
         engine = self._engine
@@ -435,33 +389,33 @@ class Capturer:
         if work.free:
             engine.free(work.free)
 
-    def _arrange(self, state: TrainingState) -> None:
-        """Lay the files out for the state as it is now, and make room for them."""
-        self._arrangement = None  # if what follows fails, the next capture tries again
-        compatibility.refuse_other_memory(state, self._engine.source)  # optimizers make theirs late
-        arrangement = arrange(self._plan, state, self._engine.source, at_boundary=self._at_boundary)
-        self._tensors = {item.name: item.tensor for item in state.tensors if item.name in arrangement.planned}
-        self._buffers.grow(arrangement.layout.buffer_bytes)
+    def _map_chunks(self, state: TrainingState) -> None:
+        """Lay out files for the state as it is now, with buffers that fit."""
+        self._chunk_map = None  # if this fails, the next capture tries again
+        compatibility.refuse_other_memory(state, self._engine.source)  # optimizers create state late
+        chunk_map = make_chunk_map(self._plan, state, self._engine.source, at_boundary=self._at_boundary)
+        self._tensors = {item.name: item.tensor for item in state.tensors if item.name in chunk_map.planned}
+        self._buffers.grow(chunk_map.layout.buffer_bytes)
         self._prepared = {}
         self.settled.forget()
         self.layout_changes += 1
-        self._arrangement = arrangement
+        self._chunk_map = chunk_map
 
-    def _prepare(self, buffer: StagingBuffer, arrangement: Arrangement) -> None:
+    def _prepare(self, buffer: StagingBuffer, chunk_map: ChunkMap) -> None:
         """Write the files' headers into a buffer and compute its transfers."""
-        for file in arrangement.layout.files:
+        for file in chunk_map.layout.files:
             buffer.view[file.staging_offset : file.staging_offset + len(file.header)] = file.header
         self._prepared[buffer.index] = [
-            Transfer(source, buffer.address + offset, length) for source, offset, length in arrangement.chunks
+            Transfer(source, buffer.address + offset, length) for source, offset, length in chunk_map.chunks
         ]
 
-    def _copy_at_boundary(self, buffer: StagingBuffer, arrangement: Arrangement) -> list[Transfer]:
-        """Copy what lies in host memory; returns what the engine is to copy at once."""
+    def _copy_at_boundary(self, buffer: StagingBuffer, chunk_map: ChunkMap) -> list[Transfer]:
+        """Copy what lies in host memory; returns the transfers that the engine must copy at once."""
         self._boundary_bytes = 0
         at_once = []
-        for item in arrangement.at_boundary:
+        for item in chunk_map.at_boundary:
             source, size_bytes = item.tensor.data_ptr(), item.tensor.nbytes
-            target = buffer.address + arrangement.layout.tensors[item.name].staging_offset
+            target = buffer.address + chunk_map.layout.tensors[item.name].staging_offset
             if item.tensor.device == self._engine.source:
                 at_once.append(Transfer(source, target, size_bytes))
             elif size_bytes:

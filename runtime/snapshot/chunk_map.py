@@ -1,4 +1,4 @@
-"""Where each chunk of the state lies, and where it goes: what captures share as long as the state has one layout."""
+"""Where each chunk of the state lies and where it goes, shared by all captures of one layout."""
 
 from __future__ import annotations
 
@@ -17,29 +17,21 @@ logger = logging.getLogger("checkflow")
 
 
 @dataclass(frozen=True)
-class Arrangement:
-    """Everything about the present layout that captures share."""
+class ChunkMap:
+    """What captures share as long as the layout stays the same."""
 
     state: TrainingState
-    planned: frozenset[str]  # the tensors that leave as the plan says
-    holds: tuple[torch.Tensor, ...]  # aliases: the memory stays even if ``.data`` is reassigned during a capture
+    planned: frozenset[str]  # tensors that leave as the plan says
+    holds: tuple[torch.Tensor, ...]  # aliases keep the memory if ``.data`` is reassigned during a capture
     layout: Layout
     absent: tuple[str, ...]
     at_boundary: tuple[StateTensor, ...]
-    chunks: tuple[tuple[int, int, int], ...]  # per chunk: source address, staging offset, length
+    chunks: tuple[tuple[int, int, int], ...]  # source address, staging offset, length
     chunk_bytes: int
 
 
-def arrange(plan: Plan, state: TrainingState, source: torch.device, *, at_boundary: bool) -> Arrangement:
-    """Lay the files out for the state as it is now.
-
-    Args:
-        source: the device from whose memory the plan's chunks leave.
-        at_boundary: whether everything is copied at the boundary itself, whatever the plan says.
-
-    Raises:
-        UnsupportedError: as :func:`.format.layout.make_layout`.
-    """
+def make_chunk_map(plan: Plan, state: TrainingState, source: torch.device, *, at_boundary: bool) -> ChunkMap:
+    """Lay out files for the state as it is now; the plan's chunks leave from ``source``'s memory."""
     deadlines, last = plan.deadlines, plan.horizon_steps
     live = {item.name: item for item in state.tensors}
     records = [
@@ -48,7 +40,7 @@ def arrange(plan: Plan, state: TrainingState, source: torch.device, *, at_bounda
     layout = make_layout(records)
     planned = frozenset() if at_boundary else _planned(plan, live, source)
     if not at_boundary:
-        _tell_unknown(plan, [item for item in state.tensors if item.name not in planned])
+        _log_unknown(plan, [item for item in state.tensors if item.name not in planned])
     chunks = tuple(
         (
             live[chunk.tensor].tensor.data_ptr() + chunk.offset_bytes,
@@ -60,7 +52,7 @@ def arrange(plan: Plan, state: TrainingState, source: torch.device, *, at_bounda
         for chunk in plan.chunks
     )
     known = {spec.name for spec in plan.fingerprint.state}
-    return Arrangement(
+    return ChunkMap(
         state,
         planned,
         tuple(item.tensor.detach() for item in state.tensors),
@@ -81,7 +73,7 @@ def _planned(plan: Plan, live: dict[str, StateTensor], source: torch.device) -> 
     )
 
 
-def _tell_unknown(plan: Plan, others: list[StateTensor]) -> None:
+def _log_unknown(plan: Plan, others: list[StateTensor]) -> None:
     host = set(plan.host_tensors)
     if unknown := [item for item in others if item.name not in host]:
         size = sum(item.tensor.nbytes for item in unknown)
@@ -93,11 +85,7 @@ def _tell_unknown(plan: Plan, others: list[StateTensor]) -> None:
 
 
 def planned_records(plan: Plan) -> list[TensorRecord]:
-    """The state tensors that a plan expects, row-major.
-
-    Raises:
-        UnsupportedError: a dtype that files cannot hold.
-    """
+    """The state tensors that a plan expects, row-major."""
     records = []
     for spec in plan.fingerprint.state:
         if spec.dtype not in STORED_TYPES:

@@ -1,8 +1,7 @@
-"""A plan at work in a live job: its hooks, its guards, and the captures that it gathers.
+"""Runs a plan in a live job: its hooks, its guards, and its captures.
 
-The Checkpointer says when boundaries are and which of them are captured; this does at each anchor what the plan, and
-caution beyond it, ask for. Everything that runs inside the user's loop, forward, backward or step is run in
-:meth:`Execution.surviving`: a fault of checkpointing voids the checkpoint under way and goes no further.
+All that runs inside the user's loop, forward, backward or step runs in :meth:`Execution.surviving`: a fault of
+checkpointing voids the checkpoint under way and nothing else.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ UNPLANNED = Plan(
 
 
 class Listener(Protocol):
-    """Whom the hooks call: the Checkpointer, which times them and finds boundaries."""
+    """Called by the hooks: the Checkpointer, which times them and finds boundaries."""
 
     @property
     def iteration(self) -> int: ...  # finished so far
@@ -63,19 +62,13 @@ class Listener(Protocol):
 
 
 class Execution:
-    """One plan in one job, from the boundary at which it is put in place.
+    """One plan in one job, from the boundary at which it is installed. MismatchError if the job lacks an anchor of it.
 
     Args:
-        program: the plan, compiled.
         implementations: of the optimizers by name, as plans name them.
         deliver: takes each complete capture, on any thread.
-        raising: whether a fault is raised inside the user's loop, after it has been dealt with.
-        known_to_fit, resumed: as in :class:`.capturer.Capturer`.
-        sightings: what is known of the job's anchors; it outlives one plan.
-
-    Raises:
-        MismatchError: the plan has an anchor that the job does not have.
-        StorageError: no host memory for the staging buffers.
+        raising: whether a fault is raised inside the user's loop, after it was handled.
+        sightings: what is known of the job's anchors; outlives one plan.
     """
 
     def __init__(
@@ -96,12 +89,12 @@ class Execution:
     ) -> None:
         self.plan = plan
         self._sightings = Sightings() if sightings is None else sightings
-        # What the plan's anchors do not tell: forwards that are not seen, and whether optimizers step unseen.
+        # Forward anchors that do not fire, and whether optimizers step unseen.
         self._unseen: tuple[frozenset[Place], bool] = (frozenset(), False)
-        self._told: frozenset[Place] = frozenset()  # anchors that the log has called silent
-        self._fired = self._whole = False  # an anchor, and a whole iteration, under these hooks
+        self._logged_silent: frozenset[Place] = frozenset()  # silent anchors that were logged
+        self._fired = self._whole = False  # an anchor has fired, an iteration has passed, under these hooks
         self._error_in_compiling: CheckflowError | None = None
-        # Backward of what lies on a GPU and of what lies in host memory run on two threads at once.
+        # Backward of GPU tensors and of host tensors runs on two threads at once.
         self._one_hook = threading.RLock()
         self._models, self._optimizers, self._walk = job.models, job.optimizers, job.walk
         self._implementations, self._listener, self._raising = implementations, listener, raising
@@ -119,7 +112,7 @@ class Execution:
         self.captures = self.aborted = 0
         self.distrusted = False
         self._said = ""
-        self.last_failure: tuple[float, str] | None = None  # when, by time.monotonic, and why
+        self.last_failure: tuple[float, str] | None = None  # time.monotonic, and the reason
         self._guards = self._make_guards()
         self._keys = self._planned_keys()
         self._hooks = self._hook()
@@ -127,9 +120,8 @@ class Execution:
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[None]:
-        """A fault of checkpointing voids the checkpoint under way and no more, unless errors are to be raised.
-
-        What a signal's handler raises meanwhile voids it, too, and goes on to training, whose it is.
+        """Let a fault of checkpointing void only the checkpoint under way; a signal handler's error goes on to
+        training.
         """
         try:
             yield
@@ -138,7 +130,7 @@ class Execution:
                 raise
 
     def _give_up(self, error: Exception) -> bool:
-        """Void the checkpoint under way, for this reason; returns whether that is training's to know."""
+        """Void the checkpoint under way; returns whether to raise the error to training."""
         step = self.capturer.step or self._listener.iteration
         lost = self.capturer.abort()
         if isinstance(error, WrittenError):
@@ -149,20 +141,20 @@ class Execution:
         return self._raising or raised_by_handler(error)
 
     def _note(self, step: int, error: Exception, *, lost: bool) -> None:
-        """Count what went wrong with a checkpoint, and say it, unless it is to be raised."""
+        """Count and log a checkpoint's failure, unless it will be raised."""
         reason = " ".join(str(error).split())
         said = f"{type(error).__name__}: {reason}"
         if lost:
             self.aborted += 1
             self.last_failure = (time.monotonic(), said)
-        if not self._raising and said != self._said:  # the same reason at every boundary is said once
+        if not self._raising and said != self._said:  # log a reason that recurs at every boundary once
             what = "is given up" if lost else "was complete before this"
             trace = None if isinstance(error, CheckflowError) else error
             logger.warning("the checkpoint of step %d %s: %s", step, what, said, exc_info=trace)
         self._said = said
 
-    def _heed_failed(self) -> None:
-        """Of concluded captures: what did not arrive voids its own checkpoint, and none that is in flight."""
+    def _note_failed(self) -> None:
+        """Note failed captures among the concluded ones; the one in flight goes on."""
         failed = self.capturer.take_failed()
         for step, error in failed:
             self._note(step, error, lost=True)
@@ -170,7 +162,7 @@ class Execution:
             raise failed[0][1]
 
     def reached(self, key: AnchorKey) -> None:
-        """An anchor fired: do what the plan, and caution beyond it, ask for before the job goes on from it."""
+        """An anchor fired: do the plan's work and the guards' before the job continues."""
         self._fired = True
         if self.capturer.gathering:
             with self._one_hook:
@@ -184,11 +176,7 @@ class Execution:
             self.capturer.note()  # what has written, and what the loop may write next
 
     def end_iteration(self, *, due: bool, quiet: bool) -> None:
-        """A boundary: the capture in flight goes on, or is brought to its end if another one is due.
-
-        Args:
-            quiet: no copy goes on behind this boundary: the host waits for its end.
-        """
+        """Pass a boundary: go on, or end the capture if another one is due. ``quiet``: wait for all copies."""
         with self.surviving():
             if quiet:
                 self.capturer.finish()
@@ -196,28 +184,27 @@ class Execution:
                 self.capturer.conclude()
             else:
                 self.capturer.go_on()
-        self._heed_failed()
+        self._note_failed()
         self._whole = self._whole or self._fired
         self.follow(idle=not (due or self.capturer.step is not None))
         self._hooks.reset()
 
     def finish(self) -> None:
-        """Bring the capture in flight to its end, and wait for those before it."""
+        """End the capture in flight, and wait for all before it."""
         with self._one_hook, self.surviving():
             self.capturer.finish()
-        self._heed_failed()
+        self._note_failed()
 
     def follow(self, *, idle: bool = False) -> None:
-        """Put hooks on modules that took the place of others, or were compiled; a deadline would pass unseen.
+        """Hang hooks on modules that were replaced or compiled; otherwise a deadline would pass unseen.
 
-        Args:
-            idle: there is no deadline until this is called again: what took others' place has time until then.
+        ``idle``: no deadline comes before the next call, so replaced modules can wait.
         """
         state = self._hooked_state if idle else self._walk.current()
         replaced = state is not self._hooked_state
         outdated = self._hooks.outdated(replaced=replaced)
         if replaced or outdated:
-            self.finish()  # its last tensors might be written where no hook is any more
+            self.finish()  # its last tensors might be written where hooks are gone
             self._guards = self._make_guards()
             self._hooked_state = state
         if outdated:
@@ -233,29 +220,24 @@ class Execution:
                 self._distrust()
 
     def take_error_in_compiling(self) -> CheckflowError | None:
-        """What could not be raised into the compiler."""
+        """Return the error that could not be raised into the compiler."""
         error, self._error_in_compiling = self._error_in_compiling, None
         return error
 
     def apply_audits(self, written: Collection[str], breached_plans: Collection[str]) -> None:
-        """Act on what audits found since the last call.
-
-        Args:
-            written: tensors that the plan calls unwritten, and that were written.
-            breached_plans: digests of the plans that an audit refuted.
-        """
+        """Act on audits: names of tensors that are written against the plan, and digests of refuted plans."""
         self.capturer.settled.drop(written)
         if self.plan.digest in breached_plans and not self.distrusted:
-            self.aborted += self.capturer.abort()  # one in flight was begun in the same way
+            self.aborted += self.capturer.abort()  # the one in flight relies on the same plan
             self._distrust()
 
     def prepare(self) -> None:
-        """Make room for captures of the state as it is now; see :meth:`.capturer.Capturer.prepare`."""
+        """Make room for captures; see :meth:`.capturer.Capturer.prepare`."""
         self.capturer.prepare(self._implementations)
 
     def begin(self, step: int, extra: bytes | Callable[[], bytes], info: Mapping[str, Any], *, audit: bool) -> float:
         """Start the capture of this boundary; see :meth:`.capturer.Capturer.begin`."""
-        self._heed_anchors()
+        self._adapt_to_anchors()
         waited_seconds = self.capturer.begin(step, extra, info, audit=audit, optimizers=self._implementations)
         self.captures += 1
         self.capturer.require(self._guards.at_forward.get(BOUNDARY, ()))
@@ -273,7 +255,7 @@ class Execution:
         )  # fmt: skip
 
     def _on_repeated(self, optimizer: str) -> None:
-        """Parameters are written at moments that no anchor tells: nothing is copied later than at the boundary."""
+        """Parameters are written between anchors: copy everything at the boundary from now on."""
         if optimizer not in self._sightings.repeated:
             self._sightings.repeated.add(optimizer)
             logger.warning(
@@ -292,10 +274,10 @@ class Execution:
             self.capturer.distrust()
 
     def _on_traced(self) -> None:
-        """A hook is being compiled into code, which will write what was to be copied there."""
+        """A hook is being compiled: finish the capture before compiled code writes what it should have copied."""
         try:
             self.finish()
-        except CheckflowError as error:  # nothing may be raised into the compiler
+        except CheckflowError as error:  # never raise into the compiler
             self._error_in_compiling = error
 
     def _planned_keys(self) -> list[AnchorKey]:
@@ -306,16 +288,16 @@ class Execution:
     def _make_guards(self) -> compatibility.Guards:
         return compatibility.make_guards(self.plan, self._models, self._optimizers, self._unseen[0])
 
-    def _heed_anchors(self) -> None:
-        """Execute the plan at the anchors that fire in this job, since others, in compiled code above all, do not."""
+    def _adapt_to_anchors(self) -> None:
+        """Move the plan's work to anchors that fire; others, mostly in compiled code, do not."""
         unseen = self._hooks.silent, self._sightings.steps.known
         blind = unseen[1] and not self._unseen[1]
         if unseen != self._unseen:
             self._unseen = unseen
             self.capturer.follow(self._compile())
             self._guards = self._make_guards()
-        newly = unseen[0] - self._told if self._whole else frozenset()
-        self._told |= newly
+        newly = unseen[0] - self._logged_silent if self._whole else frozenset()
+        self._logged_silent |= newly
         if blind:
             logger.warning(
                 "an optimizer steps in code that is compiled in one piece, where nothing tells when: all state is "
@@ -330,18 +312,20 @@ class Execution:
             )  # fmt: skip
 
     def _compile(self) -> Program:
-        """The plan's work at the anchors that fire. Without optimizers none tells when what seems unwritten is safe."""
+        """The plan's work at anchors that fire. Without optimizers' anchors, unwritten tensors are due at the
+        boundary.
+        """
         silent, blind = self._unseen
         return compile_plan(self.plan, silent, blind=blind, undated_at_boundary=not self._optimizers)
 
     @property
     def repeated(self) -> Collection[str]:
-        """The optimizers for which there is no plan, by how they run their closures."""
+        """Optimizers that cannot be planned because of how they run their closures."""
         return self._sightings.repeated
 
     @property
     def hooks(self) -> AnchorHooks:
-        """Those that hang in the job now."""
+        """The job's current hooks."""
         return self._hooks
 
     def _distrust(self) -> None:
@@ -365,7 +349,7 @@ class Execution:
             late = self._guards.at_step[key.name]
             capturer.require([chunk for owner, chunk in late if owner is None or owner.grad is not None])
         elif key.kind is AnchorKind.OPTIMIZER_POST:
-            # What follows (EMA, clamps, another optimizer) may write what no operator was seen to write.
+            # EMA, clamps or another optimizer may now write what no operator writes.
             capturer.require_after_step()
             if self._optimizers.keys() <= {*self._listener.stepped, key.name}:
                 capturer.complete_iteration()

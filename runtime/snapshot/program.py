@@ -1,23 +1,5 @@
-"""What must have happened by which anchor: a plan, compiled for execution.
-
-An anchor's work, in the order in which it is done:
-
-1. *snapshot*: copy chunks inside device memory; their live tensors may be written from here on;
-2. *release*: hand chunks to the copy engine (straight from the live tensor, or from a snapshot made here or earlier);
-3. *due*: wait until the chunks that leave straight from live tensors with this deadline have left;
-4. *free*: give back the memory of snapshots that the plan says are gone by now.
-
-Anchors have a total order, the plan's. When an anchor fires, the work of every earlier one that has not been done is
-done first: an event may come early or late against the clock, never after the write that it guards.
-
-A plan whose interval is more than one iteration has work at the anchors of all of them. Deadlines lie in the first one
-alone; when it ends, whatever is written in an iteration has left or lies in a snapshot. The later ones release
-snapshots, release and snapshot what is never written, and free.
-
-A plan's *wait* is no work of its own: it foretells for how long training will be held at that anchor or at the next
-deadline, and the link makes it so. What leaves during the wait is released at its anchor; what is due there is waited
-for, and no longer than it takes: it goes ahead of whatever else leaves in that step. Snapshots that leave during the
-wait are freed at the same anchor, after it.
+"""Compiles a plan into the work of each anchor. docs/explanation/boundaries.md, "What an anchor does", has the
+order.
 """
 
 from __future__ import annotations
@@ -33,15 +15,15 @@ from checkflow.core.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class AnchorWork:
-    """Indices into ``Plan.chunks`` to be treated when one anchor fires in one iteration of a capture."""
+    """Chunks to handle when one anchor fires in one iteration of a capture, as indices into ``Plan.chunks``."""
 
-    iteration: int  # since the capture's boundary, from 0
+    iteration: int  # from 0, since the capture's boundary
     key: AnchorKey
     snapshot: tuple[int, ...]
     release: tuple[int, ...]
     due: tuple[int, ...]
     free: tuple[int, ...]
-    touched: tuple[int, ...] = field(init=False)  # all but what is freed, each once
+    touched: tuple[int, ...] = field(init=False)  # all but ``free``, each once
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "touched", tuple(dict.fromkeys((*self.snapshot, *self.release, *self.due))))
@@ -56,10 +38,10 @@ class Program:
     """The work of every anchor that has any, in plan order, and what remains after the last one."""
 
     works: tuple[AnchorWork, ...]
-    # (iteration, anchor) to index into ``works``; every deadline has a work, be it empty
+    # (iteration, anchor) to index into ``works``; every deadline has a work, maybe empty
     position: Mapping[tuple[int, AnchorKey], int]
-    # Chunks that no operator up to an optimizer's step was seen to write: due when any optimizer has stepped, since
-    # what the loop does then (EMA, clamps) may write them, whichever optimizer it was. Excepted: settled tensors.
+    # Chunks that no operator up to an optimizer's step writes: due when any optimizer has stepped, since the loop
+    # (EMA, clamps) may write them then. Settled tensors are excepted.
     after_step: tuple[int, ...]
 
     def end_of(self, iteration: int) -> int:
@@ -74,16 +56,12 @@ def compile_plan(
     blind: bool = False,
     undated_at_boundary: bool = False,
 ) -> Program:
-    """Turn the steps of a plan into the work of anchors.
+    """Turn the steps of a plan into the work of anchors; PlanError for a plan of operator granularity.
 
     Args:
-        silent: anchors that do not fire; their work is done at the last one before them that does, and that has work
-            of its own: no other has a hook.
-        blind: no anchor tells when the optimizers step: everything is due at the boundary.
-        undated_at_boundary: so is what no operator was seen to write.
-
-    Raises:
-        PlanError: the plan was made at operator granularity, which eager training cannot act on.
+        silent: anchors that do not fire; their work moves to the last firing one before them that has work (a hook).
+        blind: no anchor shows when optimizers step: everything is due at the boundary.
+        undated_at_boundary: tensors that no operator writes are due at the boundary, too.
     """
     if plan.granularity != "segment":
         raise PlanError(f"a plan of {plan.granularity} granularity cannot be executed: plan with --granularity segment")
@@ -95,7 +73,7 @@ def compile_plan(
         for index, key in planned.items()
         if not index or not (blind or (key.kind, key.name) in silent or key not in hooked)
     }
-    # A gradient may fail to come: what is due at an anchor that does not fire goes to one before it of another kind.
+    # A gradient may not come: what is due at it moves to an earlier anchor of another kind.
     sure = _last_at_or_before({i: key for i, key in anchors.items() if key.kind is not AnchorKind.GRADIENT}, steps)
     before = _last_at_or_before(anchors, steps)
     after = _first_at_or_after(anchors, steps)
@@ -111,7 +89,7 @@ def compile_plan(
         if due is not None:
             if due not in planned:
                 raise PlanError(f"a deadline (step {due}) is no anchor of eager training")
-            # Work that was planned earlier, at an anchor that did not fire, is caught up with here.
+            # Work of earlier anchors that did not fire is done here.
             tables.setdefault(in_time(due), _empty_table())
     after_step: list[int] = []
     for index, chunk in enumerate(plan.chunks):
@@ -135,7 +113,7 @@ def compile_plan(
             if (gone := iteration * steps + after[step]) < plan.horizon_steps:
                 note(gone, "free", index)
         note(released, "release", index)
-    for table in tables.values():  # nothing waits for a snapshot: it goes after the live tensors of its step
+    for table in tables.values():  # snapshots after live tensors: nothing waits for them
         table["release"].sort(key=lambda index: (plan.chunks[index].offload_step, _is_snapshot(plan, index)))
     works = tuple(
         AnchorWork(
@@ -158,7 +136,7 @@ def _empty_table() -> dict[str, list[int]]:
 
 
 def _last_at_or_before(anchors: Mapping[int, AnchorKey], steps: int) -> list[int]:
-    """For each step the latest anchor step that is not after it (step 0 is the boundary, an anchor)."""
+    """For each step the latest anchor step that is not after it (step 0 is the boundary)."""
     found, result = 0, []
     for step in range(steps):
         found = step if step in anchors else found

@@ -1,1 +1,1 @@
-"""Collect state from a job, restore it."""
+"""Collects state from a job and restores it."""

@@ -1,8 +1,4 @@
-"""The live job's state: looked up anew at each boundary, cheaply; and put back when a job resumes.
-
-State tensors are what :func:`.state.collect_state` finds. Everything else that a resume needs (extra state) is
-gathered into one plain dictionary, which :mod:`checkflow.runtime.format.codec` encodes.
-"""
+"""The live job's state, looked up at each boundary; and its extra state (all but tensors), gathered and put back."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ from checkflow.runtime.state.variables import Variables
 Models = Mapping[str, nn.Module]
 Optimizers = Mapping[str, torch.optim.Optimizer]
 _counter = operator.attrgetter("_version")
-# Each over all tensors at once, since this runs at each boundary.
+# Mapped over all tensors at once: this runs at each boundary.
 _FORM: tuple[Callable[[torch.Tensor], Any], ...] = (
     torch.Tensor.data_ptr, operator.attrgetter("dtype"), operator.attrgetter("shape"), torch.Tensor.stride,
     torch.Tensor.is_conj, torch.Tensor.is_neg,
@@ -41,19 +37,17 @@ _FORM: tuple[Callable[[torch.Tensor], Any], ...] = (
 
 
 class Stateful(Protocol):
-    """What can be passed as ``state=``: schedulers, scalers, anything of the user's own."""
+    """What ``state=`` accepts: schedulers, scalers, and objects of the user's."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
 class StateWalk:
-    """All state tensors of a job as they are now; the walk over modules is repeated only when something changed.
+    """All state tensors of a job as they are now. The walk over modules is repeated only when something changed.
 
-    What is checked at each call, all of it by identity: that each optimizer has the containers it had
-    (``load_state_dict`` makes new ones), that each container holds what it held and no more, and each tensor's address,
-    type, shape and strides (``.data`` may have been reassigned, a sparse tensor may have taken other values), under
-    each of its names (of two that are tied, one may have been given memory of its own).
+    Each call checks by identity: the optimizers' containers (``load_state_dict`` makes new ones), what they hold, and
+    each tensor's address, type, shape and strides, under each of its names (a tied tensor may get its own memory).
     """
 
     def __init__(self, models: Models, optimizers: Optimizers) -> None:
@@ -61,7 +55,7 @@ class StateWalk:
         self._state: TrainingState | None = None
         self._slots: list[tuple[Mapping[Any, Any] | _ScriptedTable, Any, Any]] = []
         self._owners: list[tuple[Any, Any, Any]] = []
-        self._numbers: list[tuple[dict[Any, Any], Any]] = []  # entries of optimizers' tables that are no tensors
+        self._numbers: list[tuple[dict[Any, Any], Any]] = []  # entries of optimizer state that are not tensors
         self._members: list[int] = []
         self._containers: list[Any] = []
         self._sizes: list[int] = []
@@ -74,11 +68,11 @@ class StateWalk:
 
     @property
     def latest(self) -> TrainingState:
-        """The state as of the last call of ``current``: no look at what is there now, unless it is the first."""
+        """The state of the last call of ``current``, without checking for changes."""
         return self.current() if self._state is None else self._state
 
     def current(self) -> TrainingState:
-        """The state; the same object as at the last call exactly if nothing changed, no tensor and no memory of one."""
+        """The state: the same object as at the last call exactly if no tensor, and no memory of one, changed."""
         if self._state is None or not self._unchanged():
             self._state = collect_state(self._models, self._optimizers)
             self._remember()
@@ -96,12 +90,12 @@ class StateWalk:
         )
 
     def _now_members(self) -> list[int]:
-        """What the optimizers update: their groups' lists may be others than at the last look."""
+        """The parameters of each optimizer: their groups' lists may have changed."""
         groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
         return [id(parameter) for group in groups for parameter in group["params"]]
 
     def _now_forms(self) -> list[list[Any]]:
-        """What makes each tensor the region of memory that it is."""
+        """What identifies each tensor's region of memory."""
         tensors = self._dense
         if self._composites:
             tensors = tensors + [part for tensor in self._composites for _, part in dense_parts(tensor)]
@@ -142,7 +136,7 @@ class StateWalk:
 
 
 class _ScriptedTable:
-    """What a module made by torch.jit has in place of a dictionary, in as much of the shape of one as a walk needs."""
+    """Gives a table of a torch.jit module the methods of a dictionary that a walk needs."""
 
     def __init__(self, held: Any) -> None:
         self._held = held
@@ -155,7 +149,7 @@ class _ScriptedTable:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Its version counter: 0 for one that was made in inference mode, and has none."""
+    """A tensor's version counter; 0 for an inference tensor, which has none."""
     try:
         return tensor._version
     except RuntimeError:
@@ -163,7 +157,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """As :func:`version_of`, of many, in a fraction of the time where all have one."""
+    """:func:`version_of` for many tensors, faster if all have a counter."""
     listed = list(tensors)
     try:
         return list(map(_counter, listed))
@@ -172,9 +166,8 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def capture_generators() -> dict[str, Any]:
-    """The states of every generator that the main process may draw from: copies, since this runs at each boundary.
-
-    :func:`compact_generators` makes of them what is saved.
+    """The states of all generators that the main process may draw from; :func:`compact_generators` makes them
+    smaller.
     """
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
@@ -189,13 +182,13 @@ def capture_generators() -> dict[str, Any]:
 
 
 def compact_generators(states: Mapping[str, Any]) -> dict[str, Any]:
-    """The same as few objects."""
+    """The same states as fewer objects."""
     python = states["python"]
     return {**states, "python": {**python, "words": array.array("I", python["words"]).tobytes()}}
 
 
 def restore_generators(states: Mapping[str, Any]) -> None:
-    """Put back what :func:`capture_generators` gave, or :func:`compact_generators`; torch's where they are there."""
+    """Restore what :func:`capture_generators` or :func:`compact_generators` returned."""
     python = states["python"]
     random.setstate((python["version"], tuple(array.array("I", python["words"])), python["gauss"]))
     if "torch" in states:
@@ -205,17 +198,13 @@ def restore_generators(states: Mapping[str, Any]) -> None:
 
         numpy.random.set_state(states["numpy"])
     if "cuda" in states and torch.cuda.is_available():
-        for index, state in enumerate(states["cuda"][: torch.cuda.device_count()]):  # there may be fewer GPUs now
+        for index, state in enumerate(states["cuda"][: torch.cuda.device_count()]):  # maybe fewer GPUs now
             torch.cuda.set_rng_state(state, index)
 
 
 def capture_extra(walk: StateWalk, optimizers: Optimizers, objects: Mapping[str, Stateful]) -> dict[str, Any]:
-    """Extra state of models, optimizers and the user's objects at this instant.
-
-    The values may share memory with the job's: encode the result before the job goes on.
-
-    Args:
-        walk: nothing has changed since its last call of ``current``.
+    """Extra state at this instant, right after ``current``: encode it before training continues, as it may share
+    memory.
     """
     return {
         "modules": {name: module.get_extra_state() for name, module in walk.modules_with_extra_state.items()},
@@ -227,11 +216,7 @@ def capture_extra(walk: StateWalk, optimizers: Optimizers, objects: Mapping[str,
 def refuse_extra_mismatch(
     extra: Mapping[str, Any], models: Models, optimizers: Optimizers, objects: Mapping[str, Stateful]
 ) -> None:
-    """Hold what :func:`capture_extra` gave against the job, before anything is put back.
-
-    Raises:
-        MismatchError: a part of the job is not in the checkpoint, or a part of the checkpoint not in the job.
-    """
+    """Compare what :func:`capture_extra` returned with the job, before anything is restored. Raises MismatchError."""
     for what, have, saved in (
         ("the extra state of module {!r}", dict(modules_with_extra_state(models)), extra["modules"]),
         ("optimizer {!r}", optimizers, extra["optimizers"]),
@@ -250,14 +235,15 @@ def refuse_extra_mismatch(
         _refuse_other_groups(name, groups, [group["params"] for group in extra["optimizers"][name]["groups"]])
 
 
-# In an optimizer's groups, what its class does not tell apart: how it computes, and what schedulers put there.
+# Keys of groups that do not identify the optimizer's class: how it computes, and what schedulers add.
 _ANY_CLASS_S = {"foreach", "fused", "capturable", "differentiable", "maximize", "params", "param_names", "initial_lr"}
 _SCHEDULERS_OWN = {"max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
 
 
 def _refuse_other_class(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Its options and its state would be taken for this one's. Checkpoints that name no class tell it by options that
-    this one does not have where they lack others that it has: those of another release of torch do one of the two."""
+    """Refuse state of another optimizer class. Checkpoints that name no class are refused if both sides have options
+    that the other lacks: another release of torch only adds, or only removes, options.
+    """
     have, want = type(optimizer).__name__, saved.get("class")
     if want is None:
         options = {option for group in saved["groups"] for option in group} - _ANY_CLASS_S - _SCHEDULERS_OWN
@@ -287,7 +273,7 @@ def _refuse_other_groups(name: str, job: list[list[str]], saved: list[list[str]]
 def restore_extra(
     extra: Mapping[str, Any], models: Models, optimizers: Optimizers, objects: Mapping[str, Stateful]
 ) -> None:
-    """Put back what :func:`capture_extra` gave and :func:`refuse_extra_mismatch` let pass."""
+    """Restore what :func:`capture_extra` returned and :func:`refuse_extra_mismatch` accepted."""
     for name, module in modules_with_extra_state(models):
         module.set_extra_state(extra["modules"][name])
     for name, optimizer in optimizers.items():
@@ -297,14 +283,14 @@ def restore_extra(
 
 
 def modules_with_extra_state(models: Models) -> Iterator[tuple[str, nn.Module]]:
-    """("<model>/<module path>", module) of every module that has a state of its own beside its tensors."""
+    """("<model>/<module path>", module) of every module that has state besides tensors."""
     for name, module in module_names(models):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield name, module
 
 
 def _capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """Its class, groups with their parameters by name, and what it holds for a parameter that is no tensor."""
+    """Its class, its groups with parameters by name, and state of parameters that is not tensors."""
     groups = [
         {**group, "params": [names[id(parameter)] for parameter in group["params"]]} for group in optimizer.param_groups
     ]
@@ -312,7 +298,7 @@ def _capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str
     others: dict[Any, Any] = {}
     for parameter, table in optimizer.state.items():
         if not isinstance(parameter, torch.Tensor):
-            others[parameter] = table  # some optimizers also keep values of their own beside those of parameters
+            others[parameter] = table  # values of the optimizer, not of a parameter
         elif isinstance(table, dict) and (name := names.get(id(parameter))) is not None:
             values[name] = {key: value for key, value in table.items() if not isinstance(value, torch.Tensor)}
     return {
@@ -322,13 +308,13 @@ def _capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str
 
 
 def _apart(values: Any) -> list[int]:
-    """Which of the leaves are tensors that do not lie in host memory."""
+    """Indices of the leaves that are tensors outside of host memory."""
     leaves = enumerate(pytree.tree_leaves(values))
     return [number for number, leaf in leaves if torch.is_tensor(leaf) and leaf.device.type != "cpu"]
 
 
 def _put_back(saved: Any, apart: Iterable[int], device: torch.device) -> Any:
-    """What was saved, with these leaves on the device: a checkpoint's tensors are read into host memory."""
+    """Saved values, with these leaves moved to the device."""
     leaves, structure = pytree.tree_flatten(saved)
     for number in apart:
         leaves[number] = leaves[number].to(device)
@@ -342,7 +328,7 @@ def _restore_optimizer(models: Models, optimizer: torch.optim.Optimizer, saved: 
             if key == "params":
                 continue
             if torch.is_tensor(group.get(key)) and torch.is_tensor(value):
-                group[key].copy_(value)  # a tensor learning rate is captured by address in CUDA graphs
+                group[key].copy_(value)  # CUDA graphs hold the address of a tensor learning rate
             else:
                 group[key] = value
     device = training_device(models)
@@ -363,17 +349,12 @@ def make_lazy_state(
 ) -> torch.Tensor:
     """Create an optimizer state tensor that the optimizer would create at its first step, and return it.
 
-    Args:
-        parameters: all that the optimizer updates, by name.
-        on_host: whether it lies in host memory, wherever its parameter does; None: if it has no dimension.
-
-    Raises:
-        MismatchError: the optimizer has no such parameter.
+    ``on_host``: whether in host memory, wherever its parameter is; None: as torch does for step counters.
     """
     parameter, key = _place_of(name, parameters)
     if on_host is None:
         (group,) = (g for g in optimizer.param_groups if any(one is parameter for one in g["params"]))
-        on_host = not shape and not (group.get("capturable") or group.get("fused"))  # as torch makes its step counters
+        on_host = not shape and not (group.get("capturable") or group.get("fused"))  # as for torch's step counters
     if tuple(parameter.shape) == shape and not on_host:
         tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     else:
@@ -385,11 +366,7 @@ def make_lazy_state(
 def share_lazy_state(
     name: str, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], tensor: torch.Tensor
 ) -> None:
-    """As :func:`make_lazy_state`, of one that several parameters share, such as a counter of steps: it is there.
-
-    Raises:
-        MismatchError: as there.
-    """
+    """:func:`make_lazy_state` with an existing tensor that several parameters share, such as a step counter."""
     parameter, key = _place_of(name, parameters)
     optimizer.state[parameter][key] = tensor
 
@@ -405,11 +382,7 @@ def _place_of(name: str, parameters: Mapping[str, torch.Tensor]) -> tuple[torch.
 
 
 def make_state_by_stepping(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer make the state of all its parameters: by a step with zeros for gradients and learning rate.
-
-    For state that only the optimizer knows how to make (8-bit moments). What the step does to values is undone by the
-    restore that follows.
-    """
+    """Make an optimizer create all its state (8-bit moments), by a step with zero gradients, before it is restored."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
     rates = [group.get("lr") for group in optimizer.param_groups]
@@ -429,7 +402,7 @@ def make_state_by_stepping(optimizer: torch.optim.Optimizer) -> None:
 
 
 def drop_state(names: set[str], models: Models, optimizers: Optimizers) -> None:
-    """Take optimizer state tensors of these names out of their optimizers: the checkpoint says that they are absent."""
+    """Remove optimizer state that the checkpoint calls absent."""
     if not names:
         return
     for owner, optimizer in optimizers.items():

@@ -1,4 +1,4 @@
-"""A job whose state was restored in part is neither what it was nor any checkpoint: it is marked, and cannot train."""
+"""Marks a job whose state was restored in part: it cannot train."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _marked: weakref.WeakKeyDictionary[Any, RemovableHandle] = weakref.WeakKeyDictio
 
 
 def mark(models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-    """From now on the models' forward and the optimizers' step raise CorruptCheckpointError, in any loop."""
+    """Have the models' forward and the optimizers' step raise CorruptCheckpointError from now on."""
     lift(models, optimizers)
     for model in models.values():
-        _marked[model] = nn.Module.register_forward_pre_hook(model, _refuse, prepend=True)  # scripted ones too
+        _marked[model] = nn.Module.register_forward_pre_hook(model, _refuse, prepend=True)  # scripted ones, too
     for optimizer in optimizers.values():
         _marked[optimizer] = optimizer.register_step_pre_hook(_refuse)
 
 
 def is_marked(models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]) -> bool:
-    """Whether any part of the job is."""
+    """Whether any part of the job is marked."""
     return any(one in _marked for one in (*models.values(), *optimizers.values()))
 
 
 def lift(models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-    """Take the mark away, for a restore that makes good what the last one left."""
+    """Remove the marks, for a restore that completes what the last one left."""
     for one in (*models.values(), *optimizers.values()):
         if one in _marked:
             _marked.pop(one).remove()

@@ -1,11 +1,7 @@
-"""Put a checkpoint back into a live job: in place, into tensors of the types that the job has.
+"""Restores a checkpoint in place into a live job's tensors, after all names, shapes and dtypes were compared.
 
-First every name, shape and dtype is held against the job; only then is the first byte written. State that an optimizer
-makes at its first step is made here; state that was absent at the checkpoint is taken away.
-
-Everything is read once: each block is verified in memory of our own, and what of it is a tensor's is copied to that.
-Where damage is met after some tensors were set, the next older checkpoint overwrites all of them. If there is none, the
-job is marked (:mod:`.half_restored`), and cannot train.
+Each block is read once and verified before it is copied. After damage half-way, an older checkpoint overwrites
+everything; if there is none, the job is marked (:mod:`.half_restored`).
 """
 
 from __future__ import annotations
@@ -54,24 +50,19 @@ _Extra = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a restore found beside the state itself."""
+    """What a restore returns besides the job's state."""
 
     step: int
     extra: Mapping[str, Any]  # as the checkpointer saved it
 
     @property
     def imported(self) -> bool:
-        """Whether it was weights alone, and everything else begins anew."""
+        """Whether only weights were restored."""
         return "imported" in self.extra
 
 
 class _Restore:
-    """One restore into a job, and whether it has begun to change that.
-
-    Args:
-        place: as :func:`resume_from`.
-        begun: an earlier one has, and came to no end.
-    """
+    """One restore, and whether it, or one before it, has begun to change the job."""
 
     def __init__(self, job: _Job, place: Callable[[_Extra], None], *, begun: bool) -> None:
         self.job, self.place, self.begun = job, place, begun
@@ -82,7 +73,7 @@ class _Restore:
                 return restore(checkpoint, *self.job, place=self.place, begin=self._begin)
             except MismatchError:
                 if not self.begun:
-                    checkpoint.verify()  # a damaged one does not speak for those before it
+                    checkpoint.verify()  # a mismatch counts only if it is not damage
                 raise
 
     def _begin(self) -> None:
@@ -99,17 +90,14 @@ def resume_from(
     host_tensors: Collection[str] | None = (),
     place: Callable[[_Extra], None] = lambda extra: None,
 ) -> Resumed | None:
-    """Restore what ``Checkpointer(resume=mode)`` asks for; None where the job begins anew.
+    """Restore what ``Checkpointer(resume=mode)`` asks for; None if the job starts anew.
+
+    Raises StorageError if the mode demands a checkpoint that does not exist; after other errors a changed job is
+    marked.
 
     Args:
-        host_tensors: as :func:`restore`.
-        place: takes the loop to where the checkpoint was made, by its extra state, before state is changed; or raises
-            MismatchError. Called again for an older checkpoint, where a newer one is found to be damaged after that.
-
-    Raises:
-        StorageError: what the mode demands is not there.
-        MismatchError, CorruptCheckpointError: as :func:`restore`. Where the job's state was changed by then, the
-            message says so, and the job is marked.
+        place: given the extra state, moves the loop before state is changed, or raises MismatchError. Called again for
+            an older checkpoint if a newer one turns out to be damaged.
     """
     begun = half_restored.is_marked(models, optimizers)
     found = _Restore((models, optimizers, objects, host_tensors), place, begun=begun)
@@ -127,7 +115,7 @@ def resume_from(
         raise
     if resumed is not None:
         if isinstance(mode, int):
-            store.rewind(mode)  # only now: what was refused must not have hidden anything
+            store.rewind(mode)  # only now: a refused restore must hide nothing
         store.went_on_from(resumed.step)
     return resumed
 
@@ -147,15 +135,14 @@ def _resume(store: Store, mode: str | int, found: _Restore) -> Resumed | None:
 
 
 def _restore_newest(store: Store, found: _Restore, *, anew: bool) -> Resumed | None:
-    """Restore the newest checkpoint that is whole, as :func:`.store.discovery.recover` finds it, and read it once.
+    """Restore the newest whole checkpoint, as :func:`.store.discovery.recover` finds it, reading it once.
 
-    Args:
-        anew: where there is none the job begins anew. It needs the state that it has then: before a checkpoint that has
-            no older one to make good what it may leave half done, all of it is verified first, and read a second time.
+    If the job may start ``anew``, the oldest checkpoint is verified whole first: after damage its state must be
+    unchanged.
     """
     unreadable: StorageError | None = None
     paths = store.checkpoints()
-    older = 0  # the number of the newest of those older ones that have a manifest; looked for once, there may be many
+    older = 0  # index of the next older one with a manifest; kept, since there may be many
     for number, path in enumerate(paths, 1):
         try:
             if older < number:
@@ -165,7 +152,7 @@ def _restore_newest(store: Store, found: _Restore, *, anew: bool) -> Resumed | N
                 if first:
                     checkpoint.verify()
                 return found.run(checkpoint)
-        except ForeignError:  # an older one in its place is for nobody but the user to choose
+        except ForeignError:  # only the user may choose an older one instead
             raise
         except StorageError as error:
             refuse(path, error, store.set_aside)
@@ -178,7 +165,7 @@ def _restore_newest(store: Store, found: _Restore, *, anew: bool) -> Resumed | N
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have a mismatch say which checkpoint does not fit the job, and what can be done."""
+    """Have a mismatch name the checkpoint and say what can be done."""
     try:
         yield
     except MismatchError as error:
@@ -187,7 +174,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def _open(store: Store, step: int) -> Checkpoint:
-    """Exactly this checkpoint, verified: no other one makes good what it would leave half done, so it is read twice."""
+    """Open exactly this checkpoint, verified whole first: no other one could repair a half restore."""
     for path in store.checkpoints():
         if path.name == step_name(step):
             return open_verified(path, store.trust)
@@ -204,18 +191,18 @@ def restore(
     place: Callable[[_Extra], None] = lambda extra: None,
     begin: Callable[[], None] = lambda: None,
 ) -> Resumed:
-    """Make the job's state equal to the checkpoint's, bit for bit; every byte of the checkpoint is verified by then.
+    """Make the job's state equal to the checkpoint's, bit for bit, with every byte verified.
 
     Args:
-        host_tensors: names of state tensors that the optimizers keep in host memory; None: not known, torch's own step
-            counters are taken to lie there.
+        host_tensors: names of state tensors that optimizers keep in host memory; None: unknown, assume torch's step
+            counters.
         place: called when the job's parts fit, before ``begin``, with the checkpoint's extra state.
         begin: called before the first change.
 
     Raises:
         MismatchError: the checkpoint is of another job; nothing was changed.
-        CorruptCheckpointError, StorageError: a checksum does not fit, or a file cannot be read; if ``begin`` was
-            called, the job's state is undefined.
+        CorruptCheckpointError, StorageError: a checksum is wrong, or a file cannot be read; if ``begin`` was called,
+            the job's state is undefined.
     """
     with no_collection():
         state = collect_state(models, optimizers)
@@ -237,7 +224,7 @@ def restore(
     drop_state({name for name in (*live, *dict(state.ties)) if name not in sources}, models, optimizers)
     live = {name: tensor for name, tensor in live.items() if name in sources}
     ties = {further: name for further, name in state.ties if name in live}
-    # Once for all: an optimizer that has not stepped yet lacks as many as there are.
+    # Once: an optimizer that has not stepped yet lacks state for every parameter.
     parameters = {owner: dict(optimizer_parameters(models, optimizer)) for owner, optimizer in optimizers.items()}
     for name, entry in checkpoint.tensors.items():
         owner = name.partition("/")[0]
@@ -270,11 +257,7 @@ def _restore_weights(
     place: Callable[[_Extra], None],
     begin: Callable[[], None],
 ) -> Resumed:
-    """Put imported weights into the models; what a checkpoint of a job would have besides is left as the job made it.
-
-    All tensors of the models must be there, under any of their names: other tools keep one name of tied weights, and
-    not always the first.
-    """
+    """Restore imported weights and nothing else: all of the models' tensors, under any of their names."""
     for further, name in ties:
         if name not in sources and further in sources:
             sources[name] = sources[further]
@@ -309,7 +292,7 @@ def _makers(
     models: Mapping[str, nn.Module],
     optimizers: Mapping[str, torch.optim.Optimizer],
 ) -> list[str]:
-    """The optimizers whose state is missing here and can be made by no one else: a part of a tensor, not a tensor."""
+    """The optimizers whose missing state only they can make: part of a tensor subclass, not a plain tensor."""
     makers = []
     missing = [name.partition("/") for name in checkpoint.tensors.keys() - live.keys()]
     for owner, optimizer in optimizers.items():
@@ -376,7 +359,7 @@ def _read(checkpoint: Checkpoint, name: str) -> tuple[str, bytearray]:
 
 
 def _compare(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, entry: TensorEntry) -> None:
-    if tensor.shape == entry.shape and dtype_name(tensor.dtype) == entry.dtype:  # as nearly all: text takes a while
+    if tensor.shape == entry.shape and dtype_name(tensor.dtype) == entry.dtype:  # nearly always: formatting is slow
         return
     have, want = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}", f"{entry.dtype}{list(entry.shape)}"
     raise MismatchError(f"{checkpoint.path}: {name} is {want} in the checkpoint, {have} in the job")

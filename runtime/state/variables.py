@@ -1,4 +1,4 @@
-"""Variables of a training script as state: for what a resume needs that has no ``state_dict`` of its own."""
+"""Variables of a training script as state, for what has no ``state_dict`` of its own."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from checkflow.core.generators import generator_state, is_generator, set_generat
 class Variables:
     """Some variables of a job, saved with each checkpoint and set again when it resumes.
 
-    Of a script, an object or a dictionary, by name: ``state={"loop": checkflow.Variables(globals(), "best", "x")}``. Or
-    its own, which is the way for variables of a function: ``kept = checkflow.Variables(hidden=None, best=0.0)``, then
-    ``kept.hidden`` and ``kept.best`` wherever they are used, and ``state={"kept": kept}``.
+    By name, of a script, an object or a dictionary: ``state={"loop": checkflow.Variables(globals(), "best", "x")}``. Or
+    as its own attributes, for variables of a function: ``kept = checkflow.Variables(hidden=None, best=0.0)``, then use
+    ``kept.hidden`` and ``kept.best``, and pass ``state={"kept": kept}``.
 
-    What may be saved is what any extra state may be: numbers, strings, containers, arrays, tensors. A tensor comes back
-    as a new one, on the device of the one that it replaces; what lies on a GPU is copied to the host at each boundary
-    that is captured, while training waits: keep large tensors in buffers of a module. Of a random generator (Python's,
-    NumPy's, torch's) the state is saved, and put back into the generator that is there.
+    Values may be numbers, strings, containers, arrays and tensors. A tensor comes back as a new one, on the device of
+    the one it replaces. What lies on a GPU is copied to the host at each captured boundary, which pauses training: keep
+    large tensors in a module's buffers. Of a random generator (Python's, NumPy's, torch's) the state is saved, and
+    restored into the generator that is there.
 
     Args:
         namespace: where the variables are: ``globals()`` of a script, ``vars(trainer)`` of an object, or a dictionary.
-            Not ``locals()`` of a function: nothing can set those.
-        names: which of them; each has a value already.
-        values: variables of its own, with their first values; they are its attributes.
+            Not a function's ``locals()``, which cannot be set.
+        names: of the variables; each must have a value already.
+        values: variables of its own, with their first values.
 
     Raises:
-        TypeError: what comes first is no namespace, or a name no text; or there are both a namespace and values.
+        TypeError: the namespace is not a mapping, a name is not a string, or there are both a namespace and values.
         ValueError: a variable has no value, none is named, the namespace is a function's ``locals()``, or a value has
             the name of a method.
     """
@@ -89,7 +89,7 @@ class Variables:
         return tuple(self._namespace[name] for name in self._names)
 
     def refuse_mismatch(self, state: Mapping[str, Any]) -> None:
-        """Hold what ``state_dict`` gave against these variables; nothing is set.
+        """Compare what ``state_dict`` returned with these variables; nothing is set.
 
         Raises:
             MismatchError: the values are of other variables.
@@ -119,10 +119,10 @@ def _short(value: object) -> str:
 
 
 def _is_snapshot(namespace: Mapping[str, Any], frame: FrameType) -> bool:
-    """Whether it is what ``locals()`` gives in this frame of a function: the names of all its variables with a value,
-    and the very objects. (Python keeps one such dictionary for a frame until 3.12, and makes one at each call later.)
+    """Whether this is ``locals()`` of a function's frame: the same names with the same objects. Until Python 3.12 a
+    frame has one such dictionary, later each call makes one.
     """
-    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # a module's, a class's: these are live
+    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # a module's or class's namespace is live
         return False
     there = frame.f_locals
     return namespace.keys() == there.keys() and all(namespace[name] is value for name, value in there.items())

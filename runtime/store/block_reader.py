@@ -1,9 +1,4 @@
-"""Reading the blocks of open files: as fast as the disk gives them, each held against its checksum before it is used.
-
-Several threads read whole blocks into memory of our own, around the page cache where the file is large and its file
-system allows that: while one waits for the disk the others make checksums and copy. Only a block that fits its checksum
-is handed on. Memory is that of one block for each thread, whatever is read.
-"""
+"""Reads blocks of open files with several threads, around the page cache; each block is verified before it is used."""
 
 from __future__ import annotations
 
@@ -25,39 +20,31 @@ from checkflow.runtime.system.signals import raised_by_handler
 #: So many threads read, each with memory for a block, where nothing else is said. More do not read faster from disks
 #: of some GB/s.
 THREADS = 6
-_BUSY = 2  # so many of them keep a disk busy until the others get the interpreter
-Block = tuple[OpenFile, int]  # an open file, and the number of a block of it
+_BUSY = 2  # readers that keep a disk busy until the others get the GIL
+Block = tuple[OpenFile, int]  # a file and a block's number
 Use = Callable[[int, memoryview], None]
 
 
 class Watcher:
-    """What is told how a reading by threads goes on. This one does not listen."""
+    """Hears how reading by threads goes on. This base class ignores it."""
 
     #: Whether each thread that is started takes a block, be there an error by then or not.
     each_reads = False
 
     def started(self, threads: int) -> None:
-        """No more than these are started."""
+        """At most this many threads will run."""
 
     def reads(self) -> None:
-        """A thread is about to read, or has ended: none ends without having said so."""
+        """A thread is about to read, or has ended; each thread calls this before it ends."""
 
     def failed(self, number: int) -> None:
-        """This block cannot be read, or is damaged, or could not be used."""
+        """This block is unreadable or damaged, or its use failed."""
 
 
 def read_blocks(blocks: Sequence[Block], use: Use, *, threads: int = THREADS, watcher: Watcher | None = None) -> None:
-    """Read blocks, verified.
-
-    Args:
-        use: called with the number of each in ``blocks`` and its bytes, which are others after that; by several
-            threads, in no order. What it raises is raised here.
-        threads: at most.
-
-    Raises:
-        CorruptCheckpointError: of the blocks that were read, the first in order that is damaged. Others may have been
-            used by then.
-        StorageError: one cannot be read.
+    """Read and verify blocks. Raises CorruptCheckpointError for the first damaged one read, or StorageError; others may
+    have been used. ``use`` is called by several threads, in no order, with each block's number and its bytes, which are
+    valid during the call only. What it raises is raised here.
     """
     if not blocks:
         return
@@ -72,28 +59,20 @@ def read_blocks(blocks: Sequence[Block], use: Use, *, threads: int = THREADS, wa
 
 
 def read_one(file: OpenFile, block: int) -> memoryview:
-    """A block, verified, in memory that is the caller's.
-
-    Raises:
-        CorruptCheckpointError, StorageError: as :func:`read_blocks`.
-    """
+    """Read and verify a block into memory of its own."""
     with _around_the_cache([(file, block)]) as direct:
         size = memory_bytes(file, block)
         return read_block(file, block, scratch(size, large_pages=size == BLOCK_BYTES), direct.get(file.fd))
 
 
 class Ahead(Watcher):
-    """:func:`read_blocks`, begun before it is known what blocks are used for: each thread reads one, and waits.
+    """:func:`read_blocks`, started before it is known what the blocks are for: each thread reads one and waits.
 
-    Made first, and then begun: to be closed, whatever comes between, the begin's own errors too.
-
-    Args:
-        threads: at most.
-        looks: for so many of the first blocks, what ``look`` makes of their bytes can be asked for meanwhile.
-        look: called by the thread that has such a block.
+    Close it, whatever comes between. Of the first ``looks`` blocks, a thread makes what :meth:`looked` returns by
+    ``look``.
     """
 
-    each_reads = True  # or who waits for what is to be had of a block might do so in vain
+    each_reads = True  # or a caller of ``looked`` might wait for ever
 
     def __init__(
         self,
@@ -106,10 +85,10 @@ class Ahead(Watcher):
         self.blocks = blocks
         self._threads = threads
         self._looks, self._look = looks, look
-        # No lock of Python's own: see system/signals.py.
+        # Queues, not locks: see system/signals.py.
         self._uses: queue.SimpleQueue[Use | None] = queue.SimpleQueue()
-        self._news: queue.SimpleQueue[int] = queue.SimpleQueue()  # how many threads; 0: one reads, or has ended
-        # By block: what was made of it, or None where that failed. None at the end.
+        self._news: queue.SimpleQueue[int] = queue.SimpleQueue()  # number of threads; 0: one reads, or has ended
+        # Block and result, None if it failed; a bare None at the end.
         self._looked: queue.SimpleQueue[tuple[int, bytes | None] | None] = queue.SimpleQueue()
         self._seen: dict[int, bytes | None] = {}
         self._reading = 0  # threads, each with one of the first blocks
@@ -118,11 +97,9 @@ class Ahead(Watcher):
         self._thread: Reader | None = None
 
     def begin(self) -> None:
-        """Have each thread read a block; returns when all have started and some are about to read.
+        """Start the threads; returns when all have started and some are about to read.
 
-        Not before that: what comes next keeps the interpreter busy, and a thread that only wants to begin would wait
-        for it several times, longer than a read takes. Not much later either: those that read take the processors from
-        the others as long as the kernel makes pages for them.
+        Not before: starting would wait for the GIL longer than a read takes. Not much later: reads take processors.
         """
         self._thread = Reader(self._run)
         if not _start(self._thread):
@@ -137,25 +114,21 @@ class Ahead(Watcher):
         self._reading = threads
 
     def looked(self, number: int) -> bytes | None:
-        """What ``look`` made of a block; None where none of the threads that there are has it.
-
-        Raises:
-            CorruptCheckpointError, StorageError: as :func:`read_blocks`; nothing was used, and this is to be closed.
-        """
+        """The result of ``look`` for a block; None if no thread has it."""
         if number >= min(self._looks, self._reading) or not self._is_here:
             return None
         while number not in self._seen:
             if (news := self._looked.get()) is None:
-                self._looked.put(None)  # for the next time
+                self._looked.put(None)  # for the next call
                 break
             self._seen.setdefault(*news)
         if (found := self._seen.get(number)) is None:
-            self.finish(lambda number, data: None)  # which raises what failed
+            self.finish(lambda number, data: None)  # raises what failed
             raise StorageError("the checkpoint was closed while it was read")
         return found
 
     def finish(self, use: Use) -> None:
-        """Go on, to the end; raises as :func:`read_blocks`."""
+        """Use all blocks, to the end; raises as :func:`read_blocks`."""
         if self._ended:
             raise StorageError("the checkpoint was closed while it was read")
         if self._thread is None or not self._is_here:
@@ -171,15 +144,15 @@ class Ahead(Watcher):
             if error is not None:
                 raise error
         finally:
-            del error  # it knows of this frame: the memory would stay
+            del error  # its frame would keep the memory
 
     @property
     def _is_here(self) -> bool:
-        """Whether there are threads, in this process: a forked child has neither them nor what they read."""
+        """Whether the threads are in this process: a forked child has neither them nor what they read."""
         return self._thread is not None and self._thread.process == os.getpid()
 
     def close(self) -> None:
-        """End the threads; what they have read is forgotten. Once more is harmless."""
+        """End the threads and drop what they read; may be called again."""
         self._end()
 
     def started(self, threads: int) -> None:
@@ -193,7 +166,7 @@ class Ahead(Watcher):
             self._looked.put((number, None))
 
     def _end(self) -> BaseException | None:
-        """What the threads ended with; it is forgotten here."""
+        """Return and forget the error that ended the threads."""
         self._ended = True
         self._uses.put(None)
         if self._thread is not None:
@@ -210,7 +183,7 @@ class Ahead(Watcher):
         finally:
             self._looked.put(None)
             self._news.put(self._threads)
-            for _ in range(self._threads):  # nobody waits for those that never ran
+            for _ in range(self._threads):  # so nobody waits for threads that never ran
                 self._news.put(0)
 
     def _use(self, number: int, data: memoryview) -> None:
@@ -225,12 +198,12 @@ class Ahead(Watcher):
 
 @contextlib.contextmanager
 def _around_the_cache(blocks: Sequence[Block]) -> Iterator[dict[int, int]]:
-    """Further descriptors of the files that are large, by those they have: reads of them go around the page cache."""
+    """Open large files again for direct reads: the new descriptor by the old one."""
     found: dict[int, int] = {}
     try:
         for file in {file.fd: file for file, _ in blocks}.values():
             if file.entry.size_bytes >= fs.LEAST_DIRECT_BYTES:
-                with contextlib.suppress(OSError):  # refused: through the cache, then, which tells what is wrong
+                with contextlib.suppress(OSError):  # refused: reads go through the cache and say what is wrong
                     found[file.fd] = fs.open_direct(file.fd)
         yield found
     finally:
@@ -246,12 +219,12 @@ def _share(
     threads: int,
     watcher: Watcher,
 ) -> None:
-    """Do ``work`` for all numbers below ``count``, each thread with memory of its own; this thread is one of them."""
+    """Do ``work`` for all numbers below ``count`` in several threads, this one included, each with its own memory."""
     memory = scratch(threads * memory_bytes, large_pages=memory_bytes == BLOCK_BYTES)
     parts = [memory[i * memory_bytes : (i + 1) * memory_bytes] for i in range(threads)]
     numbers = itertools.count()
     errors: dict[int, BaseException] = {}
-    # No locks: an error of a signal's handler must not leave one taken (system/signals.py).
+    # No locks: a signal handler's error must not leave one taken (system/signals.py).
     ended = False
     all_started: queue.SimpleQueue[None] = queue.SimpleQueue()
 
@@ -260,7 +233,7 @@ def _share(
 
     def run(part: memoryview) -> None:
         nonlocal ended
-        # A thread that reads holds up the start of others: the kernel makes pages for its memory meanwhile.
+        # A reading thread delays the start of others: the kernel makes pages for its memory.
         all_started.get()
         all_started.put(None)  # for the next thread
         first = watcher.each_reads
@@ -280,7 +253,7 @@ def _share(
         try:
             for part in parts[1:]:
                 started.append(Reader(functools.partial(run, part)))
-                if not _start(started[-1]):  # fewer do it
+                if not _start(started[-1]):  # no thread: fewer share the work
                     started.pop()
                     break
         except BaseException:  # no memory for a thread
@@ -290,25 +263,24 @@ def _share(
         go()
         run(parts[0])
     finally:
-        ended = True  # what was begun is done, all of it unless something was raised
+        ended = True  # nothing runs any more
         await_end(started, go)
     try:
         if errors:
             raise errors[min(errors, key=lambda number: (isinstance(errors[number], Exception), number))]
     finally:
-        errors.clear()  # it knows of this frame, and the frame of it: the memory would stay
+        errors.clear()  # a cycle with this frame would keep the memory
 
 
 class Reader(threading.Thread):
-    """A thread that can be awaited whatever a signal's handler raises meanwhile.
-
-    ``Thread.join``, interrupted, takes a thread that still runs for one that has ended, in Python 3.11 for one.
+    """A thread that can be awaited despite a signal handler's error, after which ``Thread.join`` may return early
+    (3.11).
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
         super().__init__(name="checkflow-reader", daemon=True)
         self._work: Callable[[], None] | None = work
-        self._over, self.process = False, os.getpid()  # that which started it
+        self._over, self.process = False, os.getpid()  # the one that started it
         self._end: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def run(self) -> None:
@@ -316,44 +288,40 @@ class Reader(threading.Thread):
             if self._work is not None:
                 self._work()
         finally:
-            self._work = None  # it knows of the memory
+            self._work = None  # it holds the memory
             self._over = True
             self._end.put(None)
 
     def wait(self) -> None:
-        """Until it has ended; again, where a handler raised. One that was interrupted in its very start is passed, and
-        in a forked child there is none."""
+        """Wait for its end; call again after a handler's error. Returns at once in a forked child."""
         if self.ident is None or self.process != os.getpid():
             return
         while not self._over:
             self._end.get()
-        self._end.put(None)  # for whoever else waits
+        self._end.put(None)  # for other waiters
         self.join()
 
 
 def _start(thread: Reader) -> bool:
-    """Whether there was a thread to be had for this process."""
+    """Start a thread; False if the process cannot have one."""
     try:
         thread.start()
     except RuntimeError as error:
-        if raised_by_handler(error):  # and the thread may run
+        if raised_by_handler(error):  # the thread may run
             raise
         return False
     return True
 
 
 def await_end(threads: Sequence[Reader], go: Callable[[], None] = lambda: None) -> None:
-    """Wait for threads that are about to end, whatever a signal's handler raises meanwhile: that is raised then.
+    """Wait for threads that use the caller's memory and files; a signal handler's error is raised only after that.
 
-    They read into memory of the caller's, and files that it closes.
-
-    Args:
-        go: has threads go on that wait for something; once more is harmless.
+    ``go`` lets waiting threads continue, maybe repeatedly.
     """
     raised: BaseException | None = None
     while True:
         try:
-            while True:  # of two handlers that are due at once the second has its turn behind the inner ``except``
+            while True:  # a second handler may run right behind the inner ``except``
                 try:
                     go()
                     for thread in threads:

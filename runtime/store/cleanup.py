@@ -1,7 +1,6 @@
-"""What runs leave behind in a store's directory, and how it goes: half written, half exchanged, half deleted.
+"""Removes what runs leave half written, half exchanged or half deleted in a store's directory.
 
-Functions over a descriptor of that directory (``root``); they keep no state. Whoever calls them holds the directory's
-lock, so nobody else writes there. Nothing here follows a link, and only names that a store gives are touched.
+The caller holds the lock of ``root``, a descriptor of it. Nothing follows a link; only a store's names are touched.
 """
 
 from __future__ import annotations
@@ -17,33 +16,29 @@ from checkflow.runtime.system import fs
 
 BROKEN, SUPERSEDED = ".broken-", ".superseded-"
 _TMP, _TRASH = ".tmp-", ".trash-"
-DRAFT = f"{_TMP}shards"  # the next text of what processes of one version tell each other
+DRAFT = f"{_TMP}shards"  # draft of the file by which processes of one version meet
 _HALF = rf"tmp-(?:shards|[0-9]{{8,19}}-{OWNER.pattern})|replaced-step-[0-9]{{8,19}}"
 _LEFTOVER = re.compile(rf"\.(?:{_HALF})|{re.escape(_TRASH)}(?:{_HALF}|step-[0-9]{{8,19}})(?:\.[0-9]+)?", re.ASCII)
-Tell = Callable[[str, OSError], None]  # that something stays: its name, and why
-Waits = Callable[[str], bool]  # whether what a reader holds, of this name, is to stay still
+Warn = Callable[[str, OSError], None]  # called with the name of what stays, and why
+Waits = Callable[[str], bool]  # whether to wait for the reader of this name
 
 
 def temporary_name(step: int, run_id: str) -> str:
-    """The directory in which a run writes a checkpoint that is not complete yet."""
+    """The directory in which a run writes a checkpoint until it is complete."""
     return f"{_TMP}{step:08d}-{run_id}"
 
 
 def is_leftover(name: str) -> bool:
-    """Whether it is being written, exchanged or deleted, now or by a run that did not live to end that."""
+    """Whether the name is of something being written, exchanged or deleted, by this run or a dead one."""
     return _LEFTOVER.fullmatch(name) is not None
 
 
-def settle(root: int, void: set[str], sync: Callable[[int], None], tell: Tell, waits: Waits) -> None:
-    """Finish what dead runs, or failed commits of this one, left half done.
+def settle(root: int, void: set[str], sync: Callable[[int], None], warn: Warn, waits: Waits) -> None:
+    """Finish what dead runs, or failed commits of this one, left half done; ``warn`` of what cannot be removed.
 
     Args:
-        void: checkpoints that got their names, but not durably: they are taken back, and out of this set.
+        void: checkpoints whose names are not durable: they are removed, and taken out of this set.
         sync: makes the names in ``root`` durable.
-        tell: what cannot be removed stays, and is no reason to fail.
-
-    Raises:
-        OSError: what was exchanged cannot be brought back, or not be made durable.
     """
     for name in sorted(void):
         if fs.exists(name, dir_fd=root):
@@ -58,52 +53,44 @@ def settle(root: int, void: set[str], sync: Callable[[int], None], tell: Tell, w
         elif is_leftover(name):
             leftovers.append(name)
     if leftovers:
-        # What takes the place of a leftover must be there for good before the leftover goes.
+        # What replaces a leftover must be durable before the leftover goes.
         sync(root)
     for name in leftovers:
-        remove_quietly(root, name, tell, waits)
+        remove_quietly(root, name, warn, waits)
 
 
-def remove_quietly(root: int, name: str, tell: Tell, waits: Waits) -> None:
-    """Remove what no restore needs. A failure costs disk space until the next commit, and is no reason to fail."""
+def remove_quietly(root: int, name: str, warn: Warn, waits: Waits) -> None:
+    """Remove what no restore needs. A failure only costs disk space until the next commit."""
     try:
         if not fs.exists(name, dir_fd=root):
             return
-        # First of all it loses its name. The next checkpoint may need that, and what stood in for another one must not
-        # come back in its place, torn at that, when it can be deleted in part only.
+        # Rename first: the next checkpoint may need the name, and a half-deleted ``.replaced-…`` must never
+        # be brought back.
         trash = name if name.startswith(_TRASH) else to_trash(root, name)
         with claimed(trash, MANIFEST, dir_fd=root) as unread:
-            if unread or not waits(trash):  # otherwise the next commit tries again
+            if unread or not waits(trash):  # else the next commit tries again
                 remove(trash, dir_fd=root)
     except OSError as error:
-        tell(name, error)
+        warn(name, error)
 
 
-def retire(root: int, name: str, tell: Tell, waits: Waits) -> bool:
-    """Delete a checkpoint, unless a reader holds it that is waited for; False: one does.
-
-    Raises:
-        OSError: it stays, whole.
-    """
+def retire(root: int, name: str, warn: Warn, waits: Waits) -> bool:
+    """Delete a checkpoint; False if a reader holds it and is waited for. After an OSError it stays, whole."""
     with claimed(name, MANIFEST, dir_fd=root) as unread:
         if not unread and waits(name):
             return False
-        _forsake(root, name)
+        _abandon(root, name)
         trash = to_trash(root, name)
         try:
             remove(trash, dir_fd=root)
         except OSError as error:
-            tell(trash, error)
+            warn(trash, error)
     return True
 
 
 def hide(root: int, name: str, prefix: str) -> str:
-    """Give a checkpoint a name that no reader looks at, and return that; it is for the caller to make it durable.
-
-    Args:
-        prefix: ``BROKEN`` or ``SUPERSEDED``.
-    """
-    _forsake(root, name)
+    """Rename a checkpoint by a prefix (``BROKEN``, ``SUPERSEDED``) so that no reader looks at it; not yet durable."""
+    _abandon(root, name)
     hidden, count = prefix + name, 1
     while fs.exists(hidden, dir_fd=root):
         hidden, count = f"{prefix}{name}.{count}", count + 1
@@ -111,30 +98,29 @@ def hide(root: int, name: str, prefix: str) -> str:
     return hidden
 
 
-def _forsake(root: int, name: str) -> None:
-    """Nothing comes back under this name once it is free: an older one that could not be removed yet would."""
+def _abandon(root: int, name: str) -> None:
+    """Make sure that nothing comes back under this name: a stale ``.replaced-…`` would."""
     if fs.exists(REPLACED + name, dir_fd=root):
         to_trash(root, REPLACED + name)
 
 
 def to_trash(root: int, name: str) -> str:
-    """One rename makes it invisible whole; deleting file by file would leave a torn one at a crash."""
+    """Hide it whole by one rename: deleting file by file would leave a torn checkpoint after a crash."""
     trash, count = _TRASH + name.lstrip("."), 1
-    while fs.exists(trash, dir_fd=root):  # of a dead run, or still being read
+    while fs.exists(trash, dir_fd=root):  # a dead run's, or still being read
         trash, count = f"{_TRASH}{name.lstrip('.')}.{count}", count + 1
     fs.rename(name, trash, dir_fd=root)
     return trash
 
 
 def remove(name: str, *, dir_fd: int) -> None:
-    """Remove a directory and the files in it, or a plain file or link of this name.
+    """Remove a directory and the files in it, or a plain file or link. Nothing is followed.
 
-    Nothing is followed. A directory inside it, which no checkpoint has, is an error, but one that is raised when all
-    else is gone: it must not keep the files of a checkpoint on the disk.
+    A directory inside, which no checkpoint has, is an error, raised after all else is gone.
     """
     try:
         folder = fs.open_folder(name, dir_fd=dir_fd)
-    except NotADirectoryError:  # a symbolic link too
+    except NotADirectoryError:  # or a symbolic link
         fs.unlink(name, dir_fd=dir_fd)
         return
     first: OSError | None = None

@@ -1,6 +1,5 @@
-"""Which checkpoints a directory has, and the newest of them that is whole: to look at, or for a job to go on from.
-
-Names alone tell what is there (:func:`find`); whether it is whole every byte tells, and nothing less.
+"""Finds the checkpoints of a directory, and the newest whole one. Only a check of every byte proves that one
+is whole.
 """
 
 from __future__ import annotations
@@ -20,11 +19,7 @@ logger = logging.getLogger("checkflow")
 
 
 def find(directory: str | os.PathLike[str]) -> tuple[Path, ...]:
-    """Paths of the checkpoints in a directory, newest (highest step) first. Reads names only; changes nothing.
-
-    Raises:
-        StorageError: the directory cannot be read.
-    """
+    """Paths of the checkpoints in a directory, newest (highest step) first. Reads names only."""
     root = Path(directory)
     try:
         found = [(step, name) for name in fs.folder_names(str(root)) if (step := parse_step(name)) is not None]
@@ -34,11 +29,7 @@ def find(directory: str | os.PathLike[str]) -> tuple[Path, ...]:
 
 
 def open_verified(path: Path, trust: Trust | None = None) -> Checkpoint:
-    """A checkpoint of which every byte has been verified.
-
-    Raises:
-        CorruptCheckpointError, ForeignError, MismatchError, StorageError: as :func:`.reader.open_checkpoint`.
-    """
+    """Open a checkpoint after verifying every byte."""
     checkpoint = open_checkpoint(path, trust=trust)
     try:
         checkpoint.verify()
@@ -51,10 +42,7 @@ def open_verified(path: Path, trust: Trust | None = None) -> Checkpoint:
 def find_valid(directory: str | os.PathLike[str], trust: Trust | None = None) -> Checkpoint | None:
     """The newest checkpoint of a directory that is whole, byte for byte; nothing is renamed.
 
-    A checkpoint that vanishes while it is looked at (a running job's retention) is passed over.
-
-    Raises:
-        StorageError: the directory, or every candidate, cannot be read.
+    Those that a running job deletes meanwhile are skipped. Raises StorageError if every candidate is unreadable.
     """
     passed: list[Path] = []
 
@@ -78,7 +66,7 @@ def find_valid(directory: str | os.PathLike[str], trust: Trust | None = None) ->
             if found is not None:
                 found.close()
             raise
-        # A running job may have made newer ones meanwhile, and deleted what was passed over.
+        # A running job may have made newer ones meanwhile, and deleted those that were skipped.
         if found is not None:
             if not any((parse_step(path.name) or 0) > found.step for path in paths if path not in before):
                 return found
@@ -92,13 +80,8 @@ def find_valid(directory: str | os.PathLike[str], trust: Trust | None = None) ->
 def recover(paths: tuple[Path, ...], trust: Trust, set_aside: Callable[[Path], Path]) -> Checkpoint | None:
     """The newest checkpoint that is whole, byte for byte, for a training job to go on from; None if there is none.
 
-    (10) One that is proved damaged is set aside (``.broken-…``) and the next older one taken. One that merely cannot be
-    read at the moment is passed over, but stays where it is.
-
-    Raises:
-        MismatchError: the newest has a format that this version does not know.
-        StorageError: checkpoints exist, and none could be read: to start from scratch would be wrong. Or one is another
-            user's.
+    A damaged one is set aside and an unreadable one skipped, in favour of the next older one. Raises StorageError if
+    checkpoints exist but none can be read: starting from scratch would be wrong.
     """
     return _newest_valid(paths, lambda path, error: refuse(path, error, set_aside), trust)
 

@@ -1,12 +1,6 @@
-"""Writing one file of a checkpoint: as fast as the disk takes it, and durable when it is done.
+"""Writes one file of a checkpoint as fast as the disk takes it, durably; a second thread computes checksums.
 
-Large files go around the page cache (O_DIRECT), which would cost a copy of all and push out what others keep there: in
-runs of whole pages straight from the memory that they lie in, where that is aligned as the file is (the staging buffer
-is), and else by way of some aligned memory of our own. The checksums of a run are made by a second thread meanwhile.
-What is no whole page at the end goes through the cache, and so does everything small, and everything on a file system
-that refuses.
-
-All calls of the operating system are made by the thread that writes.
+Large files go around the page cache (O_DIRECT) in runs of whole pages, from the staging buffer itself if aligned.
 """
 
 from __future__ import annotations
@@ -24,19 +18,16 @@ from checkflow.runtime.format.manifest import BLOCK_BYTES, FileEntry
 from checkflow.runtime.system import fs
 from checkflow.runtime.system.aligned_memory import address_of, copy_bytes, scratch
 
-RUN_BYTES = 4 * BLOCK_BYTES  # of one write: the disk idles from the end of each to the begin of the next
-THREAD_BYTES = BLOCK_BYTES  # of a file: in one of less a thread takes longer to start than all its checksums
+RUN_BYTES = 4 * BLOCK_BYTES  # of one write: between two, the disk idles
+THREAD_BYTES = BLOCK_BYTES  # of a file: for less, starting a thread takes longer than the checksums
 _GATHER_BYTES = BLOCK_BYTES
 
 
 def write_file(folder: int, name: str, pieces: Iterator[memoryview]) -> FileEntry:
-    """Write a new file, make it durable, and return its size and checksums.
+    """Write a new file of these pieces, make it durable, and return its size and checksums.
 
-    An error of fsync or close fails the checkpoint for good: the kernel may have dropped the pages that it could not
-    write, and a second fsync would succeed without them.
-
-    Args:
-        pieces: the file's bytes in order. What one shows must not change before the next is asked for.
+    An error of fsync or close fails the checkpoint for good: the kernel may have dropped the pages, and a second fsync
+    would succeed without them. A piece must not change before the next is asked for.
     """
     fd = fs.open_new(name, dir_fd=folder)
     try:
@@ -59,11 +50,11 @@ def write_file(folder: int, name: str, pieces: Iterator[memoryview]) -> FileEntr
 
 
 class _Output:
-    """An open file that is written from its begin to its end; small pieces are gathered to large writes."""
+    """A file that is written from start to end; small pieces are gathered into large writes."""
 
     def __init__(self, fd: int, checksums: Checksums) -> None:
         self._fd, self._checksums = fd, checksums
-        self._direct: bool | None = None  # whether writes go around the page cache; None: not tried yet
+        self._direct: bool | None = None  # direct I/O; None: not tried yet
         self._written = 0
         self._gathered: memoryview | None = None
         self._held = 0  # bytes in it
@@ -90,7 +81,7 @@ class _Output:
         self._flush()
 
     def _straight(self, data: memoryview) -> tuple[int, int]:
-        """What of ``data``, at the begin or soon after it, can be written from where it lies, in one run."""
+        """Where in ``data`` one aligned run can be written from its own memory."""
         if not self._direct:
             return 0, min(len(data), RUN_BYTES)
         begin = -self.size_bytes % PAGE_BYTES
@@ -111,7 +102,7 @@ class _Output:
                 self._flush()
 
     def _flush(self) -> None:
-        """Write what was gathered; its memory is free again after that."""
+        """Write what was gathered and free its memory."""
         if self._gathered is None or not self._held:
             return
         if self._held >= fs.LEAST_DIRECT_BYTES:
@@ -131,7 +122,7 @@ class _Output:
             self._direct = self._switch(True)
 
     def _switch(self, direct: bool) -> bool:
-        """Whether writes go around the page cache from here on."""
+        """Switch direct I/O; returns whether it is on."""
         try:
             fs.set_direct(self._fd, direct)
         except OSError as error:
@@ -141,10 +132,9 @@ class _Output:
         return direct
 
     def _write_directly(self, data: memoryview) -> int:
-        """Write the whole pages of ``data``, which begin at one in memory and in the file; returns how many bytes.
+        """Write the whole pages of aligned ``data``; returns how many bytes.
 
-        If that is not all (the end of the file, a write that stopped within a page, or a file system that says only now
-        that it cannot), what follows in this file goes through the page cache.
+        After a short write (the end, within a page, a late refusal) the rest of the file goes through the page cache.
         """
         whole, done = len(data) // PAGE_BYTES * PAGE_BYTES, 0
         while done < whole and not done % PAGE_BYTES:
@@ -163,10 +153,9 @@ class _Output:
 
 
 class Checksums:
-    """The checksum of each block of a file, made in order: on a thread of its own from the first large part on with
-    which the file itself is large.
+    """The checksum of each block of a file, on a thread of its own once the file turns out to be large.
 
-    No locks of Python's own: an error that a signal's handler raises must not leave one taken (:mod:`.system.signals`).
+    No locks: a signal handler's error must not leave one taken (:mod:`.system.signals`).
     """
 
     def __init__(self) -> None:
@@ -176,11 +165,11 @@ class Checksums:
         self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._outstanding = 0
         self._thread: threading.Thread | None = None
-        self._alone = False  # there are no threads to be had
+        self._alone = False  # no thread could be started
         self._given_bytes = 0
 
     def add(self, data: memoryview) -> None:
-        """The next bytes of the file; they must not change before :meth:`wait` or :meth:`finish`."""
+        """Add the next bytes of the file; they must not change before :meth:`wait` or :meth:`finish`."""
         self._given_bytes += len(data)
         large = len(data) >= fs.LEAST_DIRECT_BYTES and self._given_bytes >= THREAD_BYTES
         if self._thread is None and large and not self._alone:
@@ -192,7 +181,7 @@ class Checksums:
         self._parts.put(data)
 
     def wait(self) -> None:
-        """Until nothing that was added is needed any more; raises what went wrong."""
+        """Wait until nothing that was added is needed any more; raises what went wrong."""
         while self._outstanding:
             error = self._done.get()
             self._outstanding -= 1
@@ -200,7 +189,6 @@ class Checksums:
                 raise error
 
     def finish(self) -> tuple[str, ...]:
-        """Of all blocks, the last one shorter."""
         self.wait()
         if self._filled:
             self._end_block()
@@ -210,14 +198,14 @@ class Checksums:
         """End the thread."""
         if self._thread is not None:
             self._parts.put(None)
-            with contextlib.suppress(RuntimeError):  # a signal's handler raised in its very start: it ends by itself
+            with contextlib.suppress(RuntimeError):  # a signal handler raised during its start: it ends by itself
                 self._thread.join()
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="checkflow-checksums", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError:  # no more threads for this process, or the interpreter ends
+        except RuntimeError:  # no more threads, or the interpreter is ending
             self._thread, self._alone = None, True
 
     def _run(self) -> None:

@@ -1,10 +1,7 @@
-"""Opening a checkpoint's files and reading blocks of them, with every check that needs no knowledge of tensors.
+"""Opens a checkpoint's files and reads blocks of them, with every check that needs no knowledge of tensors: step (10).
 
-(10) Each file is opened by name inside the checkpoint's directory, follows no link, must be a regular file of the size
-that the manifest names, and is read block by block, each compared with its checksum.
-
-The manifest stays open with the files, under a lock that says so (:func:`.lock.share`): retention leaves what is being
-read alone. One that went before the lock was taken is gone, which is no damage.
+Files are opened by name inside the directory, without following links, and must be regular and of the manifest's size.
+The manifest stays open under a shared lock (:func:`.lock.share`), so that retention leaves the checkpoint alone.
 """
 
 from __future__ import annotations
@@ -50,7 +47,7 @@ def step_name(step: int) -> str:
 
 
 def parse_step(name: str) -> int | None:
-    """The step of a checkpoint directory's name; None for every other name, ``step-000000001`` (nine digits) too."""
+    """The step in a checkpoint directory's name; None for any other name, ``step-000000001`` (nine digits) too."""
     found = _STEP.fullmatch(name)
     return int(found[1]) if found and step_name(int(found[1])) == name else None
 
@@ -69,7 +66,7 @@ class OpenFile:
 
 
 class StoredTensor(NamedTuple):
-    """An entry of a safetensors header, its range counted from the begin of the file."""
+    """An entry of a safetensors header; its range counts from the start of the file."""
 
     code: str
     shape: tuple[int, ...]
@@ -82,16 +79,13 @@ def block_bytes(file: OpenFile, block: int) -> int:
 
 
 def memory_bytes(file: OpenFile, block: int) -> int:
-    """The whole pages that a block fills, the last one in part."""
+    """The whole pages that a block needs."""
     return -(-block_bytes(file, block) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def read_block(file: OpenFile, block: int, memory: memoryview, direct: int | None = None) -> memoryview:
-    """Read a block into memory, and return what of that it fills, once it fits its checksum.
-
-    Args:
-        memory: of :func:`memory_bytes` at least, and from the begin of a page on for ``direct``.
-        direct: a descriptor of the file for reads around the page cache.
+    """Read a block into memory and return its bytes, verified; ``direct``: a descriptor for page-aligned
+    direct reads.
     """
     begin, out = block * BLOCK_BYTES, memory[: block_bytes(file, block)]
     try:
@@ -104,7 +98,7 @@ def read_block(file: OpenFile, block: int, memory: memoryview, direct: int | Non
     if count != len(out):
         raise CorruptCheckpointError(f"{file.path} is truncated at byte {begin + count}")
     digest = xxhash.xxh3_64()
-    digest.update(out)  # other threads run meanwhile
+    digest.update(out)  # releases the GIL
     if digest.hexdigest() != file.entry.blocks[block]:
         raise CorruptCheckpointError(
             f"{file.path} is damaged: bytes {begin} to {begin + len(out)} do not match their checksum"
@@ -164,12 +158,12 @@ def parse_header(path: Path, text: bytes, size_bytes: int) -> tuple[dict[str, St
 
 
 def _range(item: tuple[str, StoredTensor]) -> tuple[int, int]:
-    """Begin and end of a tensor, as :func:`parse_header` has it by key."""
+    """Start and end of a tensor from :func:`parse_header`."""
     return item[1][2:]
 
 
 _Looked = TypeVar("_Looked")
-_Look = Callable[[bytes], tuple[_Looked, Mapping[str, FileEntry]]]  # of a manifest's bytes; with the files to be opened
+_Look = Callable[[bytes], tuple[_Looked, Mapping[str, FileEntry]]]  # of a manifest's bytes; with the files to open
 
 
 class _GoneError(Exception):
@@ -180,19 +174,18 @@ Narrow = Callable[[Manifest], Manifest]
 
 
 def whole(manifest: Manifest) -> Manifest:
-    """All of it is of interest."""
+    """The ``narrow`` that leaves nothing out."""
     return manifest
 
 
 def open_all(
     path: Path, *, passing: bool = False, shared: bool = True, trust: OwnerCheck | None = None
 ) -> tuple[Manifest, dict[str, OpenFile]]:
-    """The manifest and all files of a checkpoint, open, of the right type and size; retention leaves them alone.
+    """Open the manifest and all files of a checkpoint; types and sizes are checked.
 
     Args:
-        passing: whether children that are forked meanwhile do not have them open.
-        shared: False: retention is not told.
-        trust: whose files it may be.
+        passing: whether forked children close them.
+        shared: False: take no lock, so retention may delete the checkpoint.
     """
 
     def look(data: bytes) -> tuple[Manifest, Mapping[str, FileEntry]]:
@@ -205,13 +198,11 @@ def open_all(
 def open_files(
     path: Path, narrow: Narrow, *, early: bool, trust: OwnerCheck | None
 ) -> tuple[Callable[[], Manifest], dict[str, OpenFile]]:
-    """What gives the manifest, and the files as :func:`open_all` opens them.
+    """Open the files as :func:`open_all` does; returns a function that gives the manifest, and the files.
 
     Args:
-        narrow: what of the manifest is of interest; files that it leaves out are not opened. Not with ``early``.
-        early: of the manifest no more was looked at, where that is possible, than what it says of its files, and all of
-            them are opened; what gives it raises what is wrong with the rest.
-        trust: as for :func:`open_all`.
+        narrow: selects part of the manifest; files that it leaves out are not opened. Not with ``early``.
+        early: if possible, parse only the manifest's list of files; the function raises what is wrong with the rest.
     """
 
     def look(data: bytes) -> tuple[Callable[[], Manifest], Mapping[str, FileEntry]]:
@@ -227,12 +218,12 @@ def _open(
     path: Path, look: _Look[_Looked], trust: OwnerCheck | None, *, passing: bool = False, shared: bool = True
 ) -> tuple[_Looked, dict[str, OpenFile]]:
     for tries in range(1, _EXCHANGED_TRIES + 1):
-        # Who deletes renames first. A lock that stays, and the checkpoint with it, only keeps others from reading.
+        # Deleting starts with a rename. A lock on a checkpoint that stays only keeps others from reading.
         try:
             return _open_there(path, look, trust, passing=passing, shared=shared and tries < _EXCHANGED_TRIES)
         except _GoneError as error:
             gone = error
-            # Exchanged for another of the same step, which takes two renames, or else gone for good.
+            # It is being exchanged for another of the same step (two renames), or it is gone for good.
             if not (os.path.exists(path) or os.path.exists(path.with_name(REPLACED + path.name))):
                 break
             time.sleep(_EXCHANGED_SECONDS)
@@ -298,7 +289,7 @@ def _open_regular(folder: int, path: Path, trust: OwnerCheck | None = None, *, p
 def _open_manifest(
     folder: int, path: Path, trust: OwnerCheck | None, *, passing: bool, shared: bool
 ) -> tuple[bytes, OpenFile]:
-    """The manifest's bytes, and its file: as long as that is open, and shared, nobody deletes the checkpoint."""
+    """The manifest's bytes and its file. While that is open and shared, nobody deletes the checkpoint."""
     name = path / MANIFEST
     try:
         fd, size = _open_regular(folder, name, trust, passing=passing)
@@ -349,7 +340,7 @@ def _read_small(fd: int, size: int, name: Path) -> bytes:
 
 
 def has_manifest(path: Path) -> bool:
-    """Whether a checkpoint has a manifest of which no byte was changed; what that says is not looked at."""
+    """Whether a checkpoint has a manifest with the right digest; its content is not checked."""
     try:
         with fs.folder(str(path)) as folder:
             fd, size = _open_regular(folder, path / MANIFEST, passing=True)
@@ -364,13 +355,7 @@ def has_manifest(path: Path) -> bool:
 def glance(path: Path, *, shared: bool = True, trust: OwnerCheck | None = None) -> Manifest:
     """The manifest of a checkpoint whose files are all there, with the right sizes; their bytes are not read.
 
-    Args:
-        shared: False: take no lock meanwhile, for the one writer, who alone deletes. A lock would outlive the look in a
-            process that is forked just as the file is opened (a loader worker), and keep the checkpoint as long.
-        trust: as for :func:`open_all`.
-
-    Raises:
-        CorruptCheckpointError, MismatchError, StorageError: as :func:`open_checkpoint`.
+    Not ``shared``: without a lock, for the one writer; a loader worker forked just then would keep the lock.
     """
     manifest, opened = open_all(path, passing=True, shared=shared, trust=trust)
     close_all(opened)
@@ -378,7 +363,7 @@ def glance(path: Path, *, shared: bool = True, trust: OwnerCheck | None = None) 
 
 
 def run_of(path: Path) -> str:
-    """The run that made a checkpoint, for the one writer; "" where it cannot be read: to tell why is its reader's."""
+    """The run that made a checkpoint, for the one writer; "" if unreadable, which a restore will explain."""
     try:
         return glance(path, shared=False).run_id
     except CheckflowError:

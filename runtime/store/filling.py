@@ -1,4 +1,4 @@
-"""A checkpoint's tensors into those of a job, wherever they lie and in whatever order their memory runs."""
+"""Reads a checkpoint's tensors into those of a job, on any device and in any memory order."""
 
 from __future__ import annotations
 
@@ -9,17 +9,11 @@ import torch
 
 from checkflow.runtime.store.reader import Checkpoint
 
-_APART_BYTES = 32 << 20  # of tensors that cannot be read into, at once; a larger one alone
+_APART_BYTES = 32 << 20  # host memory for tensors that cannot be read into directly
 
 
 def fill_all(checkpoint: Checkpoint, targets: Collection[tuple[str, torch.Tensor]]) -> None:
-    """Read tensors' row-major values, straight into the memory of those that hold them so.
-
-    The others, such as those of a GPU, get theirs by way of host memory, some at a time.
-
-    Raises:
-        CorruptCheckpointError, StorageError: as :meth:`.reader.Checkpoint.read_into`; some tensors were set.
-    """
+    """Read tensors' values: directly into row-major host tensors, into others through host memory, some at a time."""
     buffers: list[tuple[str, memoryview]] = []
     apart: list[tuple[torch.Tensor, torch.Tensor]] = []
 

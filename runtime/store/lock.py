@@ -1,13 +1,7 @@
-"""(1) One writer per checkpoint directory: an advisory lock (flock) on a file in it, which names its holder.
+"""Locks (flock): exclusive for a directory's one writer, step (1); shared for the readers of a checkpoint.
 
-Whoever can open a file can lock it: the lock's file is its owner's alone, or his group's where that is trusted.
-
-And readers of one checkpoint: they share a lock on its manifest for as long as they have it open, and what deletes
-checkpoints takes the same lock for itself first, or leaves it for a later time, but not for ever: who may read can
-lock, too. Neither ever waits for the other.
-
-The kernel drops the lock when the holder dies, however it dies. Forked children (loader workers) would keep it alive
-after the trainer's death; they close it as their first act.
+Whoever can open a file can lock it, so the lock file is its owner's or the trusted group's alone. Who deletes takes a
+checkpoint's lock exclusively or comes back later, but not for ever. Forked children close theirs first of all.
 """
 
 from __future__ import annotations
@@ -36,16 +30,11 @@ _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 class DirectoryLock:
-    """Held from construction to :meth:`release`, or the end of the process.
+    """Held until :meth:`release` or the end of the process. LockedError names the holder if it is known.
 
     Args:
-        wait_seconds: how long to try again while another process holds it: a job that was started anew at once may meet
-            the last breath of its predecessor.
-        mode, group: of the lock's file, as :func:`.fs.open_lock` has them.
-
-    Raises:
-        LockedError: another process holds the lock; the message names it, or says that it is not known.
-        StorageError: the lock file cannot be made, or the file system has no locks.
+        wait_seconds: how long to retry while another process holds it: a restarted job may meet its dying predecessor.
+        mode, group: of the lock file, see :func:`.fs.open_lock`.
     """
 
     def __init__(self, directory: Path, *, wait_seconds: float = 5.0, mode: int = 0o600, group: int = -1) -> None:
@@ -58,24 +47,19 @@ class DirectoryLock:
         return self._fd is not None
 
     def release(self) -> None:
-        """Give the lock up; once more is harmless."""
+        """Release the lock; may be called again."""
         fd, self._fd = self._fd, None
         _held.discard(self)
         if fd is not None:
-            fs.close_quietly(fd)  # nothing that matters was written through it
+            fs.close_quietly(fd)  # nothing important was written through it
 
     def forget(self) -> None:
-        """In a forked child: it is the parent's, and :mod:`.system.fs` has closed what this process had of it."""
+        """Drop the parent's lock in a forked child; :mod:`.system.fs` has closed the descriptor."""
         self._fd = None
         _held.discard(self)
 
     def renew(self) -> None:
-        """Make sure of the lock that is held: somebody may have deleted its file, which looks like a dead job's.
-
-        Raises:
-            LockedError: another process has locked the directory since then.
-            StorageError: as at the start.
-        """
+        """Check that the lock is still held, as its file may have been deleted; LockedError if it is not."""
         if self._fd is None or fs.is_at(self._fd, str(self._path)):
             return
         old, self._fd = self._fd, self._open(0.0)
@@ -97,12 +81,8 @@ class DirectoryLock:
 
 
 def share(fd: int) -> None:
-    """Say that the open manifest's checkpoint is being read, until the descriptor is closed.
-
-    On a file system without locks nothing is said: there open descriptors have to do.
-
-    Raises:
-        BlockingIOError: it is just being deleted.
+    """Mark an open manifest's checkpoint as being read; BlockingIOError if it is being deleted. Needs locks to have
+    effect.
     """
     try:
         fs.flock_shared(fd)
@@ -132,10 +112,8 @@ def locked_since(directory: Path) -> float | None:
 
 @contextlib.contextmanager
 def claimed(name: str, manifest: str, *, dir_fd: int) -> Iterator[bool]:
-    """Whether nobody reads the checkpoint of this name; nobody begins to before the block ends.
-
-    Args:
-        manifest: its file's name. Neither of the two is followed if it is a link.
+    """Whether nobody reads the checkpoint of this name; until the block ends nobody can start to. No link is
+    followed.
     """
     fd: int | None = None
     try:
@@ -150,7 +128,7 @@ def claimed(name: str, manifest: str, *, dir_fd: int) -> Iterator[bool]:
         if error.errno not in _NO_MANIFEST:
             raise
     try:
-        yield fd is None or _is_free(fd)  # what has none cannot be opened
+        yield fd is None or _is_free(fd)  # without a manifest nobody can open it
     finally:
         if fd is not None:
             fs.close_quietly(fd)
@@ -185,7 +163,7 @@ def _acquire(fd: int, path: Path, wait_seconds: float) -> None:
 
 
 def _sign(fd: int, path: Path) -> None:
-    """Say who holds the lock. A full disk is no reason to refuse: the lock holds, only its label is missing."""
+    """Write the holder into the lock file. A full disk is no reason to refuse: only the label is missing."""
     record = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
     try:
         fs.truncate(fd)
@@ -196,7 +174,7 @@ def _sign(fd: int, path: Path) -> None:
 
 
 def _holder(fd: int) -> str:
-    """Who holds the lock: by the kernel, where that tells, or by what the file says, which may be an earlier holder."""
+    """The lock's holder, as the kernel says, or as the file says, which may be outdated."""
     try:
         record = json.loads(fs.read_begin(fd, MAX_HOLDER_BYTES))
         pid, host = int(record["pid"]), str(record["host"])[:255]
@@ -213,12 +191,12 @@ def _holder(fd: int) -> str:
 
 
 def _locking_process(fd: int) -> int | None:
-    """Which process of this machine has locked an open file; None: that is not known."""
+    """The process of this machine that locked an open file; None: unknown."""
     file = os.fstat(fd)
     place = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
     try:
         table = Path("/proc/locks").read_text(encoding="ascii", errors="replace")
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return None
     found = re.search(rf"^\d+: FLOCK +\S+ +\S+ +(\d+) {place} ", table, re.MULTILINE)
     return None if found is None else int(found[1])

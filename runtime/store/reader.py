@@ -1,9 +1,7 @@
-"""The reading side: open, read and verify checkpoints. Nothing that is damaged is ever handed out.
+"""Opens, reads and verifies checkpoints. Damaged bytes are never handed out.
 
-Every byte is compared with the checksum of its block after it was read into memory and before anyone sees it; nothing
-is mapped, so a file that shrinks meanwhile is an error and not a signal. All files are opened at once, by name inside
-the checkpoint's directory, following no link, and retention leaves a checkpoint alone that is open; if anything else
-deletes it, it stays readable.
+Every block is compared with its checksum after it was read into memory. Nothing is mapped, so a shrinking file is an
+error and not a signal. All files stay open, so a checkpoint that is deleted meanwhile stays readable.
 """
 
 from __future__ import annotations
@@ -37,15 +35,14 @@ from checkflow.runtime.store.trust import Trust
 from checkflow.runtime.system import fs
 from checkflow.runtime.system.aligned_memory import copy_bytes, no_collection
 
-_CACHED_BLOCKS = 2  # neighbours of small tensors lie in one block, which is then read once
-Key = tuple[str, int]  # a file's name, and the number of a block
+_CACHED_BLOCKS = 2  # small neighbouring tensors share a block
+Key = tuple[str, int]  # a file's name and a block's number
 
 
 class Checkpoint:
-    """An open checkpoint: its manifest and headers are verified, its data is as it is read. Close it after use.
+    """An open checkpoint, made by :func:`open_checkpoint`, to be closed after use.
 
-    Made by :func:`open_checkpoint`. Reading from several threads at once is fine; where it is read ahead, once the call
-    that this is for has returned. Headers are then verified with the first data that is read.
+    Data is verified when it is read, by several threads if need be; with ``ahead``, headers by the first read.
     """
 
     manifest: Manifest
@@ -54,16 +51,16 @@ class Checkpoint:
         self.path = path
         self._files = opened
         self._cache: collections.OrderedDict[Key, memoryview] = collections.OrderedDict()
-        self._process = os.getpid()  # that the cache is of
+        self._process = os.getpid()  # whose cache it is
         self._mutex, self._proving = threading.Lock(), threading.Lock()
         self._verified: set[Key] = set()
         self._ahead: Ahead | None = None
-        self._heads: dict[str, int] = {}  # by file, the number of its first block among those that are read ahead
-        self._unproved: dict[str, bytes] = {}  # by file, what was read of its header before its block was verified
+        self._heads: dict[str, int] = {}  # by file, its first block's number in the read-ahead
+        self._unproved: dict[str, bytes] = {}  # by file, the header as read before its block was verified
         self._extra: bytes | None = None
 
     def begin(self, manifest: Callable[[], Manifest], *, ahead: bool) -> None:
-        """Once, by :func:`open_checkpoint`; after an error it is to be closed."""
+        """Called once, by :func:`open_checkpoint`; close it after an error."""
         held = {name: file for name, file in self._files.items() if name.endswith(".safetensors")}
         if ahead:
             self._begin_ahead([file for file in held.values() if file.entry.blocks])
@@ -72,30 +69,29 @@ class Checkpoint:
             try:
                 self._look({name: self._header(file) for name, file in held.items()})
             except CorruptCheckpointError:
-                self._prove()  # if a header was damaged on the disk, that is told
+                self._prove()  # if the disk damaged a header, raise that instead
                 raise
 
     def _begin_ahead(self, held: list[OpenFile]) -> None:
-        """Have the disk read while manifest and headers are looked at.
+        """Start reading data while manifest and headers are parsed.
 
-        What these need is read before that, or it would wait: extra state, and headers by themselves. Nothing is used
-        before their blocks are verified, and have the same.
+        Extra state and headers are read first, or they would wait, and used once their blocks are verified.
         """
         self._extra = self._read_extra()
         heads = {file.path.name: head for file in held if (head := _glimpse(file)) is not None}
         if len(heads) < len(held):
-            return  # one is longer than a block, or cannot be read so: to read it takes memory as blocks ahead would
+            return  # a header is unreadable, or longer than a block and needs the memory
         self._unproved = heads
         first = [(file, 0) for file in held]
         others = [(file, block) for file in held for block in range(1, len(file.entry.blocks))]
-        # So many blocks in all, of threads and of the cache: headers that no thread has are read by way of that.
+        # Threads and cache share the memory; headers that no thread has are read through the cache.
         threads = THREADS + 1 if len(held) <= THREADS + 1 else THREADS + 1 - _CACHED_BLOCKS
         self._heads = {file.path.name: number for number, file in enumerate(held)}
         self._ahead = Ahead(first + others, threads, looks=len(held), look=_head)
         self._ahead.begin()
 
     def _look(self, headers: Mapping[str, bytes]) -> None:
-        """Hold the headers against the manifest."""
+        """Compare the headers with the manifest."""
         manifest, opened = self.manifest, self._files
         self._names = dict(manifest.ties)
         self._stored = {
@@ -119,7 +115,7 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Close the files; once more is harmless. Whatever a signal's handler raises: first nobody reads any more."""
+        """Close the files, after all reading threads have ended; may be called again."""
         raised: BaseException | None = None
         while self._ahead is not None:
             try:
@@ -146,11 +142,7 @@ class Checkpoint:
 
     @property
     def extra_bytes(self) -> bytes:
-        """The content of ``state.msgpack``, verified.
-
-        Raises:
-            CorruptCheckpointError, StorageError: as :meth:`read_into`.
-        """
+        """The content of ``state.msgpack``, verified."""
         extra, self._extra = self._extra, None  # it may be large
         return self._read_extra() if extra is None else extra
 
@@ -163,21 +155,13 @@ class Checkpoint:
         return bytes(data)
 
     def size_bytes(self, name: str) -> int:
-        """How many bytes :meth:`read_into` delivers for a tensor, or for a further name of one."""
+        """How many bytes :meth:`read_into` delivers for a tensor."""
         tensor = self._tensor(name)
         return math.prod(tensor.shape) * STORED_TYPES[tensor.dtype].element_bytes
 
     def read_into(self, name: str, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the row-major bytes of a tensor. Every block that is touched is verified.
-
-        Args:
-            name: a state tensor's, or a further name of one (see ``ties``).
-            buffer: writable, contiguous, of exactly ``size_bytes(name)`` bytes. After an error its content is void.
-
-        Raises:
-            KeyError: the checkpoint has no such tensor.
-            CorruptCheckpointError: the file is damaged.
-            StorageError: the file cannot be read.
+        """Fill ``buffer`` with the verified row-major bytes of a tensor, by any of its names; after an error they are
+        void.
         """
         tensor, out = self._tensor(name), buffer.cast("B")
         if len(out) != self.size_bytes(name):
@@ -194,25 +178,21 @@ class Checkpoint:
             whole[box] = np.frombuffer(data, element(tensor.dtype)).reshape(piece.lengths)
 
     def read_many_into(self, targets: Collection[tuple[str, memoryview]]) -> None:
-        """:meth:`read_into` for many tensors, each block being read once for all of them.
-
-        Args:
-            targets: name and buffer. After an error the content of all is void.
-        """
+        """:meth:`read_into` for many (name, buffer); each block is read once."""
         parts: dict[Key, list[tuple[int, memoryview]]] = {}
-        if len(targets) == 1 and self._ahead is None:  # its neighbours may come next, each in a call of its own
+        if len(targets) == 1 and self._ahead is None:  # later calls may ask for its neighbours
             self.read_into(*next(iter(targets)))
             return
         for name, buffer in targets:
             (piece, *others), out = self._tensor(name).pieces, buffer.cast("B")
-            self._held(piece.file)  # not where all is closed
+            self._held(piece.file)  # raises if closed
             _, _, begin, end = self._stored[piece.file][piece.key]
             if others or len(out) != end - begin:
                 self.read_into(name, buffer)
                 continue
             for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
                 low = block * BLOCK_BYTES
-                if low <= begin and end <= low + BLOCK_BYTES:  # of small ones there may be thousands
+                if low <= begin and end <= low + BLOCK_BYTES:  # fast for thousands of small ones
                     part = begin - low, out
                 else:
                     first, last = max(begin, low), min(end, low + BLOCK_BYTES)
@@ -234,7 +214,7 @@ class Checkpoint:
         if self._ahead is not None:
             begun = [(file.path.name, block) for file, block in self._ahead.blocks]
             try:
-                if set(begun) <= parts.keys() | {(name, 0) for name in self._heads}:  # all of it is wanted
+                if set(begun) <= parts.keys() | {(name, 0) for name in self._heads}:  # all that is read ahead is wanted
                     self._ahead.finish(lambda n, data: use(begun[n], data))
                     return
             finally:
@@ -246,15 +226,7 @@ class Checkpoint:
         )
 
     def read_rows_into(self, piece: Piece, first: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the row-major bytes of a piece, from row ``first`` of the piece on.
-
-        Args:
-            piece: of this checkpoint's manifest. Its rows are what its first dimension counts.
-            buffer: as :meth:`read_into`, of a whole number of rows.
-
-        Raises:
-            CorruptCheckpointError, StorageError: as :meth:`read_into`.
-        """
+        """Fill ``buffer`` with whole rows of a piece, which count along its first dimension, from row ``first`` on."""
         stored, out = self._stored[piece.file][piece.key], buffer.cast("B")
         begin = stored.begin + (first * ((stored.end - stored.begin) // piece.lengths[0]) if first else 0)
         if begin + len(out) > stored.end:
@@ -262,29 +234,21 @@ class Checkpoint:
         self._read(self._file(piece.file), begin, out)
 
     def verify(self, progress: Callable[[int], None] = lambda size_bytes: None) -> None:
-        """Compare every byte of every file with its checksum, with several threads.
-
-        Args:
-            progress: called by these threads with the size of each block that was verified.
-
-        Raises:
-            CorruptCheckpointError: a file is damaged.
-            StorageError: a file cannot be read.
-        """
+        """Verify every byte of every file in several threads, which call ``progress`` with the size of each block."""
         self._verify(self._blocks(), progress)
 
     def verify_rest(self) -> None:
-        """:meth:`verify`, of what has not been read, and so verified, since this was opened."""
+        """:meth:`verify`, except for blocks that were read, and so verified, since opening."""
         self._verify([one for one in self._blocks() if (one[0].path.name, one[1]) not in self._verified])
 
     @property
     def _threads(self) -> int:
-        """How many may have a block, one block of the cache being in memory beside them; for a second, one fewer."""
+        """How many threads may hold a block: one fewer with a second block in the cache."""
         return min(THREADS, THREADS + 1 - len(self._cache))
 
     def _stop_ahead(self) -> None:
         if self._ahead is not None:
-            self._ahead.close()  # first: what an interrupt comes before is closed later
+            self._ahead.close()  # first: after an interrupt, close() comes back to it
             self._ahead = None
 
     def _blocks(self) -> list[Block]:
@@ -304,12 +268,12 @@ class Checkpoint:
         return self._files[name]
 
     def _file(self, name: str) -> OpenFile:
-        """A file that is about to be read."""
+        """A file, with its header verified."""
         self._prove()
         return self._held(name)
 
     def _prove(self) -> None:
-        """Hold the headers that were read by themselves against the verified blocks that they lie in."""
+        """Compare headers that were read early with the verified blocks that they lie in."""
         if not self._unproved:
             return
         with self._proving:
@@ -320,15 +284,14 @@ class Checkpoint:
                         found = self._ahead.looked(self._heads[name])
                     if found is None:  # no thread has it
                         found = _head(self._one_block(file, 0))
-                    if found != head:  # and yet the block is whole: that is no damage of the file
+                    if found != head:  # but the block is whole: the file is not damaged
                         raise StorageError(f"cannot read {file.path}: its header reads otherwise each time")
                     self._unproved.pop(name, None)
             except BaseException:
-                self._stop_ahead()  # what comes next reads for itself
+                self._stop_ahead()  # later reads go on their own
                 raise
 
     def _place(self, piece: Piece) -> tuple[OpenFile, int]:
-        """The file that a piece lies in, and where it begins there."""
         return self._file(piece.file), self._stored[piece.file][piece.key].begin
 
     def _read(self, file: OpenFile, begin: int, out: memoryview) -> None:
@@ -350,7 +313,7 @@ class Checkpoint:
             copy_bytes(out[first - begin : last - begin], self._one_block(file, block)[first - low : last - low])
 
     def _one_block(self, file: OpenFile, block: int) -> memoryview:
-        """A block that is read for a part of it, and kept for a while: its neighbours are wanted next."""
+        """A block that is needed in part, and cached: its neighbours are wanted next."""
         key = (file.path.name, block)
         if (held := self._cached(key)) is not None:
             return held
@@ -364,7 +327,7 @@ class Checkpoint:
 
     def _cached(self, key: Key) -> memoryview | None:
         with self._mutex:
-            if self._process != os.getpid():  # a forked child has zeros where its parent has blocks
+            if self._process != os.getpid():  # a forked child has zeros in place of the blocks
                 self._cache.clear()
                 self._process = os.getpid()
             if key in self._cache:
@@ -378,7 +341,7 @@ class Checkpoint:
         return read_header(file.path, file.entry.size_bytes, lambda begin, out: self._read(file, begin, out))
 
     def _piece(self, name: str, tensor: TensorEntry, piece: Piece) -> StoredTensor:
-        """The header's entry for a piece; it must say the same as the manifest."""
+        """The header's entry for a piece, which must agree with the manifest."""
         stored = self._stored.get(piece.file, {}).get(piece.key)
         kind, lengths = STORED_TYPES[tensor.dtype], piece.lengths
         if stored is None:
@@ -397,11 +360,7 @@ class Checkpoint:
 
 
 def _glimpse(file: OpenFile) -> bytes | None:
-    """The header of a safetensors file, its length before it, as it reads before its block is verified.
-
-    Returns:
-        None: it does not lie in the first block, or cannot be read: the verified block tells.
-    """
+    """The header of a safetensors file with its length, not verified; None: unreadable, or longer than a block."""
     room, prefix = min(file.entry.size_bytes, BLOCK_BYTES) - 8, bytearray(8)
     try:
         if room < 0 or fs.read_all(file.fd, memoryview(prefix), 0) < 8:
@@ -416,24 +375,21 @@ def _glimpse(file: OpenFile) -> bytes | None:
 
 
 def _head(block: memoryview) -> bytes:
-    """The same of the verified block."""
+    """The same from the verified block."""
     return bytes(block[: 8 + int.from_bytes(block[:8], "little")])
 
 
 def open_checkpoint(
     path: str | os.PathLike[str], narrow: Narrow = whole, *, ahead: bool = False, trust: Trust | None = None
 ) -> Checkpoint:
-    """Open a checkpoint: its manifest, and its files' types, sizes and headers, are verified.
+    """Open a checkpoint and verify its manifest, and its files' types, sizes and headers.
 
-    As long as it is open, in any process, the job that writes there does not delete it, and goes on; a process that
-    dies has closed it. Children that were forked meanwhile hold it open, too.
+    While any process has it open, the job that writes there does not delete it. Forked children hold it open, too.
 
     Args:
-        narrow: what of the manifest is of interest, once it is verified: fewer tensors, pieces, files. Of what it
-            leaves out nothing is read.
-        ahead: all of it is going to be read into memory that is there, in one call of ``read_many_into``: what that
-            begins with is read from now on. Not with ``narrow``.
-        trust: whose files it may be, for a job that goes on from it; None: it is only looked at.
+        narrow: selects part of the verified manifest: fewer tensors, pieces, files. The rest is not read.
+        ahead: read data from now on, for one call of ``read_many_into`` that takes all of it. Not with ``narrow``.
+        trust: whose files are accepted by a job that resumes; None: only looking.
 
     Raises:
         ForeignError: another user may have written it.

@@ -1,19 +1,6 @@
-"""Which checkpoints stay: a function of what is known of each, and nothing else, so that every start finds the same.
+"""Which checkpoints stay: a pure function of what their manifests say, so that every start decides the same.
 
-Only complete checkpoints are asked about; a damaged one neither counts nor goes. What is known of one is in its
-manifest's ``info``: ``epoch_end``, and ``metrics``, the values that the job told of this state. A checkpoint stays by
-any of these rules:
-
-- it is one of the ``keep_latest`` newest, or the one just committed;
-- ``keep_epochs``: it was made at the end of one of the so many newest epochs, or of any epoch (True);
-- ``keep_every`` (n): it is the first in its n steps, [n, 2n), [2n, 3n) and so on: the one of a multiple of n where
-  there is one, or else the next one after it, since intervals are chosen as a job goes;
-- ``keep_best``: by ``monitor``, it is one of the so many best.
-
-Ranks: the lowest value is the best with ``mode="min"``, the highest with "max"; of equal values the older checkpoint is
-the better one, so that one which merely equals it pushes nothing out. NaN and infinite values have no rank, and neither
-has a checkpoint of which the metric was never told. Ranks are made anew from the values each time: a run that starts
-with another ``mode`` or ``monitor`` judges the checkpoints of earlier runs by its own.
+docs/how-to/retention.md describes the rules. Only complete checkpoints count; damaged ones are never deleted.
 """
 
 from __future__ import annotations
@@ -24,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 Mode = Literal["min", "max"]
-MIN_COMPLETE = 2  # checkpoints, so that one damaged file is no disaster
+MIN_COMPLETE = 2  # so that one damaged checkpoint is no disaster
 MAX_NAME = 200  # characters of a metric's name
 EPOCH_END, METRICS, MONITOR = "epoch_end", "metrics", "monitor"  # in a manifest's ``info``
 _UNRANKED = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # JSON has no numbers for them
@@ -32,11 +19,7 @@ _UNRANKED = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # JSON has no
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules of one run.
-
-    Raises:
-        ValueError: one is out of its range; one line.
-    """
+    """The rules of one run. Raises ValueError, in one line, if one is out of its range."""
 
     keep_latest: int = MIN_COMPLETE
     keep_epochs: bool | int = 1
@@ -76,17 +59,14 @@ class Known:
 
 
 def known(step: int, info: Mapping[str, Any]) -> Known:
-    """From a manifest's ``info``, whoever wrote it; what is no metric there is passed over."""
+    """Read a manifest's ``info``; invalid metrics are skipped."""
     return Known(step, info.get(EPOCH_END) is True, read_metrics(info))
 
 
 def kept(rules: Rules, complete: Iterable[Known], newest: int) -> frozenset[int]:
-    """The steps of the checkpoints that stay.
+    """The steps of the checkpoints that stay, of all complete ones.
 
-    Args:
-        complete: all complete checkpoints of the directory, in any order, one a step.
-        newest: the step of the one just committed, or gone on from; it stays, and counts as one of the newest though an
-            abandoned run may have left later ones.
+    ``newest``, just committed or resumed from, counts as one of the newest even if an abandoned run left later ones.
     """
     found = sorted(complete, key=lambda one: one.step, reverse=True)
     stay: set[int] = set()
@@ -101,7 +81,7 @@ def kept(rules: Rules, complete: Iterable[Known], newest: int) -> frozenset[int]
 
 
 def best(rules: Rules, complete: Iterable[Known]) -> tuple[int, ...]:
-    """The steps of all checkpoints that have a rank, the best first."""
+    """The steps of all ranked checkpoints, the best first."""
     if rules.monitor is None:
         return ()
     sign = 1 if rules.mode == "min" else -1
@@ -114,10 +94,7 @@ def best(rules: Rules, complete: Iterable[Known]) -> tuple[int, ...]:
 
 
 def gives_way(rules: Rules, complete: Iterable[Known], waiting: Known, newer: Known) -> bool:
-    """Whether a capture that storage has not taken yet may be replaced by a newer one.
-
-    One that would stay for good gives way only to what takes its place by the same rule.
-    """
+    """Whether a newer capture may replace one that waits for storage: by the same rule, if it would stay for good."""
     found = [one for one in complete if one.step not in (waiting.step, newer.step)]
     if rules.keep_epochs and waiting.epoch_end and not newer.epoch_end:
         return False
@@ -128,7 +105,7 @@ def gives_way(rules: Rules, complete: Iterable[Known], waiting: Known, newer: Kn
 
 
 def _firsts(rules: Rules, complete: Iterable[Known]) -> dict[int, int]:
-    """By number of its ``keep_every`` steps, 1 and on, the first checkpoint in them."""
+    """The first checkpoint of each ``keep_every`` steps, by their number from 1."""
     firsts: dict[int, int] = {}
     if rules.keep_every is not None:
         for one in complete:
@@ -139,7 +116,7 @@ def _firsts(rules: Rules, complete: Iterable[Known]) -> dict[int, int]:
 
 
 def rules_of(info: Mapping[str, Any]) -> Rules | None:
-    """By what the run that wrote this manifest ranked checkpoints; None: by nothing."""
+    """How the run that wrote this manifest ranked checkpoints; None: it did not."""
     found = info.get(MONITOR)
     if not isinstance(found, dict):
         return None
@@ -150,17 +127,17 @@ def rules_of(info: Mapping[str, Any]) -> Rules | None:
 
 
 def write_rules(rules: Rules) -> dict[str, Any]:
-    """For a manifest's ``info``, so that tools can tell the best checkpoint."""
+    """For a manifest's ``info``, so that tools can name the best checkpoint."""
     return {} if rules.monitor is None else {MONITOR: {"name": rules.monitor, "mode": rules.mode}}
 
 
 def write_metrics(metrics: Mapping[str, float]) -> dict[str, float | str]:
-    """As JSON values."""
+    """Metrics as JSON values."""
     return {name: value if math.isfinite(value) else str(value) for name, value in sorted(metrics.items())}
 
 
 def read_metrics(info: Mapping[str, Any]) -> dict[str, float]:
-    """What :func:`write_metrics` wrote into a manifest's ``info``."""
+    """Read what :func:`write_metrics` put into a manifest's ``info``."""
     stored = info.get(METRICS)
     found: dict[str, float] = {}
     for name, value in stored.items() if isinstance(stored, dict) else ():
@@ -172,22 +149,14 @@ def read_metrics(info: Mapping[str, Any]) -> dict[str, float]:
 
 
 def check_name(what: str, name: object) -> str:
-    """A metric's name.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Validate a metric's name. Raises ValueError."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
         raise ValueError(f"{what} must be a metric's name, 1 to {MAX_NAME} printable characters, not {name!r:.80}")
     return name
 
 
 def check_value(name: str, value: object) -> float:
-    """A metric's value: a number, or whatever makes one (a tensor of one element).
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Validate a metric's value: a number, or what float() takes (a tensor of one element). Raises ValueError."""
     if not isinstance(value, str | bytes | bytearray | bool):
         try:
             return float(value)  # type: ignore[arg-type]
@@ -200,4 +169,4 @@ def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-_MOST = 1.7976931348623157e308  # an integer beyond is no float
+_MOST = 1.7976931348623157e308  # a larger integer is no float

@@ -1,29 +1,7 @@
-"""The store: a directory of checkpoints, each there whole or not at all, and there for good once acknowledged.
+"""The store: a directory of checkpoints, each whole or absent, and durable once acknowledged.
 
-    <directory>/
-      .lock                         held by the one writer
-      step-00001234/                a checkpoint: manifest.json, state.msgpack, <owner>-<shard>-of-<shards>.safetensors
-      .tmp-00001234-<run id>/       being written; a leftover belongs to a dead run and is removed
-      .replaced-step-00001234/      stands in for a step-00001234 that is just being exchanged for a new one
-      .trash-step-00001234/         being deleted
-      .broken-step-00001234/        proved damaged, set aside by a restore; left for people to look at
-      .superseded-step-00001234/    later than the step from which a job was told to go on; left likewise
-
-Every name but ``step-…`` is hidden from readers. :mod:`.retention` says which checkpoints stay, :mod:`.cleanup` what
-becomes of the other names. A checkpoint that is open somewhere is not deleted, but later: after ten minutes at most.
-
-A commit has these steps, which are numbered where they are done:
-
-     (1) the directory is locked; others wait, or are told who holds it (:mod:`.lock`)
-     (2) a temporary directory is made
-     (3) each shard, and the extra state, is written, checksummed and fsynced
-     (4) the manifest is written last, and fsynced
-     (5) the temporary directory is fsynced: the names of these files
-     (6) it is renamed to ``step-…``
-     (7) the store's directory is fsynced: that name; only now the checkpoint is acknowledged
-     (8) older ones are deleted
-     (9) what fsync refused has failed for good: it is never tried again and then acknowledged
-    (10) a restore verifies every byte (:mod:`.files`, :mod:`.reader`); what is damaged is set aside (:mod:`.discovery`)
+Numbers in parentheses are the steps of docs/explanation/commit.md, at the lines that do them. docs/reference/files.md
+lists the names in the directory.
 """
 
 from __future__ import annotations
@@ -60,17 +38,16 @@ _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
 #: still reads then has all files open, and goes on; over a network it may get an error that says so.
 READER_SECONDS = 600.0
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
-Image = Callable[[FileLayout], Iterator[memoryview]]  # the bytes of a file in order
+Image = Callable[[FileLayout], Iterator[memoryview]]  # yields a file's bytes in order
 
 
 class Store:
-    """The writing side of a checkpoint directory. One per directory at a time, over all processes and hosts.
+    """The writing side of a checkpoint directory: one at a time, over all processes and hosts.
 
     Args:
         directory: made if it is missing.
-        run_id: distinguishes the runs that wrote here; letters, digits, ``_``, ``.``, ``-``.
-        keep_latest, keep_epochs, keep_every, keep_best, monitor, mode: which checkpoints stay; see
-            :class:`.retention.Rules`.
+        run_id: names the run that writes; letters, digits, ``_``, ``.``, ``-``.
+        keep_latest, keep_epochs, keep_every, keep_best, monitor, mode: see :class:`.retention.Rules`.
         lock_wait_seconds: how long to wait for another writer to end.
         trust: whose files are read, beside root's and this user's: a group's name, or "anyone"; see :mod:`.trust`.
 
@@ -100,18 +77,18 @@ class Store:
         self.run_id = run_id
         self.rules = Rules(keep_latest, keep_epochs, keep_every, keep_best, monitor, mode)
         self.directory = Path(directory).absolute()
-        self._mutex = threading.RLock()  # the collector may find a dropped job, and close it, anywhere
-        self._known: dict[int, Known] = {}  # every checkpoint that is known to be complete, by step
-        self._left_alone: set[int] = set()  # steps whose checkpoint was told to be incomplete, or unreadable
-        self._void: set[str] = set()  # published, but not durably, and not yet taken back
-        self._went_on_from: int | None = None  # older ones have not been looked at since
+        self._mutex = threading.RLock()  # garbage collection may close a dropped job anywhere
+        self._known: dict[int, Known] = {}  # complete checkpoints, by step
+        self._left_alone: set[int] = set()  # steps of incomplete or unreadable checkpoints, logged once
+        self._void: set[str] = set()  # published but not durable, to be removed
+        self._went_on_from: int | None = None  # retention has not run since
         self._root: int | None = None
-        self._told_no_sync = False
-        self._told_left: set[str] = set()  # names of what could not be removed
-        self._held_since: dict[str, float] = {}  # by name, since when a reader has kept it; by time.monotonic
+        self._warned_no_sync = False
+        self._warned_left: set[str] = set()  # names that could not be removed
+        self._held_since: dict[str, float] = {}  # by name, time.monotonic since a reader has kept it
         with reported(f"cannot use the checkpoint directory {self.directory}"):
             fs.make_durably(str(self.directory), self._sync_folder)
-            self.directory = self.directory.resolve(strict=True)  # the root may be a link; nothing below it may
+            self.directory = self.directory.resolve(strict=True)  # the root may be a link, nothing below it
             self.trust = Trust(self.directory, trust)
             with fs.folder(str(self.directory)) as root:
                 self.trust.check_directory(root)
@@ -122,7 +99,7 @@ class Store:
             with reported(f"cannot use the checkpoint directory {self.directory}"):
                 self._root = fs.open_folder(str(self.directory))
                 self._settle()
-                # What an earlier run renamed and did not live to sync is as good as acknowledged from here on.
+                # Make durable what an earlier run renamed but did not sync.
                 self._sync_folder(self._root)
             if (kind := fs.file_system(self.directory)[0]) in _VOLATILE:
                 logger.warning(
@@ -142,7 +119,7 @@ class Store:
 
     @property
     def where(self) -> str:
-        """The directory in words: its path, or, if it was moved since this job began, where it is now."""
+        """The directory for messages: its path, or where it is now if it was moved."""
         if self._root is None or fs.is_at(self._root, str(self.directory)):
             return str(self.directory)
         now = fs.path_of(self._root)
@@ -150,12 +127,12 @@ class Store:
 
     @property
     def locked(self) -> bool:
-        """Whether the directory is this process's to write."""
+        """Whether this process may write the directory."""
         return self._root is not None
 
     def close(self) -> None:
-        """Give up the lock, when what is being written is done; once more is harmless."""
-        # Not in a forked child, where nobody gives the mutex back.
+        """Release the lock once a running write is done; may be called again."""
+        # Not in a forked child, where nobody releases the mutex.
         with self._mutex if self._lock.held else contextlib.nullcontext():
             root, self._root = self._root, None
             if root is not None:
@@ -163,7 +140,6 @@ class Store:
             self._lock.release()
 
     def checkpoints(self) -> tuple[Path, ...]:
-        """Paths of all checkpoints, newest first."""
         return find(self.directory)
 
     def commit(
@@ -183,22 +159,22 @@ class Store:
         """Write a checkpoint. When this returns, it survives a power cut: it is acknowledged.
 
         A checkpoint of the same step, left by an earlier run, is replaced: it stays until the new one is complete on
-        disk, and comes back if the exchange does not succeed.
+        disk, and comes back if the exchange fails.
 
         Args:
-            staging: at least ``layout.buffer_bytes`` bytes, filled as ``layout`` says; must not change meanwhile. Or a
-                function that gives the bytes of each file in order, for state that is not held in memory as a whole.
+            staging: at least ``layout.buffer_bytes`` bytes, filled as ``layout`` says, which must not change meanwhile.
+                Or a function that yields each file's bytes in order, for state that is not in memory as a whole.
             extra: the content of ``state.msgpack``.
-            info: JSON values; retention knows ``"epoch_end"`` (true or false) and ``"metrics"`` (numbers by name).
+            info: JSON values; retention reads ``"epoch_end"`` (true or false) and ``"metrics"`` (numbers by name).
             ties: (further name, name in ``layout``) of state tensors that share memory.
             absent: names of state that did not exist at this boundary.
             plan_digest: of the plan that ran.
-            retire: whether older ones may go then; otherwise with the next commit.
-            run_id: of the run that captured it, if that is another one.
+            retire: whether to delete older ones now; otherwise the next commit does.
+            run_id: of the run that captured it, if another one.
 
         Raises:
-            StorageError: it could not be written. What was written of it is removed, earlier checkpoints are untouched,
-                and the next commit may succeed.
+            StorageError: it could not be written. It is removed, earlier checkpoints are untouched, and the next commit
+                may succeed.
             UnsupportedError: ``info`` holds something other than JSON values.
         """
         image = staging if callable(staging) else _staged(staging, layout)
@@ -226,16 +202,12 @@ class Store:
     def commit_written(
         self, step: int, write: Callable[[int, str], None], *, info: Mapping[str, Any], retire: bool = True
     ) -> Path:
-        """As :meth:`commit`, of what ``write`` writes: this is how several processes make one checkpoint.
+        """:meth:`commit` of what ``write`` writes; if it raises, nothing is left.
 
         Args:
-            write: called with a descriptor of the store's directory, and with the name of the one that it makes there.
-                When it returns, a whole checkpoint lies in it, durable: files, manifest, and their names.
-            info: what its manifest says of it, for retention.
-            retire: as for :meth:`commit`.
-
-        Raises:
-            StorageError, and what ``write`` raises: nothing of the checkpoint is left.
+            write: called with a descriptor of the store's directory and the name of the directory to make in it. When
+                it returns, that holds a whole, durable checkpoint: files, manifest, and their names.
+            info: the manifest's, for retention.
         """
         if not 0 <= step <= manifest.MAX_STEP:
             raise ValueError(f"a step is a number from 0 to {manifest.MAX_STEP}, not {step}")
@@ -243,11 +215,11 @@ class Store:
             temporary, final = temporary_name(step, self.run_id), step_name(step)
             try:
                 self._settle()
-                if self._went_on_from is not None:  # what a dead run did not live to delete takes this one's room
+                if self._went_on_from is not None:  # first free what a dead run did not delete
                     self._retire(root, self._went_on_from)
                     self._went_on_from = None
                 write(root, temporary)
-                # (6), (7) the checkpoint's own name: from here on it is acknowledged
+                # (6), (7) its final name, durably: from here on it is acknowledged
                 self._publish(root, temporary, final)
             except BaseException:
                 self._remove_quietly(root, temporary)
@@ -267,7 +239,7 @@ class Store:
         extra: bytes,
         described: manifest.Manifest,
     ) -> None:
-        """A checkpoint under a temporary name, whole and durable; ``described`` but for its files."""
+        """Write a whole, durable checkpoint under a temporary name; ``described`` lacks only its files."""
         # (2) a directory that no reader looks at
         fs.mkdir(temporary, dir_fd=root)
         folder = fs.open_folder(temporary, dir_fd=root)
@@ -287,13 +259,9 @@ class Store:
             fs.close_quietly(folder)
 
     def annotate(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics to a checkpoint: it is exchanged for one of the same files, under a manifest that has them too.
+        """Add metrics to a checkpoint by exchanging it for one with the same files, linked, and a new manifest.
 
-        Nothing is copied, and nothing that exists is written to: whatever happens, one of the two is there whole. A
-        checkpoint that is gone meanwhile, or has them already, is let be.
-
-        Raises:
-            StorageError: that is not possible (a file system without hard links); the checkpoint is what it was.
+        One of the two is whole at every moment. Raises StorageError on a file system without hard links.
         """
         with self._writing(f"cannot add metrics to the checkpoint of step {step} in {self.directory}") as root:
             final, temporary = step_name(step), temporary_name(step, self.run_id)
@@ -301,9 +269,9 @@ class Store:
             if not fs.exists(final, dir_fd=root):
                 return
             before = glance(self.directory / final, shared=False, trust=self.trust)
-            told = {**retention.read_metrics(before.info), **metrics}
-            info: dict[str, Any] = {**before.info, retention.METRICS: retention.write_metrics(told)}
-            self._known[step] = retention.known(step, info)  # in this run, whatever becomes of it
+            merged = {**retention.read_metrics(before.info), **metrics}
+            info: dict[str, Any] = {**before.info, retention.METRICS: retention.write_metrics(merged)}
+            self._known[step] = retention.known(step, info)  # for this run, even if the exchange fails
             if info == before.info:
                 return
             try:
@@ -314,38 +282,29 @@ class Store:
                 raise
 
     def _link_files(self, root: int, temporary: str, final: str, described: manifest.Manifest) -> None:
-        """The files of a checkpoint under a temporary name, with another manifest, durable."""
+        """Link a checkpoint's files under a temporary name, with another manifest, durably."""
         fs.mkdir(temporary, dir_fd=root)  # (2)
         with contextlib.ExitStack() as opened:
             old, new = (opened.enter_context(fs.folder(name, dir_fd=root)) for name in (final, temporary))
-            for name in described.files:  # (3) but for their bytes, which are on the disk
+            for name in described.files:  # (3) their bytes are on disk already
                 fs.link(name, old_dir_fd=old, dir_fd=new)
             write_file(new, manifest.MANIFEST, iter([memoryview(manifest.dumps(described))]))  # (4)
             self._sync_folder(new)  # (5)
 
     def went_on_from(self, step: int) -> None:
-        """A job was restored from this checkpoint, verified whole: older ones may go before the next commit."""
+        """A job resumed from this checkpoint, which is whole: older ones may go before the next commit."""
         self._went_on_from = step
 
     def set_aside(self, path: Path) -> Path:
-        """Rename a checkpoint that is proved damaged to ``.broken-…``, so that no restore meets it again.
-
-        Its new name is durable with the next commit: after a power cut before that it is found damaged again.
-
-        Raises:
-            StorageError: it cannot be renamed.
+        """Rename a damaged checkpoint to ``.broken-…``; durable with the next commit (until then it is found damaged
+        again).
         """
         with self._writing(f"cannot set the damaged checkpoint {path} aside") as root:
             return self._hide(root, path, BROKEN)
 
     def rewind(self, step: int) -> tuple[Path, ...]:
-        """Rename all checkpoints after ``step`` to ``.superseded-…``; returns their new paths.
-
-        For a job that is told to go on from an older step (or, with -1, to start anew): the next restore would
-        otherwise take the newest of the abandoned run.
-
-        Raises:
-            StorageError: one cannot be renamed.
+        """Rename all checkpoints after ``step`` (or, with -1, all) to ``.superseded-…``, so that no restore
+        takes them.
         """
         with self._writing(f"cannot rewind {self.directory} to step {step}") as root:
             later = [path for path in self.checkpoints() if (parse_step(path.name) or 0) > step]
@@ -363,12 +322,10 @@ class Store:
 
     @contextlib.contextmanager
     def _writing(self, what: str) -> Iterator[int]:
-        """One thing at a time, in a directory that is still this one's; gives a descriptor of it.
-
-        Args:
-            what: cannot be done, where it fails.
+        """Serialise writing, and yield a descriptor of the directory, still this store's; errors begin with
+        ``what``.
         """
-        self._open_root()  # first: in a forked child the mutex may be held for ever, by a thread that is not there
+        self._open_root()  # first: in a forked child the mutex may be held by a thread that is gone
         with self._mutex, reported(what):
             root = self._open_root()
             if not fs.is_at(root, str(self.directory)):
@@ -379,17 +336,16 @@ class Store:
             yield root
 
     def _open_root(self) -> int:
-        # A forked child has lost the lock, and its parent is still writing.
+        # A forked child has no lock, and its parent still writes.
         if self._root is None or not self._lock.held:
             raise StorageError(f"the store {self.directory} is closed in this process")
         return self._root
 
     def _publish(self, root: int, temporary: str, final: str) -> None:
-        """Give a complete temporary directory its name, durably; undo it if that cannot be made sure.
+        """Give a complete temporary directory its name, durably; undo it if that fails.
 
-        The name may be taken by the same step of an earlier run, and a directory cannot be renamed onto one that is not
-        empty. So the old one steps aside first. Whatever moment a crash picks, one of the two is whole under a name
-        that :func:`.cleanup.settle` brings back.
+        A checkpoint of the same step first steps aside, since a directory cannot be renamed onto a full one. At every
+        moment one of the two is whole under a name that :func:`.cleanup.settle` brings back.
         """
         replaced = REPLACED + final
         exchanged = False
@@ -397,14 +353,13 @@ class Store:
             if fs.exists(final, dir_fd=root):
                 fs.rename(final, replaced, dir_fd=root)
                 exchanged = True
-            # Everything in the directory is on the disk, and the name is free. What gets it from here on is void until
-            # (7) has succeeded. (9) No second try: an fsync that failed may have dropped the name, and will not say so
-            # twice.
+            # The directory's content is durable, and the name is free. What gets the name is void until (7) succeeds.
+            # (9) No second try: a failed fsync may have dropped the name, and the next would not say so.
             self._void.add(final)
             fs.rename(temporary, final, dir_fd=root)  # (6)
             self._sync_folder(root)  # (7)
-            # An xfs that an error of the disk shut down since the rename has dropped it, and then syncs folders without
-            # a word. But it opens nothing any more.
+            # An xfs that was shut down by a disk error since the rename has lost it, and still syncs folders without
+            # an error. But it opens nothing any more.
             fs.close(fs.open_folder(final, dir_fd=root))
             self._void.discard(final)
         except BaseException:
@@ -415,13 +370,13 @@ class Store:
             self._remove_quietly(root, replaced)
 
     def _remove_quietly(self, root: int, name: str) -> None:
-        cleanup.remove_quietly(root, name, self._tell_left, self._waits_for_reader)
+        cleanup.remove_quietly(root, name, self._warn_left, self._waits_for_reader)
 
     def _settle(self) -> None:
-        cleanup.settle(self._open_root(), self._void, self._sync_folder, self._tell_left, self._waits_for_reader)
+        cleanup.settle(self._open_root(), self._void, self._sync_folder, self._warn_left, self._waits_for_reader)
 
     def _waits_for_reader(self, name: str) -> bool:
-        """Whether what is held by a reader is to stay still."""
+        """Whether to leave what a reader holds for a later time."""
         now = time.monotonic()
         if now - self._held_since.setdefault(name, now) < READER_SECONDS:
             return True
@@ -429,35 +384,30 @@ class Store:
         logger.warning("%s is deleted, though a reader has held it for %.0f s", self.directory / name, READER_SECONDS)
         return False
 
-    def _tell_left(self, name: str, error: OSError) -> None:
-        if name not in self._told_left:
-            self._told_left.add(name)
+    def _warn_left(self, name: str, error: OSError) -> None:
+        if name not in self._warned_left:
+            self._warned_left.add(name)
             logger.warning("cannot remove %s: %s", self.directory / name, error.strerror)
 
     def _retire(self, root: int, newest: int) -> None:
-        """Delete old checkpoints: :func:`.retention.kept` says which. That of step ``newest`` is whole and durable.
+        """Delete old checkpoints; that of step ``newest`` is whole and durable. What is being read stays for now.
 
-        Only complete ones count, or damaged ones could push out the last good one; damaged ones are left for a restore
-        to set aside. What is being read stays for now.
+        Only complete ones count, or damaged ones could push out the last good one.
         """
         try:
             complete = self.look()
             stay = retention.kept(self.rules, complete, newest)
             for step in sorted((one.step for one in complete if one.step not in stay), reverse=True):
-                if cleanup.retire(root, step_name(step), self._tell_left, self._waits_for_reader):
+                if cleanup.retire(root, step_name(step), self._warn_left, self._waits_for_reader):
                     del self._known[step]
-                    self._held_since.pop(step_name(step), None)  # a later one may get its name
+                    self._held_since.pop(step_name(step), None)  # a later one may have its name
                 else:
                     logger.debug("step %d is being read, and stays until it is not", step)
         except (OSError, StorageError) as error:
             logger.warning("cannot delete old checkpoints in %s: %s", self.directory, error)
 
     def look(self) -> tuple[Known, ...]:
-        """All complete checkpoints, as far as manifests, names and sizes tell, newest first.
-
-        Raises:
-            StorageError: the directory cannot be read.
-        """
+        """All complete checkpoints, judged by manifests, names and sizes, newest first."""
         present = {step: path for path in self.checkpoints() if (step := parse_step(path.name)) is not None}
         for gone in self._known.keys() - present.keys():
             del self._known[gone]
@@ -473,12 +423,12 @@ class Store:
         return tuple(self._known[step] for step in present if step in self._known)
 
     def known(self) -> tuple[Known, ...]:
-        """What :meth:`look` and commits have found so far, from any thread."""
+        """What :meth:`look` and commits have found so far; callable from any thread."""
         return tuple(self._known.copy().values())
 
     def _sync_folder(self, fd: int) -> None:
-        if not sync_folder(fd) and not self._told_no_sync:
-            self._told_no_sync = True
+        if not sync_folder(fd) and not self._warned_no_sync:
+            self._warned_no_sync = True
             logger.warning(
                 "the file system of %s cannot sync directories: a power cut may lose the newest checkpoint",
                 self.directory,
@@ -505,7 +455,7 @@ def _staged(staging: memoryview, layout: Layout) -> Image:
 
 @contextlib.contextmanager
 def reported(what: str) -> Iterator[None]:
-    """An error of the operating system as a StorageError that says what could not be done."""
+    """Turn an OSError into a StorageError that says what could not be done."""
     try:
         yield
     except OSError as error:

@@ -1,10 +1,4 @@
-"""Whose files a job goes on from. What another user has put into its directory is his choice, not the job's.
-
-The rule: what a job reads must belong to root or to the job's own user, and its files must not be writable for everyone
-(``trust=`` lets a group's members in, or anyone). Write permission for a group alone is let be: whoever made the file
-gave it, and a umask of 002 gives it always. The directory of checkpoints itself may be writable for all, since each
-entry is looked at by itself; and root's job may find it another user's, as containers do.
-"""
+"""Whose files a job resumes from: docs/explanation/commit.md, "Whom a job trusts". The directory may be open to all."""
 
 from __future__ import annotations
 
@@ -43,7 +37,7 @@ class Trust:
 
     @property
     def lock_access(self) -> tuple[int, int]:
-        """Mode and group of the lock's file: whoever is trusted may lock the directory, and nobody else. -1: any."""
+        """Mode and group of the lock file, so that only trusted users can lock the directory. -1: any group."""
         if self._who is None:
             return 0o600, -1
         if self._who == ANYONE:
@@ -53,35 +47,22 @@ class Trust:
         return 0o660, grp.getgrnam(self._who).gr_gid
 
     def check_directory(self, root: int) -> None:
-        """Look at an open directory, and at all in it that a start reads, without opening it.
-
-        Raises:
-            ForeignError: something is another user's.
-            OSError: it cannot be read.
-        """
+        """Check an open directory, and all in it that a start reads, without opening it. Raises ForeignError."""
         if self._who == ANYONE:
             return
         if os.geteuid() != 0:
             self.check(self._directory, os.fstat(root))
         for name, found in fs.entries(root):
-            final = name.removeprefix(REPLACED)  # which may get its name back
+            final = name.removeprefix(REPLACED)  # settle may restore its name
             if name in READ or parse_step(final) is not None:
-                self.check(self._directory / name, found, files=name != ".lock")  # whose content decides nothing
+                self.check(self._directory / name, found, files=name != ".lock")  # its content decides nothing
             if name == PLANS and stat.S_ISDIR(found.st_mode):
                 with fs.folder(PLANS, dir_fd=root) as plans:
                     for plan, of_plan in fs.entries(plans):
                         self.check(self._directory / PLANS / plan, of_plan)
 
     def check(self, path: Path, found: os.stat_result, *, files: bool = True) -> None:
-        """Look at what is to be read.
-
-        Args:
-            found: of the open file or folder, where it is open.
-            files: whether a file may not be everyone's to write.
-
-        Raises:
-            ForeignError: it is another user's, or everyone's.
-        """
+        """Check one entry; ForeignError if it is another user's, or, of ``files``, everyone's to write."""
         if self._who == ANYONE or not (reason := self._reason(found, files)):
             return
         raise ForeignError(f"{path} {reason}")
@@ -103,7 +84,7 @@ class Trust:
         return None
 
     def _is_member(self, uid: int) -> bool:
-        """Whether a user is in the group that is trusted: an owner's group says nothing, folders hand theirs on."""
+        """Whether a user is in the trusted group. The file's own group says nothing: folders pass theirs on."""
         if self._who is None:
             return False
         import grp
@@ -112,17 +93,17 @@ class Trust:
         try:
             user = pwd.getpwuid(uid)
             return grp.getgrnam(self._who).gr_gid in os.getgrouplist(user.pw_name, user.pw_gid)
-        except KeyError:  # unknown here
+        except KeyError:  # unknown on this machine
             return False
 
     @functools.cached_property
     def _probe(self) -> os.stat_result:
-        """Of a file that this process makes there: networks turn root into nobody, and some disks know no modes."""
-        name = f".tmp-00000000-probe.{secrets.token_hex(8)}"  # a leftover goes with the next start
+        """How a file of this process looks there: networks turn root into nobody, and some disks have no modes."""
+        name = f".tmp-00000000-probe.{secrets.token_hex(8)}"  # the next start removes a leftover
         with fs.folder(str(self._directory)) as root:
             try:
                 fd = fs.open_new(name, dir_fd=root, mode=0o600)
-            except OSError:  # nothing can be made there: what that is, what comes next says
+            except OSError:  # nothing can be made there; the next call says why
                 return os.stat_result((0o600, 0, 0, 0, os.geteuid(), 0, 0, 0, 0, 0))
             try:
                 return os.fstat(fd)

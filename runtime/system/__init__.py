@@ -1,1 +1,1 @@
-"""System calls, aligned memory, NUMA, signal errors."""
+"""System calls, aligned memory, NUMA, errors of signal handlers."""

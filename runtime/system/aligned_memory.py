@@ -1,5 +1,4 @@
-"""Memory of our own that files are read into and written from: aligned to pages, as reads and writes around the page
-cache demand it. And what keeps Python's own memory from being looked through meanwhile."""
+"""Page-aligned memory for direct I/O, and what keeps the garbage collector away meanwhile."""
 
 from __future__ import annotations
 
@@ -12,33 +11,28 @@ from collections.abc import Iterator
 
 import numpy as np
 
-MADV_WIPEONFORK = 18  # of Linux; Python has no name for it
-_LEAST_COPY_BYTES = 1 << 20  # less is copied before another thread could make much use of the interpreter
+MADV_WIPEONFORK = 18  # Linux; Python lacks the name
+_LEAST_COPY_BYTES = 1 << 20  # for less, releasing the GIL does not pay
 
 
 def scratch(size_bytes: int, *, large_pages: bool = False) -> memoryview:
-    """So much memory, from the begin of a page on; it is given back when nobody holds a view of it any more.
+    """Allocate page-aligned memory, freed with the last view of it.
 
-    Children that are forked meanwhile find zeros in it: a disk may be writing to it just then, and were its pages
-    shared, what it writes could be the child's.
+    A forked child finds zeros: were the pages shared, what a disk is just writing there could end up in the child.
     """
     memory = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # a kernel before 4.14
             memory.madvise(MADV_WIPEONFORK)
-        if large_pages:  # where all of it is used
-            with contextlib.suppress(OSError):  # a kernel without them
+        if large_pages:  # only if all of it is used
+            with contextlib.suppress(OSError):  # a kernel without huge pages
                 memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)[:size_bytes]
 
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """For code of ours that makes thousands of objects, all of which stay.
-
-    The collector of cyclic garbage would look at them, and at all that torch has made, more than once: that takes as
-    long as a restore does.
-    """
+    """Pause garbage collection while we make thousands of lasting objects: its passes take as long as a restore."""
     collecting = gc.isenabled()
     try:
         gc.disable()
@@ -49,17 +43,16 @@ def no_collection() -> Iterator[None]:
 
 
 def address_of(view: memoryview) -> int:
-    """Where in memory a view begins that is not empty."""
     return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 
 def map_address(memory: mmap.mmap) -> int:
-    """Where mapped memory begins; the map stays for as long as this is kept from the collector by a view of it."""
+    """The address of mapped memory. Hold a view of the map for as long as the address is used."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy as many bytes as both have; other threads run meanwhile where it takes long."""
+    """Copy as many bytes as both have; a large copy releases the GIL."""
     if len(source) < _LEAST_COPY_BYTES:
         target[:] = source
     else:

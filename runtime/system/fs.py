@@ -1,7 +1,7 @@
-"""Every call of the operating system that writes, moves or reads checkpoints, one plain function each.
+"""Every system call that writes, moves or reads checkpoints, one plain function each.
 
-The store and the reader reach the file system through this module alone (``fs.pwrite(…)``), so that tests can make
-any single call fail. Errors are OSError; the callers give them a meaning.
+The store reaches the file system through this module alone (``fs.pwrite(…)``), so that tests can make any call fail.
+Errors are OSError; callers give them a meaning.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW
 _CLAIM = os.O_RDWR | os.O_NOFOLLOW
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-MODE = 0o664  # of a new file, less the umask: what everyone may write to is trusted by no start
-_passing: set[int] = set()  # open descriptors that a forked child must not keep
-# What a file system says that has no reads and writes around the page cache, or none of this alignment.
+MODE = 0o664  # of new files, less the umask: no job trusts what everyone may write to
+_passing: set[int] = set()  # descriptors that forked children must close
+# Errors of a file system that has no direct I/O, or none with this alignment.
 NOT_DIRECT = (errno.EINVAL, errno.ENOTSUP)
-# Less goes through the page cache: for a small file a disk takes longer to answer twice than the cache to copy.
+# Less goes through the page cache: two disk accesses for a small file take longer than the copy.
 LEAST_DIRECT_BYTES = 1 << 20
 
 
 def open_folder(path: str, *, dir_fd: int | None = None) -> int:
-    """A directory, itself no symbolic link."""
+    """Open a directory that is not a symbolic link."""
     return os.open(path, _FOLDER | os.O_NOFOLLOW, dir_fd=dir_fd)
 
 
 @contextlib.contextmanager
 def folder(path: str, *, dir_fd: int | None = None) -> Iterator[int]:
-    """As :func:`open_folder`, for a block. Nothing is written through it: how its closing ends says nothing."""
+    """:func:`open_folder` for a block. Nothing is written through it, so errors of its closing are ignored."""
     fd = open_folder(path, dir_fd=dir_fd)
     try:
         yield fd
@@ -46,7 +46,7 @@ def folder(path: str, *, dir_fd: int | None = None) -> Iterator[int]:
 
 
 def make_folders(path: str) -> None:
-    """A directory, and those that it is to lie in. Where something else stands there, the error says what."""
+    """Make a directory and its parents. If something else is in the way, the error says what."""
     try:
         os.makedirs(path, exist_ok=True)
     except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
@@ -54,10 +54,9 @@ def make_folders(path: str) -> None:
 
 
 def make_durably(path: str, sync: Callable[[int], None]) -> None:
-    """As :func:`make_folders`, and their names are durable: without that, a power cut takes them with all they hold.
+    """:func:`make_folders` with durable names: otherwise a power cut takes the directories with all they hold.
 
-    Args:
-        sync: makes the names in an open directory durable.
+    ``sync`` makes the names in an open directory durable.
     """
     made = pathlib.Path(path)
     parents = {made.parent}
@@ -69,7 +68,7 @@ def make_durably(path: str, sync: Callable[[int], None]) -> None:
     for parent in parents:
         try:
             fd = open_folder(str(parent.resolve()))
-        except PermissionError:  # a directory that was made for us, in one that is not ours to read
+        except PermissionError:  # made for us, in a directory that we may not read
             continue
         try:
             sync(fd)
@@ -78,7 +77,7 @@ def make_durably(path: str, sync: Callable[[int], None]) -> None:
 
 
 def _obstacle(path: str) -> str | None:
-    """The first part of a path that is no directory, in words."""
+    """Name the first part of a path that is not a directory."""
     parts = pathlib.Path(path)
     for part in (*reversed(parts.parents), parts):
         if os.path.islink(part) and not os.path.exists(part):
@@ -93,16 +92,13 @@ def mkdir(name: str, *, dir_fd: int) -> None:
 
 
 def open_new(name: str, *, dir_fd: int, mode: int = MODE) -> int:
-    """A new file for writing: fails if anything of this name exists, a dangling symbolic link too."""
+    """Make a new file for writing. Fails if the name is taken, even by a dangling symbolic link."""
     return pass_by(os.open(name, _NEW, mode, dir_fd=dir_fd))
 
 
 def publish(name: str, data: bytes, *, dir_fd: int, mode: int = MODE) -> None:
-    """A small file, in the place of what has its name: whole or not at all, whenever the process dies. Not synced.
-
-    Raises:
-        IrregularError: a directory has its name, or that of its draft; the error names it.
-        OSError: it cannot be written; what had its name is still there.
+    """Replace a small file, whole or not at all if the process dies; not synced. IrregularError names a directory in
+    the way.
     """
     draft = f".{name.lstrip('.')}.tmp"
     make_way(draft, name, dir_fd=dir_fd)
@@ -120,10 +116,8 @@ def publish(name: str, data: bytes, *, dir_fd: int, mode: int = MODE) -> None:
 
 
 def make_way(draft: str, name: str, *, dir_fd: int) -> None:
-    """Remove a draft, of a process that died there or planted, that is to be made anew and renamed to ``name``.
-
-    Raises:
-        IrregularError: one of them is a directory, which is not removed or replaced.
+    """Remove a stale or planted draft before it is made anew and renamed to ``name``; IrregularError for
+    directories.
     """
     for taken in (draft, name):
         with contextlib.suppress(FileNotFoundError):
@@ -160,7 +154,7 @@ def open_regular(name: str, *, dir_fd: int | None = None, advice: str = "") -> t
 
 
 def open_direct(fd: int) -> int:
-    """The same open file once more, for reads of whole pages around the page cache."""
+    """Open the same file again, for direct reads of whole pages."""
     flag = getattr(os, "O_DIRECT", 0)  # Linux
     if not flag:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
@@ -181,13 +175,9 @@ def open_claimed(name: str, *, dir_fd: int) -> int:
 
 
 def open_lock(path: str, mode: int = 0o600, group: int = -1) -> int:
-    """A file to lock, made if it is missing. Whoever can open it can lock it.
+    """Open a file to lock, made if it is missing; IrregularError for anything else. Whoever can open it can lock it.
 
-    Args:
-        mode, group: that it gets, whatever the umask, if it is this user's; -1: its group is let be.
-
-    Raises:
-        IrregularError: something else has its name.
+    ``mode`` and ``group`` are set whatever the umask, if the file is this user's; group -1: left as it is.
     """
     try:
         fd = pass_by(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode))
@@ -199,7 +189,7 @@ def open_lock(path: str, mode: int = 0o600, group: int = -1) -> int:
         found = os.fstat(fd)
         refuse_irregular(found.st_mode, ": remove it")
         if found.st_uid == os.geteuid() and (stat.S_IMODE(found.st_mode) != mode or group not in (-1, found.st_gid)):
-            with contextlib.suppress(PermissionError):  # a disk without modes or groups: it is locked all the same
+            with contextlib.suppress(PermissionError):  # a disk without modes or groups can still be locked
                 os.fchown(fd, -1, group)
                 os.fchmod(fd, mode)
     except BaseException:
@@ -214,14 +204,13 @@ def flock(fd: int) -> None:
 
 
 def flock_shared(fd: int) -> None:
-    """Take a lock that any number may share, or raise BlockingIOError at once."""
+    """Take a shared lock, or raise BlockingIOError at once."""
     fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def set_direct(fd: int, direct: bool) -> None:
-    """Have reads and writes of an open file go around the page cache from now on, or through it again.
-
-    Not by a flag of the open itself: some file systems make the new file, and refuse after that.
+    """Switch direct I/O of an open file. Not a flag of the open: some file systems make the new file and then
+    refuse.
     """
     flag = getattr(os, "O_DIRECT", 0)  # Linux
     if direct and not flag:
@@ -235,7 +224,7 @@ def truncate(fd: int) -> None:
 
 
 def pwrite(fd: int, data: memoryview, offset: int) -> int:
-    """Write some of ``data``; the number of bytes written may be smaller than its size."""
+    """Write some of ``data``; returns how many bytes, which may be fewer."""
     return os.pwrite(fd, data, offset)
 
 
@@ -249,11 +238,7 @@ def fsync(fd: int) -> None:
 
 
 def pass_by(fd: int) -> int:
-    """Have a descriptor closed in children that are forked while it is open.
-
-    Loader workers are forked at any time, while the writer's thread is at work. They would keep what it has open for as
-    long as they live: the locks, so that the checkpoint stays, and the files, so that it takes room when it is deleted.
-    """
+    """Have forked children (loader workers) close a descriptor, or they would keep locks and deleted files alive."""
     _passing.add(fd)
     return fd
 
@@ -264,7 +249,7 @@ def close(fd: int) -> None:
 
 
 def close_quietly(fd: int) -> None:
-    """Close what nothing was written through, or what an error ends that is the one to report."""
+    """Close a descriptor that nothing was written through, or after an error that matters more."""
     with contextlib.suppress(OSError):
         close(fd)
 
@@ -275,7 +260,7 @@ def rename(old: str, new: str, *, dir_fd: int) -> None:
 
 
 def link(name: str, *, old_dir_fd: int, dir_fd: int) -> None:
-    """A further name, the same in another directory, of an existing file."""
+    """Link an existing file under the same name in another directory."""
     os.link(name, name, src_dir_fd=old_dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
 
 
@@ -288,12 +273,12 @@ def rmdir(name: str, *, dir_fd: int) -> None:
 
 
 def names(fd: int) -> list[str]:
-    """What a directory contains, sorted."""
+    """The names in a directory, sorted."""
     return sorted(os.listdir(fd))
 
 
 def entries(fd: int) -> Iterator[tuple[str, os.stat_result]]:
-    """What a directory contains, in no order. What goes meanwhile is passed over."""
+    """The entries of a directory, in no order; those that vanish meanwhile are skipped."""
     with os.scandir(fd) as found:
         for entry in found:
             with contextlib.suppress(FileNotFoundError):
@@ -302,12 +287,12 @@ def entries(fd: int) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def folder_names(path: str) -> list[str]:
-    """What a directory contains, sorted."""
+    """The names in a directory, sorted."""
     return sorted(os.listdir(path))
 
 
 def exists(name: str, *, dir_fd: int) -> bool:
-    """Whether the name is taken, by a dangling symbolic link too."""
+    """Whether the name is taken, even by a dangling symbolic link."""
     try:
         os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
     except FileNotFoundError:
@@ -316,7 +301,7 @@ def exists(name: str, *, dir_fd: int) -> bool:
 
 
 def is_at(fd: int, path: str) -> bool:
-    """Whether an open file or directory is the one that has this path now."""
+    """Whether an open file or directory is the one at this path now."""
     try:
         there = os.stat(path, follow_symlinks=False)
     except (FileNotFoundError, NotADirectoryError):
@@ -325,7 +310,7 @@ def is_at(fd: int, path: str) -> bool:
 
 
 def path_of(fd: int) -> str | None:
-    """Where an open directory is now; None: it was deleted, or the system does not tell."""
+    """Where an open directory is now; None: it was deleted, or the system does not say."""
     try:
         path = os.readlink(f"/proc/self/fd/{fd}")
     except OSError:
@@ -334,7 +319,7 @@ def path_of(fd: int) -> str | None:
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:
-    """Write all of ``data``, going on after short writes."""
+    """Write all of ``data``, continuing after short writes."""
     while data:
         written = pwrite(fd, data, offset)
         if written <= 0:
@@ -343,7 +328,7 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
 
 
 def read_all(fd: int, buffer: memoryview, offset: int) -> int:
-    """Fill ``buffer``; returns how many bytes the file gave (fewer only at its end)."""
+    """Fill ``buffer``; returns how many bytes the file gave, fewer only at its end."""
     done = 0
     while done < len(buffer) and (count := preadv(fd, [buffer[done:]], offset + done)):
         done += count
@@ -351,10 +336,8 @@ def read_all(fd: int, buffer: memoryview, offset: int) -> int:
 
 
 def read_pages(fd: int, buffer: memoryview, offset: int) -> int:
-    """Fill ``buffer`` with whole pages, around the page cache; returns how many bytes there are of them.
-
-    Fewer at the file's end, or where the file system refuses or stops within a page: the rest is to be read through
-    the cache.
+    """Fill ``buffer`` with whole pages by direct I/O; returns how many bytes: fewer at the end, or if that is
+    refused.
     """
     done = 0
     while done < len(buffer) and not done % mmap.PAGESIZE:
@@ -371,10 +354,7 @@ def read_pages(fd: int, buffer: memoryview, offset: int) -> int:
 
 
 def file_system(path: str | os.PathLike[str]) -> tuple[str | None, int]:
-    """The type of the file system that a directory lies on, such as "ext4", and its size in bytes.
-
-    None, 0: the system does not tell.
-    """
+    """A directory's file system, such as "ext4", and its size in bytes; None, 0: the system does not say."""
     try:
         size = os.statvfs(path)
         size_bytes = size.f_blocks * size.f_frsize
@@ -390,7 +370,6 @@ def file_system(path: str | os.PathLike[str]) -> tuple[str | None, int]:
 
 
 def user_name(uid: int) -> str:
-    """A user in words."""
     import pwd
 
     try:
@@ -400,7 +379,7 @@ def user_name(uid: int) -> str:
 
 
 def user_of_process(pid: int) -> str | None:
-    """Whose process it is; None: it has ended."""
+    """The user of a process; None: it has ended."""
     try:
         return user_name(os.stat(f"/proc/{pid}").st_uid)
     except OSError:

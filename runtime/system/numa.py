@@ -1,7 +1,4 @@
-"""Host memory near a device: on the NUMA node that its PCI slot belongs to.
-
-A hint alone: where the system does not tell, or does not let, memory is placed as usual.
-"""
+"""Place host memory on the NUMA node of a device's PCI slot. Only a hint: if the system refuses, nothing changes."""
 
 from __future__ import annotations
 
@@ -13,18 +10,14 @@ from pathlib import Path
 
 logger = logging.getLogger("checkflow")
 
-# mbind(2) has no wrapper in libc. Numbers of arch/*/entry/syscalls.
+# mbind(2) has no wrapper in libc; numbers from arch/*/entry/syscalls.
 _MBIND = {"x86_64": 237, "aarch64": 235}
-_PREFERRED = 1  # MPOL_PREFERRED: on this node while it has room, otherwise on others
+_PREFERRED = 1  # MPOL_PREFERRED: on this node while it has room
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def node_of_pci(address: str, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """The NUMA node of a PCI device; None where the system does not tell, as it does not where there is but one.
-
-    Args:
-        address: domain, bus, device and function, as "0000:3b:00.0".
-    """
+    """The NUMA node of a PCI device such as "0000:3b:00.0"; None if the system does not say, as with a single node."""
     try:
         node = int((devices / address.lower() / "numa_node").read_text())
     except (OSError, ValueError):
@@ -33,13 +26,9 @@ def node_of_pci(address: str, devices: Path = Path("/sys/bus/pci/devices")) -> i
 
 
 def prefer_node(address: int, size_bytes: int, node: int) -> bool:
-    """Have pages that are not there yet be made on this node; whether the system lets us.
-
-    Args:
-        address: of the first page.
-    """
+    """Place pages that are not allocated yet on this node; returns whether the system agrees."""
     number = _MBIND.get(platform.machine())
-    if number is None or not hasattr(os, "sched_getaffinity"):  # Linux alone has it
+    if number is None or not hasattr(os, "sched_getaffinity"):  # not Linux
         return False
     words = node // _WORD_BITS + 1
     mask = (ctypes.c_ulong * words)()

@@ -1,12 +1,8 @@
-"""Errors that a signal's handler raises while checkpointing has the word: they are training's, and go on to it.
+"""Errors that a signal handler raises inside checkflow's code: they belong to training and are passed on.
 
-Python runs handlers in the main thread, between any two steps of whatever is running there, and what a handler raises
-appears to come from that place. The one of PyTorch's loader raises when a worker was killed; a user's may end the job.
-
-So a handler's error may come between the taking of a lock and the block that would give it back. ``with`` on a lock of
-``threading`` itself is proof against that: the interpreter runs no handler between the two. On a ``Condition`` it is
-not, since that enters its lock in Python code. Classes here enter their lock, and use the condition inside only. While
-it waits the lock is given up, and an error between the two makes another one of that: it is found by its context.
+Handlers run in the main thread between any two steps of Python code, so an error may come right after a lock is taken.
+``with`` on a plain ``threading`` lock is safe: no handler runs between taking it and entering the block. ``Condition``
+enters its lock in Python code and is not safe. So classes enter their own lock and use the condition inside it.
 """
 
 from __future__ import annotations
@@ -18,10 +14,7 @@ from types import CodeType
 
 
 def raised_by_handler(error: BaseException) -> bool:
-    """Whether the handler of a signal, as it is set now, was at work when this was raised, or what led to it.
-
-    A handler that is not written in Python leaves no frame, and is not recognised.
-    """
+    """Whether a signal handler, written in Python and set now, raised this error or one in its context."""
     handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     one: BaseException | None = error
     while one is not None:
@@ -33,5 +26,5 @@ def raised_by_handler(error: BaseException) -> bool:
 
 def _code_of(handler: object) -> CodeType | None:
     if not (inspect.isfunction(handler) or inspect.ismethod(handler)):
-        handler = type(handler).__dict__.get("__call__")  # an object that can be called
+        handler = type(handler).__dict__.get("__call__")  # a callable object
     return getattr(handler, "__code__", None)

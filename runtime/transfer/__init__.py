@@ -1,1 +1,1 @@
-"""Copy engines: host, CUDA."""
+"""Copy engines for host memory and CUDA."""

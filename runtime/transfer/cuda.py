@@ -1,26 +1,7 @@
-"""The copy engine for state in the memory of a device that runs behind the host: a CUDA GPU.
+"""The copy engine for state in the memory of a CUDA GPU, which runs behind the host.
 
-What each method promises is :mod:`.engine`'s. The engine speaks to the device in a handful of calls
-(:mod:`.device`; the real one is :mod:`.cuda_device`), and blocks the host in ``finish`` and ``abort`` alone (and
-where it is told to wait for a capture that was concluded).
-A device does what is enqueued on one stream in order, and on several in any order that events leave open. So:
-
-1. Chunks cross the link on a stream of the engine's own, the side stream. Before each ``offload`` it waits for an event
-   of the stream that is current then: behind all that training has enqueued there, snapshots among it.
-2. Every so many bytes an event follows on the side stream. ``wait`` has the current stream wait for the one behind the
-   last chunk that is asked for: whatever training enqueues from then on comes after the copy.
-3. A snapshot is allocated and copied on the current stream, which orders it by itself. When it is given back, the
-   stream on which it was allocated waits for the event behind its offload before the memory returns to the allocator,
-   which may hand it out again at once, but to that stream only.
-4. Training may use several streams: backward runs on a thread with a current stream of its own. What others must come
-   behind is a *fence*: the boundary (before which all state was written), snapshots made, and events that a stream had
-   to wait for. Whenever the engine is called under a stream, that stream first waits for the fences that it has not
-   passed yet. A boundary comes behind all streams that were noted since the one before.
-5. When the last chunk of a capture has been ordered, a thread waits for the last event and calls ``on_complete``: for
-   one capture after the other.
-6. ``conclude`` has every stream that the engine was called under during the capture wait for its last part: then no
-   later write meets a copy, and memory of snapshots may go back to the allocator, whichever stream it belongs to. What
-   the next capture orders queues on the side stream behind that.
+:class:`.engine.CopyEngine` says what each method promises; docs/explanation/boundaries.md, "On a GPU", how streams and
+events keep those promises. The host blocks in ``finish``, ``abort`` and ``Concluded.wait`` alone.
 """
 
 from __future__ import annotations
@@ -42,37 +23,36 @@ from checkflow.runtime.transfer.engine import (
     Order,
     Outcome,
     Transfer,
+    log_failure,
     records,
-    tell_failure,
 )
 
 logger = logging.getLogger("checkflow")
 
-# So much crosses the link between two events: a wait may last for as much more than what it waits for. At 50 GB/s these
+# Bytes between two events: a wait may last for as many more than it needs. At 50 GB/s these
 # are 0.7 ms, while an event costs the training thread some microseconds.
 EVENT_BYTES = 32 * 2**20
 MOST_PREPARED = 8  # lists of transfers: one for each staging buffer, and some of a layout before
 
 
 class CudaCopyEngine:
-    """Copies from a device to host memory on a stream of its own: for training on a GPU.
+    """Copies from a GPU to host memory on a stream of its own. The host never waits at an anchor.
 
-    The host never waits at an anchor. How much it does there goes with the number of parts that are copied: what lies
-    side by side in both memories is one, and lists of them are made once for each staging buffer.
+    Neighbours in both memories are one copy, and lists of copies are prepared once for each staging buffer.
     """
 
     def __init__(self, device: StreamDevice) -> None:
         self._device = device
         self.source = device.memory
         self._now = nothing()  # the capture that was begun last
-        self._noted: set[Stream] = set()  # on which training has written since the last ``join``
-        self._joined: set[Stream] = set()  # which the next capture's boundary comes behind
-        self._ordering = threading.RLock()  # what ``hasten`` reads and writes, on whichever thread
+        self._noted: set[Stream] = set()  # streams that wrote state since the last ``join``
+        self._joined: set[Stream] = set()  # streams that the next capture's boundary waits for
+        self._ordering = threading.RLock()  # guards what ``hasten`` uses, on any thread
         self._prepared: dict[int, tuple[Sequence[Transfer], dict[tuple[int, ...], list[Part]]]] = {}
         # Between the training thread and the one that waits for the ends of captures:
         self._mutex = threading.RLock()  # entered by itself, not by the condition: see system/signals.py
         self._changed = threading.Condition(self._mutex)
-        # All that they copy has been ordered; here until what is to be called for them was called.
+        # Captures with all copies ordered, until their callbacks have run.
         self._sealed: deque[DeviceCapture] = deque()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="checkflow-copy", daemon=True)
@@ -85,7 +65,7 @@ class CudaCopyEngine:
 
     def join(self) -> None:
         device, here = self._device, self._device.current()
-        noted, self._noted = self._noted, set()  # first: one that is there no more is not to be asked for ever
+        noted, self._noted = self._noted, set()  # first: a stream that is gone must not be asked again
         for stream in noted - {here}:
             self._refuse_captured(stream)
             event = device.record(stream)
@@ -98,7 +78,7 @@ class CudaCopyEngine:
         transfers: Sequence[Transfer],
         on_complete: Callable[[], None],
         at_once: Sequence[Transfer] = (),
-        on_failure: Callable[[CheckflowError], None] = tell_failure,
+        on_failure: Callable[[CheckflowError], None] = log_failure,
     ) -> None:
         if not (self._now.decided or self._now.concluded):
             raise RuntimeError("a capture is still running")
@@ -112,7 +92,7 @@ class CudaCopyEngine:
         self._fence(stream, boundary)
         device.wait(device.side, boundary)
         joined, self._joined = self._joined, set()
-        for other in joined - {stream}:  # what no anchor tells of, they may write next
+        for other in joined - {stream}:  # they may write next, without an anchor
             self._refuse_captured(other)
             device.wait(other, boundary)
             self._now.behind[other] = len(self._now.fences)
@@ -123,7 +103,7 @@ class CudaCopyEngine:
         stream = self._enter()
         now = self._now
         if forced := [chunk for chunk in chunks if now.part_of[chunk] >= 0 and chunk not in now.copied]:
-            self.wait(forced)  # they had to leave from their live tensors already
+            self.wait(forced)  # they already had to leave their live tensors
         made: dict[int, Snapshot] = {}
         pieces = []
         for chunk in chunks:
@@ -139,7 +119,7 @@ class CudaCopyEngine:
         self._device.copy(self._device.prepare(pieces, inside=True), stream)
         after = self._event(stream, timed=True)
         self._fence(stream, after)
-        # Only now: an interrupt before this has it done again.
+        # Only now: after an interrupt before this line, the snapshot is made again.
         with self._ordering:
             now.snapshots |= made
             now.copied |= made.keys()
@@ -191,7 +171,7 @@ class CudaCopyEngine:
         with self._ordering:
             now = self._now
             if chosen := tuple(chunk for chunk in now.snapshots if now.part_of[chunk] < 0):
-                # This thread's current stream tells nothing: behind whatever made them, on any stream.
+                # Any thread may call this, so its current stream says nothing: wait for all fences.
                 for _, event in now.fences:
                     self._device.wait(self._device.side, event)
                 self._order(chosen, "end")
@@ -203,7 +183,7 @@ class CudaCopyEngine:
         for chunk in chunks:
             snapshot, part = self._now.snapshots.get(chunk), self._now.part_of[chunk]
             if snapshot is None or part < 0:
-                continue  # given back already; or not released yet, and given back at the end
+                continue  # freed already, or not released yet and freed at the end
             gone.append(chunk)
             latest[snapshot.stream] = max(part, latest.get(snapshot.stream, -1))
         for stream, part in latest.items():
@@ -217,7 +197,7 @@ class CudaCopyEngine:
 
     def conclude(self) -> _Concluded:
         now = self._now
-        if now.given_up:  # and an interrupt came before all of that was done
+        if now.given_up:  # an interrupt came before that was finished
             raise RuntimeError("the capture was given up")
         if -1 in now.part_of:
             raise RuntimeError(f"chunk {now.part_of.index(-1)} was never released")
@@ -230,7 +210,7 @@ class CudaCopyEngine:
                         self._refuse_captured(stream)
                         self._device.wait(stream, now.ends[-1])
                 self._hold(here, len(now.ends) - 1)
-            # Every stream that one was allocated on is among these.
+            # Among these is every stream that a snapshot was allocated on.
             with self._ordering:
                 now.snapshots.clear()
                 now.held_bytes = 0
@@ -241,7 +221,7 @@ class CudaCopyEngine:
         self.conclude()
         with self._mutex:
             while self._sealed:
-                self._seal()  # unless that was done when the last chunk was ordered, and no interrupt came before it
+                self._seal()  # unless it was sealed when the last chunk was ordered
                 self._changed.wait()
 
     def abort(self) -> bool:
@@ -250,13 +230,13 @@ class CudaCopyEngine:
             with self._mutex:
                 now.given_up = now.given_up or not (now.decided or now.concluded)
             try:
-                # What a stream that is captured by now was given before lies before its fences.
+                # Work given to a stream before it was captured into a graph lies before its fences.
                 events = [event for _, event in now.fences]
                 streams = (self._device.side, *now.behind)
                 events += [self._event(stream) for stream in streams if not self._device.capturing(stream)]
                 for event in events:
                     self._device.synchronize(event)
-            except CheckflowError as error:  # a device that has failed does nothing any more
+            except CheckflowError as error:  # a failed device writes nothing any more
                 logger.warning("%s", error)
             with self._mutex:
                 self._changed.notify_all()  # an interrupt may have come before that of ``_seal``
@@ -284,7 +264,7 @@ class CudaCopyEngine:
         try:
             waited_seconds = self._seconds(capture.waited_spans)
             snapshot_seconds = self._seconds(capture.snapshot_spans)
-        except CheckflowError as error:  # a device that has failed tells no times
+        except CheckflowError as error:  # a failed device has no times
             logger.debug("what a capture cost is not known: %s", error)
             waited_seconds = snapshot_seconds = 0.0
         return CopyStatistics(waited_seconds, snapshot_seconds, capture.snapshot_bytes, capture.peak_bytes, 0)
@@ -293,7 +273,7 @@ class CudaCopyEngine:
         return sum((self._device.seconds_between(before, after) for before, after in spans), 0.0)
 
     def _order(self, chunks: tuple[int, ...], anchor: str) -> None:
-        """These cross the link, behind what the side stream has been given."""
+        """Enqueue these chunks on the side stream."""
         device, now = self._device, self._now
         for part in self._parts(chunks):
             if part.copies is not None:
@@ -315,36 +295,36 @@ class CudaCopyEngine:
         return event
 
     def _refuse_captured(self, stream: Stream) -> None:
-        """An event or a wait there would become part of the user's graph, or spoil it."""
+        """Refuse a stream under graph capture: an event or wait there would enter the user's graph or invalidate it."""
         if self._device.capturing(stream):
             raise CheckflowError("a stream of training is being captured into a CUDA graph, and another one goes on")
 
     def _fence(self, stream: Stream | None, event: Event) -> None:
-        """Every other stream of training has to come behind this event; the one that it was recorded on does."""
+        """Have every other stream of training wait for this event at its next call."""
         self._now.fences.append((stream, event))
         if stream is not None:
             self._now.behind[stream] = len(self._now.fences)
 
     def _enter(self) -> Stream:
-        """The current stream, once it has been put behind all fences."""
+        """Return the current stream, after having it wait for all fences."""
         now, stream = self._now, self._device.current()
         passed = now.behind.get(stream, 0)
         if passed < len(now.fences):
             for other, event in now.fences[passed:]:
-                # Asked first: of torch's streams, every comparison with None is False, that for "other" too.
+                # None first: torch's streams answer False to any comparison with None, != too.
                 if other is None or other != stream:
                     self._device.wait(stream, event)
             now.behind[stream] = len(now.fences)
         return stream
 
     def _hold(self, stream: Stream, part: int) -> None:
-        """Have a stream of training wait until a part has arrived; for how long is measured."""
+        """Have a stream of training wait until a part has arrived, and time the wait."""
         before = self._event(stream, timed=True)
         self._device.wait(stream, self._now.ends[part])
         self._now.waited_spans.append((before, self._event(stream, timed=True)))
 
     def _advance(self) -> bool:
-        """Look which parts have arrived; whether there are more than before."""
+        """Update which parts have arrived; return whether there are more than before."""
         now, before = self._now, self._now.arrived
         while now.arrived < len(now.ends) and self._device.done(now.ends[now.arrived]):
             now.arrived += 1
@@ -353,17 +333,17 @@ class CudaCopyEngine:
     def _arrived(self, part: int) -> bool:
         now = self._now
         if part >= now.arrived and self._device.done(now.ends[part]):
-            now.arrived = part + 1  # those before it lie before it on the side stream
+            now.arrived = part + 1  # the side stream works in order
         return part < now.arrived
 
     # Parts
 
     def _parts(self, chunks: tuple[int, ...]) -> list[Part]:
-        """Chunks in order, cut where an event is due; made once for each list of transfers where no snapshot is in."""
+        """Cut chunks into parts where an event is due; kept for each list of transfers without snapshots."""
         now = self._now
         if now.copied and not now.copied.isdisjoint(chunks):
             return self._cut(chunks)
-        # The list is kept beside what was made of it: so long no other can have its identity.
+        # Keep the list too: as long as it lives, no other list has its id().
         _, known = self._prepared.setdefault(id(now.transfers), (now.transfers, {}))
         while len(self._prepared) > MOST_PREPARED:
             del self._prepared[next(iter(self._prepared))]
@@ -393,7 +373,7 @@ class CudaCopyEngine:
     # The end of a capture
 
     def _seal(self) -> None:
-        """Everything has been ordered: the thread waits for it."""
+        """Hand the capture to the thread that waits for its end: everything has been ordered."""
         now = self._now
         with self._mutex:
             if not (now.decided or now.given_up or now in self._sealed):
@@ -406,25 +386,25 @@ class CudaCopyEngine:
         while (capture := self._next_sealed()) is not None:
             error = self._wait_for(capture)
             with self._mutex:
-                told = not capture.given_up
+                reported = not capture.given_up
                 capture.decided = True
             try:
-                if told and error is None:
+                if reported and error is None:
                     capture.on_complete()
-                elif told and error is not None:
+                elif reported and error is not None:
                     capture.on_failure(error)
             except Exception:
-                # A fault of ours must not end the thread that others wait for; the traceback goes to the log.
+                # A bug must not end the thread that others wait for.
                 logger.exception("a capture that has ended could not be handed on")
             finally:
                 with self._mutex:
                     capture.ended = True
-                    capture.on_complete, capture.on_failure = silent, tell_failure  # they hold the staging buffer
+                    capture.on_complete, capture.on_failure = silent, log_failure  # they hold the buffer
                     self._sealed.popleft()
                     self._changed.notify_all()
 
     def _next_sealed(self) -> DeviceCapture | None:
-        """The first one, which stays where it is; None when the engine is closed."""
+        """Return the first sealed capture, leaving it in the queue; None when the engine is closed."""
         with self._mutex:
             while not self._sealed and not self._closed:
                 self._changed.wait()
@@ -433,18 +413,18 @@ class CudaCopyEngine:
     def _wait_for(self, capture: DeviceCapture) -> CheckflowError | None:
         try:
             self._device.synchronize(capture.last)
-        except CheckflowError as error:  # whoever is called says so
+        except CheckflowError as error:  # passed to ``on_failure``
             return error
         return None
 
     def wait_for_end(self, capture: DeviceCapture) -> None:
-        """Return when it has come to its end."""
+        """Return when the capture has ended."""
         with self._mutex:
             while not capture.ended:
                 self._changed.wait()
 
     def outcome_of(self, capture: DeviceCapture) -> Outcome | None:
-        """What it did, once it has come to its end; its events are used for others then."""
+        """Return the outcome of an ended capture, else None. Its events are reused from then on."""
         if capture.outcome is None and capture.ended:
             log = functools.partial(records, capture.orders, capture.transfers)
             capture.outcome = Outcome(self._statistics(capture), log)
@@ -452,7 +432,7 @@ class CudaCopyEngine:
         return capture.outcome
 
     def _forget(self) -> None:
-        """Nothing is gathered. One that was concluded is still followed."""
+        """Make no capture current. A concluded one is still followed to its end."""
         with self._ordering:
             if not self._now.concluded:
                 self._now.snapshots.clear()

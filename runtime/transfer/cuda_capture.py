@@ -1,4 +1,4 @@
-"""What the copy engine for GPUs (:mod:`.cuda`) knows of one capture: its orders, its events, and how it ends."""
+"""One capture as the GPU copy engine sees it: its orders, its events, and how it ends."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from checkflow.core.errors import CheckflowError
 from checkflow.runtime.transfer.device import Copies, Event, Stream
-from checkflow.runtime.transfer.engine import Order, Outcome, Transfer, tell_failure
+from checkflow.runtime.transfer.engine import Order, Outcome, Transfer, log_failure
 
-SEGMENT_BYTES = 2 * 2**20  # torch's allocator takes memory from CUDA in multiples of this, which begin at such
+SEGMENT_BYTES = 2 * 2**20  # unit and alignment of torch's allocations from CUDA
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Chunks that cross the link between two events; no copies where they are all empty."""
+    """Chunks that cross the link between two events; without copies if all are empty."""
 
     chunks: tuple[int, ...]
     copies: Copies | None
@@ -31,20 +31,20 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class DeviceCapture:
-    """What has become of one capture so far; of parts that cross the link between two events, in order."""
+    """The state of one capture. Its parts cross the link in order, each between two events."""
 
     on_complete: Callable[[], None]
     on_failure: Callable[[CheckflowError], None]
     transfers: Sequence[Transfer] = ()
-    part_of: list[int] = field(default_factory=list)  # the part that each chunk crosses in; -1: not ordered yet
+    part_of: list[int] = field(default_factory=list)  # part of each chunk; -1: not ordered yet
     remaining: int = 0  # chunks that are not ordered yet
     ends: list[Event] = field(default_factory=list)  # behind each part, on the side stream
-    guarded: int = 0  # so many parts are waited for by training
-    arrived: int = 0  # so many parts are known to have arrived
+    guarded: int = 0  # leading parts that training's streams wait for
+    arrived: int = 0  # leading parts known to have arrived
     snapshots: dict[int, Snapshot] = field(default_factory=dict)  # by chunk
     copied: set[int] = field(default_factory=set)  # chunks that have a snapshot, or had one
     fences: list[tuple[Stream | None, Event]] = field(default_factory=list)
-    behind: dict[Stream, int] = field(default_factory=dict)  # how many of the fences a stream has passed
+    behind: dict[Stream, int] = field(default_factory=dict)  # fences that each stream has passed
     orders: list[Order] = field(default_factory=list)
     waited_spans: list[tuple[Event, Event]] = field(default_factory=list)
     snapshot_spans: list[tuple[Event, Event]] = field(default_factory=list)
@@ -52,35 +52,33 @@ class DeviceCapture:
     held_bytes: int = 0
     peak_bytes: int = 0
     events: list[Event] = field(default_factory=list)  # all that were recorded
-    # How it ends; the training thread and the one that waits for it agree on these under the engine's condition:
+    # How it ends: shared with the waiting thread, under the engine's condition.
     last: Event | None = None  # behind its last chunk
     concluded: bool = False
     given_up: bool = False
     decided: bool = False  # it has arrived, or failed
-    ended: bool = False  # what was to be called has been called
-    outcome: Outcome | None = None  # once somebody has asked for it
+    ended: bool = False  # its callback has run
+    outcome: Outcome | None = None  # once asked for
 
     @property
     def safe(self) -> int:
-        """Of so many parts the live tensors may be written: they have arrived, or training waits for them."""
+        """How many leading parts may be overwritten: their copies have landed, or training's streams wait for them."""
         return max(self.guarded, self.arrived)
 
 
 def nothing() -> DeviceCapture:
-    """In the place of a capture, where none was begun: it was complete before, and nobody is told."""
-    return DeviceCapture(silent, tell_failure, concluded=True, decided=True, ended=True)
+    """A capture that stands for "none begun": it is complete and calls nobody."""
+    return DeviceCapture(silent, log_failure, concluded=True, decided=True, ended=True)
 
 
 def silent() -> None:
-    """Called in place of ``on_complete`` where nobody waits for it."""
+    """An ``on_complete`` that does nothing."""
 
 
 def merged(transfers: Iterable[Transfer]) -> list[Transfer]:
-    """The same bytes in fewer pieces: those that follow each other in both memories are one, empty ones are none.
+    """The same bytes in fewer copies: neighbours in both memories are joined, empty ones dropped.
 
-    None reaches across an address at which torch may have taken other memory from CUDA: what lies side by side there
-    need not be one allocation, and CUDA refuses a copy that spans two. In host memory (a staging buffer is one range)
-    there would be no need to cut, and it costs next to nothing.
+    No copy crosses an address at which torch may have taken new memory: CUDA refuses one that spans two allocations.
     """
     merged: list[Transfer] = []
     for transfer in transfers:

@@ -1,6 +1,6 @@
-"""One CUDA GPU as the copy engine sees it, and what it needs done to the host memory that it copies to.
+"""One CUDA GPU as the copy engine sees it, and the host memory that it copies to.
 
-Streams and events are torch's own, and memory is its caching allocator's; copies go by address, through the runtime.
+Streams, events and memory are torch's; copies go by address, through the CUDA runtime.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger("checkflow")
 
 @dataclass(slots=True)
 class _Prepared:
-    """What :meth:`CudaDevice.prepare` gives."""
+    """The result of :meth:`CudaDevice.prepare`."""
 
     transfers: Sequence[Transfer]
     inside: bool
@@ -35,14 +35,7 @@ class _Prepared:
 
 
 class CudaDevice:
-    """Streams, events, memory and copies of one GPU: see :class:`.device.StreamDevice`.
-
-    Args:
-        device: with its index.
-
-    Raises:
-        CheckflowError: CUDA's runtime cannot be found, or fails.
-    """
+    """Streams, events, memory and copies of one GPU; see :class:`.device.StreamDevice`."""
 
     def __init__(self, device: torch.device) -> None:
         self.memory, self._index = device, device.index
@@ -50,7 +43,7 @@ class CudaDevice:
         self.side: Stream = _side_stream(device)
         self._free_events: tuple[list[_Event], list[_Event]] = ([], [])  # plain, timed
         self._locked: dict[int, int] = {}  # host memory, by address: its bytes
-        # Where it may not use the host's address of registered memory, a batch of copies there is taken, and faults
+        # A device that cannot use the host's address of registered memory accepts a batch of copies there, and faults
         # later: every call of CUDA fails from then on, training's too (sgl-project/sglang#40232).
         self._batched = self._runtime.attribute(HOST_POINTERS, self._index) == 1
         self._merges = True
@@ -59,7 +52,7 @@ class CudaDevice:
         try:
             stream: Stream = torch.cuda.current_stream(self._index)
         except RuntimeError as error:
-            raise _told(error) from error
+            raise _checkflow_error(error) from error
         if self.capturing(stream):
             raise CheckflowError(
                 "training is being captured into a CUDA graph, which passes no anchor when it is replayed: "
@@ -69,7 +62,7 @@ class CudaDevice:
 
     def allocate(self, size_bytes: int) -> tuple[int, object]:
         try:
-            # No tensor: where algorithms are to be deterministic, torch would fill it first.
+            # Not a tensor: under deterministic algorithms torch would fill it first.
             memory = torch.UntypedStorage(size_bytes, device=self.memory)  # type: ignore[no-untyped-call]
         except torch.OutOfMemoryError as error:
             raise CheckflowError(
@@ -77,7 +70,7 @@ class CudaDevice:
                 "with a lower --memory-limit"
             ) from error
         except RuntimeError as error:
-            raise _told(error) from error
+            raise _checkflow_error(error) from error
         return memory.data_ptr(), memory
 
     def capturing(self, stream: Stream) -> bool:
@@ -85,7 +78,7 @@ class CudaDevice:
 
     @property
     def batches(self) -> bool:
-        """Whether copies to locked memory are made many at once."""
+        """Whether one call makes many copies to locked memory."""
         return self._batched and self._runtime.batches
 
     def prepare(self, transfers: Sequence[Transfer], *, inside: bool = False) -> _Prepared:
@@ -109,7 +102,7 @@ class CudaDevice:
         except InvalidCopyError as error:
             if not prepared.merged:
                 raise
-            # Memory of another allocator than torch's caching one: what lies side by side may be two allocations.
+            # Another allocator than torch's: neighbours may be two allocations.
             logger.info("neighbours in GPU memory are copied one by one from now on: %s", error)
             self._merges, self._runtime.batches = False, batches
             self.copy(prepared, stream)
@@ -118,7 +111,7 @@ class CudaDevice:
         handle = cast(torch.cuda.Stream, stream).cuda_stream
         if handle or torch.cuda.current_device() == self._index:
             self._runtime.copy(copies, handle, beside=stream is self.side)
-        else:  # the legacy stream is the current device's
+        else:  # the current device has its own legacy stream
             with torch.cuda.device(self._index):
                 self._runtime.copy(copies, handle)
 
@@ -130,27 +123,27 @@ class CudaDevice:
         try:
             event.event.record(cast(torch.cuda.Stream, stream))
         except RuntimeError as error:
-            raise _told(error) from error
+            raise _checkflow_error(error) from error
         return event
 
     def wait(self, stream: Stream, event: _Event) -> None:
         try:
             event.event.wait(cast(torch.cuda.Stream, stream))
         except RuntimeError as error:
-            raise _told(error) from error
+            raise _checkflow_error(error) from error
 
     def done(self, event: _Event) -> bool:
         try:
             return bool(event.event.query())  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            raise _told(error) from error
+            raise _checkflow_error(error) from error
 
     def synchronize(self, event: _Event) -> None:
         mode = self._runtime.exempt_thread()
         try:
             event.event.synchronize()
         except RuntimeError as error:
-            raise _told(error) from error
+            raise _checkflow_error(error) from error
         finally:
             self._runtime.restore_thread(mode)
 
@@ -160,7 +153,7 @@ class CudaDevice:
         try:
             milliseconds: float = before.event.elapsed_time(after.event)
         except RuntimeError as error:
-            raise _told(error) from error
+            raise _checkflow_error(error) from error
         return milliseconds / 1e3
 
     def recycle(self, events: Iterable[_Event]) -> None:
@@ -174,42 +167,38 @@ class CudaDevice:
 
     @property
     def numa_node(self) -> int | None:
-        """Of the GPU's PCI slot, if the system tells."""
+        """The NUMA node of the GPU's PCI slot, if the system says."""
         return numa.node_of_pci(self._runtime.pci_address(self._index))
 
     def register(self, address: int, size_bytes: int) -> None:
-        """See :meth:`.cudart.Runtime.register`."""
         with torch.cuda.device(self._index):
             self._runtime.register(address, size_bytes)
         self._locked[address] = size_bytes
 
     def unregister(self, address: int) -> None:
-        """See :meth:`.cudart.Runtime.unregister`."""
         self._locked.pop(address, None)
         self._runtime.unregister(address)
 
     def allocate_host(self, size_bytes: int) -> int:
-        """See :meth:`.cudart.Runtime.allocate_host`."""
         with torch.cuda.device(self._index):
             address = self._runtime.allocate_host(size_bytes)
         self._locked[address] = size_bytes
         return address
 
     def free_host(self, address: int) -> None:
-        """See :meth:`.cudart.Runtime.free_host`."""
         self._locked.pop(address, None)
         self._runtime.free_host(address)
 
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for each GPU, as long as the process lasts."""
+    """The engine's stream: one for each GPU in the process."""
     with torch.cuda.device(device):
         return torch.cuda.ExternalStream(load_runtime().make_stream(), device)  # type: ignore[no-untyped-call]
 
 
 class _Event:
-    """Torch's event, and whether it tells the time; a host thread that waits for it sleeps."""
+    """A torch event that knows whether it is timed. A host thread that waits for it sleeps."""
 
     __slots__ = ("event", "timed")
 
@@ -218,6 +207,6 @@ class _Event:
         self.event = torch.cuda.Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]
 
 
-def _told(error: RuntimeError) -> CheckflowError:
-    """What torch says of CUDA's errors, as ours."""
+def _checkflow_error(error: RuntimeError) -> CheckflowError:
+    """An error of torch's CUDA calls as a CheckflowError."""
     return CheckflowError(f"CUDA: {str(error).partition(chr(10))[0]}")

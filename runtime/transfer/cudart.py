@@ -1,7 +1,6 @@
-"""The CUDA runtime, for the few calls that torch does not offer: copies by address, singly or many at once.
+"""The CUDA runtime, for the few calls that torch does not offer: copies by address, singly or batched.
 
-The library is the one that torch has loaded: two of them in a process would each have errors of their own, and their
-signatures differ between versions.
+It is the library that torch has loaded: errors are kept per library, and signatures differ between versions.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from checkflow.runtime.transfer.engine import Transfer
 logger = logging.getLogger("checkflow")
 
 # Constants of driver_types.h.
-_DEFAULT_KIND = 4  # cudaMemcpyDefault: addresses are unique, so that both ends tell by themselves where they lie
+_DEFAULT_KIND = 4  # cudaMemcpyDefault: the addresses say where both ends lie
 _PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
 _NON_BLOCKING = 1  # cudaStreamNonBlocking: the legacy stream neither waits for it nor holds it up
 _LEGACY = (0, 1)  # handles of the legacy stream
@@ -37,16 +36,16 @@ _INVALID_VALUE = 1  # cudaErrorInvalidValue
 _IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: asked of the legacy stream while another one is captured
 _BATCHES_SINCE = 12_080  # versions count as 1000 * major + 10 * minor
 _NO_FAIL_INDEX_SINCE = 13_000
-# Of cudaDeviceAttr: whether the device reads and writes pageable memory; takes the host's address of registered memory;
-# lets memory be registered at all.
+# cudaDeviceAttr: whether the device uses pageable memory, takes the host's address of registered memory,
+# and lets memory be registered.
 PAGEABLE_ACCESS, HOST_POINTERS, REGISTRATION = 88, 91, 99
 # Drivers have crashed at 51,828 copies a call, and hung on repeated batches of thousands (vllm-project/vllm#49276).
 MOST_TOGETHER = 512
-SWITCH = "CHECKFLOW_BATCH_COPIES"  # in the environment: "0" has copies made one by one
+SWITCH = "CHECKFLOW_BATCH_COPIES"  # environment variable: "0" turns batches off
 
 
 class _Attributes(ctypes.Structure):
-    """cudaMemcpyAttributes; hints on where the ends lie are for managed memory alone, and left out."""
+    """cudaMemcpyAttributes, without the location hints, which only managed memory uses."""
 
     _fields_ = [
         ("source_order", ctypes.c_int),
@@ -57,11 +56,11 @@ class _Attributes(ctypes.Structure):
 
 
 class InvalidCopyError(CheckflowError):
-    """The runtime takes a copy for invalid: most often, an end of it spans two allocations."""
+    """The runtime calls a copy invalid: usually an end of it spans two allocations."""
 
 
 class _Batch:
-    """Arrays that the runtime reads, of at most ``MOST_TOGETHER`` copies."""
+    """Arguments of one batched call: at most ``MOST_TOGETHER`` copies."""
 
     def __init__(self, transfers: Sequence[Transfer]) -> None:
         self.count = len(transfers)
@@ -71,11 +70,11 @@ class _Batch:
 
 
 class Copies:
-    """Copies that are made together: prepared once, used at every capture.
+    """Copies that are enqueued together: prepared once, used at every capture.
 
     Args:
-        at_once: whether each call returns before its bytes have moved: host memory at either end is locked.
-        batched: whether one call may take many of them; only where ``at_once``.
+        at_once: whether calls return before the bytes have moved, because the host memory is locked.
+        batched: whether one call may take many copies; only with ``at_once``.
     """
 
     def __init__(self, transfers: Sequence[Transfer], *, at_once: bool, batched: bool) -> None:
@@ -88,12 +87,12 @@ class Copies:
 
 
 class Runtime:
-    """The calls, each of which returns at once, with errors raised.
+    """Calls of the CUDA runtime. Each returns at once and raises its error.
 
     Args:
-        library: as ctypes loads it; it lets other threads run Python during a call.
-        holding: the same, as ctypes.PyDLL loads it: it does not. After each call that lets go, a busy thread may keep
-            the interpreter for 5 ms; hundreds of copies would wait that long each.
+        library: loaded by ctypes.CDLL: it releases the GIL during a call.
+        holding: loaded by ctypes.PyDLL: it keeps the GIL. A busy thread may hold a released GIL for 5 ms, which would
+            add up over hundreds of copies.
     """
 
     def __init__(self, library: Any, holding: Any = None) -> None:
@@ -111,7 +110,7 @@ class Runtime:
         version = ctypes.c_int()
         self._check(library.cudaRuntimeGetVersion(ctypes.byref(version)))
         self.version = version.value
-        # Whether copies are made many at once; not any more once the runtime has refused that.
+        # Whether to batch copies; False for good once the runtime has refused.
         has_batches = self.version >= _BATCHES_SINCE and hasattr(library, "cudaMemcpyBatchAsync")
         self.batches = has_batches and os.environ.get(SWITCH) != "0"
         self._attributes = tuple(_Attributes(source_order=_STREAM_ORDER, flags=flags) for flags in (0, _OVERLAP))
@@ -119,15 +118,15 @@ class Runtime:
         self._failed = ctypes.c_size_t(0)
 
     def copy(self, copies: Copies, stream: int, *, beside: bool = False) -> None:
-        """Enqueue copies, in no order among themselves; in one call where the runtime has one for it.
+        """Enqueue copies, in no order among themselves; batched if the runtime can.
 
         Args:
             stream: its handle; the legacy stream takes copies one by one only.
-            beside: whether they are to leave the multiprocessors to others, as far as the runtime can be told.
+            beside: ask the runtime to leave the multiprocessors to computation.
 
         Raises:
             InvalidCopyError: a copy is invalid; others may have been enqueued.
-            CheckflowError: the runtime refuses, or an earlier fault of the device has come to light.
+            CheckflowError: the runtime refuses, or reports an earlier fault of the device.
         """
         if (
             self.batches
@@ -142,10 +141,7 @@ class Runtime:
                 raise (InvalidCopyError if code == _INVALID_VALUE else CheckflowError)(self._explained(code))
 
     def _copy_batch(self, batch: _Batch, stream: int, beside: bool) -> bool:
-        """Whether it was enqueued; a driver older than the runtime does not have the call, and it is not made again.
-
-        Nor is it after any other error: copies one by one either do, or say what is wrong.
-        """
+        """Try one batched call; False if it was refused, and then it is never tried again: a driver may lack it."""
         failed = () if self.version >= _NO_FAIL_INDEX_SINCE else (ctypes.byref(self._failed),)
         code = self._holding.cudaMemcpyBatchAsync(
             batch.targets, batch.sources, batch.sizes, ctypes.c_size_t(batch.count),
@@ -158,55 +154,33 @@ class Runtime:
         return not code
 
     def register(self, address: int, size_bytes: int) -> None:
-        """Lock host memory in place, so that the device copies to it by itself, while host and device go on.
-
-        Raises:
-            CheckflowError: the system refuses; most often because of its limit on locked memory.
+        """Lock host memory in place, so that copies to it run without the host; may exceed the limit on locked
+        memory.
         """
         self._check(self._library.cudaHostRegister(address, size_bytes, _PORTABLE))
 
     def unregister(self, address: int) -> None:
-        """Undo :meth:`register`.
-
-        Raises:
-            CheckflowError: it was not registered, or the runtime is gone already.
-        """
+        """Undo :meth:`register`."""
         self._check(self._library.cudaHostUnregister(address))
 
     def allocate_host(self, size_bytes: int) -> int:
-        """Host memory that is locked from the begin; its address.
-
-        Raises:
-            CheckflowError: the system refuses.
-        """
+        """Allocate locked host memory; returns its address."""
         place = ctypes.c_void_p()
         self._check(self._library.cudaHostAlloc(ctypes.byref(place), size_bytes, _PORTABLE))
         return place.value or 0
 
     def free_host(self, address: int) -> None:
-        """Undo :meth:`allocate_host`.
-
-        Raises:
-            CheckflowError: it is no such memory, or the runtime is gone already.
-        """
+        """Undo :meth:`allocate_host`."""
         self._check(self._library.cudaFreeHost(address))
 
     def attribute(self, number: int, index: int) -> int:
-        """What a device is or can (``cudaDeviceAttr``).
-
-        Raises:
-            CheckflowError: there is no such device or attribute.
-        """
+        """A property of a device, by its ``cudaDeviceAttr`` number."""
         value = ctypes.c_int()
         self._check(self._library.cudaDeviceGetAttribute(ctypes.byref(value), number, index))
         return value.value
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether what a stream is given goes into a CUDA graph.
-
-        Raises:
-            CheckflowError: the device has failed.
-        """
+        """Whether the stream is being captured into a CUDA graph."""
         status = ctypes.c_int()
         code = self._holding.cudaStreamIsCapturing(stream, ctypes.byref(status))
         if code == _IMPLICIT:
@@ -216,32 +190,19 @@ class Runtime:
         return status.value != _NOT_CAPTURING
 
     def make_stream(self) -> int:
-        """The handle of a new stream of the current device, which nobody else is given: torch's streams come from a
-        pool and are given out again and again.
-
-        Raises:
-            CheckflowError: the runtime refuses.
-        """
+        """Make a stream of the current device and return its handle; torch's come from a pool and are shared."""
         handle = ctypes.c_void_p()
         self._check(self._library.cudaStreamCreateWithFlags(ctypes.byref(handle), _NON_BLOCKING))
         return handle.value or 0
 
     def pci_address(self, index: int) -> str:
-        """Of a device: domain, bus, device and function, as "0000:3B:00.0".
-
-        Raises:
-            CheckflowError: there is no such device.
-        """
+        """A device's domain, bus, device and function, as "0000:3B:00.0"."""
         text = ctypes.create_string_buffer(64)
         self._check(self._library.cudaDeviceGetPCIBusId(text, len(text), index))
         return text.value.decode()
 
     def exempt_thread(self) -> int:
-        """From now on this thread may wait for events while another one captures a CUDA graph.
-
-        Returns:
-            The mode that :meth:`restore_thread` takes.
-        """
+        """Let this thread wait for events while another one captures a CUDA graph; returns the mode before."""
         return self.restore_thread(_RELAXED)
 
     def restore_thread(self, mode: int) -> int:
@@ -255,7 +216,7 @@ class Runtime:
             raise CheckflowError(self._explained(code))
 
     def _explained(self, code: int) -> str:
-        """An error's message; it is taken back, or torch would find it at its next kernel, and blame training."""
+        """An error's message. Reading it clears the error, which torch would otherwise report at its next kernel."""
         self._library.cudaGetLastError()
         said = self._library.cudaGetErrorString(code) or b"unknown error"
         return f"CUDA: {said.decode(errors='replace')} (error {code})"
@@ -263,11 +224,7 @@ class Runtime:
 
 @functools.cache
 def load_runtime() -> Runtime:
-    """The runtime of this process.
-
-    Raises:
-        CheckflowError: it cannot be found; or torch is built for another kind of GPU.
-    """
+    """The CUDA runtime of this process. Raises CheckflowError if it is missing, or torch is built for another GPU."""
     if torch.version.cuda is None:
         raise CheckflowError("this torch is not built for CUDA: install a build for NVIDIA GPUs, or train on the CPU")
     major = torch.version.cuda.partition(".")[0]
@@ -284,7 +241,7 @@ def load_runtime() -> Runtime:
 
 
 def _candidates(major: str) -> Iterator[str]:
-    """Where the library may be, the one in use first."""
+    """Where the library may be, the loaded one first."""
     yield from loaded_runtimes(_maps())
     yield f"libcudart.so.{major}"
     for folder in (Path(torch.__file__).parent / "lib", *(Path(entry) / "nvidia" for entry in sys.path if entry)):
@@ -293,7 +250,7 @@ def _candidates(major: str) -> Iterator[str]:
 
 
 def loaded_runtimes(maps: str) -> list[str]:
-    """The paths of CUDA runtimes among what a process has mapped (the text of ``/proc/self/maps``), each once."""
+    """The paths of CUDA runtimes that a process has mapped, from the text of ``/proc/self/maps``, each once."""
     paths = re.findall(r"^\S+\s+\S+\s+\S+\s+\S+\s+\d+\s+(/.*)$", maps, re.MULTILINE)
     return list(dict.fromkeys(path for path in paths if os.path.basename(path).startswith("libcudart")))
 

@@ -1,7 +1,4 @@
-"""A device that runs behind the host, in the handful of calls by which the copy engine for GPUs speaks to it.
-
-:mod:`.cuda_device` is the real one; the tests have one that does what it is given in any order that CUDA permits.
-"""
+"""The few calls by which the GPU copy engine speaks to a device: :mod:`.cuda_device`, or the tests' simulated one."""
 
 from __future__ import annotations
 
@@ -12,60 +9,54 @@ import torch
 
 from checkflow.runtime.transfer.engine import Transfer
 
-Stream = Hashable  # equal if the device knows them as one; a comparison of it with None tells nothing
+Stream = Hashable  # equal if one stream for the device; never compare it with None
 Event = Any
 Copies = Any
 
 
 class StreamDevice(Protocol):
-    """What the engine asks of a device. All calls but ``synchronize`` enqueue, or ask, and return at once.
-
-    Raises:
-        CheckflowError: the device refuses a call, or has failed; with its reason.
-    """
+    """What the engine asks of a device. Every call but ``synchronize`` returns at once, or raises CheckflowError."""
 
     side: Stream  # the engine's own
     memory: torch.device  # whose memory it is
 
     def current(self) -> Stream:
-        """The stream on which the calling thread enqueues what it does; it is not captured."""
+        """The calling thread's current stream, which is not under graph capture."""
 
     def allocate(self, size_bytes: int) -> tuple[int, object]:
-        """Memory for the current stream: its address, and what holds it.
+        """Allocate memory for the current stream: its address, and the object that holds it.
 
-        Once that is dropped, it may be handed out again at once, to whatever is enqueued on this stream later.
+        Once the object is dropped, the memory may be given to later work on the same stream.
         """
 
     def capturing(self, stream: Stream) -> bool:
-        """Whether what the stream is given goes into a graph, to be done later and again."""
+        """Whether the stream is being captured into a graph."""
 
     def prepare(self, transfers: Sequence[Transfer], *, inside: bool = False) -> Copies:
-        """Copies that are to be made together, in no order among themselves, once or again and again.
-
-        Args:
-            inside: both ends lie in the memory of the device; otherwise the targets lie in host memory.
+        """Prepare copies that are made together, in no order, once or repeatedly; ``inside`` device memory or to the
+        host.
         """
 
     def copy(self, copies: Copies, stream: Stream) -> None:
-        """Make these copies, in order behind what the stream has been given."""
+        """Enqueue these copies."""
 
     def record(self, stream: Stream, *, timed: bool = False) -> Event:
-        """An event that happens when the device has come so far in this stream."""
+        """Record an event on the stream."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """What the stream is given from now on comes after the event."""
+        """Have the stream's later work wait for the event."""
 
     def done(self, event: Event) -> bool:
         """Whether it has happened."""
 
     def synchronize(self, event: Event) -> None:
-        """Return once it has happened; others of this process's threads go on."""
+        """Block until the event has happened; other threads of the process go on."""
 
     def seconds_between(self, before: Event, after: Event) -> float:
-        """Between two timed events; 0 if the later one has not happened yet."""
+        """Time between two timed events; 0 if the later one has not happened yet."""
 
     def recycle(self, events: Iterable[Event]) -> None:
-        """These may be recorded anew: nobody asks for them any more."""
+        """Take events back for reuse."""
 
     def enter_thread(self) -> None:
-        """Called once on a thread that will call ``synchronize``."""
+        """Prepare a thread that will call ``synchronize``; called once on it."""

@@ -1,7 +1,4 @@
-"""The copy engine for state in host memory: one thread copies beside training.
-
-What each method promises is :mod:`.engine`'s.
-"""
+"""The copy engine for state in host memory: one thread copies beside training. See :class:`.engine.CopyEngine`."""
 
 from __future__ import annotations
 
@@ -23,35 +20,33 @@ from checkflow.runtime.transfer.engine import (
     Order,
     Outcome,
     Transfer,
+    log_failure,
     records,
-    tell_failure,
 )
 
 logger = logging.getLogger("checkflow")
 
-# What the training thread copies itself: waking another thread, and sharing the interpreter with it, costs more.
+# The training thread copies less than this itself: waking another thread costs more.
 SMALL_BYTES = 32 * 1024
-# What the thread takes from the queue at a time, unless the first chunk is larger: for each time it takes the
-# interpreter from training, and so long may a deadline have to wait for a chunk that is not its own.
+# What the thread takes from the queue at a time, if the first chunk is no larger. Each time costs training the
+# GIL once, and a deadline may wait for one such batch that is not its own.
 TAKEN_BYTES = 1024 * 1024
-# As ctypes.memmove, which gives the interpreter to other threads meanwhile: this does not, and is for small chunks.
+# ctypes.memmove that keeps the GIL: for small chunks.
 _MEMMOVE_ADDRESS = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value
 assert _MEMMOVE_ADDRESS is not None
 _move_holding = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(_MEMMOVE_ADDRESS)
 
-# _OWN: the training thread copies it now; if an interrupt ends that half-way, the next wait copies it again.
+# _OWN: the training thread copies it; after an interrupt the next wait copies it again.
 _PENDING, _QUEUED, _RUNNING, _OWN, _DONE = range(5)
 
 
 class HostCopyEngine:
     """Copies between two places of host memory with one thread: for training on a CPU.
 
-    The thread copies in the order of ``offload``, small chunks excepted: those are copied at once. A training thread
-    that has to wait takes the chunks it waits for out of the queue and copies them itself, so that a deadline costs at
-    most the time of what the thread took last.
+    The thread copies in the order of ``offload``; small chunks are copied at once. A training thread that has to wait
+    takes its chunks out of the queue and copies them itself, so a deadline costs at most what the thread took last.
 
-    Both sides copy with memmove, and release the interpreter's lock for as long as it runs, small chunks excepted. What
-    an anchor asks for has mostly been copied long before: that is found out without a lock.
+    Large copies release the GIL. Most chunks are done long before their anchor, which is checked without a lock.
     """
 
     source = torch.device("cpu")
@@ -69,26 +64,26 @@ class HostCopyEngine:
         self._held_bytes = self._snapshot_bytes = self._peak_bytes = self._helped_bytes = self._remaining = 0
         self._large_bytes = 0
         self._on_complete: Callable[[], None] = _nothing
-        # What is to be called for a complete capture; the thread calls it: no signal's handler comes in between there.
+        # The callback of a complete capture. The thread calls it, because no signal handler interrupts there.
         self._delivery: Callable[[], None] | None = None
         self._delivered = True
-        self._begun = False  # what leaves at once has left
+        self._begun = False  # ``at_once`` was copied
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="checkflow-copy", daemon=True)
         self._thread.start()
 
     def note(self) -> None:
-        """What the training thread has written is written."""
+        """Nothing to do: host writes are done when they return."""
 
     def join(self) -> None:
-        """As above."""
+        """As :meth:`note`."""
 
     def begin(
         self,
         transfers: Sequence[Transfer],
         on_complete: Callable[[], None],
         at_once: Sequence[Transfer] = (),
-        on_failure: Callable[[CheckflowError], None] = tell_failure,  # memmove does not fail
+        on_failure: Callable[[CheckflowError], None] = log_failure,  # memmove does not fail
     ) -> None:
         with self._mutex:
             if self._remaining or self._delivery is not None:
@@ -96,7 +91,7 @@ class HostCopyEngine:
             self._transfers, self._on_complete, self._delivered = transfers, on_complete, False
             self._begun = False
             self._status = bytearray(len(transfers))
-            self._remaining = len(transfers) + 1  # what leaves at once is one more
+            self._remaining = len(transfers) + 1  # ``at_once`` counts as one
             self._orders = []
             self._waited_seconds = self._snapshot_seconds = self._offload_seconds = self._large_seconds = 0.0
             self._snapshot_bytes = self._peak_bytes = self._helped_bytes = self._large_bytes = 0
@@ -110,7 +105,7 @@ class HostCopyEngine:
         begun = time.perf_counter()
         for chunk in chunks:
             if self._status[chunk] != _PENDING or chunk in self._snapshots:
-                continue  # it was forced to leave from its live tensor already, or an interrupt came after it
+                continue  # it left its live tensor already, or an interrupt came after this
             transfer = self._transfers[chunk]
             copy = (ctypes.c_char * transfer.length_bytes)()
             ctypes.memmove(copy, transfer.source, transfer.length_bytes)
@@ -138,13 +133,13 @@ class HostCopyEngine:
                     status[chunk] = _QUEUED
                     self._queue.append(chunk)
         if small:
-            self._copy(small)  # before the thread wakes, which wants the interpreter, too
+            self._copy(small)  # before the thread wakes and competes for the GIL
         if len(small) < len(chosen):
             with self._mutex:
                 self._changed.notify_all()
 
     def wait(self, chunks: Sequence[int]) -> None:
-        status = self._status  # a chunk that is done stays so until the next capture begins
+        status = self._status  # "done" is final within a capture, so no lock
         chunks = [chunk for chunk in chunks if status[chunk] != _DONE]
         if not chunks:
             return
@@ -165,7 +160,7 @@ class HostCopyEngine:
         self._waited_seconds += time.perf_counter() - begun
 
     def live(self, chunks: Sequence[int]) -> list[int]:
-        # Without the lock: a snapshot is given back after its chunk is done, and is looked for before that.
+        # No lock: snapshots are looked up first, and freed only after their chunk is done.
         snapshots, status = self._snapshots, self._status
         return [chunk for chunk in chunks if chunk not in snapshots and status[chunk] != _DONE]
 
@@ -178,7 +173,7 @@ class HostCopyEngine:
             chosen = tuple([chunk for chunk in self._snapshots if self._status[chunk] == _PENDING])
             self._orders.append(Order(chosen, "offload", "end"))
             for chunk in chosen:
-                self._status[chunk] = _QUEUED  # small ones too: this may be another thread than the one that trains
+                self._status[chunk] = _QUEUED  # small ones too: this may not be the training thread
                 self._queue.append(chunk)
             self._changed.notify_all()
 
@@ -190,7 +185,7 @@ class HostCopyEngine:
                     self._give_back(chunk)
 
     def conclude(self) -> _Ended:
-        self.finish()  # the training thread copies what is left: nothing else would be sooner
+        self.finish()  # copying the rest here is fastest
         return _Ended(Outcome(self.statistics(), functools.partial(records, self._orders, self._transfers)))
 
     def finish(self) -> None:
@@ -200,7 +195,7 @@ class HostCopyEngine:
             self.wait(range(len(self._transfers)))
         with self._mutex:
             if self._begun and not self._delivered and self._delivery is None:
-                # All is there, and an interrupt came before the last chunk was counted.
+                # All has arrived, but an interrupt came before the last chunk was counted.
                 self._remaining, self._delivery = 0, self._on_complete
             self._changed.notify_all()
             while self._delivery is not None:
@@ -257,7 +252,7 @@ class HostCopyEngine:
                 self._copy(taken)
 
     def _take(self) -> list[int]:
-        """The next chunks that the thread is to copy; those that the training thread has taken are passed over."""
+        """The thread's next chunks; those that the training thread took are skipped."""
         taken: list[int] = []
         size_bytes = 0
         while self._queue and size_bytes < TAKEN_BYTES:
@@ -280,7 +275,7 @@ class HostCopyEngine:
             move = _move_holding if transfer.length_bytes <= SMALL_BYTES else ctypes.memmove
             move(transfer.target, source, transfer.length_bytes)
         seconds = time.perf_counter() - begun
-        large_bytes = self._transfers[chunks[0]].length_bytes if len(chunks) == 1 else 0  # they are copied alone
+        large_bytes = self._transfers[chunks[0]].length_bytes if len(chunks) == 1 else 0  # those are copied alone
         with self._mutex:
             self._offload_seconds += seconds
             if large_bytes >= TAKEN_BYTES:
@@ -294,7 +289,7 @@ class HostCopyEngine:
             self._changed.notify_all()
 
     def _count(self, arrived: int) -> None:
-        """So many have arrived; the lock is held."""
+        """Count arrived chunks; the caller holds the lock."""
         self._remaining -= arrived
         if not self._remaining:
             self._delivery = self._on_complete
@@ -304,7 +299,7 @@ class HostCopyEngine:
         try:
             call()
         except Exception:
-            # A fault of ours must not end the thread that others wait for; the traceback goes to the log.
+            # A bug must not end the thread that others wait for.
             logger.exception("a capture that has arrived could not be handed on")
         with self._mutex:
             self._delivery, self._delivered = None, call is not _nothing
@@ -317,7 +312,7 @@ class HostCopyEngine:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """A capture that came to its end when it was concluded."""
+    """A capture that had ended when it was concluded."""
 
     _outcome: Outcome
 
@@ -329,4 +324,4 @@ class _Ended:
 
 
 def _nothing() -> None:
-    """Called in place of ``on_complete`` by a copy that is not the last one, or whose capture was aborted."""
+    """An ``on_complete`` for copies that are not the last, or of an aborted capture."""

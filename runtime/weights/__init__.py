@@ -1,1 +1,1 @@
-"""Import, export, load into a model."""
+"""Imports and exports weights, and loads them into a model."""

@@ -1,7 +1,4 @@
-"""Checkpoints as other tools read them: a file of ``torch.save``, one of safetensors, or torch.distributed.checkpoint.
-
-What is written needs no checkflow to be read: the state dicts that models and optimizers themselves would give.
-"""
+"""Exports checkpoints for other tools: a file of ``torch.save``, safetensors, or torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -29,24 +26,22 @@ _SUFFIXES: Mapping[str, Format] = {
 
 
 def format_of(path: Path) -> Format | None:
-    """What a file is to be, by its name: ``.pt``, ``.pth``, ``.bin``, ``.ckpt``; ``.safetensors``; a folder for DCP.
-
-    None: the name does not tell.
+    """The format by a name: ``.pt``, ``.pth``, ``.bin``, ``.ckpt``; ``.safetensors``; a folder for DCP; None:
+    unknown.
     """
     return _SUFFIXES.get(path.suffix)
 
 
 def state_dicts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Everything that a checkpoint holds, as a script without checkflow would load it.
+    """Everything in a checkpoint, as a script without checkflow would load it.
 
-    Returns:
-        By the name of each model and of each optimizer ("model" and "optimizer" where there is one of each) its
-        ``state_dict()``; ``"state"``: those of the job's further objects by name; ``"iteration"``, ``"epoch"``;
-        ``"parameters"``: values of parameters that belong to no model, if there are such.
+    Each model's and optimizer's ``state_dict()`` by name ("model" and "optimizer" for one of each); ``"state"``: those
+    of the job's further objects by name; ``"iteration"``, ``"epoch"``; ``"parameters"``: values of parameters that
+    belong to no model, if any.
 
     Raises:
-        UnsupportedError: an optimizer's state is held in parts (a tensor subclass), which only its job joins; or it is
-            the version of several shards, and not of a job.
+        UnsupportedError: an optimizer's state is part of a tensor subclass, which only its job can rebuild; or the
+            checkpoint was saved by shards.
         CorruptCheckpointError, StorageError: it is damaged, or cannot be read.
     """
     extra = codec.decode(checkpoint.extra_bytes)
@@ -77,7 +72,7 @@ def state_dicts(checkpoint: Checkpoint) -> dict[str, Any]:
 def optimizer_state(
     owner: str, saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], parameters: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """As ``Optimizer.state_dict()``: parameters are numbers there, counted over the groups."""
+    """The form of ``Optimizer.state_dict()``, with parameters numbered over the groups."""
     numbers: dict[str, int] = {}
     groups = []
     for group in saved["groups"]:
@@ -101,7 +96,7 @@ def optimizer_state(
 
 
 def _parameter_of(name: str, numbers: Mapping[str, int]) -> str:
-    """The parameter that a state tensor's name begins with: the longest, as names may begin with each other."""
+    """The parameter that a state tensor belongs to: the longest matching prefix of its name."""
     path = name
     while path not in numbers:
         path, dot, _ = path.rpartition(".")
@@ -120,19 +115,15 @@ def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 def export(
     checkpoint: Checkpoint, target: Path, form: Format, *, model: str | None = None, replace: bool = False
 ) -> None:
-    """Write a checkpoint in another format, whole or not at all.
+    """Write a checkpoint in another format, whole or not at all. Raises MismatchError if the model is unclear,
+    StorageError if the target exists.
 
     Args:
-        form: "torch": all of :func:`state_dicts`, which ``torch.load(target, weights_only=True)`` reads. "safetensors":
-            one model, under the keys of its state dict, tied tensors under each of their names. "dcp": the tensors and
-            numbers of :func:`state_dicts` as a folder that ``torch.distributed.checkpoint`` loads.
-        model: which, for safetensors; None: there is one.
-        replace: whether a target that exists gives way.
-
-    Raises:
-        MismatchError: there is no such model, or several and none was named.
-        StorageError: the target exists, or cannot be written.
-        UnsupportedError, CorruptCheckpointError: as :func:`state_dicts`.
+        form: "torch": all of :func:`state_dicts`, for ``torch.load(target, weights_only=True)``. "safetensors": one
+            model under its state dict's keys, tied tensors under each name. "dcp": tensors and numbers of
+            :func:`state_dicts` as a folder of ``torch.distributed.checkpoint``.
+        model: which, for safetensors; None: the only one.
+        replace: whether to replace an existing target.
     """
     if target.exists() and not replace:
         raise StorageError(f"{target} exists already: pass --force to replace it")
@@ -173,10 +164,10 @@ def _save_model(checkpoint: Checkpoint, found: Mapping[str, Any], model: str | N
     seen: set[int] = set()
     for key, value in tensors.items():
         if id(value) in seen:
-            tensors[key] = value.clone()  # the format has no shared memory
+            tensors[key] = value.clone()  # safetensors has no shared memory
         seen.add(id(value))
     path.touch()
-    mode = stat.S_IMODE(path.stat().st_mode)  # as the umask leaves it: what safetensors makes is for its owner alone
+    mode = stat.S_IMODE(path.stat().st_mode)  # the umask's: safetensors makes files for their owner alone
     safetensors.torch.save_file(tensors, path, {"format": "pt"})
     path.chmod(mode)
 
@@ -189,7 +180,7 @@ def _save_distributed(found: Mapping[str, Any], path: Path) -> None:
     try:
         quiet.setLevel(logging.ERROR)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that it runs in one process, which is so
+            warnings.simplefilter("ignore", UserWarning)  # "running in one process", which is intended
             save(dict(found), checkpoint_id=path, no_dist=True)
     finally:
         quiet.setLevel(before)

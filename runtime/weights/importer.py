@@ -1,7 +1,6 @@
-"""Weights from elsewhere as a checkpoint: through the store's own commit, one tensor in memory at a time.
+"""Imports weights as a checkpoint by the store's own commit, one tensor in memory at a time.
 
-Such a checkpoint holds one model and says so (``imported`` in its extra state); :mod:`.state.restore` begins
-everything else of a job anew from it.
+The checkpoint holds one model and is marked (``imported`` in its extra state): everything else of a job starts anew.
 """
 
 from __future__ import annotations
@@ -23,17 +22,12 @@ from checkflow.runtime.store.store import Store
 from checkflow.runtime.store.trust import ANYONE
 from checkflow.runtime.weights.weights import EXTRA_STATE, Weights
 
-_PATIENCE_SECONDS = 1.0  # for a job that is just ending
+_PATIENCE_SECONDS = 1.0  # for a job that is ending
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What an import made.
-
-    Attributes:
-        left_out: names of what else the source holds.
-        newest: the newest step of the directory: what ``resume="auto"`` goes on from.
-    """
+    """What an import made. ``left_out``: what else the source holds; ``newest``: the directory's newest step."""
 
     source: str
     form: str
@@ -54,20 +48,18 @@ def import_weights(
     model: str = "model",
     progress: Callable[[str], None] = lambda name: None,
 ) -> Imported:
-    """Write weights as the checkpoint of a step. Holds the largest tensor in memory, and no more.
-
-    No checkpoint that the directory has is replaced or retired.
+    """Write weights as a checkpoint, with one tensor in memory at a time; no checkpoint is replaced or deleted.
 
     Args:
-        model: what the job calls the model.
+        model: the job's name for the model.
         progress: called with the name of each tensor before it is read.
 
     Raises:
         CorruptCheckpointError: the source is damaged; nothing was written.
         LockedError: a job writes to the directory.
         StorageError: it cannot be written, or has a checkpoint of that step.
-        MismatchError: that is no model's name.
-        UnsupportedError: a name that cannot be stored, or extra state of a module that cannot.
+        MismatchError: this cannot be a model's name.
+        UnsupportedError: a name or a module's extra state cannot be stored.
     """
     if not OWNER.fullmatch(model):
         raise MismatchError(f"a model's name is 1 to 100 letters, digits, '_', '.' and '-', not {model!r}")
@@ -84,7 +76,7 @@ def import_weights(
         run_id=uuid.uuid4().hex[:16],
         keep_latest=sys.maxsize,
         lock_wait_seconds=_PATIENCE_SECONDS,
-        trust=ANYONE,  # nothing that is there is read
+        trust=ANYONE,  # nothing there is read
     ) as store:
         if any(path.name == step_name(step) for path in store.checkpoints()):
             raise StorageError(f"{store.directory} has a checkpoint of step {step} already: choose another step")

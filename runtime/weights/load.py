@@ -1,7 +1,6 @@
-"""Weights for a model that exists already, without a Checkpointer: all of them, or what fits, with a report of it.
+"""Loads weights into an existing model without a Checkpointer: all of them, or what fits, with a report.
 
-Every name, shape and dtype is held against the model, and every checksum against the source, before the first byte of
-the model is written.
+Every name, shape, dtype and checksum is checked before the first byte of the model is written.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from checkflow.runtime.weights.source import open_weights
 from checkflow.runtime.weights.torch_files import as_tensor
 from checkflow.runtime.weights.weights import EXTRA_STATE, Described, Weights, clean, renamed
 
-_MOST_NAMES = 10  # of a list, in words
+_MOST_NAMES = 10  # of a list in a message
 _PREFIX = f"{DEFAULT_MODEL}/"
 Rename = Mapping[str, str] | Callable[[str], str | None]
 
 
 @dataclass(frozen=True, slots=True)
 class OtherKind:
-    """A tensor that source and model do not have alike: dtype and shape in each, as "float32[10, 4]"."""
+    """A tensor whose dtype or shape differs between source and model, each as "float32[10, 4]"."""
 
     name: str
     source: str
@@ -41,14 +40,14 @@ class OtherKind:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What :func:`load_weights` did. Names are those of the model's state dict; of ``unexpected`` the source's.
+    """What :func:`load_weights` did. Names are those of the model's state dict; in ``unexpected`` the source's.
 
     Attributes:
         loaded: tensors that were set; tied ones under their first name.
         missing: in the model, not in the source; they keep their values.
         unexpected: in the source, not in the model.
         misshapen: of another shape, or of a dtype that is not cast (an integer for a float); they keep their values.
-        cast: loaded, from another dtype of the same kind.
+        cast: loaded from another dtype of the same kind.
         left_out: what the source holds beside the model's weights.
     """
 
@@ -81,25 +80,25 @@ def load_weights(
     rename: Rename | None = None,
     key: str | None = None,
 ) -> LoadReport:
-    """Set a model's parameters and persistent buffers, in place, in the types and on the devices that they have.
+    """Set a model's parameters and persistent buffers in place, keeping their types and devices.
 
-    Floating-point values are cast where the model has another floating-point dtype, and the report says so. Names may
-    carry what DistributedDataParallel and torch.compile put before them (``module.``, ``_orig_mod.``), on either side.
-    Call it before a Checkpointer is made: a checkpoint that it resumes from has the last word.
+    Floating-point values are cast to the model's floating-point dtype, and the report says so. Prefixes of
+    DistributedDataParallel and torch.compile (``module.``, ``_orig_mod.``) are ignored on either side. Call it before a
+    Checkpointer is made: what that resumes from replaces these weights.
 
     Args:
         source: a directory of checkpoints (the newest), ``DIRECTORY@STEP``, or one checkpoint; a safetensors file, one
             in shards (its index, or their folder), a file of ``torch.save``, a folder of torch.distributed.checkpoint.
         strict: refuse a source that lacks a tensor, has a further one, or one of another shape or kind; nothing is
             written then. False: take what fits.
-        rename: beginnings of the source's names to what the model has in their place (the longest that fits counts:
-            ``{"backbone.": "encoder."}``), or a function of a name; None from it leaves the tensor out.
-        key: where the source holds several models: the name of one.
+        rename: prefixes of the source's names to the model's (the longest that fits counts: ``{"backbone.":
+            "encoder."}``), or a function of a name, which returns None to leave the tensor out.
+        key: the name of the model in a source of several.
 
     Raises:
-        MismatchError: strict, and source and model differ; or nothing of the source fits; or a rename that fits no
-            name, or gives two tensors one. The model is unchanged.
-        CorruptCheckpointError: the source is damaged. The model is unchanged, unless it was damaged meanwhile.
+        MismatchError: strict, and source and model differ; or nothing of the source fits; or a rename fits no name, or
+            gives two tensors one name. The model is unchanged.
+        CorruptCheckpointError: the source is damaged. The model is unchanged, unless the damage came meanwhile.
         StorageError: it cannot be read.
         UnsupportedError: the model's state has no memory of its own.
     """
@@ -149,11 +148,7 @@ def _live(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def _names(live: Mapping[str, torch.Tensor], aliases: Mapping[str, str], weights: Weights) -> dict[str, str]:
-    """The source's name for each of the model's tensors that it has.
-
-    Raises:
-        MismatchError: it has different values for two names of one tensor.
-    """
+    """The source's name for each of the model's tensors that it has; MismatchError if tied names differ in value."""
     names: dict[str, str] = {}
     for alias, first in aliases.items():
         if alias not in weights.tensors and alias not in weights.ties:
@@ -198,7 +193,7 @@ def _compare(
 
 
 def _castable(have: Described, want: Described) -> bool:
-    """Between floating-point types, and between complex ones; types that pack several numbers into a byte are not."""
+    """Between floating-point types, and between complex ones; not types that pack several numbers into a byte."""
     kinds = [getattr(torch, one.dtype) for one in (have, want)]
     packed = any(STORED_TYPES[one.dtype].packed for one in (have, want) if one.dtype in STORED_TYPES)
     alike = all(kind.is_floating_point for kind in kinds) or all(kind.is_complex for kind in kinds)

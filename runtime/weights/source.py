@@ -1,6 +1,6 @@
-"""A model's weights, wherever they lie: in safetensors, in files of torch, or in a checkpoint. All are read alike.
+"""Reads a model's weights from safetensors, files of torch, or a checkpoint, all in one way.
 
-Nothing is trusted: sizes are held against headers before memory is taken, names of files stay in their folder, and no
+Nothing is trusted: sizes are compared with headers before memory is allocated, file names stay in their folder, and no
 pickle makes anything but tensors, numbers and containers.
 """
 
@@ -49,15 +49,15 @@ logger = logging.getLogger("checkflow")
 def open_weights(
     source: str | os.PathLike[str], form: Form | None = None, *, key: str | None = None
 ) -> Iterator[Weights]:
-    """Open one model's weights, under the names that the source gives them.
+    """Open one model's weights, under the source's names.
 
     Args:
         source: a safetensors file, or one in shards (its ``….safetensors.index.json``, or the folder of both); a folder
             of torch.distributed.checkpoint; a file of ``torch.save``; a checkpoint, a directory of checkpoints (the
             newest whole one) or ``DIRECTORY@STEP``.
-        form: None: as the source shows.
-        key: which part, where a source holds more than one model: "model", "app.model"; of a checkpoint, the model's
-            name. None: the only one that can be meant.
+        form: None: detected.
+        key: which part, if a source holds more than one model: "model", "app.model"; of a checkpoint, the model's name.
+            None: the only possible one.
 
     Raises:
         CorruptCheckpointError: it is damaged, or not what its name says.
@@ -88,11 +88,7 @@ def _refuse_key(path: Path, key: str | None) -> None:
 
 
 def form_of(path: Path) -> Form:
-    """What a source is, by its name and what lies in it.
-
-    Raises:
-        StorageError: there is none, or it does not tell.
-    """
+    """What a source is, by its name and content. Raises StorageError if that is unclear."""
     if path.is_dir():
         if (path / DCP_METADATA).is_file():
             return "dcp"
@@ -167,7 +163,7 @@ def _open_safetensors(path: Path, closing: contextlib.ExitStack) -> Weights:
 
 
 def _shards(index: Path) -> dict[Path, set[str] | None]:
-    """The files that an index names, each with the tensors that are in it."""
+    """The files that an index names, each with its tensors."""
     data = read_bounded(index, MAX_HEADER_BYTES)
     try:
         places = json.loads(data)["weight_map"]
@@ -184,7 +180,7 @@ def _shards(index: Path) -> dict[Path, set[str] | None]:
 
 
 def _describe(path: Path, name: str, stored: StoredTensor, pair: object) -> Described:
-    """What torch has for an entry; ``pair``: the complex type that its last dimension of two makes up."""
+    """torch's dtype and shape of an entry; ``pair``: the complex type that its last dimension of two forms."""
     dtype, shape = _DTYPES.get(stored.code), stored.shape
     if dtype is None:
         raise MismatchError(f"{path}: {name!r} is {stored.code}, which torch has no type for")
@@ -230,7 +226,7 @@ def _of_checkpoint(checkpoint: Checkpoint, owner: str, job: Mapping[str, Any], o
         if name.startswith(prefix)
     }
     ties: dict[str, str] = {}
-    firsts: dict[str, str] = {}  # where a model shares a tensor that another one names
+    firsts: dict[str, str] = {}  # for tensors shared with another model, which names them
     for further, name in checkpoint.ties:
         if further.startswith(prefix):
             root = name.removeprefix(prefix) if name.startswith(prefix) else firsts.get(name)

@@ -1,7 +1,6 @@
-"""Weights in files that torch itself writes: of ``torch.save``, and of torch.distributed.checkpoint.
+"""Weights in files of ``torch.save`` and torch.distributed.checkpoint. Both are pickles, which can run any code.
 
-Both are pickles, and a pickle can run any code: files of torch.save are loaded with ``weights_only=True``, and the
-metadata of torch.distributed.checkpoint by an unpickler that knows nothing but the classes which describe tensors.
+So torch.save's are loaded with ``weights_only=True``, and DCP's metadata by an unpickler that knows only descriptions.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from checkflow.runtime.weights.weights import (
     read_exactly,
 )
 
-_USUAL = ("model", "state_dict", "model_state_dict", "module")  # what holds the weights, where several could
+_USUAL = ("model", "state_dict", "model_state_dict", "module")  # preferred keys of the weights
 _MAX_METADATA_BYTES = 1 << 30
 _MAX_DEPTH = 4
-_MOST_VIEWS = 4  # times the bytes of a file, that its tensors have: several may be views of one memory
-_FREE_BYTES = 1 << 24  # that they may have anyway, such as an expanded mask
-# What the contents of a damaged or a foreign file may raise in those who take it apart.
+_MOST_VIEWS = 4  # tensors may have this many times a file's bytes: several may be views of one memory
+_FREE_BYTES = 1 << 24  # beyond that, such as an expanded mask
+# What parsers may raise for a damaged or foreign file.
 _BROKEN = (
     pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError, KeyError,
     IndexError, TypeError, AttributeError, ImportError, AssertionError, OverflowError, MemoryError, RecursionError,
@@ -51,7 +50,7 @@ _BROKEN = (
 
 
 def as_tensor(described: Described, data: bytearray) -> torch.Tensor:
-    """A tensor that has these row-major bytes for its memory."""
+    """A tensor over these row-major bytes."""
     dtype = getattr(torch, described.dtype)
     if not data:
         return torch.empty(described.shape, dtype=dtype, device="cpu")
@@ -74,11 +73,7 @@ def _describe(where: str, name: str, tensor: torch.Tensor) -> Described:
 
 
 def _refuse_claims(where: str, tensors: Mapping[str, Described], held_bytes: int) -> None:
-    """A few bytes can describe a tensor of any size, for which memory would be taken.
-
-    Raises:
-        CorruptCheckpointError: the tensors have more bytes than what their files hold.
-    """
+    """A few bytes can describe a tensor of any size: refuse that before memory is allocated."""
     claimed_bytes = sum(described.size_bytes for described in tensors.values())
     if claimed_bytes > _MOST_VIEWS * held_bytes + _FREE_BYTES:
         raise CorruptCheckpointError(f"{where} claims tensors of {claimed_bytes} bytes, and has {held_bytes}")
@@ -88,7 +83,7 @@ def _refuse_claims(where: str, tensors: Mapping[str, Described], held_bytes: int
 
 
 def _pick(where: str, found: Any, key: str | None, is_tensor: Callable[[Any], bool]) -> tuple[Mapping[str, Any], str]:
-    """The mapping of names to tensors that is meant, and its place among the others ("" : the whole)."""
+    """The model's mapping of names to tensors, and its place in the file ("": the whole)."""
     if not isinstance(found, Mapping):
         raise MismatchError(f"{where} holds {_article(found)}, no state dict")
     candidates = dict(_state_dicts(found, "", 0, is_tensor))
@@ -110,7 +105,7 @@ def _pick(where: str, found: Any, key: str | None, is_tensor: Callable[[Any], bo
 def _state_dicts(
     found: Mapping[Any, Any], place: str, depth: int, is_tensor: Callable[[Any], bool]
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every mapping from names to tensors, by its place; those of optimizers are none."""
+    """Every mapping from names to tensors, by its place; not those of optimizers."""
     if "param_groups" in found or not all(isinstance(name, str) for name in found):
         return
     if any(is_tensor(value) for value in found.values()):
@@ -131,7 +126,7 @@ def _article(value: object) -> str:
 
 
 def _left_out(found: Mapping[Any, Any], chosen: Mapping[str, Any], place: str, names: set[str]) -> tuple[str, ...]:
-    """What lies beside the chosen part, and what in it is no tensor."""
+    """What lies beside the chosen part, and what in it is not a tensor."""
     beside = [] if not place else [str(name) for name in found if str(name) != place.partition(".")[0]]
     return (*beside, *(name for name in chosen if name not in names))
 
@@ -140,7 +135,7 @@ def _left_out(found: Mapping[Any, Any], chosen: Mapping[str, Any], place: str, n
 
 
 def open_torch(path: Path, key: str | None) -> Weights:
-    """A file of ``torch.save``. It is mapped, not read, where its format allows that (it does since torch 1.6)."""
+    """Open a file of ``torch.save``; mapped, not read, if its format allows (since torch 1.6)."""
     zipped, found, held_bytes = _load(path)
     where = str(path)
     chosen, place = _pick(where, found, key, lambda value: isinstance(value, torch.Tensor))
@@ -174,18 +169,18 @@ def open_torch(path: Path, key: str | None) -> Weights:
 
 
 def _load(path: Path) -> tuple[bool, Any, int]:
-    """Whether a file is an archive, what it holds, and its size."""
+    """Whether a file is an archive, its content, and its size."""
     fd, size = open_regular(path)
     fs.close(fd)
     try:
         zipped = zipfile.is_zipfile(path)
         if zipped:
-            with zipfile.ZipFile(path) as archive:  # torch.save compresses nothing: what is unpacked is as large
+            with zipfile.ZipFile(path) as archive:  # torch.save does not compress: content and file are of one size
                 unpacked_bytes = sum(record.file_size for record in archive.infolist())
             if unpacked_bytes > size:
                 raise CorruptCheckpointError(f"{path} claims records of {unpacked_bytes} bytes, and has {size}")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of storages of old types
+            warnings.simplefilter("ignore")  # about old storage types
             return zipped, torch.load(path, map_location="cpu", weights_only=True, mmap=zipped), size
     except _BROKEN as error:
         raise _refusal(str(path), error) from None
@@ -201,7 +196,7 @@ def _refusal(where: str, error: BaseException) -> StorageError | MismatchError:
 
 
 def _verify_zip(file: Path | io.BytesIO, where: str = "") -> None:
-    """The checksums that torch.save writes, and torch.load does not look at."""
+    """Verify the checksums that torch.save writes and torch.load ignores."""
     where = where or str(file)
     try:
         with zipfile.ZipFile(file) as archive:
@@ -217,7 +212,7 @@ def _verify_zip(file: Path | io.BytesIO, where: str = "") -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A box of a tensor, and the range of a file that holds it as torch.save wrote it."""
+    """A box of a tensor, and the range of a file with its torch.save."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -227,7 +222,7 @@ class _Chunk:
 
 
 def open_dcp(path: Path, key: str | None) -> Weights:
-    """A folder of torch.distributed.checkpoint, whatever number of ranks wrote it."""
+    """Open a folder of torch.distributed.checkpoint, written by any number of ranks."""
     where = str(path)
     metadata = _read_metadata(path)
     try:
@@ -262,7 +257,7 @@ def open_dcp(path: Path, key: str | None) -> Weights:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes descriptions of tensors and where they lie, and nothing else."""
+    """Makes descriptions of tensors and their places, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         from torch.distributed.checkpoint import filesystem, metadata
@@ -283,7 +278,7 @@ class _Unpickler(pickle.Unpickler):
         if name in known.get(module, ()):
             return super().find_class(module, name)
         if module.startswith("pathlib") and name.endswith("Path"):
-            return pathlib.PurePosixPath  # a path that nothing is done with
+            return pathlib.PurePosixPath  # nothing uses the path
         raise pickle.UnpicklingError(f"GLOBAL {module}.{name} does not describe tensors")
 
 
@@ -302,7 +297,7 @@ def _read_metadata(path: Path) -> Any:
 def _take_apart(
     where: str, metadata: Any
 ) -> tuple[dict[str, Any], dict[str, Described], dict[str, list[_Chunk]], dict[str, _Chunk]]:
-    """What was saved, nested as it was, with names for leaves; the tensors of these names, in chunks; other values."""
+    """What was saved, nested, with names for leaves; tensors by these names, in chunks; other values."""
     tensors: dict[str, Described] = {}
     boxes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
     for name, entry in metadata.state_dict_metadata.items():
@@ -350,7 +345,7 @@ def _refuse_boxes(name: str, described: Described, boxes: Mapping[tuple[int, ...
 
 
 def _nest(metadata: Any) -> dict[str, Any]:
-    """The nested dictionaries that were saved, by their keys; each leaf is the name under which it is stored."""
+    """The nested dictionaries that were saved; each leaf is the name under which it is stored."""
     places = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
     nested: dict[str, Any] = {}
     for name in metadata.state_dict_metadata:

@@ -258,7 +258,7 @@ def test_what_is_monitored_and_never_told_is_said(tmp_path: Path, plan: Plan, ca
         for _ in checkpointer.steps(2):
             job.iterate()
             checkpointer.metric("val-loss", 0.1)
-    assert "keep_best=1: no metric loss was told, but val-loss" in caplog.text
+    assert "keep_best=1: no metric loss was recorded, but val-loss" in caplog.text
 
 
 def test_every_nth_stays(tmp_path: Path, plan: Plan) -> None:

@@ -379,7 +379,7 @@ def test_storage_that_was_set_back_counts(tmp_path: Path, caplog: pytest.LogCapt
 def test_whose_storage_it_is(base: int, durable: int, step: int, run: str, taken: bool) -> None:
     with contextlib.nullcontext() if taken else pytest.raises(CorruptCheckpointError):
         life = Life("its", base, "" if base == NOTHING else "another", durable)
-        recovery._refuse_other_life(life, recovery._Storage(step, run))
+        recovery._refuse_other_life(life, recovery._NewestStored(step, run))
 
 
 def test_what_cannot_be_read_now_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_what_a_dead_run_left_never_completes_a_version(
     with monkeypatch.context() as patch:
         time_is_over(patch, lambda _: died.is_set())
         patch.setattr("checkflow.runtime.shards.writer.collect", die)
-        patch.setattr("checkflow.runtime.shards.writer._tell", lambda *_, **__: None)
+        patch.setattr("checkflow.runtime.shards.writer._post_end", lambda *_, **__: None)
         patch.setattr(Store, "_remove_quietly", lambda *_: None)
         assert isinstance(
             together(

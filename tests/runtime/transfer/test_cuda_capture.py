@@ -287,13 +287,13 @@ def test_a_layout_is_given_up_when_what_was_concluded_has_read_its_tensors(
 ) -> None:
     """It holds the memory of tensors that were replaced, which may belong to a stream that waits for nothing."""
     device, job = simulate_gpu(monkeypatch), Job()
-    iterate, arrange, finish = job.iterate, Capturer._arrange, CudaCopyEngine.finish
+    iterate, map_chunks, finish = job.iterate, Capturer._map_chunks, CudaCopyEngine.finish
     arranged: list[int | None] = []
 
     def look(self: Capturer, state: TrainingState) -> None:
         assert not self._leaving
         arranged.append(None if self.last_report is None else self.last_report.step)
-        arrange(self, state)
+        map_chunks(self, state)
 
     def replace(n: int) -> None:
         iterate(n)
@@ -307,7 +307,7 @@ def test_a_layout_is_given_up_when_what_was_concluded_has_read_its_tensors(
         finish(engine)
 
     monkeypatch.setattr(CudaCopyEngine, "finish", wait)
-    monkeypatch.setattr(Capturer, "_arrange", look)
+    monkeypatch.setattr(Capturer, "_map_chunks", look)
     monkeypatch.setattr(Execution, "follow", lambda self, idle=False: None)  # it would have waited, too
     job.iterate = replace
     _, truths = job.train(tmp_path, plan_of(3), iterations=7, host_buffers=6)
