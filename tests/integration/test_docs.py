@@ -10,7 +10,7 @@ from tests.support import jobs
 from tests.support.pages import run_page
 
 DOCS = Path(__file__).parents[2] / "docs"
-ELSEWHERE = {"integrations.md", "weights.md", "shards.md"}  # have tests of their own
+ELSEWHERE = {"integrations.md", "weights.md"}  # have tests of their own
 PAGES = [*DOCS.glob("tutorial/*.md"), *(page for page in DOCS.glob("how-to/*.md") if page.name not in ELSEWHERE)]
 
 
