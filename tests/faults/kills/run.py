@@ -39,7 +39,7 @@ from tests.faults.kills.checks import (
 )  # fmt: skip
 from tests.faults.kills.job import PLANNER, VARIANTS, Variant, live, make_plan, preload
 from tests.faults.kills.notes import STORAGE, TRAINING, Whereabouts
-from tests.faults.kills.processes import JobProcess, abort, children, fork, run, run_for
+from tests.faults.kills.processes import JobProcess, abort, children, fork, run
 from tests.faults.kills.tally import Tally, as_json, table
 
 LOOK_SECONDS = 0.001
@@ -253,9 +253,9 @@ class Killing:
         folder.mkdir()
         dead = None
         try:
-            answer = run_for(
+            answer = run(
                 examine, variant, directory, self.plan(variant), record, folder, damage_seed, self._break,
-                file=folder / "answer", log=log, temporary=self._temporary / "examined",
+                log=log, temporary=self._temporary / "examined",
             )  # fmt: skip
         except RuntimeError as error:
             self._say(log, [f"L5 a fresh process cannot go on: {error}"])
