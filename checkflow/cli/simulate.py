@@ -15,7 +15,7 @@ from checkflow.core.errors import CheckflowError, PlanError
 if TYPE_CHECKING:
     from checkflow.core.device import Device
     from checkflow.core.plan import Plan
-    from checkflow.simulate.strategies import Storage
+    from checkflow.simulate.strategies import StorageSpeed
 
 # Options of the failures, not of the plan.
 OF_FAILURES = ("mtbf", "duration", "restart", "storage", "shape", "every", "runs", "seed", "overhead", "as_json")
@@ -105,22 +105,22 @@ Runs = Annotated[int, typer.Option("--runs", metavar="N", min=1, help="how many 
 Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="for the failures' times")]
 
 
-def _storage(device: Device | None, asked: float | None) -> Storage:
+def _storage(device: Device | None, asked: float | None) -> StorageSpeed:
     """Return the storage for checkpoints; typer.BadParameter if neither the user nor the device gives it.
 
     ``device`` is None for a plan file's, known by name only, or one not measured yet, without its disk.
     """
-    from checkflow.simulate.strategies import Storage
+    from checkflow.simulate.strategies import StorageSpeed
 
     if asked is not None:
-        return Storage(asked, asked)
+        return StorageSpeed(asked, asked)
     if device is None or device.disk_write_bytes_per_second is None:
         raise typer.BadParameter(
             "how fast is storage? --storage RATE says it, such as 1GB/s; of a MODEL, --device FILE with a file that "
             "checkflow probe -o FILE has made does, too"
         )
     write = device.disk_write_bytes_per_second
-    return Storage(write, device.disk_read_bytes_per_second or write)
+    return StorageSpeed(write, device.disk_read_bytes_per_second or write)
 
 
 def _read_plan(file: str) -> Plan:
@@ -192,14 +192,9 @@ def simulate(
     else:
         chosen = known or planning.device_of(device)
         request = planning.request_of(
-            chosen,
-            bandwidth,
-            memory_limit,
-            link_share,
-            policy=policy.value,
-            max_interval=max_interval,
+            chosen, bandwidth, memory_limit, link_share, policy=policy.value, max_interval=max_interval,
             overhead=overhead,
-        )
+        )  # fmt: skip
         limit_bytes = request.memory_limit_bytes
         asked = planning.subject_of(subject, batch_size, settings, optimizer)
         planned = planning.planner_for(device)(asked, chosen, request, granularity)
@@ -211,13 +206,9 @@ def simulate(
         plan = planned.outcome.plan
     failures = Failures(mtbf, restart + restore_seconds(plan, written_to), shape)
     ways = ways_of(
-        plan,
-        written_to,
-        mtbf_seconds=mtbf,
-        overhead=overhead,
-        memory_limit_bytes=limit_bytes,
+        plan, written_to, mtbf_seconds=mtbf, overhead=overhead, memory_limit_bytes=limit_bytes,
         every_seconds=every or (),
-    )
+    )  # fmt: skip
     with working("simulating failures"):
         found = simulate_failures(ways.ways, plan.timeline.iteration_seconds, failures, duration, runs=runs, seed=seed)
     given = simulation_table.Given(plan, written_to, overhead, limit_bytes, ways.left_out)

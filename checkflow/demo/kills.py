@@ -14,7 +14,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,12 +153,13 @@ def choose_points(seed: int, epochs: int, steps_per_epoch: int, iteration_second
     ]
 
 
-def run(folder: Path, plan: Path, *, epochs: int, seed: int) -> Iterator[str | Result]:
-    """Train, kill, resume and compare; yields what it is about to do, one line each, and at last the result.
+def run(folder: Path, plan: Path, say: Callable[[str], None], *, epochs: int, seed: int) -> Result:
+    """Train, kill, resume and compare.
 
     Args:
         folder: empty; journals, checkpoints and results go here.
         plan: a plan file for the network of ``checkflow.models.digits`` at the script's batch size.
+        say: gets what is about to be done, one line each.
         epochs: at least 3, so that training goes on after the validation that is killed.
 
     Raises:
@@ -167,7 +168,7 @@ def run(folder: Path, plan: Path, *, epochs: int, seed: int) -> Iterator[str | R
     if epochs < 3:
         raise CheckflowError(f"the demo needs at least 3 epochs, not {epochs}")
     before, after = (Run(folder, name, epochs, seed, None) for name in ("before", "after"))
-    yield "training without checkpoints, uninterrupted: the truth to compare with"
+    say("training without checkpoints, uninterrupted: the truth to compare with")
     before.train()
     lines = read_journal(before.journal)
     steps_per_epoch = len(_steps(lines)) // epochs
@@ -175,14 +176,14 @@ def run(folder: Path, plan: Path, *, epochs: int, seed: int) -> Iterator[str | R
     job = Run(folder, "killed", epochs, seed, plan)
     for point in choose_points(seed, epochs, steps_per_epoch, _median_seconds(lines)):
         place = "iteration" if point.event == "step" else "the validation of epoch"
-        yield f"training with a checkpoint every iteration, SIGKILL in {place} {point.number}"
+        say(f"training with a checkpoint every iteration, SIGKILL in {place} {point.number}")
         job.train(point)
-    yield "training on to the end"
+    say("training on to the end")
     job.train()
     # Once more, so that whatever else the machine does weighs on both sides of the comparison of times.
-    yield "training without checkpoints again"
+    say("training without checkpoints again")
     after.train()
-    yield compare(before, job, after, epochs=epochs)
+    return compare(before, job, after, epochs=epochs)
 
 
 def compare(before: Run, job: Run, after: Run, *, epochs: int) -> Result:

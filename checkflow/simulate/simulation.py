@@ -1,16 +1,8 @@
-"""``checkflow simulate``: a long training run with failures, under each way of making checkpoints.
+"""A long training run with failures, under each way of making checkpoints (:mod:`.strategies`).
 
-A failure ends the job. It starts anew, which takes a while, and goes on from the newest checkpoint that storage had;
-what was trained since that one's boundary is trained again. So time goes to training, to training again, to
-checkpoints, and to starting, and to nothing else. All ways meet the same failures. A run ends at its time, with the job
-in the middle of training: what its last life has trained counts, durable or not.
-
-Times between failures are drawn from a Weibull distribution; with shape 1, the default, it is the exponential one, of
-failures that come at random. (Shapes of 0.7 to 0.8 are what B. Schroeder and G. A. Gibson found in the records of
-clusters, "A large-scale study of failures in high-performance computing systems", 2006: one failure is soon followed by
-the next.)
-
-Which ways there are, and how often each makes checkpoints, is :mod:`.strategies`.
+A failure ends the job, which starts anew, and goes on from the newest checkpoint that storage had. Time goes to
+training, to training again, to checkpoints and to starts; all ways meet the same failures. A run ends in the middle of
+training: what its last life has trained counts, durable or not.
 """
 
 from __future__ import annotations
@@ -87,7 +79,7 @@ class Failures:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Spread:
     """How a figure lies over the runs: its mean, and what one run in twenty is below, and above."""
 
     mean: float
@@ -100,7 +92,7 @@ class Result:
     """Where the time of the runs went: shares of all of it, which add up to one."""
 
     way: Way
-    useful: Span  # training that counts
+    useful: Spread  # training that counts
     again: float  # training that was lost, and done again
     stalls: float
     starts: float
@@ -197,7 +189,7 @@ def simulate_failures(
         results=tuple(
             Result(
                 way=way,
-                useful=_span(useful[n] / duration_seconds),
+                useful=_spread(useful[n] / duration_seconds),
                 again=float(again[n].mean()) / duration_seconds,
                 stalls=float(held[n].mean()) / duration_seconds,
                 starts=float(starting[n].mean()) / duration_seconds,
@@ -231,6 +223,6 @@ def _durable(
     return np.maximum(0.0, count) * every * interval_seconds
 
 
-def _span(shares: NDArray[np.float64]) -> Span:
+def _spread(shares: NDArray[np.float64]) -> Spread:
     low, high = np.percentile(shares, [5, 95])
-    return Span(float(shares.mean()), float(low), float(high))
+    return Spread(float(shares.mean()), float(low), float(high))

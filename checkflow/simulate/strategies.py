@@ -1,17 +1,6 @@
 """The ways of making checkpoints that ``checkflow simulate`` compares, for the training step of a plan.
 
-- synchronous: training stands still until storage has the checkpoint, as often as wastes least between failures
-  (:func:`.policy.least_waste`), or as the user says;
-- CheckFreq as its Algorithm 1 says, which knows nothing of failures; and as often as wastes least, if that is rarer.
-  Its stalls are at their best: a GPU snapshot waits for the copy inside the device alone, a CPU snapshot for what has
-  not left before its own first write;
-- checkflow by its plan, as often as its runtime chooses with ``mtbf=`` (:func:`.policy.choose`). By default it makes
-  captures in between, which stay in host memory. Where there is shared memory they outlive the process; the failures
-  that are simulated are a machine's, which takes them along. So where captures cost something, there is a row without
-  them, too.
-
-What writing to storage takes from training beside that is counted for none of them: a live job measures it. The
-intervals are those for failures at random, whatever shape is simulated.
+What each does, docs/how-to/simulate.md says. What writing takes from training beside the stalls is counted for none.
 """
 
 from __future__ import annotations
@@ -35,7 +24,7 @@ LEAST_ITERATION_SECONDS = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class StorageSpeed:
     """What checkpoints are written to, and read from when a job starts again.
 
     Raises:
@@ -61,7 +50,7 @@ class Ways:
 
 def ways_of(
     plan: Plan,
-    storage: Storage,
+    storage: StorageSpeed,
     *,
     mtbf_seconds: float,
     overhead: float,
@@ -114,7 +103,7 @@ def _way(name: str, interval: int, stall_seconds: float, durable_seconds: float)
     return Way(name, interval, interval, stall_seconds, durable_seconds)
 
 
-def restore_seconds(plan: Plan, storage: Storage) -> float:
+def restore_seconds(plan: Plan, storage: StorageSpeed) -> float:
     """What a job that starts again takes to read its checkpoint."""
     return plan.fingerprint.state_bytes / storage.read_bytes_per_second
 

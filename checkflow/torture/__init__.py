@@ -1,1 +1,1 @@
-"""Kill a user's own job and check what is left."""
+"""Kill a user's own job and check what is left; the demo, and the tests' own kills, use its parts."""

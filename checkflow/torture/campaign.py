@@ -226,9 +226,7 @@ class Torture:
         self.most_bytes = max(self.most_bytes, after.size_bytes)
         if life.newest is not None:
             self.acknowledged = max(life.newest, -1 if self.acknowledged is None else self.acknowledged)
-        excused = (
-            frozenset(name for name, _ in before.damaged) if known else frozenset(map(step_name, life.before.published))
-        )
+        excused = [name for name, _ in before.damaged] if known else [step_name(step) for step in life.before.published]
         wrong = [problem for number in mine for problem in check_audits(runs[number])]
         self._note_failures([runs[number] for number in mine])
         self.abandoned = abandoned(before, after) if known else ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -212,7 +212,7 @@ def read_runs(directory: Path) -> tuple[RunReport, ...]:
     return ()
 
 
-def check_found(acknowledged: int | None, found: Found, excused: frozenset[str] = frozenset()) -> list[Problem]:
+def check_found(acknowledged: int | None, found: Found, excused: Collection[str] = ()) -> list[Problem]:
     """L1 and L3, after a kill.
 
     Args:

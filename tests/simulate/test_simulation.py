@@ -29,7 +29,7 @@ from checkflow.runtime.interval.policy import Costs, Intervals, algorithm_1, cho
 from checkflow.runtime.interval.policy import Profile as AlgorithmProfile
 from checkflow.simulate import simulation, strategies
 from checkflow.simulate.simulation import MOST_RUNS, Failures, Result, Way, simulate_failures
-from checkflow.simulate.strategies import Storage, Ways, restore_seconds
+from checkflow.simulate.strategies import StorageSpeed, Ways, restore_seconds
 from tests.support.timelines import make_fingerprint, make_timeline, timelines
 
 HOUR, DAY = 3600.0, 86400.0
@@ -191,8 +191,8 @@ def test_the_mean_time_between_failures_is_what_was_asked(shape: float) -> None:
         (lambda: Way("w", 4, 8, 1.0, 1.0), "every 8 iterations, of 4 for"),
         (lambda: way_of("w", 1, -1.0, 1.0), "takes -1.0 s"),
         (lambda: way_of("w", 1, 1.0, math.inf), "takes inf s"),
-        (lambda: Storage(0.0, 1.0), "0.0 bytes per second"),
-        (lambda: Storage(1.0, math.inf), "inf bytes per second"),
+        (lambda: StorageSpeed(0.0, 1.0), "0.0 bytes per second"),
+        (lambda: StorageSpeed(1.0, math.inf), "inf bytes per second"),
         (lambda: simulate_failures([], 0.0, Failures(1.0, 1.0), 1.0, runs=1, seed=0), "an iteration takes 0.0 s"),
         (lambda: simulate_failures([], 1.0, Failures(1.0, 1.0), 0.0, runs=1, seed=0), "1 runs of 0.0 s"),
         (lambda: simulate_failures([], 1.0, Failures(1.0, 1.0), 1.0, runs=0, seed=0), "0 runs of 1.0 s"),
@@ -235,12 +235,12 @@ def planned(
     return outcome.plan
 
 
-def ways_of(plan: Plan, storage: Storage, **options: Any) -> Ways:
+def ways_of(plan: Plan, storage: StorageSpeed, **options: Any) -> Ways:
     return strategies.ways_of(plan, storage, **{"mtbf_seconds": HOUR, "overhead": 0.035, **options})
 
 
 def test_the_ways_of_a_plan() -> None:
-    storage = Storage(30.0, 60.0)  # 10 s to write, 5 to read
+    storage = StorageSpeed(30.0, 60.0)  # 10 s to write, 5 to read
     plan = planned()
     assert restore_seconds(plan, storage) == 5
     found = ways_of(plan, storage, every_seconds=[60.0, 4.0])
@@ -256,7 +256,7 @@ def test_the_ways_of_a_plan() -> None:
 
 
 def test_a_slow_link_holds_each_way_in_its_own_manner() -> None:
-    storage = Storage(300.0, 300.0)
+    storage = StorageSpeed(300.0, 300.0)
     plan = planned(50.0)  # 150 of 300 bytes leave in time
     assert plan.stall_seconds > 0
     _, on_gpu, rarer, alone, ours = ways_of(plan, storage).ways
@@ -282,7 +282,7 @@ def test_checkfreqs_interval_is_that_of_its_algorithm(bandwidth: float, memory_b
     plan = planned(bandwidth)
     profile = AlgorithmProfile(4.0, 1.0, 300 / bandwidth, 600 / MEMORY_BANDWIDTH, 1.0, 300, 90, memory_bytes)
     algorithm = algorithm_1(profile, overhead=0.035)
-    checkfreq = ways_of(plan, Storage(300.0, 300.0), memory_limit_bytes=memory_bytes).ways[1]
+    checkfreq = ways_of(plan, StorageSpeed(300.0, 300.0), memory_limit_bytes=memory_bytes).ways[1]
     assert checkfreq.name == f"CheckFreq, {algorithm.mode} snapshot"
     assert checkfreq.interval == algorithm.interval
     assert checkfreq.stall_seconds == pytest.approx(algorithm.stall_seconds)
@@ -290,7 +290,7 @@ def test_checkfreqs_interval_is_that_of_its_algorithm(bandwidth: float, memory_b
 
 def test_state_that_is_never_written_holds_no_write_up() -> None:
     frozen = planned(75.0, groups=[(2, [225]), (None, [500])])
-    checkfreq = ways_of(frozen, Storage(1e6, 1e6)).ways[1]
+    checkfreq = ways_of(frozen, StorageSpeed(1e6, 1e6)).ways[1]
     assert (checkfreq.name, checkfreq.interval, checkfreq.stall_seconds) == ("CheckFreq, CPU snapshot", 3, 0.0)
     assert checkfreq.durable_seconds == pytest.approx(725 / 75 + 725 / 1e6)
 
@@ -298,15 +298,15 @@ def test_state_that_is_never_written_holds_no_write_up() -> None:
 def test_what_training_moves_leaves_less_of_the_link() -> None:
     busy = planned(100.0, groups=[(2, [100])], link_bytes={1: 150})
     # Of the 300 bytes that cross the link in the three seconds, 150 are left for it.
-    assert ways_of(busy, Storage(1e6, 1e6)).ways[1].durable_seconds == pytest.approx(2.0 + 1e-4)
+    assert ways_of(busy, StorageSpeed(1e6, 1e6)).ways[1].durable_seconds == pytest.approx(2.0 + 1e-4)
     full = replace(busy, timeline=make_timeline([(0, 50), (3, 90), (1, 60)], [(2, [100])], {1: 400}))
-    found = ways_of(full, Storage(1e6, 1e6))
+    found = ways_of(full, StorageSpeed(1e6, 1e6))
     assert [way.name for way in found.ways] == ["synchronous, least waste", "checkflow"]
     assert found.left_out == ("CheckFreq: training itself keeps the link busy all the time",)
 
 
 def test_a_way_that_costs_more_than_is_allowed_at_any_interval_is_left_out_aloud() -> None:
-    found = ways_of(planned(50.0), Storage(1.0, 1.0), overhead=0.0)
+    found = ways_of(planned(50.0), StorageSpeed(1.0, 1.0), overhead=0.0)
     assert [way.name for way in found.ways] == ["synchronous, least waste"]
     assert [text.partition(":")[0] for text in found.left_out] == [
         "CheckFreq",
@@ -347,7 +347,7 @@ def test_a_plan_with_nothing_to_move() -> None:
     request = PlanRequest(1.0, 1.0, memory_limit_bytes=10, unit_bytes=1)
     plan = make_plan(timeline, make_fingerprint(timeline), request, graph_peak_bytes=0).plan
     assert plan is not None
-    found = ways_of(plan, Storage(1.0, 1.0), mtbf_seconds=1.0, overhead=0.0)
+    found = ways_of(plan, StorageSpeed(1.0, 1.0), mtbf_seconds=1.0, overhead=0.0)
     assert [(way.interval, way.durable_seconds) for way in found.ways] == [(1, 0.0)] * 4
 
 
@@ -355,7 +355,7 @@ def test_a_plan_whose_iterations_take_no_time_is_refused() -> None:
     plan = planned()
     timeline = make_timeline([(0, 50), (0, 90)], [(None, [100, 200])])
     with pytest.raises(PlanError, match=r"takes 0\.0 s"):
-        ways_of(replace(plan, timeline=timeline), Storage(1.0, 1.0))
+        ways_of(replace(plan, timeline=timeline), StorageSpeed(1.0, 1.0))
 
 
 # The command

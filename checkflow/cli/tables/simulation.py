@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from checkflow.core.plan import Plan
     from checkflow.planner.pipeline import Planned
     from checkflow.simulate.simulation import Simulation, Way
-    from checkflow.simulate.strategies import Storage
+    from checkflow.simulate.strategies import StorageSpeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Given:
     """What was simulated, besides the failures."""
 
     plan: Plan
-    storage: Storage
+    storage: StorageSpeed
     overhead: float
     memory_limit_bytes: int | None  # None: unknown, assumed to be enough for any way
     left_out: tuple[str, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import json
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -55,29 +55,21 @@ def fork(work: Callable[..., Any], *arguments: Any, log: Path, temporary: Path) 
     return JobProcess(process, log, begin, frozenset())
 
 
-def run(work: Callable[..., Any], *arguments: Any, log: Path, temporary: Path) -> None:
-    """In a process of its own, to its end.
+def run(work: Callable[..., Any], *arguments: Any, log: Path, temporary: Path) -> Any:
+    """Call it in a process of its own; returns what it returns.
 
     Raises:
         RuntimeError: it failed, or hangs.
     """
-    job = fork(work, *arguments, log=log, temporary=temporary)
+    answer, there = multiprocessing.Pipe(duplex=False)
+    job = fork(lambda: there.send(work(*arguments)), log=log, temporary=temporary)
     process: Any = job.process
     process.join(2 * hang_seconds)
     if process.exitcode is None:
         abort(job)
     if process.exitcode:
         raise RuntimeError(f"it ended with {process.exitcode}: {tail(job, lines=12)}")
-
-
-def run_for(work: Callable[..., Any], *arguments: Any, file: Path, log: Path, temporary: Path) -> Any:
-    """As :func:`run`, for an answer that JSON can hold; it goes through a file."""
-    run(_answer, work, arguments, file, log=log, temporary=temporary)
-    return json.loads(file.read_text())
-
-
-def _answer(work: Callable[..., Any], arguments: tuple[Any, ...], file: Path) -> None:
-    file.write_text(json.dumps(work(*arguments)))
+    return answer.recv()
 
 
 def abort(job: JobProcess) -> None:

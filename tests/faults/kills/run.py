@@ -23,7 +23,18 @@ from typing import Any
 from checkflow.runtime.store.discovery import find
 from checkflow.torture.checks import size_bytes
 from checkflow.torture.journal import read_journal
-from checkflow.torture.processes import Process, below, bury, members, name_of, nothing_left, process_of, send, tail
+from checkflow.torture.processes import (
+    Process,
+    below,
+    bury,
+    members,
+    name_of,
+    nothing_left,
+    process_of,
+    send,
+    shared_memory,
+    tail,
+)
 from tests.faults.kills import processes as kill_processes
 from tests.faults.kills.breaks import BREAKS
 from tests.faults.kills.checks import (
@@ -39,7 +50,7 @@ from tests.faults.kills.checks import (
 )  # fmt: skip
 from tests.faults.kills.job import PLANNER, VARIANTS, Variant, live, make_plan, preload
 from tests.faults.kills.notes import STORAGE, TRAINING, Whereabouts
-from tests.faults.kills.processes import JobProcess, abort, children, fork, run, run_for
+from tests.faults.kills.processes import JobProcess, abort, children, fork, run
 from tests.faults.kills.tally import Tally, as_json, table
 
 LOOK_SECONDS = 0.001
@@ -109,7 +120,7 @@ class Killing:
         self._temporary = folder / "temporary"
         self._excused: set[Path] = set()
         self._ours: set[int] = set()
-        self._shared = set(SHARED_MEMORY.iterdir())  # before any of it
+        self._shared = {path.name for path in SHARED_MEMORY.iterdir()}  # before any of it
         self._plan = folder / "plan.json"
         run(make_plan, self._plan, log=folder / "plan.log", temporary=self._temporary / "plan")
 
@@ -253,9 +264,9 @@ class Killing:
         folder.mkdir()
         dead = None
         try:
-            answer = run_for(
+            answer = run(
                 examine, variant, directory, self.plan(variant), record, folder, damage_seed, self._break,
-                file=folder / "answer", log=log, temporary=self._temporary / "examined",
+                log=log, temporary=self._temporary / "examined",
             )  # fmt: skip
         except RuntimeError as error:
             self._say(log, [f"L5 a fresh process cannot go on: {error}"])
@@ -297,15 +308,9 @@ class Killing:
         left = [path for folder in self._temporary.iterdir() for path in folder.iterdir()]
         if odd := sorted(str(path) for path in left if not path.name.startswith(theirs.get(path.parent, ()))):
             problems.append(f"L5 left over among temporary files: {', '.join(odd)}")
-        left = [path for path in SHARED_MEMORY.iterdir() if path not in self._shared and self._is_ours(path)]
-        if odd := sorted(path.name for path in left):
+        tiers = {one.parent.name for one in SHARED_MEMORY.glob("*/owner.json") if str(self._folder) in one.read_text()}
+        if odd := sorted((tiers | shared_memory(self._ours).keys()) - self._shared):
             problems.append(f"L5 left over in shared memory: {', '.join(odd)}")
-
-    def _is_ours(self, path: Path) -> bool:
-        """Whether something in shared memory is of one of the jobs, or of one of their workers."""
-        if path.is_dir():
-            return (path / "owner.json").exists() and str(self._folder) in (path / "owner.json").read_text()
-        return any(f"_{pid}_" in path.name for pid in self._ours)
 
 
 def kill(kills: int, seed: int, *, breaking: str = "", most_a_job: int = 8, variants: int = len(VARIANTS)) -> Tally:
