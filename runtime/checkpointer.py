@@ -200,7 +200,7 @@ class Checkpointer:
         self._reporter.write()
         logger.info("%s", start_line(self._reporter.make(), self._store.directory))
         if (loader := self._job.loader) is not None:
-            resources.tell_displaced(loader)
+            resources.warn_displaced(loader)
             loader.follow(self._loop)
         self._preemption.listen(self._loop)
 
@@ -417,7 +417,7 @@ class Checkpointer:
             return
         error = self._held.close()
         if not raising:
-            resources.tell(error)
+            resources.log_error(error)
             return
         if error is not None and error is not self._held.lost:
             raise error

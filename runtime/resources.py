@@ -1,12 +1,6 @@
 """What a Checkpointer holds of its process, until it is given back: by ``close()``, by its successor, or at the end.
 
-Hooks in modules and optimizers, threads, host memory, the lock of the directory, signal handlers, the loader's
-attention, a process that plans. A Checkpointer that is never closed gives all of it back
-
-- when another one is made for the same directory in the same thread (a notebook's cell that was interrupted, or is run
-  again): the successor takes over, where it would meet the lock of its own process otherwise;
-- when it is no longer referenced; if that is found out in another thread than its own, later;
-- when the interpreter exits.
+A successor is another Checkpointer of the same directory and thread. One that is dropped is closed in its own thread.
 """
 
 from __future__ import annotations
@@ -88,10 +82,10 @@ def take_over(directory: str | os.PathLike[str]) -> None:
     if held is None or (held.thread is not threading.current_thread() and held.thread.is_alive()):
         return
     logger.warning("an earlier Checkpointer of %s was not closed: it is closed now", held.store.directory)
-    tell(held.close())
+    log_error(held.close())
 
 
-def tell_displaced(loader: ResumableLoader) -> None:
+def warn_displaced(loader: ResumableLoader) -> None:
     """Another Checkpointer is about to follow this loader: one that follows it now finds no boundary any more."""
     for held in _held.values():
         if held.loader is loader and loader.listener is held.loop:
@@ -107,10 +101,10 @@ def dropped(held: Holdings) -> None:
     # The garbage of one thread may be found by another: its hooks may be running there.
     if not held.closed and held in _held.values() and held.thread is threading.current_thread():
         logger.warning("a Checkpointer of %s was dropped without close(): it is closed now", held.store.directory)
-        tell(held.close())
+        log_error(held.close())
 
 
-def tell(error: Exception | None) -> None:
+def log_error(error: Exception | None) -> None:
     """Log what went wrong in closing, where it is not to be raised."""
     if error is not None:
         logger.warning("%s", error, exc_info=None if isinstance(error, CheckflowError) else error)
@@ -118,7 +112,7 @@ def tell(error: Exception | None) -> None:
 
 def _close_all() -> None:
     for held in list(_held.values()):
-        tell(held.close())
+        log_error(held.close())
 
 
 def _forget() -> None:

@@ -131,7 +131,7 @@ class PlanInPlace:
         self._placed(self.planning, arrival)
         self._tell_placed(arrival)
 
-    def tell_unplanned(self) -> None:
+    def log_unplanned(self) -> None:
         """A boundary is captured: if that is done without a plan, say so once."""
         if self.plan is None and self.planning is not None and not (self._told or self.planning.forgone):
             self._told = True

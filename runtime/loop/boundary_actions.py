@@ -219,7 +219,7 @@ class BoundaryActions:
         """Capture this boundary; returns the seconds waited for storage and buffers."""
         # The first capture tells whether the job can be checkpointed at all; later ones must not end it.
         with self._execution.surviving() if self._saving.captures else contextlib.nullcontext():
-            self._place.tell_unplanned()
+            self._place.log_unplanned()
             waited_seconds = self._begin(epoch_end, extra or self._extra())
             if self._place.quiet:
                 self._execution.capturer.finish()

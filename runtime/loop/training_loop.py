@@ -226,7 +226,7 @@ class TrainingLoop:
         elif self._progress.waiting and not boundaries.any_passed and boundaries.stepped:
             self._hints.give(hints.NEVER_COUNTED)
         if boundaries.any_passed:
-            self._saving.metrics.tell_missing()
+            self._saving.metrics.warn_missing()
         self._hint_if_never_stepped()
         self._capture_last_boundary()
 
@@ -253,7 +253,7 @@ class TrainingLoop:
             capturer.abort()  # without hooks, nothing tells any more what is written
             raise
         finally:
-            capturer.let_go()
+            capturer.release()
             if self.place.planning is not None:
                 self.place.planning.close()
 

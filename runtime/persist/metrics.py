@@ -81,7 +81,7 @@ class Metrics:
         """The best of the checkpoints that this run has seen or made, if any has a rank. From any thread."""
         return next(iter(retention.best(self.rules, self._store.known())), None)
 
-    def tell_missing(self) -> None:
+    def warn_missing(self) -> None:
         """Training has ended: say it if what ranks checkpoints was never told."""
         rules = self.rules
         if rules.keep_best and rules.monitor not in self._names:

@@ -329,7 +329,7 @@ class Capturer:
         """The staging buffers are others now. No capture may be in flight."""
         self._arrangement = None
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """No capture follows: hold no memory of the job any longer. No capture may be in flight."""
         self._arrangement = None
         self._tensors, self._versions, self._prepared = {}, {}, {}

@@ -161,7 +161,7 @@ class Execution:
             logger.warning("the checkpoint of step %d %s: %s", step, what, said, exc_info=trace)
         self._said = said
 
-    def _heed_failed(self) -> None:
+    def _note_failed(self) -> None:
         """Of concluded captures: what did not arrive voids its own checkpoint, and none that is in flight."""
         failed = self.capturer.take_failed()
         for step, error in failed:
@@ -196,7 +196,7 @@ class Execution:
                 self.capturer.conclude()
             else:
                 self.capturer.go_on()
-        self._heed_failed()
+        self._note_failed()
         self._whole = self._whole or self._fired
         self.follow(idle=not (due or self.capturer.step is not None))
         self._hooks.reset()
@@ -205,7 +205,7 @@ class Execution:
         """Bring the capture in flight to its end, and wait for those before it."""
         with self._one_hook, self.surviving():
             self.capturer.finish()
-        self._heed_failed()
+        self._note_failed()
 
     def follow(self, *, idle: bool = False) -> None:
         """Put hooks on modules that took the place of others, or were compiled; a deadline would pass unseen.
@@ -255,7 +255,7 @@ class Execution:
 
     def begin(self, step: int, extra: bytes | Callable[[], bytes], info: Mapping[str, Any], *, audit: bool) -> float:
         """Start the capture of this boundary; see :meth:`.capturer.Capturer.begin`."""
-        self._heed_anchors()
+        self._follow_anchors()
         waited_seconds = self.capturer.begin(step, extra, info, audit=audit, optimizers=self._implementations)
         self.captures += 1
         self.capturer.require(self._guards.at_forward.get(BOUNDARY, ()))
@@ -306,7 +306,7 @@ class Execution:
     def _make_guards(self) -> compatibility.Guards:
         return compatibility.make_guards(self.plan, self._models, self._optimizers, self._unseen[0])
 
-    def _heed_anchors(self) -> None:
+    def _follow_anchors(self) -> None:
         """Execute the plan at the anchors that fire in this job, since others, in compiled code above all, do not."""
         unseen = self._hooks.silent, self._sightings.steps.known
         blind = unseen[1] and not self._unseen[1]
