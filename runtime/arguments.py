@@ -31,7 +31,7 @@ from checkflow.runtime.data.base import ResumableLoader
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import OWNER
 from checkflow.runtime.interval.policy import Asked
-from checkflow.runtime.loop.preemption import HEEDED
+from checkflow.runtime.loop.preemption import KNOWN_SIGNALS
 from checkflow.runtime.store.retention import Rules
 from checkflow.runtime.store.trust import ANYONE
 
@@ -150,10 +150,10 @@ def read_size(extra_memory: object) -> int | None:
 def read_signals(signals: object) -> tuple[signal.Signals, ...]:
     """The signals that end training, given by name. Raises ValueError."""
     names = tuple(signals) if isinstance(signals, tuple | list | set | frozenset) else None
-    if names is None or not all(name in HEEDED for name in names):
+    if names is None or not all(name in KNOWN_SIGNALS for name in names):
         raise ValueError(
-            f"signals must be a tuple of some of {', '.join(HEEDED)} (Ctrl-C is heeded beside them), or () for none, "
-            f"not {signals!r}"
+            f"signals must be a tuple of some of {', '.join(KNOWN_SIGNALS)} (Ctrl-C is heeded beside them), or () for "
+            f"none, not {signals!r}"
         )
     return tuple(signal.Signals[name] for name in dict.fromkeys(names))
 

@@ -1,16 +1,7 @@
 """Where an iteration's time goes: a clock that the events of the training loop drive.
 
-At every moment training is in one phase: it waits for *data*, it computes *forward and backward*, it *updates* (an
-optimizer steps), or it does something *other* that nothing tells of (validation, a scheduler, logging, a loader that is
-not ours). On top of these, checkpointing may hold it: a *snapshot wait* (at anchors and boundaries, for copies and for
-what is to be done around them), a *persist wait* (until storage, or a staging buffer, is ready), or *planning* (an
-iteration is recorded, a plan is put in place, the job is held against it). Whatever passes between two events belongs
-to the phase that the first of them began, so that the phases of an iteration add up to its time, in whatever order
-events come.
-
-They are the phases by which a port of CheckFreq to Darknet was debugged: a wait that showed up in forward and backward,
-not in the update that was to wait, told that copies shared a stream which they should not have. The time is the host's.
-A GPU works on when the host has gone on: what it does then is seen where the host next waits for it.
+Time between two events belongs to the phase that the first one began, so that an iteration's phases add up to its time.
+docs/reference/run-report.md has the phases.
 """
 
 from __future__ import annotations

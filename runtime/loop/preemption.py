@@ -1,27 +1,7 @@
 """Signals that ask a job to end, and Ctrl-C: training goes on to its next boundary, is saved there, and ends.
 
-The life of a request, in words. The *handler* runs in the main thread, between any two of its bytecodes: it takes note,
-calls the handler that was there before, and wakes the watchdog through a queue whose ``put`` may interrupt itself
-(``SimpleQueue`` is made for that; a lock, the log's too, might be held by the very code that was interrupted). The
-*watchdog*, a thread that waits for this, says in the log what is going to happen, and lets snapshots leave; it has
-heard of the signal before (:mod:`.signal_wakeup`), and goes by that alone where no handler runs. The training thread
-brings the capture in flight to its end at its next anchor; at the next boundary it captures that, waits until storage
-has it, and raises :class:`Preempted`, or KeyboardInterrupt for Ctrl-C (:mod:`.boundary_actions`).
-
-Where no boundary comes in time (a long validation, an iteration that outlasts the grace period), the watchdog has the
-exception raised wherever the main thread is, so early that a commit fits into what is left: the ``with`` block then
-brings what is in flight to its end, as after any exception. Only the training thread ever reads live tensors; the
-watchdog moves nothing but snapshots. A main thread that runs no Python (it hangs in a collective) does not hear of it:
-at the end of the grace period, which begins with the signal, the process ends as that would have ended it. Where
-training has ended by then, and only storage is slow, it ends with the exit code that :class:`Preempted` has.
-
-Where no boundary will come at all, since no loop goes on, the exception is raised at once. The same signal a second
-time acts as it would without this, at once; within ``ECHO_SECONDS`` it is taken for an echo: schedulers signal all
-processes of a job, and launchers such as torchrun pass on what they were sent. A Ctrl-C is followed so soon by a
-launcher's alone: people who press it twice are slower than ``CTRL_C_ECHO_SECONDS``.
-
-Signals that are ignored stay ignored, and handlers that are not Python's own stay where they are. So does a handler
-for Ctrl-C that somebody set: it says what Ctrl-C does. Forked children get back what was there before.
+A handler in the main thread takes note; a watchdog thread logs, and ends training where no boundary comes in time.
+docs/explanation/signals.md says how, and why so.
 """
 
 from __future__ import annotations
@@ -48,7 +28,7 @@ logger = logging.getLogger("checkflow")
 
 #: What schedulers and people ask jobs to end with: Slurm, PBS and Kubernetes by SIGTERM, Slurm's --signal and Grid
 #: Engine by SIGUSR1 or SIGUSR2, limits of CPU time by SIGXCPU, a terminal that is closed by SIGHUP.
-HEEDED = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU", "SIGQUIT")
+KNOWN_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU", "SIGQUIT")
 ECHO_SECONDS = 1.0
 CTRL_C_ECHO_SECONDS = 0.2
 MOMENT_SECONDS = 0.5  # from a signal to its handler, where the main thread runs Python
@@ -77,7 +57,7 @@ class Training(Protocol):
 
 
 @dataclass(frozen=True)
-class _Request:
+class _Notice:
     """What the watchdog is told.
 
     Attributes:
@@ -91,7 +71,7 @@ class _Request:
     what: str | None
 
 
-class _Settled:
+class _Raised:
     """The watchdog is told that the exception has been raised."""
 
 
@@ -107,11 +87,11 @@ class Preemption:
     def __init__(self, signals: Collection[signal.Signals], grace_seconds: float, shield: WorkerShield | None) -> None:
         self._signals, self._grace_seconds, self._shield = tuple(signals), grace_seconds, shield
         self._training: Training | None = None
-        self._handler = self._arrived  # one object, by which it is recognised
+        self._handler = self._handle  # one object, by which it is recognised
         self._before: dict[int, Any] = {}  # by signal, the handler that was there
         self._first: dict[int, float] = {}  # by signal that has come, when its handler ran first
         self._begun: dict[int, float] = {}  # likewise, when it came first, as far as is known
-        self._news: queue.SimpleQueue[_Request | _Settled | None] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[_Notice | _Raised | None] = queue.SimpleQueue()
         self._watchdog: threading.Thread | None = None
         self._saving = self._raised = self._overdue = self._ended = self._closed = False
         self.asked = False  # training is to end at the next boundary
@@ -145,7 +125,7 @@ class Preemption:
             self._shield.raise_for(self._before)
         if self._before:
             try:
-                signal_wakeup.hear(self._heard)
+                signal_wakeup.subscribe(self._on_signal)
             except OSError as error:  # then signals are heard of by their handlers alone
                 logger.debug("signals are not heard of outside of Python: %s", error)
 
@@ -168,7 +148,7 @@ class Preemption:
             what: to be said of it.
         """
         logger.warning("%s: %s", self._name(), what)
-        self._news.put(_Settled())
+        self._news.put(_Raised())
         self._ended, self._saving = self.preempted, False
         raise self._exception()
 
@@ -191,7 +171,7 @@ class Preemption:
         if self in _listening:
             _listening.remove(self)
         self._lower_shield()
-        signal_wakeup.cease(self._heard)
+        signal_wakeup.unsubscribe(self._on_signal)
         self._restore()
         self._news.put(None)
         if self._watchdog is not None and self._watchdog is not threading.current_thread():
@@ -216,7 +196,7 @@ class Preemption:
 
     # In the main thread, between any two of its bytecodes
 
-    def _arrived(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         before, first = self._before[number], self._first.get(number)
         if self._closed or (number == signal.SIGINT and self.preempted):
             _as_before(number, before, frame)
@@ -244,7 +224,7 @@ class Preemption:
         else:
             what = _AT_BOUNDARY if _boundary_is_expected() else _AT_ONCE
         if not self._ended:
-            self._news.put(_Request(number, begun, what))
+            self._news.put(_Notice(number, begun, what))
         if number != signal.SIGINT and callable(before):
             before(number, frame)
         if not (self._saving or self._raised or (_boundary_is_expected() and not overdue)):
@@ -265,7 +245,7 @@ class Preemption:
         self._first.pop(signal.SIGINT, None)
         self._begun.pop(signal.SIGINT, None)
         self.asked = False
-        self._news.put(_Settled())
+        self._news.put(_Raised())
         return KeyboardInterrupt()
 
     def _name(self) -> str:
@@ -275,32 +255,32 @@ class Preemption:
 
     # In the thread that hears of signals
 
-    def _heard(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         """A signal has come, whose handler may have run already, or run soon, or not."""
         if self._closed or self._ended or number not in self._before or number in self._begun:
             return
         # Ctrl-C ends nothing by force: its handler is early enough.
         if number != signal.SIGINT and signal.getsignal(number) == self._handler:
             self._begun[number] = begun = time.monotonic()
-            self._news.put(_Request(number, begun, None))
+            self._news.put(_Notice(number, begun, None))
 
     # In the watchdog
 
     def _watch(self) -> None:
         while (news := self._news.get()) is not None:
-            while isinstance(news, _Request):
+            while isinstance(news, _Notice):
                 news = self._attend(news)
             if news is None:
                 return
 
-    def _attend(self, request: _Request) -> _Request | _Settled | None:
-        """See one request to its end; returns what comes next."""
-        number = request.number
-        begun = request.begun if number == signal.SIGINT else self._grace_begun()
+    def _attend(self, notice: _Notice) -> _Notice | _Raised | None:
+        """See one notice to its end; returns what comes next."""
+        number = notice.number
+        begun = notice.begun if number == signal.SIGINT else self._grace_begun()
         with contextlib.suppress(queue.Empty):
-            if request.what is None:  # a handler that runs will say more
-                return self._wait_until(request.begun + MOMENT_SECONDS)
-        self._announce(request)
+            if notice.what is None:  # a handler that runs will say more
+                return self._wait_until(notice.begun + MOMENT_SECONDS)
+        self._announce(notice)
         assert self._training is not None
         self._training.hasten()
         for seconds, act in ((self._patience_seconds(), self._interrupt), (self._grace_seconds, self._give_up)):
@@ -310,7 +290,7 @@ class Preemption:
                 act(number)
         return self._news.get()
 
-    def _wait_until(self, end: float) -> _Request | _Settled | None:
+    def _wait_until(self, end: float) -> _Notice | _Raised | None:
         return self._news.get(timeout=max(0.0, end - time.monotonic()))
 
     def _grace_begun(self) -> float:
@@ -327,8 +307,8 @@ class Preemption:
         reserve_seconds = max(2 * (commit_seconds or 0.0), self._grace_seconds / 5)
         return self._grace_seconds - min(reserve_seconds, self._grace_seconds / 2)
 
-    def _announce(self, request: _Request) -> None:
-        number, what = request.number, request.what
+    def _announce(self, notice: _Notice) -> None:
+        number, what = notice.number, notice.what
         if what == "":
             return
         if what is None:

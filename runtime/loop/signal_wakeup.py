@@ -1,15 +1,7 @@
-"""Signals, heard of at once, whatever the main thread does.
+"""Calls listeners in a thread of its own when a signal comes, whatever the main thread does.
 
-Python runs a signal's handler in the main thread, between two of its bytecodes: never, while that waits in a lock or a
-collective of some library. Below it, a handler of Python's own in C writes the signal's number to a descriptor
-(``signal.set_wakeup_fd``), whatever runs in whichever thread. A thread here reads that, and tells who listens. One that
-needs Python's lock for it: code that holds the lock all the while holds this up, too.
-
-There is one such descriptor in a process. What was set before, an event loop's, is passed what it would have had, and
-is put back; whoever sets another one later has it, and signals are heard of by their handlers alone, as without this.
-
-A forked child has its parent's descriptors, and its handler in C, until Python sees to it that it has not. What it
-writes in between is not the parent's: the socket says who wrote.
+By the descriptor of ``signal.set_wakeup_fd``, which is shared with whoever set it before; docs/explanation/signals.md
+says why.
 """
 
 from __future__ import annotations
@@ -30,7 +22,7 @@ _KNOWS_SENDER = hasattr(socket, "SO_PASSCRED")  # Linux
 Listener = Callable[[int], None]
 
 
-class _Ear:
+class _WakeupSocket:
     """The descriptor, and the thread that reads it."""
 
     def __init__(self) -> None:
@@ -107,44 +99,44 @@ class _Ear:
 
     def _listen(self) -> None:
         while True:
-            heard, ancillary, _, _ = self._read.recvmsg(_READ_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
-            if not heard:  # nobody can write any more
+            received, ancillary, _, _ = self._read.recvmsg(_READ_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
+            if not received:  # nobody can write any more
                 return
             if ancillary and _CREDENTIALS.unpack(ancillary[0][2])[0] != self._process:
                 continue
-            numbers = heard.removesuffix(_END)
+            numbers = received.removesuffix(_END)
             if self._forward >= 0 and numbers:
                 with contextlib.suppress(OSError):  # full, or nobody reads there any more
                     os.write(self._forward, numbers)
             for number in numbers:
                 for listener in tuple(_listeners):
                     listener(number)
-            if numbers != heard:
+            if numbers != received:
                 return
 
 
-def hear(listener: Listener) -> None:
+def subscribe(listener: Listener) -> None:
     """In the main thread: have it called, in another one, with the number of every signal that has a handler.
 
     Raises:
         OSError: there are no descriptors left for it.
     """
     _listeners.append(listener)
-    if not any(ear.is_set for ear in _ears):
-        ear = _Ear()
-        ear.open()
-        _ears.append(ear)
+    if not any(opened.is_set for opened in _sockets):
+        added = _WakeupSocket()
+        added.open()
+        _sockets.append(added)
 
 
-def cease(listener: Listener) -> None:
-    """Tell this one no more. With the last one everything is given back, if this is the main thread."""
+def unsubscribe(listener: Listener) -> None:
+    """Call this one no more. With the last one everything is given back, if this is the main thread."""
     if listener in _listeners:
         _listeners.remove(listener)
     if not _listeners and threading.current_thread() is threading.main_thread():
-        for ear in reversed(tuple(_ears)):
-            ear.close()
-            if ear in _ears:  # a handler may have been here meanwhile
-                _ears.remove(ear)
+        for opened in reversed(tuple(_sockets)):
+            opened.close()
+            if opened in _sockets:  # a handler may have been here meanwhile
+                _sockets.remove(opened)
 
 
 def _set(descriptor: int, *, warn: bool) -> None:
@@ -161,11 +153,12 @@ def _same(one: int, other: int) -> bool:
 
 def _forked() -> None:
     _listeners.clear()
-    while _ears:
-        _ears.pop().forked()
+    while _sockets:
+        _sockets.pop().forked()
 
 
 _listeners: list[Listener] = []
-_ears: list[_Ear] = []  # the last one is written to, unless somebody has put another one in its place, or back
+# The last one is written to, unless somebody has put another one in its place, or back.
+_sockets: list[_WakeupSocket] = []
 
 os.register_at_fork(after_in_child=_forked)

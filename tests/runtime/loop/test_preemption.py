@@ -181,6 +181,16 @@ class Loop:
     def state(self) -> Any:
         return clone_state({"model": self.model}, {"optimizer": self.optimizer})
 
+    def run(self, saved: int, *signals: int) -> None:
+        """Train until so many iterations are saved; in the next one these signals come."""
+        with self.checkpointer as checkpointer:
+            for n in checkpointer.steps(9):
+                self.iterate()
+                if n == saved:
+                    wait_until_saved(self.directory, saved)
+                    for number in signals:
+                        signal.raise_signal(number)
+
 
 def test_the_loop_can_read_it_and_handlers_before_are_called(tmp_path: Path) -> None:
     seen: list[int] = []
@@ -436,12 +446,7 @@ def test_storage_that_is_too_slow_for_the_grace_period_ends_it_with_75(tmp_path:
         fs.fsync = stuck
         for act in ("_interrupt", "_give_up"):  # however long the machine takes to the boundary
             acts_when(Preemption, act, lambda: loop.checkpointer._preemption._saving)
-        with loop.checkpointer as checkpointer:
-            for n in checkpointer.steps(9):
-                loop.iterate()
-                if n == 2:
-                    wait_until_saved(tmp_path, 2)
-                    signal.raise_signal(TERM)
+        loop.run(2, TERM)
 
     assert in_a_child(run) == 75
     assert steps(tmp_path) == [1, 2]
@@ -471,14 +476,7 @@ def test_what_storage_does_not_take_at_the_end_is_tried_again(tmp_path: Path, mo
 def test_a_second_signal_acts_at_once(tmp_path: Path) -> None:
     def run() -> None:
         preemption.ECHO_SECONDS = 0.0
-        loop = Loop(tmp_path)
-        with loop.checkpointer as checkpointer:
-            for n in checkpointer.steps(9):
-                loop.iterate()
-                if n == 1:
-                    wait_until_saved(tmp_path, 1)
-                    signal.raise_signal(TERM)
-                    signal.raise_signal(TERM)
+        Loop(tmp_path).run(1, TERM, TERM)
 
     assert in_a_child(run) == -TERM
     assert steps(tmp_path) == [1]

@@ -205,7 +205,7 @@ def test_whoever_sets_another_one_has_it(tmp_path: Path, handled: list[int]) -> 
 def test_forked_children_write_nothing_to_their_parent(tmp_path: Path, handled: list[int]) -> None:
     heard: list[int] = []
     with Loop(tmp_path).checkpointer as checkpointer:
-        signal_wakeup.hear(heard.append)
+        signal_wakeup.subscribe(heard.append)
         # As Python forks; and as C does, where nobody sees to the child: it writes where its parent listens.
         for fork, found in ((os.fork, -1), (ctypes.PyDLL(None).fork, current())):
             child = fork()
@@ -220,7 +220,7 @@ def test_forked_children_write_nothing_to_their_parent(tmp_path: Path, handled: 
             assert status == (-TERM if fork is os.fork else 0)
         signal.raise_signal(USR2)  # heard of after what a child wrote
         wait_for(lambda: USR2 in heard)
-        signal_wakeup.cease(heard.append)
+        signal_wakeup.unsubscribe(heard.append)
         assert [number for number in heard if number != signal.SIGCHLD] == [USR2]  # torch's loader may handle that
         assert not checkpointer._preemption._begun
 
