@@ -13,10 +13,8 @@ import numpy as np
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from checkflow.core.errors import MismatchError, UnsupportedError
-from checkflow.runtime.data.accelerate_view import told_to_accelerate
-from checkflow.runtime.data.lost_workers import end_at_once, has_workers, tells_of_lost_worker
-from checkflow.runtime.data.torch_view import torch_view
-from checkflow.runtime.data.worker_signals import WorkerShield
+from checkflow.runtime.data.library_views import told_to_accelerate, torch_view
+from checkflow.runtime.data.worker_processes import WorkerShield, end_at_once, has_workers, tells_of_lost_worker
 
 
 class LoaderListener(Protocol):

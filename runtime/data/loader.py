@@ -47,7 +47,7 @@ from checkflow.runtime.data.rng import Reseed
 from checkflow.runtime.data.sample_rng import SeededDataset, derived_seed
 from checkflow.runtime.data.samplers import BLOCK, iterate_sampler, with_inner
 from checkflow.runtime.data.seeds import EpochSeeds, Seeds, given_seeds
-from checkflow.runtime.data.worker_signals import WorkerShield
+from checkflow.runtime.data.worker_processes import WorkerShield
 
 logger = logging.getLogger("checkflow")
 _DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # in ways that are not made here
