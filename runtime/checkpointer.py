@@ -36,7 +36,7 @@ from checkflow.runtime.arguments import (
 )
 from checkflow.runtime.builder import assemble, check_job, read_plan
 from checkflow.runtime.data.base import ResumableLoader
-from checkflow.runtime.data.lost_workers import tells_of_lost_worker
+from checkflow.runtime.data.worker_processes import tells_of_lost_worker
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.log_handler import show_lines
 from checkflow.runtime.reporter import start_line

@@ -15,12 +15,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 WINGS = ("checkflow", "planner", "runtime", "models")
 PICKLING = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "copyreg"}
-# Copies of a loader's state and its batches in memory, between a process and its own workers: no file, and nobody
+# Copies of a loader's state in memory, between a process and its own workers: no file, and nobody
 # else's bytes.
 # ``torch.distributed.checkpoint`` describes what it wrote in a pickle: an unpickler that knows its few classes and no
 # other reads that, when weights are imported from there.
 IN_MEMORY = {
-    "runtime/data/by_value.py": {"Pickler", "HIGHEST_PROTOCOL", "loads"},
     "runtime/data/adapters/freeze.py": {"Pickler", "HIGHEST_PROTOCOL", "loads"},
     "runtime/data/adapters/stateful.py": {"PicklingError"},  # what the other one raises
     "runtime/weights/torch_files.py": {"Unpickler", "UnpicklingError"},
@@ -28,7 +27,6 @@ IN_MEMORY = {
 }
 IN_MEMORY_USERS = {
     "data.adapters.freeze": {"runtime/data/adapters/stateful.py", "runtime/data/adapters/worker_streams.py"},
-    "data.by_value": {"runtime/data/feed.py"},
 }
 
 

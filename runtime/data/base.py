@@ -13,10 +13,8 @@ import numpy as np
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from checkflow.core.errors import MismatchError, UnsupportedError
-from checkflow.runtime.data.accelerate_view import told_to_accelerate
-from checkflow.runtime.data.lost_workers import end_at_once, has_workers, tells_of_lost_worker
-from checkflow.runtime.data.torch_view import torch_view
-from checkflow.runtime.data.worker_signals import WorkerShield
+from checkflow.runtime.data.library_views import known_to_accelerate, torch_view
+from checkflow.runtime.data.worker_processes import WorkerShield, end_at_once, has_workers, tells_of_lost_worker
 
 
 class LoaderListener(Protocol):
@@ -173,7 +171,7 @@ class ResumableLoader(abc.ABC):
             UnsupportedError: iterated twice in one turn of ``Checkpointer.epochs``: samples would count twice; or an
                 iteration was to go on after another one began, or after ``set_epoch`` or ``load_state_dict``.
         """
-        return told_to_accelerate(self, self.rest())
+        return known_to_accelerate(self, self.rest())
 
     def rest(self) -> Iterator[Any]:
         """As iterating it, unknown to Accelerate."""

@@ -10,7 +10,6 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
-from checkflow.runtime.data.by_value import by_value
 from checkflow.runtime.data.order import SampleSteps, Share, Steps
 from checkflow.runtime.data.sample_rng import Batch, SeededDataset
 
@@ -73,20 +72,14 @@ class Failure:
 
 
 class Caught(Dataset[Any]):
-    """Batches, and errors in their places: what is raised beside them is of torch's loader or of a sampler.
+    """Batches, and errors in their places: what is raised beside them is of torch's loader or of a sampler."""
 
-    Args:
-        sends: workers make them, and send them (:mod:`.by_value`).
-        own: what is in shared memory was put there by ``default_collate``.
-    """
-
-    def __init__(self, dataset: SeededDataset, *, sends: bool, own: bool) -> None:
-        self._dataset, self._sends, self._own = dataset, sends, own
+    def __init__(self, dataset: SeededDataset) -> None:
+        self._dataset = dataset
 
     def __getitems__(self, batch: Batch) -> Any:
         try:
-            made = self._dataset.__getitems__(batch)
-            return by_value(made, shared=self._own) if self._sends else made
+            return self._dataset.__getitems__(batch)
         except Exception as error:  # noqa: BLE001 - raised again where the batch is handed out
             return Failure(error)
 

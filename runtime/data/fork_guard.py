@@ -1,4 +1,4 @@
-"""Loader workers that come through their fork, whatever other threads do at that moment.
+"""Delete when requires-python is at least 3.11.10. Loader workers come through their fork, whatever threads do.
 
 CPython 3.11 before 3.11.10 takes a lock in a forked child before it makes that lock anew. If another thread held it at
 the fork the child waits for ever, before it has run a line of Python, and training waits for its batch

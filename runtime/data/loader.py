@@ -44,10 +44,10 @@ from checkflow.runtime.data.feed import Caught, Failure, Feed, made_here
 from checkflow.runtime.data.fork_guard import start_safely
 from checkflow.runtime.data.order import BatchSteps, SampleSteps, Share, Steps, Tail, count_steps
 from checkflow.runtime.data.rng import Reseed
-from checkflow.runtime.data.sample_rng import SeededDataset, derived_seed, is_torchs
+from checkflow.runtime.data.sample_rng import SeededDataset, derived_seed
 from checkflow.runtime.data.samplers import BLOCK, iterate_sampler, with_inner
 from checkflow.runtime.data.seeds import EpochSeeds, Seeds, given_seeds
-from checkflow.runtime.data.worker_signals import WorkerShield
+from checkflow.runtime.data.worker_processes import WorkerShield
 
 logger = logging.getLogger("checkflow")
 _DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # in ways that are not made here
@@ -90,9 +90,7 @@ class DataLoader(ResumableLoader, Generic[_T_co]):
             smaller last batches, "drop" leaves them out (so does ``drop_last``), "pad" takes the epoch's first samples
             again. ``dropped`` and ``repeated`` say how many these were.
         others: as torch's. A batch that a sample or ``collate_fn`` raises an error in is passed over by who goes on
-            after it, as torch's is. Workers send batches of plain tensors, of some 3.8 KB in all at most, by value, in
-            a fifth of the time: what arrives is in no shared memory. Tensors that a data set or a ``collate_fn`` of
-            your own has put there go as torch sends them.
+            after it, as torch's is.
 
     But for the draws of seeds the generators of the main process are left as they were, so that dropout does not repeat
     from batch to batch.
@@ -162,7 +160,7 @@ class DataLoader(ResumableLoader, Generic[_T_co]):
         self.collate_fn = collate
         device: dict[str, Any] = {"pin_memory_device": pin_memory_device} if pin_memory_device else {}
         seeded = SeededDataset(dataset, collate, batched=self._batched, reseed=reseed)
-        self._caught = Caught(seeded, sends=num_workers > 0, own=collate is default_collate and is_torchs(collate))
+        self._caught = Caught(seeded)
         self._loader: TorchDataLoader[Any] = TorchDataLoader(
             self._caught,
             batch_sampler=self._feed,

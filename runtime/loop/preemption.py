@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Protocol
 
 from checkflow.core.errors import Preempted
 from checkflow.core.units import format_seconds
-from checkflow.runtime.data.worker_signals import WorkerShield
+from checkflow.runtime.data.worker_processes import WorkerShield
 from checkflow.runtime.loop import signal_wakeup
 
 logger = logging.getLogger("checkflow")

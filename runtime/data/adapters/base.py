@@ -24,7 +24,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from checkflow.runtime.data.base import ResumableLoader, cannot_go_on
 from checkflow.runtime.data.fork_guard import start_safely
 from checkflow.runtime.data.samplers import with_inner
-from checkflow.runtime.data.worker_signals import WorkerShield
+from checkflow.runtime.data.worker_processes import WorkerShield
 from checkflow.runtime.state.collect import capture_generators, restore_generators
 
 END: Final = object()  # in the place of a batch

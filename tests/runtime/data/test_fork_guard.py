@@ -23,7 +23,7 @@ from checkflow.runtime.data.adapters.replay import SkippingLoader
 from checkflow.runtime.data.adapters.resumable import resumable
 from checkflow.runtime.data.fork_guard import start_safely
 from checkflow.runtime.data.loader import DataLoader
-from checkflow.runtime.data.worker_signals import has_ended
+from checkflow.runtime.data.worker_processes import has_ended
 
 DATA = list(range(12))
 in_fork: list[Callable[[], None]] = []  # what a forked child does before anything else

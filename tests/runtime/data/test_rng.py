@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from checkflow.runtime.data import rng, sample_rng
+from checkflow.runtime.data import numpy_twister, rng, sample_rng
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.data.rng import generator_states, generators_kept, seed_generators, set_generator_states
 from checkflow.runtime.data.sample_rng import derived_seed, draws_nothing
@@ -61,12 +61,10 @@ def drawn() -> list[object]:
 
 @pytest.fixture(params=["copied", "asked for"])
 def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twisters copied as bytes, and states asked for, where their place is not known."""
+    """NumPy's twister copied as bytes, and states asked for, where their place is not known."""
     if request.param == "asked for":
-        monkeypatch.setattr(rng, "_twister_of_python_is_known", bool)
-        monkeypatch.setattr(rng, "_twister_of_numpy_is_known", bool)
-    monkeypatch.setattr(rng, "_python", rng._PythonGenerator())
-    monkeypatch.setattr(rng, "_numpy", rng._NumPyGenerator())
+        monkeypatch.setattr(numpy_twister, "_twister_of_numpy_is_known", bool)
+    monkeypatch.setattr(rng, "_numpy", numpy_twister.NumPyGenerator())
 
 
 @contextlib.contextmanager

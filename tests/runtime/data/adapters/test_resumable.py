@@ -29,7 +29,7 @@ from checkflow.runtime.data.adapters.freeze import freeze, thaw
 from checkflow.runtime.data.adapters.replay import SkippingLoader
 from checkflow.runtime.data.adapters.stateful import WAITING, StateLoader
 from checkflow.runtime.data.loader import DataLoader
-from checkflow.runtime.data.worker_signals import WorkerShield
+from checkflow.runtime.data.worker_processes import WorkerShield
 from checkflow.runtime.format import codec
 from tests.support import foreign
 from tests.support.oracle import clone_state, random_plan, same_bits

@@ -1,16 +1,13 @@
-"""A resumable loader in the shape of torch's, for libraries that take nothing else (Accelerate, transformers' Trainer).
+"""What other libraries see of a resumable loader: Accelerate hears of its last batch, others get one in torch's shape.
 
-They take a DataLoader apart, and make another one of its data set and its batch sampler that hands out the same batches
-from another place, or a batch ahead. So this one's "batch sampler" deals batches that are loaded already, and its "data
-set" hands them through. The resumable loader loads them, with workers of its own.
-
-Libraries that count epochs themselves also skip, after a resume, the batches of an epoch that were used: they expect
-every epoch to begin at its begin. For them, what was used is dealt as a name, loads nothing, and is an error where
-nobody skips it. Within ``Checkpointer.epochs`` an epoch is what is left of it.
+Accelerate, and transformers' Trainer, take a DataLoader apart, and make another one of its data set and its batch
+sampler, from another place or a batch ahead. So the "batch sampler" of this one deals batches that are loaded already,
+and its "data set" hands them through.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +17,45 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, Sampler
 
 from checkflow.core.errors import UnsupportedError
+
+
+def known_to_accelerate(loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+    """The loader's batches; while they are iterated Accelerate knows of it, where it is in use.
+
+    ``accelerator.accumulate`` takes a step at the end of an epoch even where fewer batches than usual have been
+    accumulated; ``accelerator.prepare`` gives back a resumable loader as it is, and would not know where that is.
+
+    Args:
+        loader: its ``end_of_dataloader`` says whether the batch that was handed out last is the last one, and its
+            ``remainder`` how many samples were added to fill it.
+    """
+    return _Known(loader, batches) if "accelerate.state" in sys.modules else batches
+
+
+class _Known(Iterator[Any]):
+    def __init__(self, loader: Any, batches: Iterator[Any]) -> None:
+        self._loader, self._batches = loader, batches
+        self._known = False
+
+    def __next__(self) -> Any:
+        if not self._known:
+            sys.modules["accelerate.state"].GradientState()._add_dataloader(self._loader)
+            self._known = True
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._forget()
+            raise
+
+    def _forget(self) -> None:
+        if self._known:
+            self._known = False
+            # Asked for anew: tests of users reset this shared state.
+            if module := sys.modules.get("accelerate.state"):
+                module.GradientState()._remove_dataloader(self._loader)
+
+    def __del__(self) -> None:  # the loop was left in its middle
+        self._forget()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +124,12 @@ def _only(batches: list[Any]) -> Any:
 
 
 def torch_view(loader: Any) -> TorchDataLoader[Any]:
-    """See :meth:`.base.ResumableLoader.as_torch`, whose loader this is."""
+    """See :meth:`.base.ResumableLoader.as_torch`, whose loader this is.
+
+    Libraries that count epochs themselves also skip, after a resume, the batches of an epoch that were used: they
+    expect every epoch to begin at its begin. For them, a used batch is a placeholder that loads nothing, and is an
+    error where nobody skips it. Within ``Checkpointer.epochs`` an epoch is what is left of it.
+    """
     # A generator of its own: torch draws a seed at each epoch's begin, which a resumed one would draw once more.
     return TorchDataLoader(
         _Loaded(loader),

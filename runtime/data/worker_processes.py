@@ -1,26 +1,34 @@
-"""Signals in the workers of a loader, while a job that was asked to end goes on to its next boundary.
+"""A loader's worker processes and signals: outlasting them while the job trains, ended in little time, or lost to them.
 
 Schedulers signal every process of a job, and a terminal its whole process group. A worker that died of it at once would
-take the iteration with it: torch raises an error in the main process when a worker dies. So workers outlast these
-signals as long as the job trains, and no longer: torch, and Python at its exit, end workers by SIGTERM. Forked ones do
-so from the fork on, but for the moment between torch's own handler of SIGTERM and theirs.
+take the iteration with it: torch raises an error in the main process. So workers outlast these signals as long as the
+job trains, and no longer: torch, and Python at its exit, end workers by SIGTERM.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.sharedctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable
 from types import FrameType
+from typing import Any
 
 import psutil
+from torch._C import _remove_worker_pids
 from torch.utils.data._utils.worker import ManagerWatchdog
+
+POLITE_SECONDS = 1.0  # between asking and killing, at most: only native code outlasts being asked
+_LEAST_SECONDS = 0.001
 
 
 class WorkerShield:
     """What every worker of one loader does first, and knows of the job that it works for.
+
+    Forked ones outlast signals from the fork on, but for the moment between torch's own handler of SIGTERM and theirs.
 
     Args:
         then: the user's own ``worker_init_fn``.
@@ -87,6 +95,69 @@ def has_ended(process: int) -> bool:
         return bool(psutil.Process(process).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
+
+
+def has_workers(iterator: object) -> bool:
+    """Whether it is one of torch's or torchdata's that have processes."""
+    return isinstance(getattr(iterator, "_workers", None), list) and hasattr(iterator, "_shutdown")
+
+
+def end_at_once(iterators: Iterable[Any], end: float) -> None:
+    """End the workers of these, all at a time.
+
+    torch asks its workers to end, and waits for one after the other, up to five seconds each: longer, with some busy
+    ones, than the job has. So they are told at once, and killed if they do not hear; torch's own way is not gone after
+    that, since locks that it takes may have been theirs.
+
+    Args:
+        end: of the job, as time.monotonic() has it; most of what is left until then is for others.
+    """
+    workers = [worker for iterator in iterators for worker in _taken_from_torch(iterator)]
+    for worker in workers:
+        _signalled(worker.terminate)
+    _wait(workers, min(POLITE_SECONDS, max(0.0, end - time.monotonic()) / 4))
+    for worker in workers:
+        _signalled(worker.kill)
+    _wait(workers, POLITE_SECONDS)
+
+
+def _taken_from_torch(iterator: Any) -> list[Any]:
+    """Its workers, which torch neither waits for nor misses from here on."""
+    if iterator._shutdown:
+        return []
+    iterator._shutdown = True
+    if getattr(iterator, "_worker_pids_set", False):
+        _remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
+    if hasattr(iterator, "_pin_memory_thread_done_event"):
+        iterator._pin_memory_thread_done_event.set()
+        iterator._worker_result_queue.put((None, None))  # it may be waiting there, and must not pin at the exit
+        iterator._pin_memory_thread.join(POLITE_SECONDS)
+    for queue in getattr(iterator, "_index_queues", ()):
+        queue.cancel_join_thread()
+        queue.close()
+    return list(iterator._workers)
+
+
+def _signalled(act: Any) -> None:
+    with contextlib.suppress(OSError, ValueError):  # it is gone, or was never started
+        act()
+
+
+def _wait(workers: list[Any], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    for worker in workers:
+        with contextlib.suppress(AssertionError):  # never started
+            # Not 0: one that is just ending would be left, for whoever counts the job's processes.
+            worker.join(max(_LEAST_SECONDS, end - time.monotonic()))
+
+
+def tells_of_lost_worker(error: BaseException | None) -> bool:
+    """Whether it is torch's, for a worker that has ended though it should not have.
+
+    One that has only begun when a signal comes to all processes of a job dies of it: nothing can be put before that.
+    """
+    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid")
 
 
 def _forked() -> None:
