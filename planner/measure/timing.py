@@ -75,11 +75,6 @@ class Spread:
     most: float
     count: int
 
-    @property
-    def quartile_share(self) -> float:
-        """The middle half's width, as a share of the median (0 where that is 0)."""
-        return (self.upper - self.lower) / self.median if self.median else 0.0
-
     def scaled(self, factor: float) -> Spread:
         """The same measurements in another unit."""
         ends = (self.least * factor, self.lower * factor, self.median * factor, self.upper * factor, self.most * factor)

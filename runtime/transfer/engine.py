@@ -95,7 +95,6 @@ class CopyStatistics:
     snapshot_seconds: float  # likewise
     snapshot_bytes: int
     snapshot_peak_bytes: int  # of these, at any one time
-    helped_bytes: int  # copied by the training thread itself while it waited
     offload_seconds: float | None = None  # in which bytes crossed the link; None: not measured
     large_bytes: int = 0  # of these, what crossed in copies so large that a copy's own price is nothing
     large_seconds: float = 0.0  # in which those did
