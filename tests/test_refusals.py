@@ -28,7 +28,7 @@ from checkflow.core.errors import CheckflowError, ModelError, TraceError, Unsupp
 from checkflow.core.plan import Plan
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.live.planner import scaled_seconds
-from checkflow.planner.record.recorder import Recorded, record_step
+from checkflow.planner.record.recorder import Recorded
 from checkflow.planner.timeline.measured import measure_step
 from checkflow.planner.trace.trace import trace
 from checkflow.runtime.data.adapters.resumable import resumable
@@ -42,6 +42,7 @@ from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.weights.exporter import optimizer_state, state_dicts
 from tests.support.planned_jobs import plan_by_trace
+from tests.support.recording import record_step
 from tests.support.steps.training_steps import sgd
 from tests.support.store_tools import record, small_layout
 

@@ -227,7 +227,6 @@ def check(
 @app.command()
 def show(
     plan_file: options.PlanFile,
-    dot: Annotated[bool, typer.Option("--dot", help="print the schedule as a graph for graphviz")] = False,
     as_json: options.Json = False,
 ) -> int:
     """Show a plan on one screen: the link and the memory over time, the peak, and what binds."""
@@ -236,15 +235,10 @@ def show(
     from checkflow.planner.schedule.compare import binding_interval
     from checkflow.planner.schedule.replay import check_plan
 
-    if dot and as_json:
-        raise typer.BadParameter("--dot and --json are two forms of one answer: choose one")
     read = plans.load(plan_file)
     replay = check_plan(read)
     if as_json:
         print_json(show_table.show_json(read, replay, *binding_interval(read)))
-        return FOUND
-    if dot:
-        print_line(show_table.dot(read), end="")
         return FOUND
     print_parts(show_table.show_lines(read, replay, *binding_interval(read)))
     return FOUND

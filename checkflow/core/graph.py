@@ -10,10 +10,7 @@ import enum
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
-
-if TYPE_CHECKING:
-    import networkx
+from typing import Annotated, Any, Literal, TypeVar
 
 Phase = Literal["forward", "backward", "optimizer"]
 StateKind = Literal["parameter", "buffer", "optimizer"]
@@ -193,25 +190,3 @@ class TrainingGraph:
             at[i] += at[i - 1]
         taken = (operator.transient_bytes for operator in self.operators)
         return [live + own for live, own in zip(during[:n], taken, strict=True)], at[: n + 1]
-
-    def to_networkx(self) -> networkx.DiGraph[int]:
-        """Return the operator DAG: nodes are operator indices, edges (``storage``, ``kind``) dependencies."""
-        import networkx
-
-        dag: networkx.DiGraph[int] = networkx.DiGraph()
-        last_writer: dict[int, int] = {}
-        readers: dict[int, list[int]] = {}
-        for index, operator in enumerate(self.operators):
-            dag.add_node(index, name=operator.name, target=operator.target, phase=operator.phase, flops=operator.flops)
-            for storage in operator.reads:
-                if storage in last_writer and last_writer[storage] != index:
-                    dag.add_edge(last_writer[storage], index, storage=storage, kind="read-after-write")
-                readers.setdefault(storage, []).append(index)
-            for storage in operator.writes:
-                for reader in readers.pop(storage, []):
-                    if reader != index:
-                        dag.add_edge(reader, index, storage=storage, kind="write-after-read")
-                if storage in last_writer and not dag.has_edge(last_writer[storage], index):
-                    dag.add_edge(last_writer[storage], index, storage=storage, kind="write-after-write")
-                last_writer[storage] = index
-        return dag

@@ -74,11 +74,6 @@ class Spread:
     most: float
     count: int
 
-    @property
-    def quartile_share(self) -> float:
-        """The middle half's width as a share of the median (0 if that is 0)."""
-        return (self.upper - self.lower) / self.median if self.median else 0.0
-
     def scaled(self, factor: float) -> Spread:
         ends = (self.least * factor, self.lower * factor, self.median * factor, self.upper * factor, self.most * factor)
         return Spread(*ends, self.count)

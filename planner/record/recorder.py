@@ -29,7 +29,6 @@ from checkflow.core.errors import TraceError
 from checkflow.core.graph import AnchorKind, TrainingGraph
 from checkflow.core.planner_api import Carried
 from checkflow.core.state import host_counters, optimizer_implementation, training_device
-from checkflow.core.training_step import TrainingStep
 from checkflow.planner.iteration.hooks import deeper
 from checkflow.planner.iteration.iteration import CAPTURED, WatchedIteration
 from checkflow.planner.iteration.placement import NO_CROSSING, Crossing, crossing
@@ -114,18 +113,6 @@ class Recorder:
         self._mode.leave()
         self._regions.stop()
         self._hooks.close()
-
-
-def record_step(step: TrainingStep, *, name: str) -> Recorded:
-    """Run a training step twice, for real, and record the second time; TraceError as :meth:`Recorder.end`."""
-    held = step.run(step.batch)
-    recorder = Recorder(step.models, step.optimizers, name=name)
-    recorder.begin(step.batch, held=held)
-    try:
-        held = step.run(step.batch)
-        return recorder.end(batch=step.batch, micro_batches=step.micro_batches)
-    finally:
-        recorder.abandon()
 
 
 def held_tensors(device: torch.device) -> list[torch.Tensor]:

@@ -267,7 +267,7 @@ class CudaCopyEngine:
         except CheckflowError as error:  # a failed device has no times
             logger.debug("what a capture cost is not known: %s", error)
             waited_seconds = snapshot_seconds = 0.0
-        return CopyStatistics(waited_seconds, snapshot_seconds, capture.snapshot_bytes, capture.peak_bytes, 0)
+        return CopyStatistics(waited_seconds, snapshot_seconds, capture.snapshot_bytes, capture.peak_bytes)
 
     def _seconds(self, spans: Iterable[tuple[Event, Event]]) -> float:
         return sum((self._device.seconds_between(before, after) for before, after in spans), 0.0)

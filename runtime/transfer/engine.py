@@ -58,7 +58,6 @@ class CopyStatistics:
     snapshot_seconds: float  # likewise
     snapshot_bytes: int
     snapshot_peak_bytes: int  # of these, at any one time
-    helped_bytes: int  # copied by the training thread itself while it waited
     offload_seconds: float | None = None  # time with bytes on the link; None: not measured
     large_bytes: int = 0  # in copies so large that the cost per copy vanishes
     large_seconds: float = 0.0  # in which those did

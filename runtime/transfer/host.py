@@ -61,7 +61,7 @@ class HostCopyEngine:
         self._freeable: set[int] = set()
         self._orders: list[Order] = []
         self._waited_seconds = self._snapshot_seconds = self._offload_seconds = self._large_seconds = 0.0
-        self._held_bytes = self._snapshot_bytes = self._peak_bytes = self._helped_bytes = self._remaining = 0
+        self._held_bytes = self._snapshot_bytes = self._peak_bytes = self._remaining = 0
         self._large_bytes = 0
         self._on_complete: Callable[[], None] = _nothing
         # The callback of a complete capture. The thread calls it, because no signal handler interrupts there.
@@ -94,7 +94,7 @@ class HostCopyEngine:
             self._remaining = len(transfers) + 1  # ``at_once`` counts as one
             self._orders = []
             self._waited_seconds = self._snapshot_seconds = self._offload_seconds = self._large_seconds = 0.0
-            self._snapshot_bytes = self._peak_bytes = self._helped_bytes = self._large_bytes = 0
+            self._snapshot_bytes = self._peak_bytes = self._large_bytes = 0
         for transfer in at_once:
             ctypes.memmove(transfer.target, transfer.source, transfer.length_bytes)
         with self._mutex:
@@ -151,7 +151,6 @@ class HostCopyEngine:
                     self._status[chunk] = _OWN  # the thread skips what is no longer queued
             if mine:
                 self._copy((chunk,))
-                self._helped_bytes += self._transfers[chunk].length_bytes
             elif self._status[chunk] == _PENDING:
                 raise RuntimeError(f"chunk {chunk} is waited for before it was released")
         with self._mutex:
@@ -234,7 +233,7 @@ class HostCopyEngine:
 
     def statistics(self) -> CopyStatistics:
         return CopyStatistics(
-            self._waited_seconds, self._snapshot_seconds, self._snapshot_bytes, self._peak_bytes, self._helped_bytes,
+            self._waited_seconds, self._snapshot_seconds, self._snapshot_bytes, self._peak_bytes,
             self._offload_seconds, self._large_bytes, self._large_seconds,
         )  # fmt: skip
 

@@ -112,7 +112,7 @@ def load_weights(
             (path.partition("/")[2] + f".{EXTRA_STATE}").removeprefix("."): module
             for path, module in modules_with_extra_state({DEFAULT_MODEL: model})
         }
-        names = _names(live, aliases, weights)
+        names = _names(aliases, weights)
         report = _compare(weights, live, aliases, names, modules.keys())
         if strict and not report.complete:
             raise MismatchError(
@@ -147,7 +147,7 @@ def _live(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     return live, {name: name for name in live} | further
 
 
-def _names(live: Mapping[str, torch.Tensor], aliases: Mapping[str, str], weights: Weights) -> dict[str, str]:
+def _names(aliases: Mapping[str, str], weights: Weights) -> dict[str, str]:
     """The source's name for each of the model's tensors that it has; MismatchError if tied names differ in value."""
     names: dict[str, str] = {}
     for alias, first in aliases.items():

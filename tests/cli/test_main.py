@@ -404,7 +404,6 @@ BAD = [
     ),
     pytest.param({}, ["compare", "p.json", "--bandwidth", "20GB/s"], USAGE, "--bandwidth does nothing", id="its link"),
     pytest.param({}, ["compare", "p.json", "--overhead", "0.1"], USAGE, "--overhead does nothing", id="its stalls"),
-    pytest.param({}, ["show", "p.json", "--dot", "--json"], USAGE, "choose one", id="two forms"),
     pytest.param({"p.json": "{"}, ["check", "p.json"], FAILED, "make it anew", id="plan cut short"),
     pytest.param({"p.json": ""}, ["check", "p.json"], FAILED, "make it anew", id="plan emptied"),
     pytest.param({}, ["plan", "model.py", "--solver", "simplex"], USAGE, "simplex", id="unknown solver"),
@@ -534,15 +533,6 @@ def test_show_fits_a_screen_and_names_peak_and_limit(call: Any, plan_file: Path)
     assert "binding" in said.out
 
 
-def test_show_draws_every_tensor_for_graphviz(call: Any, plan_file: Path) -> None:
-    said = call("show", "plan.json", "--dot")
-    assert (said.code, said.err) == (FOUND, "")
-    assert said.out.startswith("digraph ")
-    assert said.out.rstrip().endswith("}")
-    for chunk in plans.load(plan_file).chunks:
-        assert f'"{chunk.tensor}"' in said.out
-
-
 def test_show_as_json_has_what_the_screen_shows(call: Any, plan_file: Path) -> None:
     said = call("show", "plan.json", "--json")
     assert (said.code, said.err) == (FOUND, "")
@@ -575,7 +565,7 @@ def test_compare_takes_models_and_plans(call: Any, plan_file: Path) -> None:
         assert word in table.out, word
 
 
-@pytest.mark.parametrize("arguments", [["check"], ["show"], ["show", "--dot"], ["compare", "model.py"]])
+@pytest.mark.parametrize("arguments", [["check"], ["show"], ["compare", "model.py"]])
 def test_a_plan_that_lies_is_not_printed(call: Any, plan_file: Path, arguments: list[str]) -> None:
     """Sealed, so that only the replay can tell."""
     honest = plans.load(plan_file)

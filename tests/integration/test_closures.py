@@ -21,13 +21,13 @@ from checkflow.core.graph import AnchorKey, AnchorKind
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.live import planner
 from checkflow.planner.live.bandwidth import Bandwidths
-from checkflow.planner.record.recorder import record_step
 from checkflow.planner.trace.trace import trace
 from checkflow.runtime.snapshot.executor import Execution
 from checkflow.runtime.store.discovery import find
 from tests.planner.iteration.test_optimizers import LABELS, OPTIMIZERS, X, assert_works, network, training
 from tests.support.oracle import Truth, assert_checkpoint_is, clone_state
 from tests.support.own_plans import Beside, all_planned, check, kept
+from tests.support.recording import record_step
 
 Make = Callable[..., torch.optim.Optimizer]
 

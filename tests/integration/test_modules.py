@@ -19,11 +19,11 @@ from checkflow.api import Checkpointer
 from checkflow.core.graph import BOUNDARY, AnchorKey, AnchorKind, StateEntry, TrainingGraph
 from checkflow.core.state import collect_state
 from checkflow.core.training_step import TrainingStep
-from checkflow.planner.record.recorder import record_step
 from checkflow.planner.timeline.steps import make_timeline
 from checkflow.planner.trace.trace import trace
 from tests.support.oracle import clone_state
 from tests.support.planned_jobs import assert_every_checkpoint_is_true, plan_graph
+from tests.support.recording import record_step
 from tests.support.steps import autograd_steps as own
 from tests.support.steps import layer_steps as layers
 from tests.support.steps import loop_steps as loops

@@ -18,13 +18,13 @@ from checkflow.core.graph import TrainingGraph
 from checkflow.core.plan import Plan
 from checkflow.core.state import collect_state
 from checkflow.core.training_step import TrainingStep
-from checkflow.planner.record.recorder import record_step
 from checkflow.planner.trace.trace import trace
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.format.layout import STORED_TYPES
 from checkflow.runtime.store.discovery import find
 from tests.support.oracle import clone_state, same_bits
 from tests.support.planned_jobs import assert_every_checkpoint_is_true, plan_graph
+from tests.support.recording import record_step
 from tests.support.steps.training_steps import sgd
 
 Build = Callable[[], TrainingStep]

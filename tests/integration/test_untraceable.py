@@ -21,11 +21,11 @@ from checkflow.core.errors import TraceError, UnsupportedError
 from checkflow.core.graph import AnchorKind
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.live.planner import LivePlanner
-from checkflow.planner.record.recorder import record_step
 from checkflow.planner.trace.trace import trace
 from checkflow.runtime.store.discovery import find
 from tests.support.own_plans import Never
 from tests.support.planned_jobs import assert_every_checkpoint_is_true, plan_by_trace, plan_graph
+from tests.support.recording import record_step
 from tests.support.steps.autograd_steps import Statistics, triple
 from tests.support.steps.layer_steps import adam, mean_square, momentum, perceptron, step_of
 from tests.support.writes import WatchedWrites

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import json
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -192,27 +190,3 @@ def binding_text(plan: Plan, least_bandwidth: int | None, interval: TightInterva
         f"{format_size(interval.leave_bytes)} must leave in {format_seconds(interval.seconds)}, "
         f"from the boundary to {interval.end}{_besides(plan)}; {end}"
     )
-
-
-def dot(plan: Plan) -> str:
-    """The schedule for graphviz: the steps in which something happens in order, and the state tensors around them.
-
-    A solid edge is an offload of that many bytes, a dashed one a snapshot; the tensor's deadline is in its label.
-    """
-    moved: dict[tuple[str, int, str], int] = {}
-    for chunk in plan.chunks:
-        for step, style in ((chunk.offload_step, "solid"), (chunk.snapshot_step, "dashed")):
-            if step is not None:
-                key = (chunk.tensor, step, style)
-                moved[key] = moved.get(key, 0) + chunk.length_bytes
-    used = sorted({step for _, step, _ in moved})
-    lines = [f"digraph {json.dumps(plan.fingerprint.model)} {{", "  rankdir=LR;", "  node [shape=box];"]
-    lines += [f"  step{step} [label={json.dumps(_label(plan, step))}, style=filled];" for step in used]
-    lines += [f"  step{one} -> step{other} [style=bold];" for one, other in itertools.pairwise(used)]
-    for tensor in sorted({name for name, _, _ in moved}):
-        last = plan.deadlines[tensor]
-        due = "no deadline" if last is None else f"deadline: {_label(plan, last)}"
-        lines.append(f"  {json.dumps(tensor)} [shape=ellipse, label={json.dumps(f'{tensor}, {due}')}];")
-    for (tensor, step, style), size in sorted(moved.items()):
-        lines.append(f'  {json.dumps(tensor)} -> step{step} [style={style}, label="{format_size(size)}"];')
-    return "\n".join([*lines, "}"]) + "\n"

@@ -25,11 +25,11 @@ from checkflow.core.errors import MismatchError, StorageError, TraceError
 from checkflow.core.graph import TrainingGraph
 from checkflow.core.plan import Plan
 from checkflow.core.training_step import TrainingStep
-from checkflow.planner.record.recorder import record_step
 from checkflow.planner.trace.trace import trace
 from checkflow.runtime.store.discovery import find
 from tests.support.oracle import assert_checkpoint_is, clone_state, same_bits
 from tests.support.planned_jobs import assert_every_checkpoint_is_true, plan_by_trace, plan_graph
+from tests.support.recording import record_step
 
 Optimizer = torch.optim.Optimizer
 Make = Callable[[Iterable[torch.Tensor]], Optimizer]

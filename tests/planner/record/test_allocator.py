@@ -18,8 +18,9 @@ from checkflow.core.graph import TrainingGraph
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.record import allocator as counting
 from checkflow.planner.record.allocator import Allocated, Transients, allocated
-from checkflow.planner.record.recorder import Recorder, record_step
+from checkflow.planner.record.recorder import Recorder
 from checkflow.planner.timeline.steps import make_timeline
+from tests.support.recording import record_step
 
 MIB = 2**20
 HELD = 1000 * MIB  # before anything is measured

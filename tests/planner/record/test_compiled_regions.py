@@ -25,11 +25,12 @@ from checkflow.api import Checkpointer
 from checkflow.core.compiled_regions import around_forward, compiled_regions
 from checkflow.core.graph import BOUNDARY, AnchorKey, AnchorKind
 from checkflow.core.training_step import TrainingStep
-from checkflow.planner.record.recorder import Recorder, record_step
+from checkflow.planner.record.recorder import Recorder
 from checkflow.planner.trace.trace import trace
 from checkflow.runtime.snapshot.capturer import Capturer
 from checkflow.runtime.snapshot.program import compile_plan
 from tests.support.planned_jobs import assert_every_checkpoint_is_true, plan_by_trace, plan_graph
+from tests.support.recording import record_step
 from tests.support.steps import training_steps as steps
 
 BACKEND = "aot_eager"

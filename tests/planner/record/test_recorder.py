@@ -21,10 +21,11 @@ from checkflow.core.errors import TraceError
 from checkflow.core.graph import AnchorKey, AnchorKind, StateEntry, TrainingGraph
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.iteration.lifetimes import StorageLedger
-from checkflow.planner.record.recorder import Recorder, held_tensors, record_step
+from checkflow.planner.record.recorder import Recorder, held_tensors
 from checkflow.planner.trace.trace import trace
 from tests.support.oracle import clone_state, same_bits
 from tests.support.planned_jobs import assert_every_checkpoint_is_true, plan_graph
+from tests.support.recording import record_step
 from tests.support.steps import training_steps as steps
 
 adam = functools.partial(torch.optim.Adam, lr=1e-3)

@@ -25,8 +25,8 @@ from checkflow.core.graph import BOUNDARY, Anchor, AnchorKey, AnchorKind, Traini
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.iteration.optimizers import Target
 from checkflow.planner.operators.operators import flops
-from checkflow.planner.record.recorder import record_step
 from checkflow.planner.trace.trace import trace
+from tests.support.recording import record_step
 from tests.support.steps import training_steps as steps
 from tests.support.steps.training_steps import BUILDERS, on_meta
 
@@ -329,13 +329,6 @@ def test_the_same_step_gives_the_same_graph_twice() -> None:
     first = trace(step, name="n")
     assert trace(step, name="n") == first
     assert trace(copy.deepcopy(step), name="n") == first
-
-
-def test_the_graph_as_a_dag() -> None:
-    graph = trace(on_meta(steps.batch_norm), name="n")
-    dag = graph.to_networkx()
-    assert len(dag) == len(graph.operators)
-    assert all(early < late for early, late in dag.edges)
 
 
 # Errors
