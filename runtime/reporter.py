@@ -288,7 +288,7 @@ def _resume_words(report: RunReport, directory: Path) -> str:
         return f"{resumed}, {again if lost else 'nothing is lost'}"
     # The run was killed, ended by os._exit, or could not write its last report.
     known = f": {iterations} up to its last report, and those since" if lost else ""
-    return f"{resumed}, the run before has not told its end, what it did after that step is done again{known}"
+    return f"{resumed}, the previous run did not report its end, and what it did after that step is repeated{known}"
 
 
 def end_line(report: RunReport, directory: Path, where: str) -> str:

@@ -89,8 +89,8 @@ def settle(job: Job, asked: Asked, extra: Mapping[str, Any], *, script: bool) ->
     """
     if ENTRY not in extra:
         logger.info(
-            "the checkpoint does not say which hyperparameters its script asked for: its own go on, and what the "
-            "script changes from now on is told"
+            "the checkpoint does not say which hyperparameters its script asked for: its own go on, and later "
+            "changes of the script are logged"
         )
         return asked
     then, live = _then(extra), _of_state(job)

@@ -132,7 +132,7 @@ class PlanInPlace:
         """Log once that a boundary is captured without a plan."""
         if self.plan is None and self.planning is not None and not (self._logged or self.planning.forgone):
             self._logged = True
-            logger.info("there is no plan yet: all state is copied at a boundary that is saved, which holds training")
+            logger.info("there is no plan yet: all state is copied at a boundary that is saved, which pauses training")
 
     def promises(self) -> PlanInForce | None:
         """Which plan runs, where it came from, and what it promises."""

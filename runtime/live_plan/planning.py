@@ -370,8 +370,8 @@ class Planning:
         if self._plan is not None:
             return "the old one goes on"
         return (
-            "checkpoints are copies of all state at a boundary, which holds training: as often as overhead= and every= "
-            "allow, at ends of epochs and at the end of training"
+            "checkpoints are copies of all state at a boundary, which pauses training: as often as overhead= and "
+            "every= allow, at ends of epochs and at the end of training"
         )
 
     # A job that has become another one

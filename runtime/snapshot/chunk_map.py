@@ -79,7 +79,7 @@ def _log_unknown(plan: Plan, others: list[StateTensor]) -> None:
         size = sum(item.tensor.nbytes for item in unknown)
         logger.warning(
             "%d state tensors (%s) are not in the plan, %s is the first: they are copied at each boundary, "
-            "which holds training; a new plan would hide them",
+            "which pauses training; a new plan would hide them",
             len(unknown), format_size(size), unknown[0].name,
         )  # fmt: skip
 

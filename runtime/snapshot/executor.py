@@ -260,7 +260,7 @@ class Execution:
             self._sightings.repeated.add(optimizer)
             logger.warning(
                 "optimizer %s does not run its closure just once in a step, so that there is no plan for it: from now "
-                "on all state is copied at each boundary that is saved, which holds training",
+                "on all state is copied at each boundary that is saved, which pauses training",
                 optimizer,
             )  # fmt: skip
         if self.plan is UNPLANNED or self.distrusted:
@@ -301,7 +301,7 @@ class Execution:
         if blind:
             logger.warning(
                 "an optimizer steps in code that is compiled in one piece, where nothing tells when: all state is "
-                "copied at each boundary, which holds training; call optimizer.step() outside of it"
+                "copied at each boundary, which pauses training; call optimizer.step() outside of it"
             )
         elif not unseen[1] and (size := compatibility.bytes_due_at(self.plan, newly)):
             logger.warning(

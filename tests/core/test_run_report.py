@@ -351,7 +351,7 @@ def test_what_a_kill_costs_is_told_at_the_next_start(tmp_path: Path, caplog: pyt
     assert report["replayed_exactly"] is False
     words = f"resumed from step {resumed} of {tmp_path / 'checkpoints'}"
     words += " (which the run before had in host memory), " if resumed > restorable else ", "
-    words += "the run before has not told its end, what it did after that step is done again"
+    words += "the previous run did not report its end, and what it did after that step is repeated"
     if lost := report["replayed_iterations"]:
         words += f": {lost} iteration{'s' if lost > 1 else ''} up to its last report, and those since"
     assert f"{words}\n" in caplog.text
@@ -365,10 +365,10 @@ def test_what_a_kill_costs_is_told_at_the_next_start(tmp_path: Path, caplog: pyt
         ("by an error", "1 iteration is done again"),
         ("by a signal", "nothing is lost"),
         ("without close", "nothing is lost"),
-        ("by os._exit", "the run before has not told its end, what it did after that step is done again"),
-        ("killed", "the run before has not told its end, what it did after that step is done again"),
-        ("on a full disk", "the run before has not told its end, what it did after that step is done again"),
-        ("long after its report", "what it did after that step is done again: 2 iterations up to its last report, and"),
+        ("by os._exit", "the previous run did not report its end, and what it did after that step is repeated"),
+        ("killed", "the previous run did not report its end, and what it did after that step is repeated"),
+        ("on a full disk", "the previous run did not report its end, and what it did after that step is repeated"),
+        ("long after its report", "and what it did after that step is repeated: 2 iterations up to its last report"),
     ],
 )
 def test_how_the_run_before_ended_is_told_as_far_as_it_is_known(

@@ -399,8 +399,8 @@ def test_a_checkpoint_that_does_not_say(
     script = Script(rates=(0.5, 0.02))
     assert start(tmp_path, script, 1, hyperparameters=choice).rates == [[0.025, 0.005]]
     assert told() == [
-        "the checkpoint does not say which hyperparameters its script asked for: its own go on, and what the script "
-        "changes from now on is told"
+        "the checkpoint does not say which hyperparameters its script asked for: its own go on, and later changes "
+        "of the script are logged"
     ]
     start(tmp_path, replace(script, decay=0.5), 1)
     assert [line.partition(" ")[0] for line in told()] == ["weight_decay"]
