@@ -741,6 +741,7 @@ def test_every_row_of_the_document_was_provoked(request: pytest.FixtureRequest) 
     here = [item for item in request.session.items if item.path == request.node.path]
     mine = ast.parse(Path(__file__).read_text()).body
     functions = {node.name for node in mine if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
-    if {item.originalname for item in here} != functions or request.session.testsfailed:
+    quick = request.config.getoption("--quick")
+    if quick or {item.originalname for item in here} != functions or request.session.testsfailed:
         pytest.skip("not all tests of this file ran")
     assert set(in_the_document()) - seen == set()

@@ -656,6 +656,7 @@ def test_tests_that_spoil_their_process_run_without_the_others(alone: bool, monk
     assert gpu_figures.UNABLE not in os.environ
 
 
+@pytest.mark.slow
 def test_tests_that_spoil_their_process_come_last() -> None:
     files = ["tests/gpu/test_cuda.py", "tests/runtime/transfer/test_engine.py"]
     command = [sys.executable, "-m", "pytest", "--collect-only", "-m", "cuda", "-p", "no:cacheprovider", *files]
@@ -1258,6 +1259,7 @@ def test_without_a_gpu_it_says_so_and_succeeds(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_whole_flow_on_the_cpu(tmp_path: Path) -> None:
     # Each part has all the time that it needs: what a GPU does within minutes may last longer here.
     patient = "from benchmarks import gpu; gpu.allowed_seconds = lambda part, left: left; raise SystemExit(gpu.main())"

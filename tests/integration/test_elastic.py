@@ -63,6 +63,7 @@ def of_one_process(scenario: Scenario) -> list[list[Any]]:
     return [[sample for batch in loader for sample in batch] for _ in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_nothing_is_missed_and_nothing_repeated(scenario: Scenario, seen: Seen) -> None:
     of_starts = [[rank[scenario.name] for rank in ranks] for ranks in seen]

@@ -92,6 +92,7 @@ def test_the_feasible_cells_of_the_papers_table(model: str, batch_size: int, ban
         assert planned.outcome.plan.plan_peak_bytes == planned.timeline.training_peak_bytes
 
 
+@pytest.mark.slow
 def test_another_process_with_another_hash_seed_writes_the_same_bytes(tmp_path: Path) -> None:
     written = []
     for seed in ("1", "2"):

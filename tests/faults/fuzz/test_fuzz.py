@@ -289,6 +289,7 @@ def test_of_a_million_faults_one_is_told(reader: Reader) -> None:
 LARGE = ("1.5 ", "[]       ", '{"a":0}  ', "members ")  # of each target, in each place
 
 
+@pytest.mark.slow
 def test_large_files_of_hostile_shapes_take_so_many_times_their_size(reader: Reader, tmp_path: Path) -> None:
     """Those that are no denser than real ones, and lack fields or have them all; ``make fuzz`` gives the others too."""
     run = fuzz.Fuzz(0, tmp_path / "found", reader)

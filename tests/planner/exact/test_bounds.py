@@ -45,6 +45,7 @@ def ilp_fewest(problem: Problem, peak: int, wait: int) -> int | None:
     return None if low > problem.total else low
 
 
+@pytest.mark.slow
 def test_fewest_snapshots_are_the_ilp_s() -> None:
     none = some = 0
     for seed in range(120):

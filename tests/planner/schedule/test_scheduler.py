@@ -95,6 +95,7 @@ def best_of_all(timeline: Timeline, asked: dict[str, Any], limit: float) -> tupl
     return None
 
 
+@pytest.mark.slow
 @given(small_timelines, asked_of_plans)
 @settings(max_examples=300, deadline=None)
 def test_every_request_is_answered_as_exhaustive_search_would(timeline: Timeline, asked: dict[str, Any]) -> None:

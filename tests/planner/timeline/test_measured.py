@@ -89,6 +89,7 @@ def test_a_measured_plan_keeps_every_checkpoint_true(tmp_path: Path) -> None:
     assert_every_checkpoint_is_true(step, plan_graph(found.graph), tmp_path)
 
 
+@pytest.mark.slow
 def test_only_the_unwatched_iterations_that_count_are_the_step_s_time() -> None:
     ran: list[int] = []
     step = steps.batch_norm()
@@ -309,6 +310,7 @@ def call(
     return run
 
 
+@pytest.mark.slow
 def test_plan_auto_says_measured_and_predicted(call: Callable[..., tuple[int, str, str]]) -> None:
     code, out, err = call("plan", "model.py", "--device", "auto", "--json", "-o", "plan.json")
     assert (code, err) == (FOUND, "")
@@ -330,6 +332,7 @@ def test_plan_auto_says_measured_and_predicted(call: Callable[..., tuple[int, st
         assert (code, err) == (FOUND, "")
 
 
+@pytest.mark.slow
 def test_tables_say_measured_and_predicted(call: Callable[..., tuple[int, str, str]]) -> None:
     code, out, err = call("plan", "model.py", "--device", "auto")
     assert (code, err) == (FOUND, "")

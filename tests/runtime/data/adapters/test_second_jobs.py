@@ -65,6 +65,7 @@ def late(
     return used
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ahead", "take", "told"), [(1, 1, False), (1, 2, False), (3, 1, True), (2, 2, True)])
 @pytest.mark.parametrize("make", [mapped, skipping])
 def test_fetching_between_the_step_and_its_mark_loses_no_batch(
@@ -78,6 +79,7 @@ def test_fetching_between_the_step_and_its_mark_loses_no_batch(
         assert begun + late(directory, make(), None, ahead=ahead, take=take, told=told) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [mapped, skipping])
 def test_what_was_fetched_further_ahead_is_counted_right_from_the_second_step_on(
     make: Callable[[], Any], tmp_path: Path
