@@ -1,1 +1,1 @@
-"""The integer programs and their solvers."""
+"""The integer programs and their solvers; per_tensor.py is the paper's."""

@@ -1,1 +1,1 @@
-"""The resumable DataLoader."""
+"""The resumable DataLoader; sample_rng.py seeds the randomness of each sample."""

@@ -1,1 +1,1 @@
-"""How often: arithmetic and controllers, no clock, no torch."""
+"""Chooses how often to checkpoint, without a clock or torch: controller.py decides, policy.py is CheckFreq's rule."""

@@ -1,1 +1,1 @@
-"""Where an iteration ends, what is done there, signals, time by phase."""
+"""Finds where an iteration ends and acts there; a signal ends the job in preemption.py."""

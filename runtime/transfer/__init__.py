@@ -1,1 +1,1 @@
-"""Copy engines for host memory and CUDA."""
+"""Copy engines: host.py copies on the CPU, cuda.py to and from a GPU."""

@@ -128,6 +128,7 @@ def test_a_spread_for_people() -> None:
     assert frequency.share_text(spread) == "-0.1% (-0.2% to 50.0%)"
 
 
+@pytest.mark.slow
 def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing here depends on how long anything takes."""
     monkeypatch.setitem(frequency.CASES, "digits", frequency.Case("digits", 2, None, 1_437))

@@ -49,6 +49,7 @@ def run_demo(folder: Path) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.slow
 def test_a_short_demo_passes_all_its_checks(tmp_path: Path) -> None:
     said = run_demo(tmp_path)
     assert said["passed"] is True

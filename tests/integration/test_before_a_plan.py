@@ -33,6 +33,7 @@ def live(loop: str, planner: str, directory: Path) -> int:
     return done.returncode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loop", "planner"), [("loader", "slow"), ("step", "slow"), ("steps", "refusing")])
 def test_a_job_that_is_killed_again_and_again_comes_to_its_end(
     loop: str, planner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -18,7 +18,8 @@ import torch
 
 from tests.support.programs.elastic_worker import BATCH_SIZE, SCENARIOS, STOPPED, Scenario
 
-pytestmark = pytest.mark.timeout(3600)  # thirteen processes import torch before the first test
+# Thirteen processes import torch before the first test.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 ROOT = Path(__file__).parents[2]
 STARTS = [(4, 1), (2, 1), (3, 1), (4, 0)]  # ranks, and how many steps they take; 0: to the end, and another epoch

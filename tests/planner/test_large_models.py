@@ -70,6 +70,7 @@ def test_wrong_settings_are_one_line(model: str, settings: dict[str, str], messa
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_llama_is_planned_whole() -> None:
     """8B in bfloat16 fits one H200, and its state leaves behind the computation without more memory."""
     planned = plan("llama")

@@ -83,6 +83,7 @@ def precise() -> pulp.LpProblem:
     return problem
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("solver", ["cbc", "highs", "gurobi"])
 def test_objective_has_all_digits(solver: solvers.SolverChoice) -> None:
     """A bound of 12345678.5 would be above the truth."""
@@ -91,6 +92,7 @@ def test_objective_has_all_digits(solver: solvers.SolverChoice) -> None:
     assert found.bound == pytest.approx(12345678.37890625, abs=1e-4)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("solver", ["cbc", "highs", "gurobi"])
 def test_infeasible_for_whole_numbers_alone(solver: solvers.SolverChoice) -> None:
     problem = pulp.LpProblem("odd", pulp.LpMinimize)

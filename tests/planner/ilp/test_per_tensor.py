@@ -97,6 +97,7 @@ def test_per_tensor_is_flow_is_greedy(part: int) -> None:
     assert len(seen) == 11
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("solver", ["cbc", "gurobi"])
 def test_solvers_agree(solver: SolverChoice) -> None:
     for seed in range(60):

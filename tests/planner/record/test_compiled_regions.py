@@ -383,6 +383,7 @@ def test_without_a_loader_the_forward_of_a_compiled_model_marks_the_boundary(
     assert "iterate checkpointer.steps(n)" in line
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's own backend needs a C++ compiler, and there is none")
 def test_the_real_backend(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It writes batch norm's statistics by kernels of its own, which no operator and no dispatch mode shows."""

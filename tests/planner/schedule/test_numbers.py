@@ -98,6 +98,7 @@ def test_a_piece_that_costs_no_number(value: float, tmp_path: Path) -> None:
         read_device(tmp_path / "d.json")
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("formulation", ["greedy", "flow"])
 @settings(max_examples=25, deadline=None)
 @given(timeline=timelines)

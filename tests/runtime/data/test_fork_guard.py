@@ -99,6 +99,7 @@ def test_a_worker_that_hangs_in_its_fork_is_started_anew(
     assert processes() == before
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_slow_gets_more_time(caplog: pytest.LogCaptureFixture) -> None:
     in_fork.append(lambda: time.sleep(1.5))
     assert [int(batch) for batch in DataLoader(DATA, **FORKED)] == DATA
@@ -129,6 +130,7 @@ def test_a_worker_that_begins_at_the_last_moment_goes_on(
     assert not caplog.records
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
 def test_a_worker_that_dies_in_its_fork_is_torchs_error(
     late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -118,6 +118,7 @@ def lose(job: jobs.Job) -> None:
     jobs.run(dataclasses.replace(job, group=False))
 
 
+@pytest.mark.slow
 def test_a_worker_that_a_signal_ends_as_it_starts(tmp_path: Path) -> None:
     """The boundary before it, which was none to be captured, is saved, and the job goes on bit for bit."""
     truth = uninterrupted(tmp_path / "truth")

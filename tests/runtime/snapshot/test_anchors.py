@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -75,6 +76,7 @@ def train_a_copy(_rank: int, model: nn.Module, out: str) -> None:
     Path(out).write_text(str(hooks(model)))
 
 
+@pytest.mark.slow
 def test_a_watched_model_goes_to_other_processes(tmp_path: Path) -> None:
     """To one that is spawned, and to one without checkflow."""
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))

@@ -137,6 +137,7 @@ def test_large_copies_are_timed_apart(helped: bool) -> None:
     assert 0 < found.large_seconds < found.offload_seconds
 
 
+@pytest.mark.every_case
 def test_nothing_moves_before_it_is_released(engine: CopyEngine) -> None:
     memory = Memory(engine, 10_000)
     engine.begin(memory.transfers, lambda: None)
@@ -148,6 +149,7 @@ def test_nothing_moves_before_it_is_released(engine: CopyEngine) -> None:
     engine.abort()
 
 
+@pytest.mark.every_case
 def test_an_aborted_capture_is_never_complete_and_the_next_one_works(engine: CopyEngine) -> None:
     memory = Memory(engine, 4_000_000)
     called = threading.Event()
@@ -202,6 +204,7 @@ def test_any_thread_may_let_snapshots_leave(engine: CopyEngine) -> None:
     engine.hasten()  # nothing is left
 
 
+@pytest.mark.every_case
 def test_it_is_idle_when_all_has_arrived_and_no_snapshot_is_held(engine: CopyEngine) -> None:
     memory = Memory(engine, 1_000_000)
     chunks = list(range(len(memory.transfers)))

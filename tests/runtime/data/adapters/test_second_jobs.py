@@ -91,6 +91,7 @@ def test_what_was_fetched_further_ahead_is_counted_right_from_the_second_step_on
         assert begun + late(directory, make(), None, ahead=3) == whole
 
 
+@pytest.mark.slow
 def test_interrupted_at_every_step_each_sample_once(tmp_path: Path) -> None:
     parts = [late(tmp_path, mapped(), 1) for _ in range(SAMPLES)]
     assert sorted(itertools.chain.from_iterable(parts)) == list(range(SAMPLES))
@@ -278,6 +279,7 @@ def restarting(directory: Path, seed: int | None, stop: int | None = None) -> li
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, None])
 def test_a_loop_that_begins_the_loader_anew_says_its_epoch(seed: int | None, tmp_path: Path) -> None:
     whole = restarting(tmp_path / "whole", seed)
