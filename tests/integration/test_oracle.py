@@ -203,7 +203,8 @@ def test_an_event_moved_after_its_write_is_refused_and_if_forced_caught(
     ):
         for _ in checkpointer.steps(3):
             step.run(step.batch)
-    assert find(tmp_path / "forced") == ()
+    # A later one may have been copied at its boundary, once the plan was found to be wrong.
+    assert tmp_path / "forced" / "step-00000001" not in find(tmp_path / "forced")
 
 
 def test_the_plan_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -206,6 +208,10 @@ def test_forked_children_write_nothing_to_their_parent(tmp_path: Path, handled: 
     heard: list[int] = []
     with Loop(tmp_path).checkpointer as checkpointer:
         signal_wakeup.subscribe(heard.append)
+        # A child of C's fork that is asked to yield to another thread waits for ever, since it has no other thread.
+        switch_seconds = sys.getswitchinterval()
+        sys.setswitchinterval(1000.0)
+        time.sleep(0.1)  # requests made before
         # As Python forks; and as C does, where nobody sees to the child: it writes where its parent listens.
         for fork, found in ((os.fork, -1), (ctypes.PyDLL(None).fork, current())):
             child = fork()
@@ -218,6 +224,7 @@ def test_forked_children_write_nothing_to_their_parent(tmp_path: Path, handled: 
                     os._exit(code)
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             assert status == (-TERM if fork is os.fork else 0)
+        sys.setswitchinterval(switch_seconds)
         signal.raise_signal(USR2)  # heard of after what a child wrote
         wait_for(lambda: USR2 in heard)
         signal_wakeup.unsubscribe(heard.append)

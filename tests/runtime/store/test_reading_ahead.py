@@ -46,7 +46,7 @@ def nothing_stays() -> Iterator[None]:
     before = len(os.listdir("/proc/self/fd"))
     yield
     assert not [one.name for one in threading.enumerate() if one.name == "checkflow-reader"]
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # fewer, if an earlier test's are collected meanwhile
 
 
 @pytest.fixture(scope="module")
