@@ -55,6 +55,8 @@ from tests.support.fake_device import FakeDevice, simulate_gpu
 from tests.support.locked_memory import skip_where_unable
 from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SECONDS = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=20)
 
@@ -656,7 +658,6 @@ def test_tests_that_spoil_their_process_run_without_the_others(alone: bool, monk
     assert gpu_figures.UNABLE not in os.environ
 
 
-@pytest.mark.slow
 def test_tests_that_spoil_their_process_come_last() -> None:
     files = ["tests/gpu/test_cuda.py", "tests/runtime/transfer/test_engine.py"]
     command = [sys.executable, "-m", "pytest", "--collect-only", "-m", "cuda", "-p", "no:cacheprovider", *files]
@@ -1259,7 +1260,6 @@ def test_without_a_gpu_it_says_so_and_succeeds(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_the_whole_flow_on_the_cpu(tmp_path: Path) -> None:
     # Each part has all the time that it needs: what a GPU does within minutes may last longer here.
     patient = "from benchmarks import gpu; gpu.allowed_seconds = lambda part, left: left; raise SystemExit(gpu.main())"

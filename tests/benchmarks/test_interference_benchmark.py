@@ -111,6 +111,7 @@ def test_a_neighbour_ends_with_whoever_started_it(tmp_path: Path) -> None:
     assert json.loads(told)["bytes_per_second"] == 0
 
 
+@pytest.mark.slow
 def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here depends on how long anything takes."""
     monkeypatch.setattr(interference, "own_plan", lambda step, directory, overhead: cpu_overhead.plan_for("digits"))

@@ -223,6 +223,7 @@ def test_options_reach_the_plan(call: Any) -> None:
     assert chunky["chunks"] > huge["chunks"]
 
 
+@pytest.mark.slow
 def test_the_same_input_gives_the_same_bytes(call: Any, tmp_path: Path) -> None:
     for number in (1, 2):
         done = process(

@@ -155,6 +155,7 @@ def children_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "solver", "whom", "number"),
     [

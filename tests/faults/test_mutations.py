@@ -28,6 +28,7 @@ def found(kind: str, function: str) -> list[Mutation]:
     return [one for one in find_all() if one.kind == kind and one.place.startswith(f"{function}: ")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "function", "suite"), QUICK)
 def test_the_suite_goes_red_without(kind: str, function: str, suite: tuple[str, str]) -> None:
     """The last of several: of a block's refusals the checksum, of a plan's calls its fsync."""

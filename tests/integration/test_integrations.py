@@ -319,6 +319,7 @@ def test_started_again_after_its_end_it_does_nothing(name: str, tmp_path: Path, 
     assert_equal(again.variables["final"], uninterrupted[name][0])
 
 
+@pytest.mark.slow
 def test_what_trainer_logged_comes_back(tmp_path: Path) -> None:
     needed("trainer")
     histories = []

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 HANG_SECONDS = 300.0  # which no machine needs for all names of a kind, however busy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fifo", "socket", "device", "directory", "link", "dangling link", "stranger"])
 def test_a_start_neither_hangs_at_what_is_planted_nor_trusts_it(tmp_path: Path, kind: str) -> None:
     """It takes its place, or passes it over, or refuses: by its name, and with what to do."""

@@ -386,6 +386,7 @@ def test_forward_in_another_thread_is_refused(run: Callable[..., Any]) -> None:
         run(step_of(Threads(), torch.ones(2, 6)), name="job")
 
 
+@pytest.mark.slow
 def test_a_job_that_runs_forward_in_another_thread_trains_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = Threads()
     optimizer = momentum(model.parameters())

@@ -226,6 +226,7 @@ BROKEN: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_broken_promise_is_told(torture: Call, kind: str) -> None:
     promise, text = BROKEN[kind]
@@ -286,6 +287,7 @@ def test_a_launcher_that_starts_the_job_again_is_no_hang(torture: Call, capsys: 
     assert (kill["signal"], kill["code"]) == ("SIGTERM", None)
 
 
+@pytest.mark.slow
 def test_what_was_done_before_all_this_is_not_held_against_a_job(trained: tuple[Said, Path], tmp_path: Path) -> None:
     """Its checkpoints were brought back from a copy, say, and its report was not."""
     copied = tmp_path / "checkpoints"

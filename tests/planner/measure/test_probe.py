@@ -610,6 +610,7 @@ def test_a_device_without_a_float32_peak_says_what_is_missing(tmp_path: Path) ->
 # --- the command
 
 
+@pytest.mark.slow
 def test_the_command_measures_and_writes_what_device_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

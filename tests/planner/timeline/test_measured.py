@@ -344,6 +344,7 @@ def test_tables_say_measured_and_predicted(call: Callable[..., tuple[int, str, s
     assert "of the measured, for" in out
 
 
+@pytest.mark.slow
 def test_compare_auto_tells_in_its_json_too(call: Callable[..., tuple[int, str, str]]) -> None:
     assert call("plan", "model.py", "--device", "cpu", "--bandwidth", "63GB/s", "-o", "plan.json")[0] == FOUND
     code, out, err = call("compare", "model.py", "plan.json", "--device", "auto", "--json")

@@ -469,6 +469,7 @@ class Stuck(Images):
         return super().__getitem__(index)
 
 
+@pytest.mark.slow
 def test_a_worker_that_takes_too_long_is_no_end_of_an_epoch() -> None:
     batches = iter(DataLoader(Stuck(), 2, seed=1, num_workers=1, timeout=PATIENCE_SECONDS))
     assert len([next(batches), next(batches)]) == 2

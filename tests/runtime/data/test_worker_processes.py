@@ -130,6 +130,7 @@ def test_a_worker_that_a_signal_ends_as_it_starts(tmp_path: Path) -> None:
     assert_same_end(job.directory, truth)
 
 
+@pytest.mark.slow
 def test_one_that_is_lost_without_a_signal_to_the_job_is_an_error(tmp_path: Path) -> None:
     job = jobs.Job(tmp_path / "job", workers=2)
     job.directory.mkdir()

@@ -433,6 +433,7 @@ def test_a_fault_of_the_recorder_ends_recording_and_not_training(
     assert nothing_left(job)
 
 
+@pytest.mark.slow
 def test_iterations_that_cannot_be_recorded_are_tried_a_few_times(
     tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:

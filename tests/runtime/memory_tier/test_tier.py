@@ -226,6 +226,7 @@ def test_memory_that_the_system_took_away_harms_nothing(tmp_path: Path) -> None:
     assert newest_on_storage(tmp_path) == 3 * PER_EPOCH
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [tier_module.SHARE, 1000.0])
 def test_too_little_shared_memory_is_said_and_does_without(tmp_path: Path, share: float) -> None:
     """A container's own, smaller than the buffers: no SIGBUS, and no room taken from what loaders need."""

@@ -105,6 +105,7 @@ def test_a_finished_job_has_nothing_left_to_do(tmp_path: Path, uninterrupted: tu
     assert_same_end(tmp_path, uninterrupted)
 
 
+@pytest.mark.slow
 def test_killed_while_a_plan_is_made(tmp_path: Path, uninterrupted: tuple[Any, list[list[int]]]) -> None:
     """In the recorded iteration, in one that is timed, while the plan is made, and under it."""
     job = jobs.Job(tmp_path, planless=True)
