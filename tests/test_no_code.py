@@ -105,6 +105,7 @@ def unsafe_loads(tree: ast.AST) -> list[int]:
     return lines
 
 
+@pytest.mark.slow
 def test_torch_load_has_a_literal_weights_only() -> None:
     found = {name: unsafe_loads(tree) for name, tree in sources(*WINGS, "benchmarks", "examples", "tests")}
     assert len(found) > 100

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 WINGS = ("planner", "runtime", "models")
 SOLVERS = ("pulp", "highspy", "gurobipy")

@@ -16,6 +16,8 @@ from checkflow.planner.model_file.load import load_training_step
 from checkflow.planner.trace.trace import trace
 
 GIB, MIB = 2**30, 2**20
+pytestmark = pytest.mark.slow
+
 PEAKS = memory.Peaks(990 * MIB, GIB, 3 * GIB, 8 * MIB, 500 * MIB)
 ROW = memory.Row(
     "bert", "adam", 16, 1000 * MIB, "aten.mm.default of backward in model/layers", PEAKS, None, "no plan: why"

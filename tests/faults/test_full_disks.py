@@ -50,6 +50,7 @@ def test_random_damage(folder: Path) -> None:
     assert (found["tried"], found["refused"] > 400) == (500, True)
 
 
+@pytest.mark.slow
 def test_rivals(folder: Path) -> None:
     """``make faults`` has 1,000 rounds."""
     found = run("rivals", str(folder / "checkpoints"), "20", "1")

@@ -35,6 +35,7 @@ def test_the_suite_goes_red_without(kind: str, function: str, suite: tuple[str, 
     assert is_noticed(found(kind, function)[-1], suite)
 
 
+@pytest.mark.slow
 def test_the_suite_stays_green_if_nothing_is_deleted() -> None:
     assert not is_noticed(None, ("tests/runtime/store/test_store.py", "comes_back"))
 

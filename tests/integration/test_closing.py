@@ -437,6 +437,7 @@ sys.exit(job.exitcode)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", ["RuntimeError", "KeyboardInterrupt"])
 def test_workers_that_could_not_be_ended_hold_up_no_exit(error: str, tmp_path: Path) -> None:
     """One of multiprocessing's asks them by SIGTERM, which they outlast while a job trains, and waits for ever."""

@@ -15,6 +15,8 @@ import torch
 from tests.support import example_runs
 from tests.support.oracle import same_bits
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
@@ -142,7 +144,6 @@ def test_adopting_changes_nothing_where_epochs_are_left_early(tmp_path: Path) ->
     assert_same(ends[1][0], ends[0][0])
 
 
-@pytest.mark.slow
 @BOTH
 def test_killed_and_restarted_it_ends_the_same(example: Example, originals: dict[str, Run], tmp_path: Path) -> None:
     expected, printed = originals[example.folder]

@@ -32,6 +32,8 @@ from tests.support import jobs
 from tests.support.oracle import clone_state, same_bits
 from tests.support.planned_jobs import plan_by_trace
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PROGRAMS = dict(
     re.findall(r"```python\n# ([^\n]+)\n(.*?)```", (ROOT / "docs/how-to/integrations.md").read_text(), re.DOTALL)
@@ -319,7 +321,6 @@ def test_started_again_after_its_end_it_does_nothing(name: str, tmp_path: Path, 
     assert_equal(again.variables["final"], uninterrupted[name][0])
 
 
-@pytest.mark.slow
 def test_what_trainer_logged_comes_back(tmp_path: Path) -> None:
     needed("trainer")
     histories = []

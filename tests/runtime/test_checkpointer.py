@@ -654,6 +654,7 @@ def test_epochs_and_steps_are_counted_as_by_range(tmp_path: Path, numbers: tuple
         assert run(way, 99) == []
 
 
+@pytest.mark.slow
 def test_closed_by_nobody_it_closes_as_the_process_ends(tmp_path: Path) -> None:
     """An error ends a script that has no ``with`` block: what was captured is committed, and nothing hangs."""
     code = """

@@ -477,6 +477,7 @@ def test_a_start_may_take_no_time(call: Any, none: str) -> None:
     assert json.loads(out)["restart_seconds"] < 1e-4
 
 
+@pytest.mark.slow
 def test_each_option_reaches_the_simulation(call: Any) -> None:
     def result(*options: str, way: str = "checkflow") -> dict[str, Any]:
         said = json.loads(call(*DIGITS, "--json", *options)[1])

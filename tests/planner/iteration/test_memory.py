@@ -323,6 +323,7 @@ class Around(nn.Module):
         return x + y
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     names=st.lists(st.sampled_from(sorted(BLOCKS)), min_size=1, max_size=6),

@@ -216,6 +216,7 @@ def test_a_compiled_region_has_one_anchor_and_its_gradients_come_together() -> N
     assert len({eager[key] for key in gradients}) > 1
 
 
+@pytest.mark.slow
 def test_a_plan_for_an_uncompiled_model_stays_consistent_when_it_is_compiled(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -304,6 +305,7 @@ def test_a_step_that_is_compiled_in_one_piece_has_everything_due_at_the_boundary
             assert record.anchor == "boundary" or from_copy
 
 
+@pytest.mark.slow
 def test_a_changing_batch_size_compiles_anew_and_changes_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

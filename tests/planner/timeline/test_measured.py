@@ -67,6 +67,7 @@ def facts(graph: TrainingGraph) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_measured_step_is_the_traced_one_with_times(name: str) -> None:
     found = measure_step(BUILDERS[name](), name=name, runs=3)

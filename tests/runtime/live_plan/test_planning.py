@@ -320,6 +320,7 @@ def test_the_ends_of_epochs_are_saved_before_there_is_a_plan(tmp_path: Path) -> 
     assert check(tmp_path, truths) == [2, 4]
 
 
+@pytest.mark.slow
 def test_optimizers_of_different_cadence_are_recorded_when_all_step(tmp_path: Path) -> None:
     job = Job()
     other = nn.Linear(8, 8)

@@ -152,6 +152,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_any_code_for_it(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],

@@ -215,6 +215,7 @@ def test_a_rank_killed_at_any_call(directory: Path, victim: int, monkeypatch: py
     assert seen == {True, False}  # killed too early for the version, and late enough
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("victim", "sticky"), [(0, False), (1, False), (0, True), (1, True)])
 def test_a_call_of_a_rank_that_fails(
     directory: Path, victim: int, sticky: bool, monkeypatch: pytest.MonkeyPatch

@@ -91,6 +91,7 @@ def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor])
         assert same_bits(value, second[name]), name
 
 
+@pytest.mark.slow
 def test_a_jobs_default_device_is_for_the_jobs_own_tensors(tmp_path: Path) -> None:
     whole, job = Job(), Job()
     whole.run(tmp_path / "whole", 5)
@@ -110,6 +111,7 @@ def test_the_loaders_order_does_not_follow_the_default_device() -> None:
         assert [batch[0].tolist() for batch in DataLoader(data, 4, shuffle=True, seed=5)] == before
 
 
+@pytest.mark.slow
 def test_state_that_parameters_share_is_shared_again(tmp_path: Path) -> None:
     whole, job = Job(Shared), Job(Shared)
     whole.run(tmp_path / "whole", 5)

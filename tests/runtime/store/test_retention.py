@@ -573,6 +573,7 @@ def forking() -> Iterator[Callable[[], None]]:
         os.close(end)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["commit", "annotate"])
 def test_a_process_forked_at_any_moment_keeps_no_checkpoint(directory: Path, what: str) -> None:
     """What the store has open and locked at that moment, the new process has too, for as long as it lives."""

@@ -98,6 +98,7 @@ def test_the_state_dicts_are_those_of_the_job(trained: Any) -> None:
     assert found["model"]["a.weight"] is found["model"]["b.weight"]
 
 
+@pytest.mark.slow
 def test_a_script_without_checkflow_trains_on(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, model, *_ = trained
     out, end = tmp_path / "all.pt", tmp_path / "end.pt"

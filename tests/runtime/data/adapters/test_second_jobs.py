@@ -139,6 +139,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_second_job_with_the_loader_of_the_first_is_the_same(kind: str, tmp_path: Path) -> None:
     loader = KINDS[kind]()
@@ -147,6 +148,7 @@ def test_a_second_job_with_the_loader_of_the_first_is_the_same(kind: str, tmp_pa
     assert job(tmp_path / "other", KINDS[kind]()) == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["own", "own, by a sampler", "torch's", "with a state", "a function"])
 def test_a_second_job_goes_on_from_its_own_checkpoint(kind: str, tmp_path: Path) -> None:
     loader = KINDS[kind]()
