@@ -1,25 +1,16 @@
 """The controller of the intervals: told how long each iteration took, it says which boundaries are captured.
 
 It reads no clock and knows no thread: :mod:`.loop.pacing` tells it, at each boundary, how long the iteration took that
-has ended, whether a capture was in flight in it, and whether storage was being written to. :mod:`.measurements` makes
-of that what a checkpoint costs, :mod:`.policy` what interval follows.
+has ended, whether a capture was in flight in it, and whether storage was being written to.
 
-A job is *profiled* first (CheckFreq, section 4.4: 1 % of an epoch or 50 iterations, whichever is fewer). Under a plan
-its first checkpoints are made as planned; then they stop for some iterations (:mod:`.calibration`), and go on as far as
-the budget allows. Where there is no plan a checkpoint holds training: one is made at once, for trial, whatever is known
-of its cost, and free iterations come after it. Then intervals are chosen, and reviewed from there on
-(:mod:`.adjustment`).
+One rule decides: a checkpoint is made when its interval has passed and nothing is owed. The interval is the shortest
+that the measured costs allow (:mod:`.measurements`, :mod:`.policy`); what checkpoints really took is owed until
+training has earned it (:mod:`.token_bucket`), so that also the first one that costs more puts off the next.
 
-Two things keep within ``overhead``. The intervals do in the long run, by costs measured before. The budget
-(:mod:`.overhead_budget`) does at once: as soon as free iterations tell what training takes, whatever was spent beyond
-is owed, the profile's checkpoints included, and a checkpoint that is due waits until nothing is. So the first
-checkpoint that costs ten times as much puts off the next one, and the interval follows with the review that this brings
-about. After one that was cheap for its interval the next comes sooner, after a ``PROBE``-th of it, which the budget
-then pays: so that it is soon known whether the interval may shrink.
-
-Where captures in host memory follow each other without a gap, the last ones before storage is due are left out, so that
-some iterations stay free, which costs no durable checkpoint. If free iterations themselves have become other ones, all
-is measured anew, and nothing is owed.
+Both need free iterations. There are some while anything is owed, and before storage is due where captures in host
+memory follow each other without a gap. A *control* makes some where there are none: nothing is captured until enough
+were seen. A job begins with checkpoints as planned and a control; without a plan a checkpoint holds training, and one
+is made at once, for trial.
 """
 
 from __future__ import annotations
@@ -30,24 +21,25 @@ from collections import deque
 
 from checkflow.core.run_report import Frequency, FrequencyChange
 from checkflow.core.units import format_seconds, format_time
-from checkflow.runtime.interval.adjustment import BOLD, Review, Verdict, longer
-from checkflow.runtime.interval.calibration import Control
 from checkflow.runtime.interval.clock_schedule import ByTime
-from checkflow.runtime.interval.measurements import LEAST, SHIFT, Iteration, Samples, median
-from checkflow.runtime.interval.overhead_budget import Budget
-from checkflow.runtime.interval.policy import Asked, Costs, Intervals, least_multiple
+from checkflow.runtime.interval.measurements import LEAST, Checkpoints, Iteration, Measurements, median
+from checkflow.runtime.interval.policy import Asked, Costs, Intervals, choose
+from checkflow.runtime.interval.token_bucket import Bucket
 
 logger = logging.getLogger("checkflow")
 
-MOST_PROFILED, PROFILED_SHARE = 50, 0.01  # iterations, and share of an epoch
-LEAST_PROFILED = 16  # iterations, however short the epoch
-LEAST_TRIED = 5  # iterations with checkpoints, before the first ones without
+LEAST_TRIED, TRIED = 5, 16  # iterations with checkpoints before the first control, and as many as are enough
+TRY_AGAIN, LONGEST_PROFILE = 50, 200  # iterations
+LEAST_FREE, MOST_FREE = 5, 12  # iterations of a control
+ERROR_SHARE = 0.15  # of the overhead: so well they are to tell
+LONGEST_CONTROL = 20  # iterations: then it ends, whatever was seen
+EVERY, CAPTURES = 200, 50  # iterations without a free one, or captures, whichever is more: then a control comes
+STALE, STALE_INTERVALS = 40, 2  # iterations or intervals without a free one: then one comes before intervals change
 GAP, GAP_FROM = 2, 8  # iterations left free before storage is due, where that comes after at least so many captures
-REVIEW_EVERY, REVIEW_SECONDS = 20, 0.2  # iterations, and seconds of them: a review takes most of a millisecond
-PROBE = 4  # so many times sooner the next checkpoint follows one that was cheap
+REVIEW_SECONDS = 1.0  # of training: a review takes most of a millisecond
+DOUBT, BAND = 2.0, 0.1  # standard errors of what is measured, and a share of an interval, that do not move it
+FASTEST_GROWTH = 4  # where no interval would be long enough
 SHORT = 2  # times as many iterations as a commit is seen in: an epoch of no more leaves too few of its own free
-MOST_AFTER_GUESS = 3  # controls, one of which comes with the guess
-LONGEST_PROFILE = 200  # iterations of any kind: then intervals are chosen by what little is known
 SAID = 0.001  # of an iteration: what hooks and looks at the job take is said where it is more
 HISTORY = 50
 
@@ -63,13 +55,10 @@ class Controller:
     def __init__(self, asked: Asked, *, start: int = 0, epoch_iterations: int | None = None) -> None:
         self._asked = asked
         self._epoch_iterations = epoch_iterations
-        share = MOST_PROFILED if epoch_iterations is None else math.ceil(PROFILED_SHARE * epoch_iterations)
-        self._profile_length = max(LEAST_PROFILED, min(MOST_PROFILED, share))
-        self._samples, self._planned = Samples(), True
-        self._budget = Budget(asked.overhead)
+        self._measured, self._planned = Measurements(), True
         self._changes: deque[FrequencyChange] = deque(maxlen=HISTORY)
         self._time = None if asked.every_seconds is None else ByTime(asked.every_seconds)
-        self._last_memory = self._last_disk = start
+        self._number = self._last_memory = self._last_disk = start
         self.place(start, 1)
 
     def place(
@@ -94,26 +83,27 @@ class Controller:
             told: whether the intervals that follow from it are no news.
         """
         if planned and not self._planned:
-            self._samples = Samples()  # iterations beside which a plan was made
+            self._measured = Measurements()  # iterations beside which a plan was made
         self._unit, self._every, self._planned, self._tiers = unit, every, planned, tiers and planned
-        self._samples.forget_checkpoints()
-        self._budget.reset()
-        self._refused_at: int | None = None  # free iterations seen when the budget refused a checkpoint
+        self._measured.checkpoints = Checkpoints()
+        self._bucket = Bucket()
+        #: What is held against training's own time as soon as that is known.
+        self._early: list[tuple[Iteration, bool | None, int]] | None = []
+        self._began: bool | None = None  # a capture, at the last boundary: whether it is one like others
         self._busy = False  # storage, in the last iteration
         self._observed = self._passed = 0  # iterations since then: that tell, and of any kind
-        self._reviewed, self._reviewed_samples, self._unreviewed_seconds = number, 0, 0.0
-        self._control = Control(self._samples, self._asked.overhead, number=number, unit=unit)
-        self._rests_only = False  # a control that is needed is about training's own time alone
+        self._unreviewed_seconds, self._reviewed, self._persists_before = 0.0, 0, 0
+        self._free_before: int | None = None  # free iterations seen when the control began; None: there is none
+        self._controlled, self._since = False, number  # the last control; or the plan
+        self._captures_wanted, self._captures_until = 0, number  # that storage does not take
         self._tried: int | None = None  # the boundary of a checkpoint for trial
-        self._costs, self._guessed = known, False  # whether they are a fallback's
+        self._costs, self._guessed = known, False
         # What the user said needs no word in the log.
         self._intervals: Intervals | None = None if every is None else Intervals(every, every, "every")
-        self._reviewing = Review(self._asked, self._samples, unit=unit, tiers=self._tiers)
-        self._cheap = False  # the last checkpoint
         if self._time is not None and (interval := self._time.interval(unit)) is not None:
             self._intervals = Intervals(interval, interval, "every")
         elif every is None and self._time is None and known is not None:
-            self._set(number, self._reviewing.choice(known) or longer(Intervals(unit, unit, "overhead")), told=told)
+            self._set(number, self._choice(known) or self._longer(), told=told)
 
     # What the job asks
 
@@ -135,9 +125,9 @@ class Controller:
     @property
     def report(self) -> Frequency:
         """How often, why, and what was measured."""
-        asked, samples, now = self._asked, self._samples, self._intervals
-        costs = samples.estimate(known=self._costs)
-        seen = costs is not None and (samples.largest > 0 or self._costs is not None)
+        asked, measured, now = self._asked, self._measured, self._intervals
+        costs = measured.estimate(self._costs)
+        seen = costs is not None and (measured.checkpoints.seen > 0 or self._costs is not None)
         as_planned = now is None and self._planned and self._time is None
         memory = self._unit if as_planned else None if now is None else now.memory
         reason = "profile" if now is None else now.reason
@@ -145,11 +135,11 @@ class Controller:
             memory_interval=memory,
             disk_interval=None if now is None else now.disk,
             reason=reason if self._time is None else "every",
-            iteration_seconds=median(samples.recent) if samples.recent else None,
+            iteration_seconds=median(measured.recent) if measured.recent else None,
             baseline_seconds=costs.iteration_seconds if costs else None,
             capture_cost_seconds=costs.capture_seconds if costs and seen else None,
             persist_cost_seconds=costs.interference_seconds if costs and seen else None,
-            persist_seconds=samples.persist_seconds,
+            persist_seconds=measured.persist_seconds,
             overhead_share=costs.share(now.memory, now.disk) if costs and seen and now else None,
             overhead_allowed=asked.overhead,
             changes=self.changes,
@@ -159,32 +149,30 @@ class Controller:
         """Whether this boundary is captured."""
         if self._every is not None:
             return number % self._every == 0
-        if number % self._unit or self._control.free or (self._control.resting and not self._tiers):
+        if number % self._unit or self._free_before is not None:
             return False
         if self._time is not None:
             return self._time.is_due(self._unit)
-        if not self._planned and (self._intervals is None or self._tried is None):
-            return self._may_try(number)
-        if self._intervals is None:
-            return self._may_spend()
-        if self._control.wants_captures and not self._busy:
-            return True
-        now, since_durable = self._intervals, number - self._last_disk
-        if since_durable >= self._disk_interval(now) and self._may_spend():
-            return True
+        if self._wants_captures(number):
+            return not self._busy
+        now = self._intervals
+        if not self._planned and (now is None or self._tried is None):
+            # One for trial, at once; another one if that came to nothing.
+            return not self._busy and (self._tried is None or number - self._tried >= TRY_AGAIN)
+        if now is None or self._is_storage_due(number):
+            return self._bucket.allows()
         if now.memory == now.disk or number - self._last_memory < now.memory:
             return False
         gap = max(GAP, self._unit) if now.memory == self._unit and now.disk >= GAP_FROM * self._unit else 0
-        return since_durable % now.disk < now.disk - gap and self._budget.allows_between()
+        return (number - self._last_disk) % now.disk < now.disk - gap and self._bucket.allows_between()
 
     def is_durable(self, number: int) -> bool:
         """Whether storage takes the capture of this boundary as soon as it can."""
         if self._every is not None or self._time is not None or not self._planned:
             return True
-        if self._control.resting:
+        if self._free_before is not None or self._wants_captures(number):
             return False
-        now = self._intervals
-        return now is None or (number - self._last_disk >= self._disk_interval(now) and self._may_spend())
+        return self._intervals is None or (self._is_storage_due(number) and self._bucket.allows())
 
     @property
     def leaves_out_epochs(self) -> bool:
@@ -193,10 +181,10 @@ class Controller:
         Where epochs are about as short as one commit, their ends keep storage busy all the time, and nothing would
         tell what training takes: a control leaves them out, too.
         """
-        lasting, recent = self._samples.persist_seconds, self._samples.recent
-        if self._epoch_iterations is None or lasting is None or not (self._control.resting or self._control.free):
+        lasting, recent = self._measured.persist_seconds, self._measured.recent
+        if self._epoch_iterations is None or lasting is None or not recent:
             return False
-        if not recent:  # a control may be due before any iteration has told anything
+        if self._free_before is None and not self._wants_captures(self._number):
             return False
         return self._epoch_iterations <= SHORT * (1 + lasting / median(recent))
 
@@ -209,7 +197,7 @@ class Controller:
             durable: whether storage takes it.
             counts: whether it is one like others, not an audited one, nor one that came before its time.
         """
-        self._samples.begin_capture(counts=counts)
+        self._began = counts
         if self._time is not None:
             self._time.captured(self._unit)
         self._last_memory = self._tried = number
@@ -218,136 +206,169 @@ class Controller:
 
     def ended(self, iteration: Iteration) -> None:
         """An iteration has ended; before :meth:`is_due` is asked about its boundary."""
+        number, began, self._began = iteration.number, self._began, None
+        self._number = number
         self._busy = iteration.persisted
         self._observed += iteration.tells
         self._passed += iteration.seconds > 0
         self._unreviewed_seconds += iteration.seconds
-        shifts = self._samples.shifts
-        self._samples.add(iteration)
-        self._budget.add(
-            iteration,
-            self._samples.baseline,
-            1 if self._intervals is None else self._intervals.disk,
-            believed_seconds=None if self._costs is None else self._costs.iteration_seconds,
-            standing_seconds=self._samples.standing_seconds,
-        )
-        if self._samples.shifts != shifts:
-            self._budget.forgive()
+        if self._measured.add(iteration) and (costs := self._costs) is not None:
+            self._bucket.forgive(costs.capture_seconds + costs.interference_seconds)
+        self._account(iteration, began)
         if self._every is not None:
             return
         if self._time is not None:
             if self._time.ended(iteration.seconds) and (interval := self._time.interval(self._unit)) is not None:
-                self._set(iteration.number, Intervals(interval, interval, "every"))
+                self._set(number, Intervals(interval, interval, "every"))
             return
         self._steer(iteration)
-        if iteration.persist_seconds is not None:
-            self._cheap = self._was_cheap()
         if self._intervals is None:
-            first = self._reviewing.first() if self._is_profiled else self._fallback()
-            if first is not None:
-                self._take(iteration.number, first)
-        elif self._review_due(iteration.number):
-            verdict = self._reviewing.again(iteration.number, self._intervals, self._costs)
-            if verdict is not None:
-                self._guessed &= verdict.intervals is None
-                self._take(iteration.number, verdict)
+            if self._is_profiled(number):
+                self._choose_first(number, self._measured.estimate(None))
+            elif self._tells_nothing and (guess := self._measured.guess()) is not None:
+                self._guessed = True
+                self._choose_first(number, guess)
+        elif self._is_review_due(iteration):
+            self._review(number, self._intervals)
 
-    # Budget, profile and control
+    # Costs, controls and reviews
 
-    def _may_spend(self) -> bool:
-        """Whether the budget has room for a checkpoint."""
-        allowed = self._budget.allows()
-        if not allowed and self._refused_at is None:
-            self._refused_at = self._samples.free_seen
-        return allowed
-
-    def _may_try(self, number: int) -> bool:
-        """Without a plan: one checkpoint for trial, at once; another one if that came to nothing."""
-        return not self._busy and (self._tried is None or number - self._tried >= MOST_PROFILED)
+    def _account(self, iteration: Iteration, began: bool | None) -> None:
+        """Hold it against training's own time: what is known of that, and then, once more, what is measured."""
+        interval = 1 if self._intervals is None else self._intervals.disk
+        baseline = self._measured.baseline
+        todo = [(iteration, began, interval)]
+        if self._early is not None:
+            self._early.append(todo[0])
+            if baseline is not None:
+                todo, self._early = self._early, None
+                self._bucket, self._measured.checkpoints = Bucket(), Checkpoints()
+            elif len(self._early) > LONGEST_PROFILE:
+                del self._early[0]
+        costs = self._costs
+        if baseline is None and costs is not None:
+            baseline = costs.iteration_seconds, 0.0
+        standing = self._measured.standing_seconds
+        for one, its_began, its_interval in todo:
+            excess = 0.0 if baseline is None else one.own_seconds - baseline[0]
+            self._measured.checkpoints.follow(one, excess, standing, began=its_began)
+            if baseline is not None:
+                earned = Costs(baseline[0], 0.0, 0.0, 0.0, standing).allowed_seconds(self._asked.overhead)
+                self._bucket.add(one, baseline, earned=earned, standing=standing, interval=its_interval)
 
     @property
     def _tells_nothing(self) -> bool:
-        """Whether so far no iteration could be held against another, or as good as none."""
-        if self._passed >= LEAST_PROFILED and not self._observed:
-            return True
-        few = self._passed >= MOST_PROFILED and self._observed < LEAST_TRIED
-        return few or (self._passed >= LONGEST_PROFILE and self._samples.free < LEAST)
+        """Whether no iteration can be held against another, so that no profile is to be had."""
+        long = self._passed >= (LONGEST_PROFILE if self._observed else TRIED)
+        tried = self._planned or (self._measured.persist_seconds is not None and not self._busy)
+        return long and tried and self._measured.baseline is None
 
-    def _fallback(self) -> Verdict | None:
-        """Where no profile is to be had: intervals by how long training surely waited, until more is known."""
-        if not self._tells_nothing or (not self._planned and (self._samples.persist_seconds is None or self._busy)):
-            return None
-        costs = self._samples.fallback
-        if costs is None:
-            return None
-        chosen = self._reviewing.choice(costs) or longer(Intervals(self._unit, self._unit, "overhead"))
-        self._guessed = True
-        return Verdict(chosen, costs, unsure=True)
-
-    @property
-    def _is_profiled(self) -> bool:
-        if self._samples.free < LEAST:
+    def _is_profiled(self, number: int) -> bool:
+        if self._measured.baseline is None:
             return False
         if not self._planned:
-            return self._samples.persist_seconds is not None and not self._busy
-        long = self._observed >= self._profile_length or self._passed >= LONGEST_PROFILE
-        return self._control.made > 0 and long
+            return self._measured.persist_seconds is not None and not self._busy
+        return self._controlled and self._free_before is None and not self._wants_captures(number)
+
+    def _wants_captures(self, number: int) -> bool:
+        """Whether captures that storage does not take are to show what they cost, as none did before."""
+        return number < self._captures_until and self._measured.checkpoints.captures_seen < self._captures_wanted
+
+    def _want_captures(self, number: int) -> None:
+        self._captures_wanted = self._measured.checkpoints.captures_seen + LEAST
+        self._captures_until = number + 4 * LEAST * self._unit
 
     def _steer(self, iteration: Iteration) -> None:
         """Begin a control where one is due, and see it through."""
-        now = self._intervals
-        if now is None:
-            tried = max(self._samples.captures, self._reviewing.persists) >= LEAST or self._observed >= LEAST_PROFILED
-            due = self._planned and not self._control.made and tried and self._observed >= LEAST_TRIED
-        else:
-            due = self._control.is_stale(iteration.number, now.memory)
-            if self._guessed and self._observed >= LEAST_TRIED and self._samples.free < LEAST:
-                due |= self._control.made < MOST_AFTER_GUESS  # something tells at last
-        # Captures that storage does not take are rare where it takes all.
-        rare = self._tiers and not self._rests_only and (now is None or now.memory == now.disk)
-        self._control.follow(iteration, due=due, captures=LEAST if rare else 0)
+        number, measured, now = iteration.number, self._measured, self._intervals
+        if self._free_before is None:
+            if now is None:
+                tried = measured.checkpoints.persists_seen >= LEAST or self._observed >= TRIED
+                due = self._planned and not self._controlled and tried and self._observed >= LEAST_TRIED
+            else:
+                longest = max(EVERY, CAPTURES * now.memory)
+                if measured.baseline is None and self._observed >= LEAST_TRIED:
+                    longest = STALE  # what is known of before, or guessed, may be wrong
+                due = number - max(measured.last_free, self._since) >= longest
+            if due:
+                self._begin_control(number)
+            return
+        if iteration.persisted:
+            self._since = number  # storage comes to rest first
+        if measured.free_seen - self._free_before >= self._enough_free or number - self._since >= LONGEST_CONTROL:
+            self._free_before, self._controlled, self._since = None, True, number
+            if now is None and self._tiers:
+                self._want_captures(number)
 
-    # Review
+    def _begin_control(self, number: int) -> None:
+        self._free_before, self._since = self._measured.free_seen, number
 
-    def _was_cheap(self) -> bool:
-        """Whether the last persist, and the captures in it, cost much less than their interval is long for."""
-        now, costs, paid = self._intervals, self._costs, self._samples.last_persist_cost
-        if now is None or costs is None or paid is None or now.reason != "overhead":
+    @property
+    def _enough_free(self) -> int:
+        """How many free iterations tell what training takes: the more, the more they vary."""
+        if self._measured.baseline is None or not self._asked.overhead:
+            return LEAST_FREE
+        seconds, spread_seconds = self._measured.baseline
+        wanted = (spread_seconds / (ERROR_SHARE * self._asked.overhead * seconds)) ** 2
+        return max(LEAST_FREE, math.ceil(min(MOST_FREE, wanted)))
+
+    def _is_storage_due(self, number: int) -> bool:
+        return self._intervals is not None and number - self._last_disk >= self._intervals.disk
+
+    def _choice(self, costs: Costs) -> Intervals | None:
+        """The shortest intervals that these costs allow; None: they allow none."""
+        asked = self._asked
+        return choose(costs, self._unit, asked.overhead, mtbf_seconds=asked.mtbf_seconds, tiers=self._tiers)
+
+    def _longer(self) -> Intervals:
+        """Where nothing may be lost to checkpoints, and something is: step by step."""
+        now = self._intervals or Intervals(self._unit, self._unit, "overhead")
+        return Intervals(now.memory * FASTEST_GROWTH, now.disk * FASTEST_GROWTH, "overhead")
+
+    def _choose_first(self, number: int, costs: Costs | None) -> None:
+        if costs is not None:
+            self._costs = costs
+            self._set(number, self._choice(costs) or self._longer())
+
+    def _is_review_due(self, iteration: Iteration) -> bool:
+        seen = self._measured.checkpoints.seen
+        if seen == self._reviewed or self._unreviewed_seconds < REVIEW_SECONDS or self._measured.baseline is None:
             return False
-        return paid <= BOLD * costs.allowed_seconds(self._asked.overhead) * now.disk
-
-    def _disk_interval(self, now: Intervals) -> int:
-        """When storage is due: sooner after a checkpoint that was cheap, to see soon whether others are, too."""
-        step = now.memory if now.memory < now.disk else self._unit
-        return least_multiple(step, now.disk / PROBE) if self._cheap else now.disk
-
-    def _review_due(self, number: int) -> bool:
-        """Whether there is something new to look at: now and then, and soon where the budget has refused a checkpoint.
-
-        Then training goes on without, and shows first whether it has become another one itself.
-        """
-        if self._unreviewed_seconds < REVIEW_SECONDS:
-            return False
-        refused = self._refused_at is not None and self._samples.free_seen - self._refused_at >= SHIFT
-        samples = self._samples.captures_seen + self._samples.persists_seen
-        if samples == self._reviewed_samples or not (refused or number - self._reviewed >= REVIEW_EVERY):
-            return False
-        self._reviewed, self._reviewed_samples, self._unreviewed_seconds = number, samples, 0.0
-        self._refused_at = None
+        self._reviewed, self._unreviewed_seconds = seen, 0.0
         return True
 
-    def _take(self, number: int, verdict: Verdict) -> None:
-        if verdict.intervals is None or verdict.unsure:
-            self._control.needed, self._rests_only = True, verdict.intervals is None or self._guessed
-        if verdict.intervals is not None:
-            self._costs = verdict.costs
-            self._set(number, verdict.intervals)
+    def _review(self, number: int, now: Intervals) -> None:
+        """Other intervals, if what is measured asks for them, and not by chance."""
+        costs, least, most = (self._measured.estimate(self._costs, doubt) for doubt in (0.0, -DOUBT, DOUBT))
+        assert costs is not None
+        assert least is not None
+        assert most is not None
+        wanted, low, high = self._choice(costs), self._choice(least), self._choice(most)
+        if wanted is None and low is not None:
+            wanted = low
+        # Where storage takes all, captures in between cannot show what they cost: they are tried on the medians' word.
+        tried = wanted is not None and now.memory == now.disk and wanted.memory < wanted.disk
+        if wanted is not None and low is not None and not tried and _is_within(now, low, high):
+            return
+        if number - self._measured.last_free > max(STALE, STALE_INTERVALS * now.disk):
+            self._begin_control(number)  # perhaps it is training itself that has become slower
+            return
+        if wanted is None:
+            if self._measured.checkpoints.persists_seen - self._persists_before < LEAST:
+                return  # nothing says how much longer: first see what this one costs
+            wanted = self._longer()
+        self._costs, self._guessed = costs, False
+        self._set(number, wanted)
 
     def _set(self, number: int, intervals: Intervals, *, told: bool = False) -> None:
         before, self._intervals = self._intervals, intervals
-        self._reviewing.changed()
+        self._persists_before = self._measured.checkpoints.persists_seen
         if before is not None and (before.memory, before.disk) == (intervals.memory, intervals.disk):
             return
+        if before is not None and intervals.disk <= before.disk / 2:
+            self._measured.checkpoints.captures.clear()  # these were dear, too
+            if self._tiers and intervals.memory == intervals.disk:
+                self._want_captures(number)
         self._changes.append(FrequencyChange(number, intervals.memory, intervals.disk, intervals.reason))
         as_planned = intervals.reason == "plan" and intervals.memory == intervals.disk == self._unit
         if told or (before is None and as_planned and self._planned):
@@ -379,6 +400,15 @@ class Controller:
             else ""
         )
         return f"one costs {both} of training, and may cost {share:.3g} % of iterations of {seconds}{beside}"
+
+
+def _is_within(now: Intervals, low: Intervals, high: Intervals | None) -> bool:
+    """Whether intervals lie between these, or hardly beyond where these differ."""
+    high = high or Intervals(now.memory, now.disk, "overhead")
+    if low == high:
+        return (now.memory, now.disk) == (low.memory, low.disk)
+    memory = min(low.memory, high.memory) / 2 <= now.memory <= 2 * max(low.memory, high.memory)
+    return memory and (1 - BAND) * low.disk <= now.disk <= (1 + BAND) * high.disk
 
 
 def _often(interval: int) -> str:
