@@ -60,6 +60,7 @@ def test_pickle_is_called_nowhere_but_in_memory() -> None:
     assert used == IN_MEMORY
 
 
+@pytest.mark.slow
 def test_what_pickles_in_memory_is_not_in_the_stores_way() -> None:
     trees = [(name, imported(tree)) for name, tree in sources(*WINGS)]
     for module, expected in IN_MEMORY_USERS.items():

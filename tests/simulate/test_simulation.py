@@ -411,6 +411,7 @@ def test_a_model_and_its_plan_say_the_same(call: Any, capsys: pytest.CaptureFixt
     assert ours["stall_seconds"] == made.stall_seconds
 
 
+@pytest.mark.slow
 def test_the_table_says_what_was_simulated(call: Any) -> None:
     code, out, err = call(*DIGITS, "--every", "1h")
     assert (code, err) == (FOUND, "")
@@ -424,6 +425,7 @@ def test_the_table_says_what_was_simulated(call: Any) -> None:
     assert ", 0 failures in each in the mean" in out
 
 
+@pytest.mark.slow
 def test_a_device_file_says_how_fast_its_disk_is(call: Any) -> None:
     device = replace(CATALOGUE["cpu"], name="mine", disk_write_bytes_per_second=5e7, disk_read_bytes_per_second=2e8)
     write_device(device, "device.json")
@@ -497,6 +499,7 @@ def test_each_option_reaches_the_simulation(call: Any) -> None:
     assert dear["interval"] > 2 * tight["interval"]
 
 
+@pytest.mark.slow
 def test_options_of_the_plan_reach_it(call: Any) -> None:
     asked = (*DIGITS, "--json", "--optimizer", "adam", "--batch-size", "8", "--link-share", "0.5")
     said = json.loads(call(*asked, "--set", "width=8", "--max-interval", "7", "--overhead", "0.9")[1])

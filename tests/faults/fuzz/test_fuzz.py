@@ -119,6 +119,7 @@ def test_a_reader_at_fault_is_found_with_the_input_that_shows_it(
     assert details in kept.with_suffix(".txt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["memory", "leak"])
 def test_memory_that_a_reader_takes_is_found(by_name: dict[str, Target], tmp_path: Path, fault: str) -> None:
     """Whether it keeps a little of each input, or takes much for a moment."""
@@ -129,6 +130,7 @@ def test_memory_that_a_reader_takes_is_found(by_name: dict[str, Target], tmp_pat
     assert (run.findings[0].where == "manifest:3") == (fault == "memory")
 
 
+@pytest.mark.slow
 def test_a_death_ends_no_run(by_name: dict[str, Target], tmp_path: Path) -> None:
     """Others than the manifest's reader do as they should; the memory of one that died is not known."""
     with reading("abort") as reader:

@@ -248,6 +248,7 @@ def test_code_that_was_compiled_before_and_models_that_are_passed_without_their_
     assert len(said(caplog)) == 2
 
 
+@pytest.mark.slow
 def test_a_model_that_is_compiled_in_the_middle_of_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name, compile_now in {
         "in_place": lambda step: step.models["model"].compile(backend=BACKEND),

@@ -155,6 +155,7 @@ def test_a_trial_that_fails_is_made_again() -> None:
     assert job.intervals is None
 
 
+@pytest.mark.slow
 def test_a_cost_that_may_be_nothing_grows_an_interval_without_end() -> None:
     job = SimulatedJob(Asked(0.0), capture_seconds=0.5)
     job.run(1000)
@@ -306,6 +307,7 @@ def test_controls_are_rare_and_short() -> None:
     assert gaps(job.captures) <= {1, *range(5, 9)}
 
 
+@pytest.mark.slow
 def test_a_known_job_is_not_profiled() -> None:
     known = Costs(1.0, 0.01, 3.0, 0.3)
     job = SimulatedJob(place={"known": known})
@@ -490,6 +492,7 @@ def test_nothing_is_said_until_something_changes(caplog: pytest.LogCaptureFixtur
     )
 
 
+@pytest.mark.slow
 def test_the_history_is_bounded() -> None:
     job = SimulatedJob(persist_seconds=2.0)
     for turn in range(2 * HISTORY):  # growing from 2 to 9 is one change, shrinking two

@@ -606,6 +606,7 @@ def test_auto_comes_back_to_a_plan_that_was_kept(tmp_path: Path) -> None:
     assert checkpointer.report()["plan"]["source"] == "cache"
 
 
+@pytest.mark.slow
 def test_of_several_kept_plans_a_job_comes_to_its_own(tmp_path: Path, caplog: Any) -> None:
     plans_of = {}
     for batch_size, iterations in ((6, 8), (9, 20), (6, 32)):  # the plan for 9 is the newer one

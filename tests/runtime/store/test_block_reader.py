@@ -44,6 +44,7 @@ from tests.support.waiting import wait_for
 
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
+    gc.collect()  # what earlier tests left
     before = len(os.listdir("/proc/self/fd"))
     yield
     assert not [one.name for one in threading.enumerate() if one.name == "checkflow-reader"]

@@ -67,6 +67,7 @@ def held_by(process: psutil.Process) -> list[str]:
     return [file.path for file in process.open_files() if "/checkpoints/" in file.path]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_orphaned_workers_hold_no_lock_and_no_file(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
