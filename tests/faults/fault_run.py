@@ -181,14 +181,15 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 def page(rows: list[dict[str, Any]], tried: str) -> str:
     """The same as a page of docs/; ``tried`` is the state of the project."""
     lines = [
-        "# Faults: what was tried, and what came of it", "",
-        "Made by `make faults` (`tests/faults/fault_run.py`), which tries every fault that store, plans and solvers "
-        "are to survive, and goes on where it was interrupted. `make test-all` runs a short form. What must hold after"
-        " each: the newest acknowledged checkpoint is there; what is restored is, bit for bit, one state that was"
-        " written; damage is refused by the name of a file and never returned as good; the next save works; nothing"
-        " hangs.", "",
-        f"Of {tried}, on {machine()}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}. Seconds are wall time beside"
-        " other work. A part is one process; where not all are done, the run was ended before.", "",
+        "# Injected faults and their results", "",
+        "`make faults` (`tests/faults/fault_run.py`) makes this page. It injects every fault that store, plans and"
+        " solvers must survive. If it is interrupted, it continues at the next run. `make test-all` runs a short form."
+        " After each fault this must hold: the newest acknowledged checkpoint exists; a restore returns, bit for bit, a"
+        " state that was written; a damaged file is refused by name, never returned as good; the next save works;"
+        " nothing hangs.", "",
+        f"Measured at {tried}, on {machine()}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}. Seconds are wall time,"
+        " on a machine that also did other work. A part is one process. If not all parts are done, the run was ended"
+        " early.", "",
         "| | fault | parts done | tried | passed | seconds |", "| --- | --- | ---: | ---: | ---: | ---: |",
     ]  # fmt: skip
     for row in rows:
