@@ -1,15 +1,7 @@
 """Everything that needs a GPU, in one command of some minutes: the CUDA tests, and all measurements.
 
-``make test-gpu``, or ``python -m benchmarks.gpu [--budget SECONDS] [--output DIR] [--only PART …] [--wheels DIR]``
-
-It uses the Python that runs it and the torch that this has: nothing is installed, no network is used. Each part runs in
-a process of its own and has its time; one that fails, hangs or crashes is ended, and costs the others nothing. What it
-sent by then, and why it ended, are in the JSON at once: ``gpu-<card>.json`` in the output folder, which is
-``benchmarks/results`` unless another is given. Parts for which the budget leaves too little are skipped, the least
-important ones come last.
-
-Where a command may last ten minutes, ``--call 1``, ``--call 2`` and ``--call 3`` do a third of the parts each, all of
-them even if each takes its whole time; ``--join FILE …`` gives a call what the ones before have written.
+It uses the Python that runs it and that Python's torch: it installs nothing and uses no network. Each part runs in a
+process of its own and has its time; one that fails, hangs or crashes is ended, and costs the others nothing.
 """
 
 from __future__ import annotations

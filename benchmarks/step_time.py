@@ -1,10 +1,6 @@
 """Predicted against measured: the time of an iteration of each shipped model on this machine, beside the roofline's.
 
-``python benchmarks/step_time.py [--only bert …] [--batch-size N] [--quick] [--output FILE]``: a table, and the same as
-JSON, by default benchmarks/results/step-time-<machine>.json. Each model is built for real, run on the machine's GPU
-(else its CPU) as ``checkflow plan --device auto`` does it, and predicted twice: by the numbers of a probe made before,
-and by the catalogue's entry for the machine, if it has one. Batches are small enough for two cores.
-
+Each model runs as ``checkflow plan --device auto`` runs it, and is predicted by an earlier probe and by the catalogue.
 Let nothing else run meanwhile.
 """
 

@@ -1,13 +1,8 @@
 """Delete when requires-python is at least 3.11.10. Loader workers come through their fork, whatever threads do.
 
-CPython 3.11 before 3.11.10 takes a lock in a forked child before it makes that lock anew. If another thread held it at
-the fork the child waits for ever, before it has run a line of Python, and training waits for its batch
-(python/cpython#112275). Threads that are not Python's take it without the GIL whenever they call into Python, as gloo's
-do after a collective: of workers that start just then, one in some thousands hangs. Such a child has touched nothing,
-so it can be ended and forked anew. Later versions need none of this.
-
-A child that is merely slow may be ended, too, in what is registered to run in every forked child
-(``os.register_at_fork``), but never once it is a worker: the next one gets twice the time.
+Before 3.11.10 a forked child may wait for ever for a lock that another thread held at the fork, before it has run a
+line of Python (python/cpython#112275). Such a child has touched nothing: it is ended and forked anew. A slow child may
+be ended, too, but never once it is a worker.
 """
 
 from __future__ import annotations

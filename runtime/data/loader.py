@@ -1,13 +1,8 @@
-"""A DataLoader whose position can be saved: every sample exactly once an epoch, in the same order, with the same
-augmentation as without interruption, whatever the number of workers, and of ranks.
+"""A DataLoader whose position can be saved: each sample once an epoch, in the same order, with the same augmentation.
 
-Order comes from (seed, epoch) alone, and each sample's randomness from (seed, epoch, index) alone, so that the whole
-state is the epoch, how many of its samples reached a training step, and the seeds where they are drawn. Skipping to a
-position loads nothing.
-
-Without a seed of its own the loader draws an epoch's seeds when the epoch begins, from torch's generator, as many and
-in the order as torch's loader does (torch/utils/data: ``_BaseDataLoaderIter``, then ``RandomSampler``): the samples
-come in the order in which torch's would hand them out, and whatever else draws from that generator draws what it would.
+Order comes from (seed, epoch), each sample's randomness from (seed, epoch, index): the state is the epoch, its position
+and drawn seeds, and skipping loads nothing. Without a seed the loader draws an epoch's from torch's generator as
+torch's loader does, so that the order is torch's, too.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """In which order an epoch's samples are used, which of them each rank takes at each step, and what becomes of the tail.
 
-The order is that of the whole job. A step takes the next ``world_size * batch_size`` samples of it, and rank r the r-th
-batch of these; so the position in an epoch is one number, how many samples reached a step on all ranks together, and
-what is left can be dealt to any number of ranks. What the rule says of a step depends on what is left, and on nothing
-before it: a run that goes on from a position takes the steps that an uninterrupted one would take from there.
+The order is the whole job's: a step takes its next ``world_size * batch_size`` samples, and rank r the r-th batch of
+these. So a position is one number, and what is left can be dealt to any number of ranks.
 """
 
 from __future__ import annotations

@@ -1,16 +1,8 @@
-"""The controller of the intervals: told how long each iteration took, it says which boundaries are captured.
+"""Decides which boundaries are captured, from how long each iteration took. It reads no clock and knows no thread.
 
-It reads no clock and knows no thread: :mod:`.loop.pacing` tells it, at each boundary, how long the iteration took that
-has ended, whether a capture was in flight in it, and whether storage was being written to.
-
-One rule decides: a checkpoint is made when its interval has passed and nothing is owed. The interval is the shortest
-that the measured costs allow (:mod:`.measurements`, :mod:`.policy`); what checkpoints really took is owed until
-training has earned it (:mod:`.token_bucket`), so that also the first one that costs more puts off the next.
-
-Both need free iterations. There are some while anything is owed, and before storage is due where captures in host
-memory follow each other without a gap. A *control* makes some where there are none: nothing is captured until enough
-were seen. A job begins with checkpoints as planned and a control; without a plan a checkpoint holds training, and one
-is made at once, for trial.
+A checkpoint is made when its interval has passed (the shortest that measured costs allow: :mod:`.measurements`,
+:mod:`.policy`) and nothing is owed (:mod:`.token_bucket`). Both need free iterations; a *control* makes some where
+there are none: nothing is captured until enough were seen.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """How often checkpoints are made: arithmetic over measured times, and nothing else.
 
-CheckFreq's Algorithm 1 (section 4.3.2 of its paper) as it is written, with the parenthesis that its first line lacks
-(:func:`algorithm_1`); its rule joined with a plan (:func:`join`); both tiers at once (:func:`choose`); the interval
-that wastes least between failures (:func:`least_waste`); seconds as iterations (:func:`in_iterations`), and by the
-clock (:func:`is_time`). Who measures, and when an interval is changed, is :mod:`.controller`.
+CheckFreq's Algorithm 1 (section 4.3.2) as it is written, with the parenthesis that its first line lacks, and what
+checkflow adds to it. :mod:`.controller` decides when an interval is changed.
 """
 
 from __future__ import annotations

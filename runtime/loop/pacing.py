@@ -1,14 +1,7 @@
-"""The controller of the intervals in a live job: its clock, and what it is told of plans, captures and storage.
+"""The controller of the intervals in a live job: its clock, and what it learns of plans, captures and storage.
 
-What it is told of an iteration: the time from one boundary to the next, by the host's clock, and whether a capture was
-in flight in between, or storage written to. Left out is what is no iteration like others: the first two of a run, one
-that is recorded, those beside which a plan is made, the first under another plan, the first and the last of an epoch
-(validation follows it), and those around a change between with and without evaluation.
-
-A job without a plan, be it made at this moment or never, is checkpointed like others, each checkpoint copied at its
-boundary: that stall is measured like any cost, and spread over its interval. The first one comes early: after the
-iterations that are recorded and timed (``UNDISTURBED``), or sooner where these have taken ``WORTH_SECONDS``. Iterations
-beside which a first plan is made are held against each other alone: they are forgotten when it is there.
+Iterations that are not like others are left out: the first two of a run, those recorded or beside planning, the first
+under another plan, an epoch's first and last, and those around a change between with and without evaluation.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """How the processes of one version meet: by files in the store's directory, without a network.
 
-- ``.shards.json`` is the board: rank 0 says which *attempt* to write a version is open, and how earlier ones ended.
-- ``.tmp-<step>-<run id>.<attempt>/`` holds each rank's files and its record, ``.done-00001`` or ``.failed-00001``.
-
-Attempts have random numbers, so that nothing of a dead run is taken for a part. docs/how-to/shards.md has the order.
+``.shards.json`` is rank 0's board: which *attempt* to write a version is open, and how earlier ones ended. Each rank's
+files and record lie in ``.tmp-<step>-<run id>.<attempt>/``. Attempts have random numbers: a dead run's never count.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """Loaders of another make, made resumable: what those that have a state and those that have none share.
 
-A position counts batches. The process's generators are training's, and what a loader draws from them (torch's draws a
-base seed an epoch, samples may draw more where there are no workers) goes on being drawn from them, in the same place.
-A resume must neither draw twice nor draw anything else, so that
-
-- whatever is set up or fetched again draws from copies, and leaves the generators as they were;
-- a batch that was fetched before the boundary and reaches a step after it is fetched again with the generators as they
-  were then. Loops that fetch ahead have such, and so has a loader that does not know whether there is a further batch.
+A loader draws from the process's generators, which are training's. So whatever a resume sets up or fetches again draws
+from copies; a batch fetched before the boundary and used after it is fetched again with the generators as they were.
 """
 
 from __future__ import annotations

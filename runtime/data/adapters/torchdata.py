@@ -1,9 +1,7 @@
 """States of torchdata's ``StatefulDataLoader`` over iterable-style data that has none itself.
 
-After such a resume torchdata fetches as many batches as had been handed out and throws them away, and counts them
-twice: the next state says more than there was, and a resume from that one loses batches, or ends with "the dataset may
-have changed" (torchdata 0.11, both of its iterators). So it is told to begin the epoch anew, and they are thrown away
-by who told it.
+After a resume torchdata 0.11 counts the batches that it fetches again twice, so that the next resume loses batches or
+fails. So the loader begins the epoch anew, and checkflow throws those batches away.
 """
 
 from __future__ import annotations
