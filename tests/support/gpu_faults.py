@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.gpu_worker import scratch
+from benchmarks.gpu.worker import scratch
 
 Options = Mapping[str, Any]
 Send = Callable[[dict[str, Any]], None]
@@ -51,7 +51,7 @@ def leave_out(options: Options, send: Send) -> None:
 
 def leave_a_folder(options: Options, send: Send) -> None:
     """As where a checkpoint is being written, by a process that the part started."""
-    make = "import sys, tempfile; from benchmarks.gpu_worker import scratch; " + (
+    make = "import sys, tempfile; from benchmarks.gpu.worker import scratch; " + (
         "print(tempfile.mkdtemp(prefix=scratch(), dir=sys.argv[1]))"
     )
     done = subprocess.run([sys.executable, "-c", make, options["folder"]], capture_output=True, text=True, check=True)

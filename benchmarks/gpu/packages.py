@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_figures import Row
+from benchmarks.gpu.figures import Row
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LEAST_TORCH = (2, 11)
 #: Of the package's dependencies, what only other commands use: a solver with its own licence.
 NOT_NEEDED = frozenset(("gurobipy",))
