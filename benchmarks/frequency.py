@@ -106,7 +106,7 @@ class Profile:
     def algorithm_1(self, state_bytes: int, overhead: float) -> policy.Choice:
         """What CheckFreq would do here: its interval, and its mode."""
         return policy.algorithm_1(
-            policy.Profile(
+            policy.CheckFreqProfile(
                 iteration_seconds=self.iteration.median,
                 update_seconds=self.update.median,
                 cpu_copy_seconds=self.copy.median,

@@ -23,7 +23,7 @@ from checkflow.core.units import format_seconds
 from checkflow.planner.measure.probe import FULL, QUICK, probe
 from checkflow.planner.measure.torch_settings import torch_settings_kept
 from checkflow.planner.pipeline import Subject, measure_model
-from checkflow.planner.timeline.measured import Measured
+from checkflow.planner.timeline.measured import MeasuredStep
 
 BATCHES = {
     "alexnet": 8,
@@ -43,7 +43,7 @@ def machine_name(device: Device) -> str:
     return device.name if device.kind == "cuda" else f"{os.cpu_count()} cores"
 
 
-def measure(model: str, batch_size: int, device: Device) -> Measured:
+def measure(model: str, batch_size: int, device: Device) -> MeasuredStep:
     with torch_settings_kept():
         measured = measure_model(Subject(model, batch_size, {}, None), device)
     gc.collect()
@@ -52,7 +52,7 @@ def measure(model: str, batch_size: int, device: Device) -> Measured:
     return measured
 
 
-def row_of(model: str, batch_size: int, measured: Measured, probed: Device) -> dict[str, Any]:
+def row_of(model: str, batch_size: int, measured: MeasuredStep, probed: Device) -> dict[str, Any]:
     times = measured.times
     return {
         "model": model,

@@ -28,7 +28,7 @@ from checkflow.core.errors import CheckflowError, ModelError, TraceError, Unsupp
 from checkflow.core.plan import Plan
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.live.planner import scaled_seconds
-from checkflow.planner.record.recorder import Recorded
+from checkflow.planner.record.recorder import RecordedIteration
 from checkflow.planner.timeline.measured import measure_step
 from checkflow.planner.trace.trace import trace
 from checkflow.runtime.data.adapters.resumable import resumable
@@ -416,7 +416,10 @@ TRACED |= {
     "closure, run": (lambda _: measure_step(with_closure(), name="n"), "TwiceInAStep runs its closure more than once"),
     "an iteration without operators": (
         lambda _: scaled_seconds(
-            Recorded(trace(TrainingStep(step=id, models={"model": nn.Linear(2, 2)}, batch=None), name="n"), ()), 1.0
+            RecordedIteration(
+                trace(TrainingStep(step=id, models={"model": nn.Linear(2, 2)}, batch=None), name="n"), ()
+            ),
+            1.0,
         ),
         "ran no operator: what trains is not what was passed",
     ),

@@ -14,7 +14,7 @@ from checkflow.cli.options import GranularityName
 from checkflow.core.errors import InfeasibleError
 
 if TYPE_CHECKING:
-    from checkflow.demo.kills import Result
+    from checkflow.demo.kills import DemoResult
 
 
 def demo(
@@ -43,7 +43,7 @@ def demo(
     return FOUND if result.passed and planned.outcome.plan is not None else FAILED
 
 
-def _train_and_kill(epochs: int, seed: int, *, quiet: bool) -> Result:
+def _train_and_kill(epochs: int, seed: int, *, quiet: bool) -> DemoResult:
     from checkflow.core import plan as plans
     from checkflow.demo import kills
     from checkflow.demo.training import BATCH_SIZE

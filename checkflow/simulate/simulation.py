@@ -79,7 +79,7 @@ class Failures:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class RunSpread:
     """How a figure lies over the runs: its mean, and what one run in twenty is below, and above."""
 
     mean: float
@@ -92,7 +92,7 @@ class Result:
     """Where the time of the runs went: shares of all of it, which add up to one."""
 
     way: Way
-    useful: Spread  # training that counts
+    useful: RunSpread  # training that counts
     again: float  # training that was lost, and done again
     stalls: float
     starts: float
@@ -223,6 +223,6 @@ def _durable(
     return np.maximum(0.0, count) * every * interval_seconds
 
 
-def _spread(shares: NDArray[np.float64]) -> Spread:
+def _spread(shares: NDArray[np.float64]) -> RunSpread:
     low, high = np.percentile(shares, [5, 95])
-    return Spread(float(shares.mean()), float(low), float(high))
+    return RunSpread(float(shares.mean()), float(low), float(high))

@@ -69,7 +69,7 @@ class JobSpeed:
         return max(GAPS * gap_seconds, startup_seconds / 2)
 
 
-class Life:
+class JobLife:
     """A running job, and what is seen of it; when :meth:`run` has returned, nothing of it runs any more.
 
     Args:

@@ -27,7 +27,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class CheckFreqProfile:
     """What CheckFreq measures of a job, in the order of its symbols Ti, Tw, Tc, Tg, Ts, m, M, Mmax.
 
     Raises:
@@ -60,7 +60,7 @@ class Choice:
     stall_seconds: float  # To, of one checkpoint
 
 
-def algorithm_1(profile: Profile, overhead: float) -> Choice:
+def algorithm_1(profile: CheckFreqProfile, overhead: float) -> Choice:
     """CheckFreq's Algorithm 1, "Checkpointing frequency determination".
 
     The snapshot is hidden behind the iteration up to its weight update: Toc = max(0, Tc - (Ti - Tw)); one inside device

@@ -72,7 +72,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RankRecord:
     """What a rank has written; or, with ``failure``, why it has not."""
 
     __pydantic_config__ = STRICT
@@ -86,7 +86,7 @@ class Record:
 
 
 _BOARD: TypeAdapter[Board] = TypeAdapter(Board)
-_RECORD: TypeAdapter[Record] = TypeAdapter(Record)
+_RECORD: TypeAdapter[RankRecord] = TypeAdapter(RankRecord)
 
 
 def folder_name(step: int, run_id: str, attempt: str) -> str:
@@ -108,7 +108,7 @@ def post(root: int, run_id: str, world_size: int, attempt: Attempt) -> None:
     _put(root, _BOARD, replace(board, attempts=(*others, attempt)), DRAFT, BOARD)
 
 
-def collect(folder: int, attempt: str, world_size: int, wait_seconds: float, own: Record) -> tuple[Record, ...]:
+def collect(folder: int, attempt: str, world_size: int, wait_seconds: float, own: RankRecord) -> tuple[RankRecord, ...]:
     """Every rank's record, by rank. Raises MissingShardsError, or StorageError with a failed rank's message."""
     found = {0: own}
 
@@ -146,7 +146,7 @@ def clear_notes(folder: int) -> None:
 # -------------------------------------------------------------------------------------------------- the other ranks
 
 
-def leave(folder: int, record: Record) -> None:
+def leave(folder: int, record: RankRecord) -> None:
     """Leave a rank's record, durably: from then on rank 0 relies on its files."""
     name = _note(record.rank, "failed" if record.failure else "done")
     _put(folder, _RECORD, record, f".draft{name}", name)
@@ -225,7 +225,7 @@ def _take_part(
         # predecessor's. The board will say.
         return
     except BaseException as error:
-        failure = Record(attempt.number, rank, world_size, {}, {}, (), failure=in_words(error))
+        failure = RankRecord(attempt.number, rank, world_size, {}, {}, (), failure=in_words(error))
         with contextlib.suppress(OSError):  # report the first error; rank 0 will miss this rank
             folder = fs.open_folder(folder_name(attempt.step, run_id, attempt.number), dir_fd=root)
             try:

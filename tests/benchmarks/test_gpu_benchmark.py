@@ -50,7 +50,7 @@ from checkflow.core.errors import CheckflowError
 from checkflow.runtime.interval.controller import Controller
 from checkflow.runtime.loop.training_loop import TrainingLoop
 from checkflow.runtime.memory_tier import records
-from checkflow.runtime.memory_tier.records import Life
+from checkflow.runtime.memory_tier.records import RunLife
 from checkflow.runtime.memory_tier.tier import MemoryTier
 from checkflow.runtime.persist.saver import FIRST_AUDITS
 from checkflow.runtime.transfer.cuda_device import _Prepared
@@ -569,7 +569,7 @@ def test_what_a_killed_part_had_in_shared_memory_goes_with_it(
     with contextlib.ExitStack() as ending:
         for directory in (its_own, others):
             directory.mkdir()
-            tier = MemoryTier(directory, Life("run"))
+            tier = MemoryTier(directory, RunLife("run"))
             ending.callback(tier.close)
             assert tier.allocate(1, 4096, None)
         (tmp_path / "dead").mkdir()
@@ -590,9 +590,9 @@ def test_what_a_killed_part_had_in_shared_memory_goes_with_it(
 LEAVE_MEMORY = """
 import os, signal, sys
 from pathlib import Path
-from checkflow.runtime.memory_tier.records import Life
+from checkflow.runtime.memory_tier.records import RunLife
 from checkflow.runtime.memory_tier.tier import MemoryTier
-MemoryTier(Path(sys.argv[1]), Life("run")).allocate(1, 4096, None)
+MemoryTier(Path(sys.argv[1]), RunLife("run")).allocate(1, 4096, None)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

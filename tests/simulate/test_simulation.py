@@ -25,8 +25,7 @@ from checkflow.core.plan import Plan
 from checkflow.core.timeline import Timeline
 from checkflow.planner.pipeline import default_memory_limit_bytes
 from checkflow.planner.schedule.scheduler import PlanRequest, make_plan
-from checkflow.runtime.interval.policy import Costs, Intervals, algorithm_1, choose, least_waste
-from checkflow.runtime.interval.policy import Profile as AlgorithmProfile
+from checkflow.runtime.interval.policy import CheckFreqProfile, Costs, Intervals, algorithm_1, choose, least_waste
 from checkflow.simulate import simulation, strategies
 from checkflow.simulate.simulation import MOST_RUNS, Failures, Result, Way, simulate_failures
 from checkflow.simulate.strategies import StorageSpeed, Ways, restore_seconds
@@ -280,7 +279,7 @@ def test_a_slow_link_holds_each_way_in_its_own_manner() -> None:
 @pytest.mark.parametrize("bandwidth", [30.0, 50.0, 75.0, 100.0, 1000.0])
 def test_checkfreqs_interval_is_that_of_its_algorithm(bandwidth: float, memory_bytes: int) -> None:
     plan = planned(bandwidth)
-    profile = AlgorithmProfile(4.0, 1.0, 300 / bandwidth, 600 / MEMORY_BANDWIDTH, 1.0, 300, 90, memory_bytes)
+    profile = CheckFreqProfile(4.0, 1.0, 300 / bandwidth, 600 / MEMORY_BANDWIDTH, 1.0, 300, 90, memory_bytes)
     algorithm = algorithm_1(profile, overhead=0.035)
     checkfreq = ways_of(plan, StorageSpeed(300.0, 300.0), memory_limit_bytes=memory_bytes).ways[1]
     assert checkfreq.name == f"CheckFreq, {algorithm.mode} snapshot"

@@ -64,10 +64,10 @@ def leave_a_folder(options: Options, send: Send) -> None:
 
 def leave_memory(options: Options, send: Send) -> None:
     """As a job with staging buffers."""
-    from checkflow.runtime.memory_tier.records import Life
+    from checkflow.runtime.memory_tier.records import RunLife
     from checkflow.runtime.memory_tier.tier import MemoryTier
 
-    tier = MemoryTier(Path(tempfile.mkdtemp(prefix=scratch(), dir=options["folder"])), Life("run"))
+    tier = MemoryTier(Path(tempfile.mkdtemp(prefix=scratch(), dir=options["folder"])), RunLife("run"))
     tier.allocate(1, 4096, None)
     send({"left": str(tier._path)})
     os.kill(os.getpid(), signal.SIGKILL)
