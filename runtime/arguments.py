@@ -152,7 +152,7 @@ def read_signals(signals: object) -> tuple[signal.Signals, ...]:
     names = tuple(signals) if isinstance(signals, tuple | list | set | frozenset) else None
     if names is None or not all(name in KNOWN_SIGNALS for name in names):
         raise ValueError(
-            f"signals must be a tuple of some of {', '.join(KNOWN_SIGNALS)} (Ctrl-C is heeded beside them), or () for "
+            f"signals must be a tuple of some of {', '.join(KNOWN_SIGNALS)} (Ctrl-C is handled, too), or () for "
             f"none, not {signals!r}"
         )
     return tuple(signal.Signals[name] for name in dict.fromkeys(names))

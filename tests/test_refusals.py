@@ -633,7 +633,7 @@ RUNTIME: dict[str, tuple[Callable[[Path, Plan], Any], str]] = {
     "ranks": (several_ranks, "torch.distributed has 4 ranks"),
     "seeds of ranks": (lambda _, __: next(iter(DataLoader([0, 1], rank=0, world_size=2))), "pass seed="),
     "used": (goes_on_without_skipping, "batch 0 of epoch 3 was used before"),
-    "untold": (cannot_tell_what_was_used, "a Untold does not tell"),
+    "untold": (cannot_tell_what_was_used, "a Untold does not say"),
     "iterable data": (lambda _, __: DataLoader(NoPosition(), 1), "map-style"),
     "bits": (lambda _, __: make_layout([TensorRecord("m/q", "bits8", (1,), 1, 1)]), "m/q is bits8"),
     "owner": (lambda _, __: make_layout([record("a b/x", ())]), "letters"),

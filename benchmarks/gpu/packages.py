@@ -88,14 +88,14 @@ def try_imports(options: Mapping[str, Any], send: Callable[[Row], None]) -> None
     for name in options.get("modules", TRIED):
         try:
             importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is told
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
             absent = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
             said = f"{type(error).__name__}: {' '.join(str(error).split())}"
             send({"module": name, "absent": absent.partition(".")[0], "said": said})
 
 
 def how_to_mend(rows: Sequence[Row]) -> str:
-    """What to do about what :func:`try_imports` has told; the last line names it."""
+    """What to do about what :func:`try_imports` has found; the last line names it."""
     known = minima()
     missing = {row["module"] if row["module"] in known else row["absent"].replace("_", "-") for row in rows}
     told = "; ".join(f"{row['module']} ({row['said']})" for row in rows)

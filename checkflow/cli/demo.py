@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def demo(
     epochs: Annotated[int, typer.Option("--epochs", min=3, help="epochs of training on the digits")] = 5,
-    seed: Annotated[int, typer.Option("--seed", help="for the training and the times of the kills")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="seed of the training and of the times of the kills")] = 0,
     as_json: options.Json = False,
 ) -> int:
     """Plan ResNet-18; then train on the CPU, kill the training three times, and prove that nothing is lost."""

@@ -79,7 +79,7 @@ StorageRate = Annotated[
         "--storage",
         metavar="RATE",
         parser=options.read_bandwidth,
-        help="at which storage writes a checkpoint, fsync included, and reads it [the device file's disk]",
+        help="speed at which storage writes (fsync included) and reads a checkpoint [the device file's disk]",
     ),
 ]
 Shape = Annotated[
@@ -89,7 +89,7 @@ Shape = Annotated[
         metavar="NUMBER",
         parser=_shape,
         show_default="1",
-        help="of the Weibull distribution of times between failures: 1: at random; 0.7: failures cluster",
+        help="shape of the Weibull distribution of times between failures; 1: at random, 0.7: in clusters",
     ),
 ]
 Every = Annotated[
@@ -102,7 +102,7 @@ Every = Annotated[
     ),
 ]
 Runs = Annotated[int, typer.Option("--runs", metavar="N", min=1, help="how many runs to simulate")]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="for the failures' times")]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="seed of the failures' times")]
 
 
 def _storage(device: Device | None, asked: float | None) -> StorageSpeed:
@@ -116,8 +116,8 @@ def _storage(device: Device | None, asked: float | None) -> StorageSpeed:
         return StorageSpeed(asked, asked)
     if device is None or device.disk_write_bytes_per_second is None:
         raise typer.BadParameter(
-            "how fast is storage? --storage RATE says it, such as 1GB/s; of a MODEL, --device FILE with a file that "
-            "checkflow probe -o FILE has made does, too"
+            "the speed of storage is not known: give --storage RATE, such as 1GB/s, or, with a MODEL, --device FILE, "
+            "a file that checkflow probe -o FILE made"
         )
     write = device.disk_write_bytes_per_second
     return StorageSpeed(write, device.disk_read_bytes_per_second or write)

@@ -74,7 +74,7 @@ class Kill:
         restorable: the newest one that was whole afterwards.
         resumed_from: where the job went on, by its own report; None: it began anew, or ``told`` is false.
         replayed: iterations that were done again, at least; None: not known.
-        told: whether the next life lived long enough to say so.
+        told: whether the next life lived long enough to report it.
         code: the command's exit code, negative for a signal.
     """
 
@@ -98,7 +98,7 @@ class Torture:
         untried: why the job could not be killed as often as asked, or not at all; None: it could.
         acknowledged: the newest checkpoint that was seen in all lives, or found whole between them.
         over: whether it came to its end by itself.
-        abandoned: checkpoints that the job was told to leave behind in its last life.
+        abandoned: checkpoints that the job left behind in its last life, as its script asked.
     """
 
     campaign: Campaign
@@ -230,7 +230,7 @@ class Torture:
         wrong = [problem for number in mine for problem in check_audits(runs[number])]
         self._note_failures([runs[number] for number in mine])
         self.abandoned = abandoned(before, after) if known else ()
-        if self.abandoned:  # nothing is lost of what the job was told to leave
+        if self.abandoned:  # what the script asked to leave is not lost
             self.problems += wrong + check_found(None, after, excused)
             return tuple(runs[number] for number in mine)
         if mine:
@@ -292,8 +292,8 @@ class Torture:
         after = "" if first else f" after kill {len(self.kills)}"
         if self.abandoned:
             return (
-                f"the job is told to go back (resume=STEP): it calls {self.abandoned[0]} now what was the newest "
-                "checkpoint; let it go on from where it was"
+                f"the job goes back to an older step (resume=STEP) and has renamed its newest checkpoint to "
+                f"{self.abandoned[0]}: let it resume from the newest one"
             )
         if life.end == "elsewhere":
             names = " and ".join(str(path) for path in life.others)

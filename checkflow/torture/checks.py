@@ -1,4 +1,4 @@
-"""What must hold of a checkpoint directory whose job was killed, as far as it can be told from outside: L1 to L6.
+"""What must hold of a checkpoint directory whose job was killed, as far as can be seen from outside: L1 to L6.
 
 docs/how-to/torture.md says what each promise is. Every verdict comes from what lies on the disk, none from a clock, and
 nothing is changed or renamed there. Each check returns what is wrong.
@@ -239,7 +239,7 @@ def check_resumed(before: Found, after: Found, run: RunReport) -> list[BrokenPro
 
 
 def abandoned(before: Found, after: Found) -> tuple[str, ...]:
-    """The new names of checkpoints that a job was told to leave behind, ``resume=`` an older step. They are whole, and
+    """The new names of checkpoints that a job left behind by ``resume=`` an older step. They are whole, and
     none of them is lost; the newest first."""
     return tuple(sorted((name for name in after.aside - before.aside if name.startswith(SUPERSEDED)), reverse=True))
 

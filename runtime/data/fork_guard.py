@@ -60,12 +60,12 @@ class _Start(Popen):
     def _fork(self, process_obj: LoaderWorker) -> bool:
         """Whether the child has begun, or has ended by itself; another is to be made."""
         self.returncode = None
-        begun, tells = process_obj.pipe = os.pipe()
+        begun, writes = process_obj.pipe = os.pipe()
         try:
             try:
                 super()._launch(process_obj)  # type: ignore[misc] # typeshed does not know it
             finally:
-                os.close(tells)
+                os.close(writes)
             try:
                 if _wait(begun, self._patience_seconds) or self._is_alive_at_last(begun):
                     return True
@@ -101,7 +101,7 @@ class _Start(Popen):
             changed, status = os.waitpid(self.pid, os.WUNTRACED | os.WNOHANG)
             if changed and not os.WIFSTOPPED(status):
                 self.returncode = os.waitstatus_to_exitcode(status)
-            # A handler of the user's may have been told of the stop, and nobody is told twice.
+            # A handler of the user's may have reaped the stop, which is reported once only.
             if changed or psutil.Process(self.pid).status() == psutil.STATUS_STOPPED:
                 return
             time.sleep(_LOOK_SECONDS)
@@ -127,7 +127,7 @@ class LoaderWorker(ForkProcess):
 
     def _bootstrap(self, parent_sentinel: int | None = None) -> int:
         """In the child, first of all."""
-        with contextlib.suppress(OSError):  # closed already by what runs in every child: that tells, too
+        with contextlib.suppress(OSError):  # closed already by what runs in every child: that shows it, too
             os.write(self.pipe[1], b"+")
             for end in self.pipe:
                 os.close(end)

@@ -67,7 +67,9 @@ def _digest_of(index: Any) -> int:
         isinstance(index, tuple | list) and all(index_number(part) is not None for part in index)
     )
     if not plain:
-        raise TypeError(f"an index of type {type(index).__name__} cannot be told apart by its value") from None
+        raise TypeError(
+            f"an index of type {type(index).__name__} has no value that other processes share: use numbers or text"
+        ) from None
     return xxhash.xxh3_64_intdigest(repr(index).encode()) >> 1
 
 

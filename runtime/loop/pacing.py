@@ -45,7 +45,7 @@ clock = time.perf_counter  # seconds; tests put another one here
 class Evaluation:
     """Which iterations are compared where some evaluate: those like the one before.
 
-    Where hardly any is (a teacher or an adversary runs in every second one), those without evaluation tell by
+    Where hardly any is (a teacher or an adversary runs in every second one), those without evaluation show by
     themselves, and the others as soon as free ones of both kinds have shown by what evaluation lengthens one.
     """
 
@@ -79,7 +79,7 @@ class Evaluation:
 
 
 class Pace:
-    """Tells the controller what happens, and the boundaries what it decides.
+    """Reports to the controller what happens, and to the boundaries what it decides.
 
     Args:
         directory: of the checkpoints; the profile is kept there.
@@ -96,8 +96,8 @@ class Pace:
         # The job's own batch is known at the first boundary; until then it is taken to be the plan's.
         plan = place.plan
         self._foreseen = None if plan is None else self._find_costs(plan, str(plan.fingerprint.batch))[1]
-        self._place_controller(start, self._foreseen, told=True)  # in the line at the start
-        self._execution: Execution | None = None  # that the controller was told of
+        self._place_controller(start, self._foreseen, quiet=True)  # the line at the start has it
+        self._execution: Execution | None = None  # that the controller knows
         self._batch: str | None = None
         self._seen = self._in_epoch = 0  # iterations
         self._held_seconds = 0.0
@@ -232,7 +232,7 @@ class Pace:
             logger.info("the job is not the one whose checkpoints were measured before: it is measured anew")
         self._place_controller(number, known)
 
-    def _place_controller(self, number: int, known: Costs | None, *, told: bool = False) -> None:
+    def _place_controller(self, number: int, known: Costs | None, *, quiet: bool = False) -> None:
         plan = self._place.plan
         self.controller.place(
             number,
@@ -241,7 +241,7 @@ class Pace:
             planned=plan is not None,
             tiers=self._saving.host_buffers > 1,
             known=known,
-            told=told,
+            quiet=quiet,
         )
 
     def _find_costs(self, plan: Plan | None, batch: str) -> tuple[Identity | None, Costs | None]:

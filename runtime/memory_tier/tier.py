@@ -131,7 +131,7 @@ class MemoryTier:
     def _warn(self, reason: object) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning("captures in host memory end with the process, and storage is what is left then: %s", reason)
+            logger.warning("captures in host memory end with the process, and only storage outlives it: %s", reason)
 
     def forget(self, index: int) -> None:
         """Void a buffer's record before the buffer is overwritten, which a StorageError forbids."""

@@ -115,7 +115,7 @@ class Saving:
         try:
             self._outlive(capture)
         except Exception:  # a bug must not keep it from storage
-            logger.exception("step %d ends with the process", capture.step)
+            logger.exception("the capture of step %d ends with the process", capture.step)
         (self.writer.hold if hold else self.writer.submit)(capture)
 
     def keep(self, step: int) -> None:
@@ -173,7 +173,7 @@ class Saving:
             if capture.plan_digest in self.writer.breached_plans:
                 self.tier.distrust(capture.plan_digest)
         except StorageError as error:  # the buffer cannot be taken either until this works
-            logger.warning("what is void stays in host memory: %s", error)
+            logger.warning("cannot remove void captures from host memory: %s", error)
 
     def _commit(self, capture: Capture) -> Path:
         path = self._store.commit(

@@ -157,7 +157,7 @@ def _lead(
 def _post_end(place: Path, run_id: str, world_size: int, ended: Attempt, *, quietly: bool = False) -> None:
     """Post how an attempt ended. ``quietly``: drop an error, since an earlier one is reported."""
     try:
-        with reported(f"cannot tell the other ranks how step {ended.step} ended"):
+        with reported(f"cannot report to the other ranks how step {ended.step} ended"):
             root = fs.open_folder(str(place.resolve()))
             try:
                 post(root, run_id, world_size, ended)

@@ -162,7 +162,7 @@ def test_each_reason_for_failing_is_told_once_then_now_and_then_and_that_it_is_o
         "checkpoint of step 2 failed, training goes on: cannot write step-2: full",
         "checkpoint of step 7 failed, training goes on: cannot write step-7: full (so did 4 before it)",
         "checkpoint of step 9 failed, training goes on: worn out",
-        "checkpoint of step 11 is saved: those that follow are as before",
+        "checkpoint of step 11 is saved: checkpoints succeed again",
     ]
     assert checkpointer.report()["failed"] == 9
 

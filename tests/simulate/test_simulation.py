@@ -182,7 +182,7 @@ def test_the_mean_time_between_failures_is_what_was_asked(shape: float) -> None:
     [
         (lambda: Failures(0.0, 1.0), "mean time between failures"),
         (lambda: Failures(math.inf, 1.0), "mean time between failures"),
-        (lambda: Failures(1.0, -1.0), "a start takes"),
+        (lambda: Failures(1.0, -1.0), "a restart must take"),
         (lambda: Failures(1.0, 1.0, 0.1), "shape"),
         (lambda: Failures(1.0, 1.0, math.nan), "shape"),
         (lambda: way_of("w", 0, 1.0, 1.0), "every 0 iterations"),
@@ -442,7 +442,7 @@ def test_a_device_file_says_how_fast_its_disk_is(call: Any) -> None:
     ("arguments", "code", "words"),
     [
         (("digits",), USAGE, "--mtbf"),
-        (("digits", "--mtbf", "1h"), USAGE, "how fast is storage?"),
+        (("digits", "--mtbf", "1h"), USAGE, "the speed of storage is not known"),
         ((*DIGITS, "--mtbf", "soon"), USAGE, "not a time"),
         ((*DIGITS, "--mtbf", "0s"), USAGE, "more than none"),
         ((*DIGITS, "--storage", "1"), USAGE, "1GB/s"),
@@ -455,8 +455,8 @@ def test_a_device_file_says_how_fast_its_disk_is(call: Any) -> None:
         ((*DIGITS, "--mtbf", "10ms"), USAGE, "that can be simulated soon"),
         ((*DIGITS, "--every", "999999999999d"), USAGE, "longer than any training"),
         ((*DIGITS, "--runs", "100001"), USAGE, "from 1 to 100,000 runs"),
-        (("digits", "--device", "auto", "--mtbf", "1h"), USAGE, "how fast is storage?"),
-        (("none.json", "--mtbf", "1h"), USAGE, "how fast is storage?"),
+        (("digits", "--device", "auto", "--mtbf", "1h"), USAGE, "the speed of storage is not known"),
+        (("none.json", "--mtbf", "1h"), USAGE, "the speed of storage is not known"),
         (("none.json", "--mtbf", "1h", "--storage", "1GB/s"), FAILED, "none.json"),
         (("none.json", "--mtbf", "1h", "--device", "cpu"), USAGE, "--device does nothing here"),
         ((*DIGITS, "--bandwidth", "1kB/s", "--max-interval", "1"), INFEASIBLE, "must leave"),

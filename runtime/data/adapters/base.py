@@ -111,7 +111,7 @@ class ForeignLoader(ResumableLoader):
     def _fetch(self, iterator: Iterator[Any]) -> Any:
         """The next batch, or the end."""
 
-    def _tell_drawing(self) -> None:
+    def _notify_drawing(self) -> None:
         """Numbers are about to be drawn that are training's: its generators are to be as they would be here."""
         if self.listener is not None:
             self.listener.on_seeds_needed()
@@ -159,7 +159,7 @@ class _Rest(Iterator[Any]):
     def __init__(self, loader: ForeignLoader) -> None:
         self._loader = loader
         self._iterator: Iterator[Any] | None = None
-        self._told = False
+        self._notified = False
         self._failed = False  # the last fetch
         self._broken = False
 
@@ -178,22 +178,22 @@ class _Rest(Iterator[Any]):
             if loader._handed == 0 and loader._more:
                 self._tell()
             self._iterator = self._opened()
-        if loader._more and not self._told:
+        if loader._more and not self._notified:
             self._tell()
         batch = self._fetched(self._iterator)
         if batch is END:
             loader._ends[loader._epoch] = loader._handed
             raise StopIteration
-        if not self._told:
+        if not self._notified:
             self._tell()
-        self._told = False
+        self._notified = False
         loader._handed += 1
-        loader._tell_handed(batch)
+        loader._notify_handed(batch)
         return batch
 
     def _tell(self) -> None:
-        self._loader._tell_requested()
-        self._told = True
+        self._loader._notify_requested()
+        self._notified = True
 
     def _opened(self) -> Iterator[Any]:
         try:
@@ -207,7 +207,7 @@ class _Rest(Iterator[Any]):
         try:
             batch = loader._fetch(iterator)
         except BaseException:
-            self._failed, self._told = True, False
+            self._failed, self._notified = True, False
             place = loader._here
             loader._handed += 1
             loader._onward[place] = loader._here

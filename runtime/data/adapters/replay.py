@@ -60,7 +60,7 @@ class SkippingLoader(ForeignLoader):
             with self._as_at(begin):
                 iterator = self._begin(epoch)
         else:
-            self._tell_drawing()
+            self._notify_drawing()
             begin = self._begin_now()
             begin["seed"] = xxhash.xxh3_64_intdigest(codec.encode(begin)) >> 1
             if self.listener is None:  # otherwise used() says what will not be asked for

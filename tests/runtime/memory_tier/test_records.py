@@ -281,7 +281,7 @@ def test_memory_that_runs_short_is_told_once_and_all_given_back(
         for _ in range(2):
             assert tier.allocate(2, 4096, None) is None
     assert [one.getMessage() for one in caplog.records] == [
-        "captures in host memory end with the process, and storage is what is left then: "
+        "captures in host memory end with the process, and only storage outlives it: "
         f"{records.ROOT}: No space left on device"
     ]
     assert not folders_below(tmp_path)
@@ -306,7 +306,7 @@ def test_where_the_mark_cannot_be_written_it_is_tried_again_with_each_capture(
         assert not tier.mark()
         assert not tier.survives
         assert [one.getMessage() for one in caplog.records] == [
-            "captures in host memory end with the process, and storage is what is left then: "
+            "captures in host memory end with the process, and only storage outlives it: "
             f"{tmp_path / MARK} cannot be written: No space left on device"
         ]
         full.clear()
