@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,8 +14,11 @@ from checkflow.cli.options import GranularityName, PolicyName
 from checkflow.core.errors import CheckflowError, PlanError
 
 if TYPE_CHECKING:
+    from checkflow.cli.tables.simulation import Given
     from checkflow.core.device import Device
     from checkflow.core.plan import Plan
+    from checkflow.planner.pipeline import Planned
+    from checkflow.simulate.simulation import Simulation
     from checkflow.simulate.strategies import StorageSpeed
 
 # Options of the failures, not of the plan.
@@ -171,19 +175,12 @@ def simulate(
     Synchronous checkpoints, CheckFreq's, and checkflow's by a plan meet the same failures. A plan file brings its own
     device and link.
     """
-    from checkflow.cli.tables import simulation as simulation_table
-    from checkflow.simulate.simulation import Failures, check_size, simulate_failures
-    from checkflow.simulate.strategies import restore_seconds, ways_of
-
     of_plan = subject.endswith(".json")
     if of_plan:
         options.refuse_given(
             context, besides=("subject", "memory_limit", *OF_FAILURES), why="a plan file brings its own"
         )
-    try:
-        check_size(mtbf, duration, runs)
-    except PlanError as error:
-        raise typer.BadParameter(str(error)) from None
+    _refuse_size(mtbf, duration, runs)
     known = None if of_plan or device == options.AUTO else planning.device_of(device)
     written_to = _storage(known, storage)
     if of_plan:
@@ -195,25 +192,70 @@ def simulate(
             chosen, bandwidth, memory_limit, link_share, policy=policy.value, max_interval=max_interval,
             overhead=overhead,
         )  # fmt: skip
-        limit_bytes = request.memory_limit_bytes
         asked = planning.subject_of(subject, batch_size, settings, optimizer)
         planned = planning.planner_for(device)(asked, chosen, request, granularity)
         if planned.outcome.plan is None:
-            if as_json:
-                print_json(simulation_table.no_simulation_json(planned))
-            complain(planned.outcome.explanation)
-            return INFEASIBLE
-        plan = planned.outcome.plan
-    failures = Failures(mtbf, restart + restore_seconds(plan, written_to), shape)
-    ways = ways_of(
-        plan, written_to, mtbf_seconds=mtbf, overhead=overhead, memory_limit_bytes=limit_bytes,
-        every_seconds=every or (),
+            return _print_no_plan(planned, as_json)
+        plan, limit_bytes = planned.outcome.plan, request.memory_limit_bytes
+    given, found = _run(
+        plan, written_to, mtbf=mtbf, restart=restart, shape=shape, every=every or (), duration=duration, runs=runs,
+        seed=seed, overhead=overhead, limit_bytes=limit_bytes,
     )  # fmt: skip
+    _print_found(given, found, as_json)
+    return FOUND
+
+
+def _refuse_size(mtbf: float, duration: float, runs: int) -> None:
+    """Refuse what cannot be simulated soon, before anything is planned."""
+    from checkflow.simulate.simulation import check_size
+
+    try:
+        check_size(mtbf, duration, runs)
+    except PlanError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _run(
+    plan: Plan,
+    storage: StorageSpeed,
+    *,
+    mtbf: float,
+    restart: float,
+    shape: float,
+    every: Sequence[float],
+    duration: float,
+    runs: int,
+    seed: int,
+    overhead: float,
+    limit_bytes: int | None,
+) -> tuple[Given, Simulation]:
+    """Simulate a plan's training step under each way of making checkpoints; all times are in seconds."""
+    from checkflow.cli.tables.simulation import Given
+    from checkflow.simulate.simulation import Failures, simulate_failures
+    from checkflow.simulate.strategies import restore_seconds, ways_of
+
+    failures = Failures(mtbf, restart + restore_seconds(plan, storage), shape)
+    ways = ways_of(
+        plan, storage, mtbf_seconds=mtbf, overhead=overhead, memory_limit_bytes=limit_bytes, every_seconds=every
+    )
     with working("simulating failures"):
         found = simulate_failures(ways.ways, plan.timeline.iteration_seconds, failures, duration, runs=runs, seed=seed)
-    given = simulation_table.Given(plan, written_to, overhead, limit_bytes, ways.left_out)
+    return Given(plan, storage, overhead, limit_bytes, ways.left_out), found
+
+
+def _print_no_plan(planned: Planned, as_json: bool) -> int:
+    from checkflow.cli.tables.simulation import no_simulation_json
+
     if as_json:
-        print_json(simulation_table.simulation_json(given, found))
+        print_json(no_simulation_json(planned))
+    complain(planned.outcome.explanation)
+    return INFEASIBLE
+
+
+def _print_found(given: Given, found: Simulation, as_json: bool) -> None:
+    from checkflow.cli.tables.simulation import simulation_json, simulation_tables
+
+    if as_json:
+        print_json(simulation_json(given, found))
     else:
-        print_parts(simulation_table.simulation_tables(given, found))
-    return FOUND
+        print_parts(simulation_tables(given, found))

@@ -11,7 +11,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
 from checkflow.runtime.data.order import SampleSteps, Share, Steps
-from checkflow.runtime.data.sample_rng import Batch, SeededDataset
+from checkflow.runtime.data.seeded_dataset import Batch, SeededDataset
 
 _LABEL = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"  # under which profilers show torch's
 

@@ -35,13 +35,13 @@ from checkflow.runtime.data.arguments import (
     without_known_sampler,
 )
 from checkflow.runtime.data.base import LoaderListener, ResumableLoader, cannot_go_on, refuse_another
+from checkflow.runtime.data.epoch_seeds import EpochSeeds, Seeds, given_seeds
 from checkflow.runtime.data.feed import Caught, Failure, Feed, made_here
 from checkflow.runtime.data.fork_guard import start_safely
 from checkflow.runtime.data.order import BatchSteps, SampleSteps, Share, Steps, Tail, count_steps
-from checkflow.runtime.data.rng import Reseed
-from checkflow.runtime.data.sample_rng import SeededDataset, derived_seed
+from checkflow.runtime.data.process_generators import Reseed
 from checkflow.runtime.data.samplers import BLOCK, iterate_sampler, with_inner
-from checkflow.runtime.data.seeds import EpochSeeds, Seeds, given_seeds
+from checkflow.runtime.data.seeded_dataset import SeededDataset, derived_seed
 from checkflow.runtime.data.worker_processes import WorkerShield
 
 logger = logging.getLogger("checkflow")

@@ -305,8 +305,8 @@ class Execution:
             )
         elif not unseen[1] and (size := compatibility.bytes_due_at(self.plan, newly)):
             logger.warning(
-                "%s is due in modules whose forward no hook sees (%s is the first), since it is compiled or has not run: "
-                "it is copied earlier, which may pause training; where code is compiled, pass what "
+                "%s is due in modules whose forward no hook sees (%s is the first), compiled or not run yet: it "
+                "is copied earlier, which may pause training; where code is compiled, pass what "
                 "torch.compile(model) returns, and make a new plan",
                 format_size(size), min(newly)[1],
             )  # fmt: skip

@@ -12,7 +12,12 @@ import xxhash
 from checkflow.core.errors import MismatchError, UnsupportedError
 from checkflow.runtime.data.adapters.base import END, ForeignLoader
 from checkflow.runtime.data.base import refuse_another
-from checkflow.runtime.data.rng import generator_states, generators_kept, seed_generators, set_generator_states
+from checkflow.runtime.data.process_generators import (
+    generator_states,
+    generators_kept,
+    seed_generators,
+    set_generator_states,
+)
 from checkflow.runtime.format import codec
 
 logger = logging.getLogger("checkflow")

@@ -20,7 +20,7 @@ from checkflow.runtime.data.adapters.worker_streams import ShownDataset, WorkerS
 from checkflow.runtime.data.base import ResumableLoader
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.data.order import Tail
-from checkflow.runtime.data.rng import Reseed
+from checkflow.runtime.data.process_generators import Reseed
 
 logger = logging.getLogger("checkflow")
 

@@ -1,4 +1,4 @@
-"""The randomness of samples: every generator is seeded by (seed, epoch, index) before the sample is made.
+"""A data set that seeds every generator by (seed, epoch, index) before each sample is made.
 
 So augmentation does not depend on which worker makes a sample, on what was made before it, or on whether the job was
 interrupted. In the main process the generators are put back afterwards: dropout would repeat from batch to batch.
@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils import collate as torch_collate
 
-from checkflow.runtime.data.rng import Reseed, generator_states, seed_generators, set_generator_states
+from checkflow.runtime.data.process_generators import Reseed, generator_states, seed_generators, set_generator_states
 
 try:
     from numpy import ndarray

@@ -12,7 +12,7 @@ import torch.distributed
 
 from checkflow.core.errors import MismatchError, UnsupportedError
 from checkflow.runtime.data.order import Share
-from checkflow.runtime.data.sample_rng import derived_seed
+from checkflow.runtime.data.seeded_dataset import derived_seed
 
 
 class Seeds(NamedTuple):
