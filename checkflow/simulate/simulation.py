@@ -123,7 +123,7 @@ def check_size(mtbf_seconds: float, duration_seconds: float, runs: int) -> None:
     """
     if not 0 < duration_seconds < math.inf or not 1 <= runs <= MOST_RUNS:
         raise PlanError(
-            f"cannot simulate {runs} runs of {duration_seconds} s: ask for from 1 to {MOST_RUNS:,} runs of more than 0 s"
+            f"cannot simulate {runs} runs of {duration_seconds} s: choose from 1 to {MOST_RUNS:,} runs, above 0 s"
         )
     expected = duration_seconds / mtbf_seconds
     if expected > MOST_FAILURES:
