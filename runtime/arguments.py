@@ -238,7 +238,7 @@ def _warn_of_other_parameters(models: Mapping[str, nn.Module], optimizers: Mappi
         if own and known.isdisjoint(map(id, own)):
             logger.warning(
                 "optimizer %s updates no parameter of the models given: it was made for another model, or before "
-                "this one's parameters were replaced; checkpoints hold them all the same", name,
+                "this one's parameters were replaced; checkpoints hold its state nonetheless", name,
             )  # fmt: skip
 
 

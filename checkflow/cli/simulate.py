@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -175,6 +174,10 @@ def simulate(
     Synchronous checkpoints, CheckFreq's, and checkflow's by a plan meet the same failures. A plan file brings its own
     device and link.
     """
+    from checkflow.cli.tables.simulation import Given
+    from checkflow.simulate.simulation import Failures, simulate_failures
+    from checkflow.simulate.strategies import restore_seconds, ways_of
+
     of_plan = subject.endswith(".json")
     if of_plan:
         options.refuse_given(
@@ -197,11 +200,14 @@ def simulate(
         if planned.outcome.plan is None:
             return _print_no_plan(planned, as_json)
         plan, limit_bytes = planned.outcome.plan, request.memory_limit_bytes
-    given, found = _run(
-        plan, written_to, mtbf=mtbf, restart=restart, shape=shape, every=every or (), duration=duration, runs=runs,
-        seed=seed, overhead=overhead, limit_bytes=limit_bytes,
+    failures = Failures(mtbf, restart + restore_seconds(plan, written_to), shape)
+    ways = ways_of(
+        plan, written_to, mtbf_seconds=mtbf, overhead=overhead, memory_limit_bytes=limit_bytes,
+        every_seconds=every or (),
     )  # fmt: skip
-    _print_found(given, found, as_json)
+    with working("simulating failures"):
+        found = simulate_failures(ways.ways, plan.timeline.iteration_seconds, failures, duration, runs=runs, seed=seed)
+    _print_found(Given(plan, written_to, overhead, limit_bytes, ways.left_out), found, as_json)
     return FOUND
 
 
@@ -213,34 +219,6 @@ def _refuse_size(mtbf: float, duration: float, runs: int) -> None:
         check_size(mtbf, duration, runs)
     except PlanError as error:
         raise typer.BadParameter(str(error)) from None
-
-
-def _run(
-    plan: Plan,
-    storage: StorageSpeed,
-    *,
-    mtbf: float,
-    restart: float,
-    shape: float,
-    every: Sequence[float],
-    duration: float,
-    runs: int,
-    seed: int,
-    overhead: float,
-    limit_bytes: int | None,
-) -> tuple[Given, Simulation]:
-    """Simulate a plan's training step under each way of making checkpoints; all times are in seconds."""
-    from checkflow.cli.tables.simulation import Given
-    from checkflow.simulate.simulation import Failures, simulate_failures
-    from checkflow.simulate.strategies import restore_seconds, ways_of
-
-    failures = Failures(mtbf, restart + restore_seconds(plan, storage), shape)
-    ways = ways_of(
-        plan, storage, mtbf_seconds=mtbf, overhead=overhead, memory_limit_bytes=limit_bytes, every_seconds=every
-    )
-    with working("simulating failures"):
-        found = simulate_failures(ways.ways, plan.timeline.iteration_seconds, failures, duration, runs=runs, seed=seed)
-    return Given(plan, storage, overhead, limit_bytes, ways.left_out), found
 
 
 def _print_no_plan(planned: Planned, as_json: bool) -> int:

@@ -32,7 +32,7 @@ REVIEW_SECONDS = 1.0  # of training: a review takes most of a millisecond
 DOUBT, BAND = 2.0, 0.1  # standard errors of what is measured, and a share of an interval, that do not move it
 FASTEST_GROWTH = 4  # where no interval would be long enough
 SHORT = 2  # times as many iterations as a commit is seen in: an epoch of no more leaves too few of its own free
-SAID = 0.001  # of an iteration: what hooks and looks at the job take is said where it is more
+LOGGED_SHARE = 0.001  # of an iteration: what hooks and checks of the job take is logged where it is more
 HISTORY = 50
 
 
@@ -387,8 +387,8 @@ class Controller:
         share = 100 * costs.allowed_seconds(asked.overhead) / costs.iteration_seconds
         standing = format_seconds(costs.standing_seconds)
         beside = (
-            f", of which hooks and looks take {standing}"
-            if costs.standing_seconds > SAID * costs.iteration_seconds
+            f", of which hooks and checks take {standing}"
+            if costs.standing_seconds > LOGGED_SHARE * costs.iteration_seconds
             else ""
         )
         return f"one costs {both} of training, and may cost {share:.3g} % of iterations of {seconds}{beside}"

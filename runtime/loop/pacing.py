@@ -229,7 +229,7 @@ class Pace:
         if first and self._foreseen is not None:
             if known == self._foreseen:
                 return
-            logger.info("the job is not the one whose checkpoints were measured before: it is measured anew")
+            logger.info("the job is not the one that was measured before: what checkpoints cost is measured anew")
         self._place_controller(number, known)
 
     def _place_controller(self, number: int, known: Costs | None, *, quiet: bool = False) -> None:

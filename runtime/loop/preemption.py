@@ -341,7 +341,7 @@ class Preemption:
         if _below(number, self._handler) != signal.SIG_DFL or signal.getsignal(number) != self._handler:
             logger.error("%s, and what is in flight is not saved yet", over)
             return
-        logger.error("%s: what is not on storage by now is given up", over)
+        logger.error("%s: what is not on storage yet is lost", over)
         if self._saving or self._raised:  # storage alone is slow: the job is to be tried again, as with its exception
             os._exit(Preempted.EXIT_CODE)
         # signal.signal() is the main thread's alone, and that thread does not answer.

@@ -590,7 +590,7 @@ def test_without_auto_a_job_keeps_its_plan_and_is_told_once(
         truths = train(job, checkpointer, 24, lambda n: change(job) if n == 10 else None)
     assert check(tmp_path, truths) == list(range(1, 25))
     assert Beside.recordings == 1
-    assert caplog.text.count('plan="auto" follows it') == 1
+    assert caplog.text.count('plan="auto" makes a new one') == 1
     assert checkpointer.report()["breaches"] == 0
 
 
