@@ -119,7 +119,7 @@ def reclaim(store: Store, mode: str | int) -> Reclaimed:
     try:
         loaded = _load_all(store, path, wanted)
     except CorruptCheckpointError as error:
-        logger.warning("passing over the captures in host memory of the run before: %s", error)
+        logger.warning("what the run before had in host memory is passed over: %s", error)
         loaded = []
     except OSError as error:
         raise StorageError(
@@ -156,7 +156,7 @@ def _folder_of(directory: Path) -> Path | None:
     except LockedError:
         raise
     except StorageError as error:
-        logger.warning("passing over the captures in host memory of the run before: %s", error)
+        logger.warning("what the run before had in host memory is passed over: %s", error)
         return None
     except OSError as error:
         raise StorageError(f"cannot look for what the run before had in host memory: {error.strerror}") from error

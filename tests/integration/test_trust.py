@@ -166,7 +166,7 @@ def test_an_anchor_is_called_silent_only_after_an_iteration_in_which_it_could_ha
         truths = train(job, checkpointer, 12)
     assert check(tmp_path, truths) == list(range(1, 13))
     assert "a plan runs from here on" in caplog.text
-    assert "run forward unseen" not in caplog.text
+    assert "whose forward no hook sees" not in caplog.text
     report = checkpointer.report()
     assert (report["plan"]["source"], report["breaches"]) == ("recorded", 0)
     assert report["newest_capture"]["boundary_bytes"] == sum(

@@ -773,7 +773,7 @@ def test_memory_that_was_changed_after_an_explicit_last_step_is_not_saved(
             checkpointer.step()
         shadow(model)
     assert steps(tmp_path) == [4]
-    assert "the state was changed after step 6" in caplog.text
+    assert "step 6 is not saved: the state was changed after it" in caplog.text
 
 
 @pytest.mark.parametrize("gone", [False, True])

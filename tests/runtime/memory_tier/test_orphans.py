@@ -140,7 +140,7 @@ def test_a_damaged_mark_is_passed_over(tmp_path: Path, caplog: pytest.LogCapture
     (directory / MARK).write_bytes(content)
     with caplog.at_level(logging.WARNING, "checkflow"), resume(directory) as checkpointer:
         assert checkpointer.resumed_from == before
-    assert "passing over the captures in host memory of the run before" in caplog.text
+    assert "what the run before had in host memory is passed over" in caplog.text
 
 
 @pytest.mark.parametrize("name", [OWNER, LIFE])
