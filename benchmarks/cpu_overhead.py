@@ -1,11 +1,7 @@
 """What a checkpoint of every iteration costs a training job on this machine's CPU, as ratios within one run.
 
-``python benchmarks/cpu_overhead.py [--model digits] [--rounds 8] [--iterations 15]``
-
-Rounds of plain training, training with every boundary captured in host memory (storage takes the newest as fast as it
-goes), and training with every iteration committed durably, take turns in one process, so that a machine whose speed
-drifts drifts for all of them. Beside them the hardware's own limits: one copy of the whole state by memcpy, and one
-fsynced write of it.
+Plain training, training with every boundary captured, and training with every iteration committed take turns in one
+process: a machine whose speed drifts drifts for all. Beside them: one memcpy and one fsynced write of the whole state.
 """
 
 from __future__ import annotations

@@ -1,15 +1,7 @@
 """Three formulations of one problem: the paper's ILP, the aggregate ILP, the exact rule. Size, time and optimum.
 
-``python benchmarks/formulations.py [--only bert …] [--solver highs] [--time-limit 300]``: a table, the ratios that they
-are meant to reach, and a file of JSON. Batch 32, RTX 3090, a link of 63 GB/s, operator granularity, chunks of at most
-8 MB, and a checkpoint of every iteration whatever it does to the peak.
-
-The paper's ILP knows the snapshot policy alone, and so is held against the aggregate one under that policy, with the
-same solver; its chunks are coarser than units, so its optimum may be higher. What takes less than a second is timed
-several times, and the least of these times counts. Solver seconds include handing the model over. The aggregate ILP
-and the rule work on the blocks of the timeline (planner/exact/shrink.py): to find them is part of the aggregate ILP's
-time where it is held against the paper's, which does without, and of neither's where the two are held against each
-other.
+The paper's ILP knows the snapshot policy alone, so the aggregate one meets it under that policy, with the same solver.
+To find the timeline's blocks (planner/exact/shrink.py) counts for the aggregate ILP only where it meets the paper's.
 """
 
 from __future__ import annotations

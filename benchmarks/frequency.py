@@ -1,24 +1,7 @@
 """CheckFreq's evaluation of its mechanism and of its frequency (its tables 3 and 4, figure 7), in small, on this CPU.
 
-``python -m benchmarks.frequency [--only resnet18 …] [--overhead 0.035] [--quick]``: a table for each model, and all of
-it as JSON in ``benchmarks/results/frequency-<cores>-cores.json`` (``--output``; with ``--quick`` nowhere else). A model
-may take ``--seconds`` of time, about: where blocks are long, there are fewer rounds, two at least.
-
-Shipped models train for real, on all cores but one (``--threads``): the last core stands in for what a GPU has of its
-own, the link and the host's CPUs that copy and write. Each of five ways of making checkpoints (:mod:`benchmarks.ways`)
-and training without any take turns in one process, in blocks of as many iterations, so that a machine whose speed
-drifts drifts for all; beside them the hardware's own limits, one memcpy and one fsynced write of as many bytes.
-
-Figures, each the median of all rounds, with its quartiles:
-
-held       seconds for which the training thread waited or copied, for each checkpoint (table 3's "stall")
-cost       seconds by which a block took longer than the same iterations without checkpoints, for each checkpoint:
-           what is held, and what training loses to copies and writes that share memory and cores with it
-overhead   the same as a share of training's time, at one interval k for all ways: the one that Algorithm 1 of CheckFreq
-           picks for CheckFreq's own way from what was profiled (figure 7)
-k          for each way the interval that Algorithm 1 picks from the profile, and the one that keeps its measured cost
-           within the overhead; with the second, checkpoints in an epoch (table 4): one epoch of the model's data set
-live       checkflow without a given interval: the k that its policy has come to, and the overhead then
+Models train for real on all cores but one, which stands in for a GPU's link. Five ways of making checkpoints
+(:mod:`benchmarks.ways`) and training without any take turns in one process; each figure is the median of all rounds.
 """
 
 from __future__ import annotations
@@ -123,7 +106,7 @@ class Profile:
     def algorithm_1(self, state_bytes: int, overhead: float) -> policy.Choice:
         """What CheckFreq would do here: its interval, and its mode."""
         return policy.algorithm_1(
-            policy.Profile(
+            policy.CheckFreqProfile(
                 iteration_seconds=self.iteration.median,
                 update_seconds=self.update.median,
                 cpu_copy_seconds=self.copy.median,

@@ -1,24 +1,8 @@
 """CheckFreq's evaluation of adaptive frequencies (its table 5), in small, on this CPU: a job gets a neighbour.
 
-``python -m benchmarks.interference [--neighbour disk|cpu] [--overhead 0.05] [--quick]``: a table and a trace, and all
-of it as JSON in ``benchmarks/results/interference-<neighbour>-<cores>-cores.json`` (``--output``; with ``--quick``
-nowhere else).
-
-One job trains four times in each round: without checkpoints; with the interval that checkflow's policy chooses and
-changes ("adaptive"); without checkpoints again; and with the interval that the policy had chosen when the neighbour
-came ("static"). Each time it trains alone at first, then beside a neighbour (:mod:`benchmarks.neighbour`) that writes
-to the same disk, or computes on the same cores, then alone again. Training has all cores but one (``--threads``), as in
-:mod:`benchmarks.frequency`. The adaptive job begins with nothing known: what it costs to learn is in its first phase.
-
-The overhead of a phase is its time over that of the same phase of the same round without checkpoints, the mean of
-both: what the neighbour takes from training itself is in all of them. How far the second lies from the first
-("drift") is how far such a figure may be off. "settled" is the second half of a phase. Of the rounds the median is
-printed, and the quartiles in brackets. k is the interval of durable checkpoints at a phase's end; between them the
-adaptive job spends what is left of its overhead on checkpoints in host memory.
-
-What follows training is the difference: "static" is ``every=k``, where training waits for storage that is slower than
-k; "adaptive" drops a checkpoint that storage has no time for, so that it loses nothing but frequency even before k
-grows. What was made durable in truth is told beside k. 5 % are the paper's overhead in its table.
+One job trains without checkpoints, with the interval that checkflow's policy changes ("adaptive"), and with the one it
+had chosen when the neighbour came ("static"). A phase's overhead is its time over the mean of the same phase without
+checkpoints, before and after.
 """
 
 from __future__ import annotations

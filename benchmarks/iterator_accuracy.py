@@ -1,24 +1,7 @@
 """CheckFreq's figure 6, in small, on this CPU: what a loader that cannot resume does to an epoch, and to accuracy.
 
-``python -m benchmarks.iterator_accuracy [--seeds 8] [--epochs 20] [--output FILE]``: a table, and all of it as JSON in
-FILE, by default ``benchmarks/results/iterator-accuracy.json``.
-
-A small convolutional network learns scikit-learn's digits (one half of them; the other half tests it), with random
-shifts and noise, as often as there are seeds, in three ways:
-
-- "uninterrupted": to its end, without checkpoints;
-- "plain": interrupted in the middle of every second epoch, at a random iteration. Model, optimizer and scheduler go on
-  from that very iteration; torch's loader shuffles anew, and the rest of the epoch's iterations take their batches from
-  the new order (CheckFreq, section 4.3.1 and figure 5b);
-- "checkflow": interrupted at the same places, each time by SIGTERM, and resumed by ``checkflow.Checkpointer``, which
-  goes by a plan that such a job has made for itself before.
-
-After each interruption everything is made anew, from another seed, as in a new process. "repeated" counts the uses of a
-sample beyond its first one in an epoch, "missed" the samples that an epoch does not use, both over a whole run. (They
-differ where an epoch's last batch is smaller than the others: the new order gives a whole one in its place.)
-"identical" says whether weights, buffers and optimizer state end with the bits of the uninterrupted run of that seed.
-The uninterrupted run takes its batches from checkflow's loader too, without checkpoints: it shuffles as torch's does,
-and draws other numbers for shifts and noise.
+A small network learns digits uninterrupted, interrupted with torch's loader, which shuffles anew, and interrupted by
+SIGTERM and resumed by checkflow. The uninterrupted run takes its batches from checkflow's loader, too.
 """
 
 from __future__ import annotations

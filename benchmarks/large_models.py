@@ -1,9 +1,7 @@
 """What ``checkflow plan`` costs as a whole process for the largest shipped models.
 
-``python benchmarks/large_models.py [--only llama-8B …] [--output FILE]``: a table, and the same as JSON in FILE, by
-default ``benchmarks/results/large-models-<cores>-cores.json``. Seconds are those of the clock and of the processors;
-memory is the process's largest resident set. Models are planned for an H200; where training alone exceeds its memory,
-``--relax-memory`` lets the plan be made all the same.
+Seconds are those of the clock and of the processors; memory is the process's largest resident set. Plans are for an
+H200; ``--relax-memory`` lets them be made where training alone exceeds its memory.
 """
 
 from __future__ import annotations

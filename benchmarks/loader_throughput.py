@@ -1,42 +1,7 @@
 """What the resumable loader costs: its throughput against torch's own, and the time to skip to a position.
 
-``python benchmarks/loader_throughput.py [--only image-1ms …] [--batch-sizes 1 32 256] [--workers 0 4] [--seconds 0.25]
-[--case-seconds 240] [--output FILE] [--again]``: a table, and the same as JSON in FILE, by default
-benchmarks/results/loader-throughput-<cores>-cores.json. With ``--again`` only those rows of FILE are measured that were
-not told apart, of the kinds, batch sizes and workers that are asked for; the others stay.
-
-Items:
-
-- image-1ms, image-5ms: a compressed image is unpacked and cut into random views, flipped, with other contrast, as float
-  tensors: so many views that an item costs at least 1 and 5 ms here, with what it draws from Python's and NumPy's and
-  torch's generators. (At least a tenth more when that is found out: the machine may become faster.)
-- wait-1ms: an item that waits for 1 ms, as for storage.
-- tensors: a ``TensorDataset``. own-tensors: the same in a class of the user's own, of which nobody knows that it draws
-  no numbers.
-
-Each case has one torch loader and one of ours, shuffled, with workers that stay; each loads an epoch that is not
-counted, and then, round by round, epochs of ``--seconds``, with workers four times as long (two batches a worker at
-least): 16 rounds, and half as many again and again until the figure that is judged may be off by less than 1 %, or
-0.5 µs, and is told from its target, or the next ones would not be done in ``--case-seconds``. The machine may be one
-that others share, and change its speed from second to second. So the two epochs of a round go side by side, in turns
-the first: without workers a batch of the one and a batch of the other; with workers, which make batches ahead, an epoch
-of the one and one of the other.
-
-A figure is the median of the rounds. "of torch's" is the ratio of the rounds' times, "added" their difference, each the
-mean (of ratios the geometric one) of what two rounds together give, in which each loader was first once, without a
-fifth of them at either end: a pause of the machine lies in one epoch and makes either loader look slow; "CPU" the same
-of the CPU's time, workers included. Beside both stands how far they may be off (95 %, by Student's t and the winsorized
-spread). "in all" is the ratio of the sums, pauses and all. Two targets: at least 97 % of torch's throughput where an
-item costs 1 ms or more, and at most 10 µs a sample, or 50 µs a batch, beyond
-torch's where items are only tensors. A row has met its
-target, or MISSED it, if all within its error does; else the two are not told apart. Each look at the rounds so far, and
-each row measured again, is a chance to be told so wrongly: of one whose true figure is the target, more than 5 % are.
-
-"skip" is a shuffled data set of 1,280,000 samples of which nothing is loaded before the position: the seconds from
-``iter`` to the first batch at the begin, in the middle and before the end, torch's at the begin beside it, and the
-memory that the order takes.
-
-Let nothing else run meanwhile.
+Both loaders' epochs go side by side, in turns the first. A figure is the median of the rounds; a row has met or missed
+its target when all within its error (95 %) does. Let nothing else run meanwhile.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
 """The predicted peak of training memory against what a CUDA GPU's allocator measures, with and without checkpoints.
 
-``python benchmarks/memory.py [--only resnet18 …] [--batch-size 32] [--device NAME] [--output FILE]``: a table, and the
-same as JSON in FILE, by default ``benchmarks/results/memory-<GPU>.json``. Without a GPU it says so and ends.
-
-Each model trains with SGD and with Adam, after a warm-up. Measured are the largest sums of bytes that training asked
-for (``requested``), that the allocator gave it (``allocated``: its blocks are up to 1 MiB larger), both without the
-workspace of cuBLAS, which no operator of the trace knows and which is told apart, and that the allocator took from the
-device (``reserved``: gaps too). What cuDNN takes for a moment is in all of them. Outside of them is ``context``: what
-the driver, the kernels' code and other processes hold.
+"requested" is what training asked for, "allocated" what the allocator gave it (blocks are up to 1 MiB larger), both
+without cuBLAS's workspace; "reserved" adds gaps. "context" is what the driver, kernels and other processes hold.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """A neighbour that takes from a job what both need: the disk, or the processor.
 
-``python -m benchmarks.neighbour disk DIRECTORY [--threads 2]`` writes new files and fsyncs them, one after the other in
-each thread, as jobs do that make checkpoints; past the page cache where the file system allows it, so that it takes the
-disk and next to nothing of the processor. ``… cpu DIRECTORY [--threads 2]`` multiplies matrices.
-
-It begins with the first line of its standard input and goes on until that input ends, which it does when whoever
-started it dies; then it says in one line of JSON what it did. :class:`Neighbour` is the one who starts it.
+It begins with the first line of its standard input and ends with that input, so it dies with whoever started it; then
+it says in one line of JSON what it did. :class:`Neighbour` starts it.
 """
 
 from __future__ import annotations

@@ -1,16 +1,7 @@
 """What a job without a plan pays for one: the recorded iteration, what else holds training, and the time till then.
 
-``python benchmarks/recording.py [--only alexnet …] [--batch-size N] [--iterations 12] [--jobs 3] [--output FILE]``: a
-table, and the same as JSON in FILE, by default ``benchmarks/results/recording-<cores>-cores.json``.
-
-Each model trains for real on this machine's CPU, in several jobs, each first without checkflow, then with
-``Checkpointer(plan=None)``; the jobs' median is shown. "ratio" is the recorded iteration's time, from its first
-operator to its last, over the median of the usual ones beside it; its promise is 2 at most. Watching costs some time
-an operator, however short that is, so that the promise is for operators of 0.1 ms and more on average. "until the plan"
-counts from the boundary before the recorded iteration to the one at which the plan is put in place: the recorded
-iteration, two that are timed, and planning in a process of its own while training goes on. "held" is what the
-boundaries took of the training thread for it: what was recorded is made a timeline, the link is measured, that process
-is started, and its plan read.
+Models train for real on this CPU, first without checkflow, then with ``Checkpointer(plan=None)``. "ratio" is the
+recorded iteration's time over the usual ones' median; the promise of at most 2 is for operators of 0.1 ms and more.
 """
 
 from __future__ import annotations

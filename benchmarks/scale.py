@@ -1,10 +1,7 @@
 """The time of planning itself, on made-up timelines of 1,000, 10,000 and 100,000 steps.
 
-``python benchmarks/scale.py [--only 1000 …] [--seed 0]``: a table, and benchmarks/results/scale-2-cores.json. Each
-timeline has 2,000 state tensors with as many deadlines, a link of which 95 % is used, and live memory that is nearly
-level, so that every snapshot raises the peak. Each is planned twice: with any number of snapshots, and within an
-overhead of 0.3 % of training's time, where stall and memory bind together. ``--ilp`` also gives each to a solver, with
-a time limit of 60 s. Seconds are those of the process (CPU), with the wall's beside them.
+Each has 2,000 state tensors, a link of which 95 % is used, and nearly level live memory, so that every snapshot raises
+the peak. Seconds are those of the process (CPU), with the wall's beside them.
 """
 
 from __future__ import annotations

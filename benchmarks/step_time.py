@@ -1,10 +1,6 @@
 """Predicted against measured: the time of an iteration of each shipped model on this machine, beside the roofline's.
 
-``python benchmarks/step_time.py [--only bert …] [--batch-size N] [--quick] [--output FILE]``: a table, and the same as
-JSON, by default benchmarks/results/step-time-<machine>.json. Each model is built for real, run on the machine's GPU
-(else its CPU) as ``checkflow plan --device auto`` does it, and predicted twice: by the numbers of a probe made before,
-and by the catalogue's entry for the machine, if it has one. Batches are small enough for two cores.
-
+Each model runs as ``checkflow plan --device auto`` runs it, and is predicted by an earlier probe and by the catalogue.
 Let nothing else run meanwhile.
 """
 
@@ -27,7 +23,7 @@ from checkflow.core.units import format_seconds
 from checkflow.planner.measure.probe import FULL, QUICK, probe
 from checkflow.planner.measure.torch_settings import torch_settings_kept
 from checkflow.planner.pipeline import Subject, measure_model
-from checkflow.planner.timeline.measured import Measured
+from checkflow.planner.timeline.measured import MeasuredStep
 
 BATCHES = {
     "alexnet": 8,
@@ -47,7 +43,7 @@ def machine_name(device: Device) -> str:
     return device.name if device.kind == "cuda" else f"{os.cpu_count()} cores"
 
 
-def measure(model: str, batch_size: int, device: Device) -> Measured:
+def measure(model: str, batch_size: int, device: Device) -> MeasuredStep:
     with torch_settings_kept():
         measured = measure_model(Subject(model, batch_size, {}, None), device)
     gc.collect()
@@ -56,7 +52,7 @@ def measure(model: str, batch_size: int, device: Device) -> Measured:
     return measured
 
 
-def row_of(model: str, batch_size: int, measured: Measured, probed: Device) -> dict[str, Any]:
+def row_of(model: str, batch_size: int, measured: MeasuredStep, probed: Device) -> dict[str, Any]:
     times = measured.times
     return {
         "model": model,

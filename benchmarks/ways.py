@@ -1,18 +1,7 @@
 """Ways of making checkpoints, on one interface, so that a benchmark can let them take turns at the same training.
 
-Those of the CheckFreq paper (its figure 4) are written out here, as good as their design allows: the same staging
-memory, copies, files and fsyncs as checkflow's own, so that what differs is when training stands still, and nothing
-else. On a CPU "device" and host memory are one, and a snapshot in either is a copy in it.
-
-``torch.save``   training stands still while ``torch.save`` writes a new file, and until it is fsynced
-``store``        training stands still while the state is copied and committed by checkflow's store
-``persist``      training stands still while the state is copied; a thread commits it
-``CheckFreq``    a thread copies the state beside the next forward and backward, the optimizer waits for it before it
-                 steps (what forward writes, running statistics, is copied at the boundary: CheckFreq's code leaves it
-                 torn); another thread commits it
-``checkflow``    by plan
-
-The first four have one checkpoint under way at a time, as CheckFreq has: the next one waits until it is committed.
+Those of the CheckFreq paper (its figure 4) use the same memory, copies, files and fsyncs as checkflow, so they differ
+only in when training stands still. All but "checkflow" have one checkpoint under way at a time, as CheckFreq has.
 """
 
 from __future__ import annotations

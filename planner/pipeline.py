@@ -26,7 +26,7 @@ from checkflow.planner.schedule.baselines import Baselines, baselines
 from checkflow.planner.schedule.compare import Comparison, make_comparison
 from checkflow.planner.schedule.scheduler import Outcome, PlanRequest, fingerprint_of, make_plan
 from checkflow.planner.timeline.measured import (
-    Measured,
+    MeasuredStep,
     Progress,
     check_room,
     failures_reported,
@@ -67,7 +67,7 @@ class Planned:
     graph_peak_bytes: int
     trace_seconds: float  # building the model and tracing it, or running it
     plan_seconds: float
-    measured: Measured | None = None  # None: durations are the roofline's
+    measured: MeasuredStep | None = None  # None: durations are the roofline's
 
 
 def default_memory_limit_bytes(device: Device) -> int:
@@ -105,7 +105,7 @@ def plan_measured_model(
     return _planned(subject, device, request, measured.graph, timeline, measured, time.perf_counter() - begun)
 
 
-def measure_model(subject: Subject, device: Device, *, progress: Progress = lambda part: None) -> Measured:
+def measure_model(subject: Subject, device: Device, *, progress: Progress = lambda part: None) -> MeasuredStep:
     """Run a training step on this machine, and compare it with the device's roofline.
 
     The caller restores torch's settings (:func:`checkflow.planner.measure.torch_settings.torch_settings_kept`).
@@ -143,7 +143,7 @@ def _planned(
     request: PlanRequest,
     graph: TrainingGraph,
     timeline: Timeline,
-    measured: Measured | None,
+    measured: MeasuredStep | None,
     trace_seconds: float,
 ) -> Planned:
     begun = time.perf_counter()

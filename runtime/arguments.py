@@ -152,7 +152,7 @@ def read_signals(signals: object) -> tuple[signal.Signals, ...]:
     names = tuple(signals) if isinstance(signals, tuple | list | set | frozenset) else None
     if names is None or not all(name in KNOWN_SIGNALS for name in names):
         raise ValueError(
-            f"signals must be a tuple of some of {', '.join(KNOWN_SIGNALS)} (Ctrl-C is heeded beside them), or () for "
+            f"signals must be a tuple of some of {', '.join(KNOWN_SIGNALS)} (Ctrl-C is handled, too), or () for "
             f"none, not {signals!r}"
         )
     return tuple(signal.Signals[name] for name in dict.fromkeys(names))
@@ -238,7 +238,7 @@ def _warn_of_other_parameters(models: Mapping[str, nn.Module], optimizers: Mappi
         if own and known.isdisjoint(map(id, own)):
             logger.warning(
                 "optimizer %s updates no parameter of the models given: it was made for another model, or before "
-                "this one's parameters were replaced; checkpoints hold them all the same", name,
+                "this one's parameters were replaced; checkpoints hold its state nonetheless", name,
             )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ from checkflow.runtime.arguments import (
 )
 from checkflow.runtime.builder import assemble, check_job, read_plan
 from checkflow.runtime.data.base import ResumableLoader
-from checkflow.runtime.data.worker_processes import tells_of_lost_worker
+from checkflow.runtime.data.worker_processes import is_lost_worker
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.log_handler import show_lines
 from checkflow.runtime.reporter import start_line
@@ -430,11 +430,11 @@ class Checkpointer:
     ) -> None:
         lost = False
         try:
-            lost = tells_of_lost_worker(error) and self._preemption.is_asked_soon()
+            lost = is_lost_worker(error) and self._preemption.is_asked_soon()
             if kind is None and not self._held.closed:
                 self._loop.end_training()
         finally:
             self._close(raising=kind is None)
         if lost:
-            logger.warning("%s: of the signal that has asked the job to end, which ends where it is", error)
+            logger.warning("%s: the signal that asked the job to end has ended a worker; training ends here", error)
             self._preemption.end_late()

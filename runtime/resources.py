@@ -88,8 +88,8 @@ def warn_displaced(loader: ResumableLoader) -> None:
     for held in _held.values():
         if held.loader is loader and loader.listener is held.loop:
             logger.warning(
-                "the loader was followed by the Checkpointer of %s, which is not closed, and finds no boundary in it "
-                "from here on; close() that one first, or give each a loader of its own",
+                "the loader belonged to the Checkpointer of %s, which is not closed and sees no boundary from here on; "
+                "close() that one first, or give each a loader of its own",
                 held.store.directory,
             )  # fmt: skip
 

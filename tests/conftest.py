@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 import torch
 
-from benchmarks.gpu_worker import give_back_memory
+from benchmarks.gpu.worker import give_back_memory
 
 torch.set_num_threads(1)
 

@@ -28,7 +28,7 @@ from checkflow.core.errors import CheckflowError, ModelError, TraceError, Unsupp
 from checkflow.core.plan import Plan
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.live.planner import scaled_seconds
-from checkflow.planner.record.recorder import Recorded
+from checkflow.planner.record.recorder import RecordedIteration
 from checkflow.planner.timeline.measured import measure_step
 from checkflow.planner.trace.trace import trace
 from checkflow.runtime.data.adapters.resumable import resumable
@@ -416,7 +416,10 @@ TRACED |= {
     "closure, run": (lambda _: measure_step(with_closure(), name="n"), "TwiceInAStep runs its closure more than once"),
     "an iteration without operators": (
         lambda _: scaled_seconds(
-            Recorded(trace(TrainingStep(step=id, models={"model": nn.Linear(2, 2)}, batch=None), name="n"), ()), 1.0
+            RecordedIteration(
+                trace(TrainingStep(step=id, models={"model": nn.Linear(2, 2)}, batch=None), name="n"), ()
+            ),
+            1.0,
         ),
         "ran no operator: what trains is not what was passed",
     ),
@@ -630,7 +633,7 @@ RUNTIME: dict[str, tuple[Callable[[Path, Plan], Any], str]] = {
     "ranks": (several_ranks, "torch.distributed has 4 ranks"),
     "seeds of ranks": (lambda _, __: next(iter(DataLoader([0, 1], rank=0, world_size=2))), "pass seed="),
     "used": (goes_on_without_skipping, "batch 0 of epoch 3 was used before"),
-    "untold": (cannot_tell_what_was_used, "a Untold does not tell"),
+    "untold": (cannot_tell_what_was_used, "a Untold does not say"),
     "iterable data": (lambda _, __: DataLoader(NoPosition(), 1), "map-style"),
     "bits": (lambda _, __: make_layout([TensorRecord("m/q", "bits8", (1,), 1, 1)]), "m/q is bits8"),
     "owner": (lambda _, __: make_layout([record("a b/x", ())]), "letters"),

@@ -14,12 +14,12 @@ from checkflow.cli.options import GranularityName
 from checkflow.core.errors import InfeasibleError
 
 if TYPE_CHECKING:
-    from checkflow.demo.kills import Result
+    from checkflow.demo.kills import DemoResult
 
 
 def demo(
     epochs: Annotated[int, typer.Option("--epochs", min=3, help="epochs of training on the digits")] = 5,
-    seed: Annotated[int, typer.Option("--seed", help="for the training and the times of the kills")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="seed of the training and of the times of the kills")] = 0,
     as_json: options.Json = False,
 ) -> int:
     """Plan ResNet-18; then train on the CPU, kill the training three times, and prove that nothing is lost."""
@@ -43,7 +43,7 @@ def demo(
     return FOUND if result.passed and planned.outcome.plan is not None else FAILED
 
 
-def _train_and_kill(epochs: int, seed: int, *, quiet: bool) -> Result:
+def _train_and_kill(epochs: int, seed: int, *, quiet: bool) -> DemoResult:
     from checkflow.core import plan as plans
     from checkflow.demo import kills
     from checkflow.demo.training import BATCH_SIZE

@@ -212,7 +212,10 @@ DeviceOption = Annotated[
 Bandwidth = Annotated[
     float | None,
     typer.Option(
-        "--bandwidth", metavar="RATE", parser=read_bandwidth, help="the link's, such as 63GB/s [the device's]"
+        "--bandwidth",
+        metavar="RATE",
+        parser=read_bandwidth,
+        help="bandwidth of the link, such as 63GB/s [the device's]",
     ),
 ]
 LinkShare = Annotated[
@@ -227,7 +230,12 @@ LinkShare = Annotated[
 ]
 MemoryLimit = Annotated[
     int | None,
-    typer.Option("--memory-limit", metavar="SIZE", parser=_size, help="such as 24GB [the device's memory less 5 %]"),
+    typer.Option(
+        "--memory-limit",
+        metavar="SIZE",
+        parser=_size,
+        help="memory that the job may use, such as 24GB [the device's memory less 5 %]",
+    ),
 ]
 ExtraMemory = Annotated[
     int | None,

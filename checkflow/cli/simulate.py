@@ -13,8 +13,11 @@ from checkflow.cli.options import GranularityName, PolicyName
 from checkflow.core.errors import CheckflowError, PlanError
 
 if TYPE_CHECKING:
+    from checkflow.cli.tables.simulation import Given
     from checkflow.core.device import Device
     from checkflow.core.plan import Plan
+    from checkflow.planner.pipeline import Planned
+    from checkflow.simulate.simulation import Simulation
     from checkflow.simulate.strategies import StorageSpeed
 
 # Options of the failures, not of the plan.
@@ -79,7 +82,7 @@ StorageRate = Annotated[
         "--storage",
         metavar="RATE",
         parser=options.read_bandwidth,
-        help="at which storage writes a checkpoint, fsync included, and reads it [the device file's disk]",
+        help="speed at which storage writes (fsync included) and reads a checkpoint [the device file's disk]",
     ),
 ]
 Shape = Annotated[
@@ -89,7 +92,7 @@ Shape = Annotated[
         metavar="NUMBER",
         parser=_shape,
         show_default="1",
-        help="of the Weibull distribution of times between failures: 1: at random; 0.7: failures cluster",
+        help="shape of the Weibull distribution of times between failures; 1: at random, 0.7: in clusters",
     ),
 ]
 Every = Annotated[
@@ -102,7 +105,7 @@ Every = Annotated[
     ),
 ]
 Runs = Annotated[int, typer.Option("--runs", metavar="N", min=1, help="how many runs to simulate")]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="for the failures' times")]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="seed of the failures' times")]
 
 
 def _storage(device: Device | None, asked: float | None) -> StorageSpeed:
@@ -116,8 +119,8 @@ def _storage(device: Device | None, asked: float | None) -> StorageSpeed:
         return StorageSpeed(asked, asked)
     if device is None or device.disk_write_bytes_per_second is None:
         raise typer.BadParameter(
-            "how fast is storage? --storage RATE says it, such as 1GB/s; of a MODEL, --device FILE with a file that "
-            "checkflow probe -o FILE has made does, too"
+            "the speed of storage is not known: give --storage RATE, such as 1GB/s, or, with a MODEL, --device FILE, "
+            "a file that checkflow probe -o FILE made"
         )
     write = device.disk_write_bytes_per_second
     return StorageSpeed(write, device.disk_read_bytes_per_second or write)
@@ -171,8 +174,8 @@ def simulate(
     Synchronous checkpoints, CheckFreq's, and checkflow's by a plan meet the same failures. A plan file brings its own
     device and link.
     """
-    from checkflow.cli.tables import simulation as simulation_table
-    from checkflow.simulate.simulation import Failures, check_size, simulate_failures
+    from checkflow.cli.tables.simulation import Given
+    from checkflow.simulate.simulation import Failures, simulate_failures
     from checkflow.simulate.strategies import restore_seconds, ways_of
 
     of_plan = subject.endswith(".json")
@@ -180,10 +183,7 @@ def simulate(
         options.refuse_given(
             context, besides=("subject", "memory_limit", *OF_FAILURES), why="a plan file brings its own"
         )
-    try:
-        check_size(mtbf, duration, runs)
-    except PlanError as error:
-        raise typer.BadParameter(str(error)) from None
+    _refuse_size(mtbf, duration, runs)
     known = None if of_plan or device == options.AUTO else planning.device_of(device)
     written_to = _storage(known, storage)
     if of_plan:
@@ -195,15 +195,11 @@ def simulate(
             chosen, bandwidth, memory_limit, link_share, policy=policy.value, max_interval=max_interval,
             overhead=overhead,
         )  # fmt: skip
-        limit_bytes = request.memory_limit_bytes
         asked = planning.subject_of(subject, batch_size, settings, optimizer)
         planned = planning.planner_for(device)(asked, chosen, request, granularity)
         if planned.outcome.plan is None:
-            if as_json:
-                print_json(simulation_table.no_simulation_json(planned))
-            complain(planned.outcome.explanation)
-            return INFEASIBLE
-        plan = planned.outcome.plan
+            return _print_no_plan(planned, as_json)
+        plan, limit_bytes = planned.outcome.plan, request.memory_limit_bytes
     failures = Failures(mtbf, restart + restore_seconds(plan, written_to), shape)
     ways = ways_of(
         plan, written_to, mtbf_seconds=mtbf, overhead=overhead, memory_limit_bytes=limit_bytes,
@@ -211,9 +207,33 @@ def simulate(
     )  # fmt: skip
     with working("simulating failures"):
         found = simulate_failures(ways.ways, plan.timeline.iteration_seconds, failures, duration, runs=runs, seed=seed)
-    given = simulation_table.Given(plan, written_to, overhead, limit_bytes, ways.left_out)
-    if as_json:
-        print_json(simulation_table.simulation_json(given, found))
-    else:
-        print_parts(simulation_table.simulation_tables(given, found))
+    _print_found(Given(plan, written_to, overhead, limit_bytes, ways.left_out), found, as_json)
     return FOUND
+
+
+def _refuse_size(mtbf: float, duration: float, runs: int) -> None:
+    """Refuse what cannot be simulated soon, before anything is planned."""
+    from checkflow.simulate.simulation import check_size
+
+    try:
+        check_size(mtbf, duration, runs)
+    except PlanError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _print_no_plan(planned: Planned, as_json: bool) -> int:
+    from checkflow.cli.tables.simulation import no_simulation_json
+
+    if as_json:
+        print_json(no_simulation_json(planned))
+    complain(planned.outcome.explanation)
+    return INFEASIBLE
+
+
+def _print_found(given: Given, found: Simulation, as_json: bool) -> None:
+    from checkflow.cli.tables.simulation import simulation_json, simulation_tables
+
+    if as_json:
+        print_json(simulation_json(given, found))
+    else:
+        print_parts(simulation_tables(given, found))

@@ -43,7 +43,7 @@ def _seconds(text: str | float) -> float:
 
 
 def torture(
-    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="after --: starts the job each time")],
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="the command that starts the job, after --")],
     directory: Annotated[
         Path | None,
         typer.Option("--directory", metavar="DIR", help="the job's checkpoints [the directory that it locks]"),
@@ -54,7 +54,7 @@ def torture(
         typer.Option("--seconds", metavar="S", parser=_seconds, help="stop killing after this time [no limit]"),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", metavar="N", help="for all random choices [a new one, printed]")
+        int | None, typer.Option("--seed", metavar="N", help="seed of all random choices [a new one, printed]")
     ] = None,
     patience: Annotated[
         float,

@@ -27,7 +27,7 @@ After = Callable[[nn.Module, Any, Any], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class CompiledRegion:
     """Modules that run inside one compiled call."""
 
     name: str  # of the outermost one, "<model>/<path>", and of the anchor before it
@@ -52,9 +52,9 @@ def while_compiling(function: Callable[[], bool]) -> Callable[[], bool]:
     return marked
 
 
-def compiled_regions(models: Mapping[str, nn.Module]) -> dict[str, Region]:
+def compiled_regions(models: Mapping[str, nn.Module]) -> dict[str, CompiledRegion]:
     """Return the region of each module inside of one, by name as in :func:`checkflow.core.state.module_names`."""
-    found: dict[str, Region] = {}
+    found: dict[str, CompiledRegion] = {}
     seen: set[int] = set()
     for owner, model in models.items():
         for name, module, region in _walk(model, owner, "", None):
@@ -66,12 +66,12 @@ def compiled_regions(models: Mapping[str, nn.Module]) -> dict[str, Region]:
 
 
 def _walk(
-    module: nn.Module, owner: str, path: str, region: Region | None
-) -> Iterator[tuple[str, nn.Module, Region | None]]:
+    module: nn.Module, owner: str, path: str, region: CompiledRegion | None
+) -> Iterator[tuple[str, nn.Module, CompiledRegion | None]]:
     """Yield every module below this one, in the order of ``named_modules``, with the outermost region around it."""
     name = f"{owner}/{clean_key(path)}"
     if region is None and _is_compiled(module):
-        region = Region(name, None if _class_is_compiled(module) else module)
+        region = CompiledRegion(name, None if _class_is_compiled(module) else module)
     inner = _inside_wrapper(module, top=not path)
     if inner is not None:
         yield from _walk(inner, owner, path, region)

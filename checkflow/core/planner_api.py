@@ -69,14 +69,14 @@ class Carried:
 
 
 class Recorded(Protocol):
-    """One iteration of the live job: see ``checkflow.planner.record.recorder.Recorded``."""
+    """One iteration of the live job: see ``checkflow.planner.record.recorder.RecordedIteration``."""
 
     @property
     def carried(self) -> tuple[Carried, ...]: ...
 
 
 class Recorder(Protocol):
-    """Watches one iteration of the live job: see ``checkflow.planner.record.recorder.Recorder``."""
+    """Watches one iteration of the live job: see ``checkflow.planner.record.recorder.IterationRecorder``."""
 
     def begin(self, batch: Any = None) -> None: ...
     def end(self, *, batch: Any = None, micro_batches: int = 1) -> Recorded: ...

@@ -1,9 +1,8 @@
 """Names of state tensors (``<owner>/<key>``), the same for planner and runtime.
 
-The owner is a model or an optimizer; the key is the model's ``state_dict`` key, or ``<parameter>.<state>`` for an
-optimizer, with ``<model>.`` before it if there are several models. Names leave out wrappers' prefixes ("module.",
-"_orig_mod."). A tensor made of several dense ones (sparse, or ``__tensor_flatten__``) is that many state tensors, each
-named after whole and part: ``model/adjacency.indices``.
+The owner is a model or an optimizer; the key is the ``state_dict`` key, or ``<parameter>.<state>``, with ``<model>.``
+before it if there are several models. Wrappers' prefixes ("module.", "_orig_mod.") are left out. A tensor made of
+several dense ones is that many state tensors, named after whole and part: ``model/adjacency.indices``.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def parse_seconds(text: str) -> float:
     number, unit = match.groups()
     seconds = float(number) * _SECONDS[unit]
     if not 0 < seconds < math.inf:
-        raise CheckflowError(f"{text!r} is no time to wait: it must be more than none, and end")
+        raise CheckflowError(f"{text!r} is no duration: it must be more than zero, and finite")
     return seconds
 
 

@@ -30,7 +30,7 @@ MOST_REPLAYED_ITERATIONS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Kill:
+class DemoKill:
     """One SIGKILL and what it cost."""
 
     place: str  # "training" or "validation"
@@ -52,13 +52,13 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Result:
+class DemoResult:
     """What the demo saw."""
 
     iterations: int
     epochs: int
     accuracy: float
-    kills: tuple[Kill, ...]
+    kills: tuple[DemoKill, ...]
     checks: tuple[Check, ...]
     seconds_without: float  # median of an iteration, without checkpoints
     seconds_with: float  # likewise, with a durable checkpoint every iteration
@@ -153,7 +153,7 @@ def choose_points(seed: int, epochs: int, steps_per_epoch: int, iteration_second
     ]
 
 
-def run(folder: Path, plan: Path, say: Callable[[str], None], *, epochs: int, seed: int) -> Result:
+def run(folder: Path, plan: Path, say: Callable[[str], None], *, epochs: int, seed: int) -> DemoResult:
     """Train, kill, resume and compare.
 
     Args:
@@ -186,13 +186,13 @@ def run(folder: Path, plan: Path, say: Callable[[str], None], *, epochs: int, se
     return compare(before, job, after, epochs=epochs)
 
 
-def compare(before: Run, job: Run, after: Run, *, epochs: int) -> Result:
+def compare(before: Run, job: Run, after: Run, *, epochs: int) -> DemoResult:
     """Hold the journal and the final state of the killed run against those of the uninterrupted ones."""
     lines, truth = read_journal(job.journal), _steps(read_journal(before.journal))
     kills = _kills(lines)
     report = lines[-1]["report"]
     accuracies = [line["accuracy"] for line in lines if line["event"] == "validated"]
-    return Result(
+    return DemoResult(
         iterations=len(truth),
         epochs=epochs,
         accuracy=accuracies[-1],
@@ -223,7 +223,7 @@ def _median_seconds(lines: list[Line]) -> float:
     )
 
 
-def _kills(lines: list[Line]) -> list[Kill]:
+def _kills(lines: list[Line]) -> list[DemoKill]:
     """Every start but the first came after a kill; the line before it says where that was."""
     kills, done = [], 0
     for before, line in itertools.pairwise(lines):
@@ -231,7 +231,7 @@ def _kills(lines: list[Line]) -> list[Kill]:
             done = before["iteration"] + 1
         if line["event"] == "start":
             place = "validation" if before["event"] == "validation" else "training"
-            kills.append(Kill(place, done, line["iteration"]))
+            kills.append(DemoKill(place, done, line["iteration"]))
     return kills
 
 
@@ -280,7 +280,7 @@ def _check_samples(steps: list[Line], truth: list[Line]) -> Check:
     return Check("every sample once an epoch, in the same order", holds, seen)
 
 
-def _check_kills(kills: list[Kill]) -> Check:
+def _check_kills(kills: list[DemoKill]) -> Check:
     worst = max((kill.replayed for kill in kills), default=0)
     inside = sum(kill.place == "validation" for kill in kills)
     holds = len(kills) == 3 and inside == 1 and all(0 <= kill.replayed <= MOST_REPLAYED_ITERATIONS for kill in kills)

@@ -64,12 +64,14 @@ class Failures:
 
     def __post_init__(self) -> None:
         if not 0 < self.mtbf_seconds < math.inf:
-            raise PlanError(f"the mean time between failures is more than none, and finite, not {self.mtbf_seconds} s")
+            raise PlanError(
+                f"the mean time between failures must be more than zero, and finite, not {self.mtbf_seconds} s"
+            )
         if not 0 <= self.restart_seconds < math.inf:
-            raise PlanError(f"a start takes some time, or none, not {self.restart_seconds} s")
+            raise PlanError(f"a restart must take a finite time of at least zero, not {self.restart_seconds} s")
         if not LEAST_SHAPE <= self.shape <= MOST_SHAPE:
             raise PlanError(
-                f"the shape of the times between failures is from {LEAST_SHAPE} to {MOST_SHAPE}, not {self.shape}"
+                f"the shape of the times between failures must be from {LEAST_SHAPE} to {MOST_SHAPE}, not {self.shape}"
             )
 
     @property
@@ -79,7 +81,7 @@ class Failures:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class RunSpread:
     """How a figure lies over the runs: its mean, and what one run in twenty is below, and above."""
 
     mean: float
@@ -92,7 +94,7 @@ class Result:
     """Where the time of the runs went: shares of all of it, which add up to one."""
 
     way: Way
-    useful: Spread  # training that counts
+    useful: RunSpread  # training that counts
     again: float  # training that was lost, and done again
     stalls: float
     starts: float
@@ -120,7 +122,9 @@ def check_size(mtbf_seconds: float, duration_seconds: float, runs: int) -> None:
         PlanError: more runs, or failures, than can be simulated soon; or none.
     """
     if not 0 < duration_seconds < math.inf or not 1 <= runs <= MOST_RUNS:
-        raise PlanError(f"{runs} runs of {duration_seconds} s: from 1 to {MOST_RUNS:,} runs of some time are simulated")
+        raise PlanError(
+            f"cannot simulate {runs} runs of {duration_seconds} s: choose from 1 to {MOST_RUNS:,} runs, above 0 s"
+        )
     expected = duration_seconds / mtbf_seconds
     if expected > MOST_FAILURES:
         raise PlanError(
@@ -223,6 +227,6 @@ def _durable(
     return np.maximum(0.0, count) * every * interval_seconds
 
 
-def _spread(shares: NDArray[np.float64]) -> Spread:
+def _spread(shares: NDArray[np.float64]) -> RunSpread:
     low, high = np.percentile(shares, [5, 95])
-    return Spread(float(shares.mean()), float(low), float(high))
+    return RunSpread(float(shares.mean()), float(low), float(high))

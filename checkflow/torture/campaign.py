@@ -21,8 +21,8 @@ from checkflow.core.units import format_size
 from checkflow.runtime.memory_tier.orphans import memory_of
 from checkflow.runtime.store.files import step_name
 from checkflow.torture.checks import (
+    BrokenPromise,
     Found,
-    Problem,
     abandoned,
     check_audits,
     check_found,
@@ -33,7 +33,7 @@ from checkflow.torture.checks import (
     read_runs,
     refuse_locked,
 )
-from checkflow.torture.life import Aim, JobSpeed, Life, Moment
+from checkflow.torture.life import Aim, JobLife, JobSpeed, Moment
 from checkflow.torture.processes import Process, below, nothing_left, shared_memory, start
 
 Verdict = Literal["nothing lost", "lost", "not tried", "interrupted"]
@@ -74,7 +74,7 @@ class Kill:
         restorable: the newest one that was whole afterwards.
         resumed_from: where the job went on, by its own report; None: it began anew, or ``told`` is false.
         replayed: iterations that were done again, at least; None: not known.
-        told: whether the next life lived long enough to say so.
+        told: whether the next life lived long enough to report it.
         code: the command's exit code, negative for a signal.
     """
 
@@ -98,14 +98,14 @@ class Torture:
         untried: why the job could not be killed as often as asked, or not at all; None: it could.
         acknowledged: the newest checkpoint that was seen in all lives, or found whole between them.
         over: whether it came to its end by itself.
-        abandoned: checkpoints that the job was told to leave behind in its last life.
+        abandoned: checkpoints that the job left behind in its last life, as its script asked.
     """
 
     campaign: Campaign
     say: Callable[[str], None] = lambda part: None
     directory: Path | None = None
     kills: list[Kill] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[BrokenPromise] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     untried: str | None = None
     lives: int = 0
@@ -174,7 +174,7 @@ class Torture:
         what = "the start after the last kill" if aim is None else f"kill {len(self.kills) + 1} of {campaign.kills}"
         self.say(what if self.acknowledged is None else f"{what}, step {self.acknowledged}")
         known, job = self.directory is not None, start(campaign.command, campaign.log, strangers)
-        life = Life(job, self.directory, self.acknowledged, aim, self._speed)
+        life = JobLife(job, self.directory, self.acknowledged, aim, self._speed)
         life.run(campaign.patience_seconds, self._late)
         self.directory, self._speed = life.directory, life.speed
         self._pids |= life.pids
@@ -207,7 +207,7 @@ class Torture:
 
     # What a life has left
 
-    def _judge(self, life: Life, *, known: bool) -> tuple[RunReport, ...]:
+    def _judge(self, life: JobLife, *, known: bool) -> tuple[RunReport, ...]:
         """Hold the directory against what is promised; returns the runs that this life has reported.
 
         Args:
@@ -230,7 +230,7 @@ class Torture:
         wrong = [problem for number in mine for problem in check_audits(runs[number])]
         self._note_failures([runs[number] for number in mine])
         self.abandoned = abandoned(before, after) if known else ()
-        if self.abandoned:  # nothing is lost of what the job was told to leave
+        if self.abandoned:  # what the script asked to leave is not lost
             self.problems += wrong + check_found(None, after, excused)
             return tuple(runs[number] for number in mine)
         if mine:
@@ -241,10 +241,12 @@ class Torture:
             self._note_resumed(run)
         wrong += [one for one in check_found(self.acknowledged, after, excused) if one.promise != "L1" or not wrong]
         if life.gone is not None and not wrong:
-            wrong.append(Problem("L1", f"the checkpoint of step {life.gone} was the newest, and the job took it away"))
+            wrong.append(
+                BrokenPromise("L1", f"the checkpoint of step {life.gone} was the newest, and the job took it away")
+            )
         if life.back is not None and not wrong:
             text = f"the job made a checkpoint of step {life.back}, though step {before.restorable} was there, whole"
-            wrong.append(Problem("L1", text))
+            wrong.append(BrokenPromise("L1", text))
         wrong += check_leftovers(before, after, saved=bool(life.saved))
         self.problems += wrong
         if after.restorable is not None and not wrong:
@@ -266,7 +268,7 @@ class Torture:
                     f"{run.last_failure}"
                 )
 
-    def _note_term(self, aim: Aim, life: Life, runs: tuple[RunReport, ...]) -> None:
+    def _note_term(self, aim: Aim, life: JobLife, runs: tuple[RunReport, ...]) -> None:
         """Of a job that was asked to end: how it did, and whether its last boundary was saved."""
         if aim.signal != signal.SIGTERM or life.end == "went on":  # how it ended only its launcher knows
             return
@@ -281,7 +283,7 @@ class Torture:
                 "no boundary came in time, or saving it failed"
             )
 
-    def _why_untried(self, life: Life, first: bool, *, wanted: bool) -> str | None:
+    def _why_untried(self, life: JobLife, first: bool, *, wanted: bool) -> str | None:
         """Why there are no kills, or no more of them; None: there are, or all is done.
 
         Args:
@@ -290,8 +292,8 @@ class Torture:
         after = "" if first else f" after kill {len(self.kills)}"
         if self.abandoned:
             return (
-                f"the job is told to go back (resume=STEP): it calls {self.abandoned[0]} now what was the newest "
-                "checkpoint; let it go on from where it was"
+                f"the job goes back to an older step (resume=STEP) and has renamed its newest checkpoint to "
+                f"{self.abandoned[0]}: let it resume from the newest one"
             )
         if life.end == "elsewhere":
             names = " and ".join(str(path) for path in life.others)
@@ -318,7 +320,7 @@ class Torture:
             )
         return None
 
-    def _why_none(self, life: Life) -> str:
+    def _why_none(self, life: JobLife) -> str:
         """No checkpoint was made."""
         how = f"came to its end{_left(life)}" if life.end == "ended" else f"ran for {life.seconds:.0f} s (--patience)"
         if self.directory is None:
@@ -345,6 +347,6 @@ class Torture:
             )
 
 
-def _left(life: Life) -> str:
+def _left(life: JobLife) -> str:
     """What became of processes that a command began in the background."""
     return " (what it left running was ended: a command must wait for its training)" if life.left_running else ""

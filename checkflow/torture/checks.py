@@ -1,4 +1,4 @@
-"""What must hold of a checkpoint directory whose job was killed, as far as it can be told from outside: L1 to L6.
+"""What must hold of a checkpoint directory whose job was killed, as far as can be seen from outside: L1 to L6.
 
 docs/how-to/torture.md says what each promise is. Every verdict comes from what lies on the disk, none from a clock, and
 nothing is changed or renamed there. Each check returns what is wrong.
@@ -31,7 +31,7 @@ Signature = tuple[tuple[str, int, int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class BrokenPromise:
     """A promise that was broken, in one line."""
 
     promise: Promise
@@ -212,20 +212,22 @@ def read_runs(directory: Path) -> tuple[RunReport, ...]:
     return ()
 
 
-def check_found(acknowledged: int | None, found: Found, excused: Collection[str] = ()) -> list[Problem]:
+def check_found(acknowledged: int | None, found: Found, excused: Collection[str] = ()) -> list[BrokenPromise]:
     """L1 and L3, after a kill.
 
     Args:
         excused: names of checkpoints that were damaged before, or nobody knows since when.
     """
-    wrong = [Problem("L3", f"{name} is damaged: {fault}") for name, fault in found.damaged if name not in excused]
+    wrong = [BrokenPromise("L3", f"{name} is damaged: {fault}") for name, fault in found.damaged if name not in excused]
     if acknowledged is not None and (found.restorable is None or found.restorable < acknowledged):
         newest = "none can be restored" if found.restorable is None else f"step {found.restorable} is the newest whole"
-        wrong.append(Problem("L1", f"the checkpoint of step {acknowledged} was there before the kill, and {newest}"))
+        wrong.append(
+            BrokenPromise("L1", f"the checkpoint of step {acknowledged} was there before the kill, and {newest}")
+        )
     return wrong
 
 
-def check_resumed(before: Found, after: Found, run: RunReport) -> list[Problem]:
+def check_resumed(before: Found, after: Found, run: RunReport) -> list[BrokenPromise]:
     """L1: a started job goes on from the newest checkpoint that was whole when it started."""
     if before.restorable is None or (run.resumed_from is not None and run.resumed_from >= before.restorable):
         return []
@@ -233,16 +235,16 @@ def check_resumed(before: Found, after: Found, run: RunReport) -> list[Problem]:
     name = step_name(before.restorable)
     moved = sorted(one for one in after.aside - before.aside if one.startswith((BROKEN + name, SUPERSEDED + name)))
     now = f"; it is called {moved[0]} now" if moved else ""
-    return [Problem("L1", f"the job {how}, though step {before.restorable} was there, whole{now}")]
+    return [BrokenPromise("L1", f"the job {how}, though step {before.restorable} was there, whole{now}")]
 
 
 def abandoned(before: Found, after: Found) -> tuple[str, ...]:
-    """The new names of checkpoints that a job was told to leave behind, ``resume=`` an older step. They are whole, and
+    """The new names of checkpoints that a job left behind by ``resume=`` an older step. They are whole, and
     none of them is lost; the newest first."""
     return tuple(sorted((name for name in after.aside - before.aside if name.startswith(SUPERSEDED)), reverse=True))
 
 
-def check_replayed(before: RunReport | None, run: RunReport) -> list[Problem]:
+def check_replayed(before: RunReport | None, run: RunReport) -> list[BrokenPromise]:
     """L6, where the job asked for exact intervals; otherwise storage takes the newest as fast as it goes.
 
     On a GPU, whose host runs ahead by as many staging buffers as there are, nothing is held against a bound.
@@ -259,17 +261,19 @@ def check_replayed(before: RunReport | None, run: RunReport) -> list[Problem]:
     most = LAG_INTERVALS * often.disk_interval
     if replayed <= most:
         return []
-    return [Problem("L6", f"{replayed} iterations at least are done again, and {most} at most may be")]
+    return [BrokenPromise("L6", f"{replayed} iterations at least are done again, and {most} at most may be")]
 
 
-def check_audits(run: RunReport) -> list[Problem]:
+def check_audits(run: RunReport) -> list[BrokenPromise]:
     """L2, by what the run itself found."""
     if not run.breaches:
         return []
-    return [Problem("L2", f"{run.breaches} checkpoints were not the state of their boundary, by the job's own audits")]
+    return [
+        BrokenPromise("L2", f"{run.breaches} checkpoints were not the state of their boundary, by the job's own audits")
+    ]
 
 
-def check_leftovers(before: Found, after: Found, *, saved: bool) -> list[Problem]:
+def check_leftovers(before: Found, after: Found, *, saved: bool) -> list[BrokenPromise]:
     """L5: half done work does not pile up. What somebody reads stays until it is not read any more.
 
     Args:
@@ -278,8 +282,8 @@ def check_leftovers(before: Found, after: Found, *, saved: bool) -> list[Problem
     wrong = []
     writing = sorted(name for name, _, _ in after.leftovers if _is_half_written(name))
     if len(writing) > MOST_WRITING:
-        wrong.append(Problem("L5", f"half-written checkpoints pile up: {', '.join(writing)}"))
+        wrong.append(BrokenPromise("L5", f"half-written checkpoints pile up: {', '.join(writing)}"))
     if saved and (stale := sorted(name for name, _, _ in before.leftovers & after.leftovers)):
         text = f"left by an earlier run, and not removed by one that saved after it: {', '.join(stale)}"
-        wrong.append(Problem("L5", text))
+        wrong.append(BrokenPromise("L5", text))
     return wrong

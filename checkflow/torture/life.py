@@ -69,7 +69,7 @@ class JobSpeed:
         return max(GAPS * gap_seconds, startup_seconds / 2)
 
 
-class Life:
+class JobLife:
     """A running job, and what is seen of it; when :meth:`run` has returned, nothing of it runs any more.
 
     Args:
@@ -251,7 +251,7 @@ class Life:
             return self._end_of_killed(target)
         self.pids.update(one.pid for one in members(job.strangers))
         send(target, number)
-        told = self._news = time.monotonic()
+        signalled = self._news = time.monotonic()
         least = len(self.saved) if child else None  # checkpoints that another one means going on after
         while job.process.poll() is None:
             gone = not lives(target)
@@ -260,7 +260,7 @@ class Life:
             least = len(self.saved) if gone and least is None else least
             if least is not None and len(self.saved) > least:
                 return "proved" if aim is None else "went on"
-            if time.monotonic() - (self._news if child else told) > patience_seconds:
+            if time.monotonic() - (self._news if child else signalled) > patience_seconds:
                 return "proved" if aim is None else "hung"
             time.sleep(POLL_SECONDS)
         self._look()

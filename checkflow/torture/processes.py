@@ -194,7 +194,7 @@ def children_of(process: Process) -> list[Process]:
 
 
 def send(process: Process, number: signal.Signals) -> None:
-    """A signal; to one that has ended none, and to another user's neither: :func:`end_all` tells of what stays."""
+    """A signal; to one that has ended none, and to another user's neither: :func:`end_all` reports what stays."""
     with contextlib.suppress(psutil.Error):
         process.send_signal(number)
 

@@ -27,7 +27,7 @@ _SLACK = 1e-4  # how far, in units, a solver's bound may be above the truth
 
 
 @dataclass(frozen=True)
-class Model:
+class FlowModel:
     """The built ILP. Each list has the running sum after each step, or a number where it cannot have changed."""
 
     problem: Problem
@@ -40,7 +40,7 @@ class Model:
     made: list[Sum]  # Z at each step
 
 
-def build(problem: Problem, policy: Policy, prices: Prices | None = None, budget: Budget | None = None) -> Model:
+def build(problem: Problem, policy: Policy, prices: Prices | None = None, budget: Budget | None = None) -> FlowModel:
     """Build the ILP of a horizon; its objective is ``extra``.
 
     Without ``prices`` and ``budget``: any number of snapshots, and no waiting for the link.
@@ -51,7 +51,7 @@ def build(problem: Problem, policy: Policy, prices: Prices | None = None, budget
     extra = pulp.LpVariable("extra", 0)
     lp += extra
     most_waiting = _most_waiting(problem, prices, budget)
-    model = Model(
+    model = FlowModel(
         problem,
         policy,
         lp,
@@ -72,7 +72,7 @@ def build(problem: Problem, policy: Policy, prices: Prices | None = None, budget
     return model
 
 
-def extract(model: Model) -> Flow:
+def extract(model: FlowModel) -> Flow:
     """Return the solved model's schedule; SolverError if a value is not a whole number, or a running sum falls."""
     through, drained, made = (_steps(sums) for sums in (model.through, model.drained, model.made))
     if model.policy == "direct":
@@ -86,7 +86,7 @@ def extract(model: Model) -> Flow:
     )
 
 
-def extract_wait(model: Model) -> int:
+def extract_wait(model: FlowModel) -> int:
     """Return the units that leave while training waits at the boundary; SolverError if not a whole number."""
     return model.wait if isinstance(model.wait, int) else _whole(model.wait)
 
@@ -152,7 +152,7 @@ def _row(lp: pulp.LpProblem, row: pulp.LpConstraint | bool, otherwise: str = "a 
         lp += row
 
 
-def _link(model: Model) -> None:
+def _link(model: FlowModel) -> None:
     """Nothing returns; each step carries at most its capacity, plus the wait at the boundary: d_t + y_t <= c_t."""
     for step, capacity in enumerate(model.problem.capacity):
         d, y = _difference(model.through, step), _difference(model.drained, step)
@@ -162,7 +162,7 @@ def _link(model: Model) -> None:
         _row(model.lp, d + y <= (most if step else most + model.wait))
 
 
-def _deadlines(model: Model) -> None:
+def _deadlines(model: FlowModel) -> None:
     """Before its first write a unit has left or is snapshotted. Earliest deadline first is feasible iff, for every u,
     D_{u-1} + sum of z up to u >= sum of N up to u (snapshot policy: X_u in place of D_{u-1}).
     """
@@ -175,7 +175,7 @@ def _deadlines(model: Model) -> None:
             _row(model.lp, _at(model.through, step + ahead) + model.made[step] >= due)
 
 
-def _everything_leaves(model: Model) -> None:
+def _everything_leaves(model: FlowModel) -> None:
     """D_H + sum of z = sum of N; Y_H = sum of z; a snapshot leaves only after the step that made it: Y_t <= Z_{t-1}."""
     _row(model.lp, model.through[-1] + model.made[-1] == model.problem.total)
     _row(model.lp, model.drained[-1] - model.made[-1] == 0)
@@ -184,7 +184,7 @@ def _everything_leaves(model: Model) -> None:
             _row(model.lp, model.drained[step] - model.made[step - 1] <= 0)
 
 
-def _memory(model: Model, extra: pulp.LpVariable) -> None:
+def _memory(model: FlowModel, extra: pulp.LpVariable) -> None:
     """M_t + Z_t - Y_{t-1} <= peak (snapshot policy: + x_t + x_{t+1}). Among steps that hold the same, the largest."""
     problem = model.problem
     largest: dict[tuple[int, ...], tuple[int, int]] = {}
@@ -205,7 +205,7 @@ def _memory(model: Model, extra: pulp.LpVariable) -> None:
         _row(model.lp, held - extra <= room)
 
 
-def _stall(model: Model, prices: Prices, budget: Budget) -> None:
+def _stall(model: FlowModel, prices: Prices, budget: Budget) -> None:
     """The wait, what training itself queued before it, and the device copies fit the budget; in units of snapshots."""
     snapshots = model.made[-1] + (model.through[-1] if model.policy == "snapshot" else 0)
     most = budget.most(prices.snapshot_seconds)

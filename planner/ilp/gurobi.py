@@ -70,7 +70,7 @@ def search(problem: pulp.LpProblem, environment: Any, seconds: float, tolerance:
             solver.buildSolverModel(problem)
             model = problem.solverModel
             run_in_thread(model.optimize, model.terminate)
-            if model.Status == codes.INF_OR_UNBD:  # only a solve without these reductions tells which
+            if model.Status == codes.INF_OR_UNBD:  # only a solve without these reductions shows which
                 model.setParam("DualReductions", 0)
                 run_in_thread(model.optimize, model.terminate)
             solver.findSolutionValues(problem)

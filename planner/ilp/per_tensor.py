@@ -37,7 +37,7 @@ _SLACK = 1e-4  # how far, in units, a solver's bound may be above the truth
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class UnplacedChunk:
     """A chunk without a place in time yet: the e of the equations."""
 
     tensor: str
@@ -48,11 +48,11 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Model:
+class PerTensorModel:
     """The built ILP. Each list has one entry per piece: step index to binary, where that is not fixed at zero."""
 
     problem: Problem
-    pieces: tuple[Piece, ...]
+    pieces: tuple[UnplacedChunk, ...]
     lp: pulp.LpProblem
     extra: pulp.LpVariable
     created: list[Binaries]  # C
@@ -121,7 +121,7 @@ def find_chunks(
 
 
 def _solve_to_the_byte(
-    model: Model, solver: solvers.SolverChoice, end_seconds: float
+    model: PerTensorModel, solver: solvers.SolverChoice, end_seconds: float
 ) -> tuple[solvers.Solve, tuple[Chunk, ...] | None]:
     """Solve at the solver's own tolerance, and again at a finer one if the first hid bytes.
 
@@ -157,7 +157,7 @@ def _can_splitting_help(problem: Problem, largest_bytes: int, peak_limit_bytes: 
     return peak_limit_bytes is None or peak_limit_bytes > least - 2 * problem.unit_bytes
 
 
-def cut(timeline: Timeline, problem: Problem, chunk_bytes: int) -> tuple[Piece, ...]:
+def cut(timeline: Timeline, problem: Problem, chunk_bytes: int) -> tuple[UnplacedChunk, ...]:
     """Cut all state into pieces of at most ``chunk_bytes`` bytes, by deadline, tensor and offset.
 
     Each piece knows the steps in which its snapshot may be created:
@@ -181,11 +181,11 @@ def cut(timeline: Timeline, problem: Problem, chunk_bytes: int) -> tuple[Piece, 
         created_in = tuple(step for step in available if step <= deadline)
         for name, size in sorted(group.members):
             for offset in range(0, size, chunk_bytes):
-                pieces.append(Piece(name, offset, min(chunk_bytes, size - offset), created_in, deadline))
+                pieces.append(UnplacedChunk(name, offset, min(chunk_bytes, size - offset), created_in, deadline))
     return tuple(pieces)
 
 
-def build(problem: Problem, pieces: tuple[Piece, ...]) -> Model:
+def build(problem: Problem, pieces: tuple[UnplacedChunk, ...]) -> PerTensorModel:
     """Build the paper's model; its objective is ``extra``: (12) less a constant, in units.
 
     Raises SolverError for more than 2,000,000 variables.
@@ -207,7 +207,7 @@ def build(problem: Problem, pieces: tuple[Piece, ...]) -> Model:
         [_binaries(name, index, window[place]) for index, window in enumerate(windows)]
         for place, name in enumerate("CPS")
     )
-    model = Model(problem, pieces, lp, extra, created, preserved, offloaded)
+    model = PerTensorModel(problem, pieces, lp, extra, created, preserved, offloaded)
     _one_action(model)
     _preserve(model)
     _exactly_once(model)
@@ -218,7 +218,7 @@ def build(problem: Problem, pieces: tuple[Piece, ...]) -> Model:
 
 
 def solve(
-    model: Model,
+    model: PerTensorModel,
     solver: solvers.SolverChoice = "auto",
     time_limit_seconds: float = 60.0,
     tolerance: float | None = None,
@@ -227,7 +227,7 @@ def solve(
     return solvers.solve(model.lp, solver, time_limit_seconds, tolerance)
 
 
-def extract(model: Model) -> tuple[Chunk, ...]:
+def extract(model: PerTensorModel) -> tuple[Chunk, ...]:
     """Return the solved model's schedule, sorted by (offload step, deadline, tensor, offset).
 
     Raises SolverError if a value is not binary, or the values break an equation.
@@ -265,7 +265,7 @@ def peak_bytes(problem: Problem, chunks: Iterable[Chunk]) -> int:
     return max(memory)
 
 
-def peak_bound_bytes(model: Model, bound_units: float | None) -> int:
+def peak_bound_bytes(model: PerTensorModel, bound_units: float | None) -> int:
     """Return the least peak, in bytes, that a solver's bound on ``extra`` (None: unknown) allows.
 
     A peak is the live memory of some step plus whole chunks, so a multiple of their common divisor. Rounding the bound
@@ -284,7 +284,7 @@ def peak_bound_bytes(model: Model, bound_units: float | None) -> int:
     return min(live + grain * more for live, more in above.items())
 
 
-def _windows(problem: Problem, piece: Piece) -> tuple[list[int], range, list[int]]:
+def _windows(problem: Problem, piece: UnplacedChunk) -> tuple[list[int], range, list[int]]:
     """Return the steps in which the piece's C, P and S are not fixed at zero.
 
     (5) At the beginning no snapshot is held: P_{e,1} = 0. The same holds for S_{e,1}, which (7) leaves free.
@@ -304,7 +304,9 @@ def _binaries(name: str, index: int, steps: Iterable[int]) -> Binaries:
     return {step: pulp.LpVariable(f"{name}_{index}_{step}", 0, 1, pulp.LpInteger) for step in steps}
 
 
-def _row(model: Model, terms: Mapping[pulp.LpVariable, float], sense: Literal["<=", "=="], bound: float) -> None:
+def _row(
+    model: PerTensorModel, terms: Mapping[pulp.LpVariable, float], sense: Literal["<=", "=="], bound: float
+) -> None:
     """Add one row without PuLP's slow expressions: there may be a million of them."""
     import pulp
 
@@ -312,7 +314,7 @@ def _row(model: Model, terms: Mapping[pulp.LpVariable, float], sense: Literal["<
     model.lp.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), code, rhs=bound))
 
 
-def _one_action(model: Model) -> None:
+def _one_action(model: PerTensorModel) -> None:
     """(2) Only one action is permitted in a step: C_{e,t} + P_{e,t} + S_{e,t} <= 1."""
     for created, preserved, offloaded in zip(model.created, model.preserved, model.offloaded, strict=True):
         for step in range(model.problem.steps):
@@ -321,14 +323,14 @@ def _one_action(model: Model) -> None:
                 _row(model, dict.fromkeys(actions, 1), "<=", 1)
 
 
-def _preserve(model: Model) -> None:
+def _preserve(model: PerTensorModel) -> None:
     """(3) Preserved only if created or preserved in the previous step: P_{e,t} <= C_{e,t-1} + P_{e,t-1}."""
     for created, preserved in zip(model.created, model.preserved, strict=True):
         for step, binary in preserved.items():
             _row(model, {binary: 1, **_held_before(created, preserved, step)}, "<=", 0)
 
 
-def _exactly_once(model: Model) -> None:
+def _exactly_once(model: PerTensorModel) -> None:
     """(4) Created and offloaded exactly once: the sums of S_{e,t} and of C_{e,t} over all steps are 1."""
     for created, offloaded in zip(model.created, model.offloaded, strict=True):
         for binaries in (offloaded, created):
@@ -338,7 +340,7 @@ def _exactly_once(model: Model) -> None:
                 _row(model, {model.extra: 1}, "<=", -1)
 
 
-def _offload(model: Model) -> None:
+def _offload(model: PerTensorModel) -> None:
     """(7) Offloaded only if created or preserved in the previous step: S_{e,t} <= C_{e,t-1} + P_{e,t-1}."""
     for created, preserved, offloaded in zip(model.created, model.preserved, model.offloaded, strict=True):
         for step, binary in offloaded.items():
@@ -350,7 +352,7 @@ def _held_before(created: Binaries, preserved: Binaries, step: int) -> dict[pulp
     return {binaries[step - 1]: -1 for binaries in (created, preserved) if step - 1 in binaries}
 
 
-def _link(model: Model) -> None:
+def _link(model: PerTensorModel) -> None:
     """(9) In each step the link carries at most its capacity, in whole units: sum of S_{e,t} size(e) <= B_S tau_t."""
     crossing: list[dict[pulp.LpVariable, float]] = [{} for _ in range(model.problem.steps)]
     for piece, offloaded in zip(model.pieces, model.offloaded, strict=True):
@@ -361,7 +363,7 @@ def _link(model: Model) -> None:
             _row(model, terms, "<=", capacity)
 
 
-def _memory(model: Model) -> None:
+def _memory(model: PerTensorModel) -> None:
     """(10) The peak is at least live memory and the snapshots that occupy memory, sum of alpha_{e,t} size(e).
 
     (11) alpha_{e,t} >= max(C_{e,t}, P_{e,t}, S_{e,t}): by (2), that is their sum. In units, above training's peak.

@@ -26,7 +26,7 @@ GPU_MOMENT = dataclasses.replace(MOMENT, array_bytes=_GPU_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
-class Bandwidths:
+class CopyBandwidths:
     """Medians of a few copies."""
 
     link_bytes_per_second: float  # from device memory to staging memory
@@ -34,7 +34,7 @@ class Bandwidths:
     copy_seconds: float = 0.0  # what each piece costs the link besides its bytes
 
 
-def measure_bandwidths(device: torch.device) -> Bandwidths:
+def measure_bandwidths(device: torch.device) -> CopyBandwidths:
     """Measure the copies that checkpoints will make, in some 0.1 s; CheckflowError if too little memory is free.
 
     On a CPU all are one thread's memmove. On a GPU the link's go to memory like staging buffers, and the memory's take
@@ -42,14 +42,14 @@ def measure_bandwidths(device: torch.device) -> Bandwidths:
     """
     if device.type != "cuda":
         link, piece = host_link_figures(clock_of(device), MOMENT, array_size_bytes(MOMENT, device))
-        return Bandwidths(link.spread.median, 2 * link.spread.median, piece.spread.median)
+        return CopyBandwidths(link.spread.median, 2 * link.spread.median, piece.spread.median)
     with torch.cuda.device(device):  # a pool belongs to the current device
         pool = torch.cuda.MemPool()  # gives its memory back to CUDA when freed, after the arrays in it
         with torch.cuda.use_mem_pool(pool):
             return _measure_gpu(device)
 
 
-def _measure_gpu(device: torch.device) -> Bandwidths:
+def _measure_gpu(device: torch.device) -> CopyBandwidths:
     clock, size_bytes = clock_of(device), array_size_bytes(GPU_MOMENT, device)
     source, other = (torch.ones(size_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     memory = repeat(lambda: other.copy_(source), clock, GPU_MOMENT).median
@@ -58,4 +58,4 @@ def _measure_gpu(device: torch.device) -> Bandwidths:
         part = source[:link_bytes]
         link = repeat(lambda: here.copy_(part, non_blocking=True), clock, MOMENT).median
         piece = link_piece_figure(here, part, clock, MOMENT)
-    return Bandwidths(link_bytes / link, 2 * size_bytes / memory, piece.spread.median)
+    return CopyBandwidths(link_bytes / link, 2 * size_bytes / memory, piece.spread.median)

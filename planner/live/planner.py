@@ -29,9 +29,8 @@ from checkflow.core.errors import CheckflowError, PlanError, TraceError
 from checkflow.core.host_memory import host_memory_bytes
 from checkflow.core.plan import Fingerprint
 from checkflow.core.planner_api import PendingPlan, PlanLimits, PlannerInput, PlanResponse, Recorder
-from checkflow.planner.live.bandwidth import Bandwidths, measure_bandwidths
-from checkflow.planner.record.recorder import Recorded
-from checkflow.planner.record.recorder import Recorder as IterationRecorder
+from checkflow.planner.live.bandwidth import CopyBandwidths, measure_bandwidths
+from checkflow.planner.record.recorder import IterationRecorder, RecordedIteration
 from checkflow.planner.schedule.scheduler import fingerprint_for
 from checkflow.planner.timeline.steps import make_timeline
 
@@ -52,7 +51,7 @@ class LivePlanner:
 
     def start(
         self,
-        recorded: Recorded,
+        recorded: RecordedIteration,
         *,
         usual_seconds: float,
         autocast: str,
@@ -68,7 +67,7 @@ class LivePlanner:
 
     def planner_input(
         self,
-        recorded: Recorded,
+        recorded: RecordedIteration,
         *,
         usual_seconds: float,
         autocast: str,
@@ -95,7 +94,7 @@ class LivePlanner:
         )
 
 
-def scaled_seconds(recorded: Recorded, usual_seconds: float) -> list[float]:
+def scaled_seconds(recorded: RecordedIteration, usual_seconds: float) -> list[float]:
     """Scale the operators' recorded seconds so that they sum to ``usual_seconds``; TraceError if nothing was measured.
 
     Recording costs every operator about as much, and some time lies between operators. Both are spread by measured
@@ -191,7 +190,7 @@ def _search_path() -> str:
 
 
 @functools.cache
-def _bandwidths(device: torch.device) -> Bandwidths:
+def _bandwidths(device: torch.device) -> CopyBandwidths:
     try:
         return measure_bandwidths(device)
     except RuntimeError as error:  # no device memory left for it

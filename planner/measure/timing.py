@@ -134,7 +134,7 @@ def rate(name: str, unit: Unit, amount: float, seconds: Spread, how: str) -> Fig
         CheckflowError: a run took no time at all.
     """
     if not seconds.least > 0:
-        raise CheckflowError(f"cannot probe: {name} on so little ({how}) takes less time than the clock can tell")
+        raise CheckflowError(f"cannot probe: {name} on so little ({how}) takes less time than the clock can measure")
     per_second = Spread(
         least=amount / seconds.most,
         lower=amount / seconds.upper,

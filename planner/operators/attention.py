@@ -1,9 +1,7 @@
-"""Traces attention and dropout on the CPU as the kernels that a CUDA build of torch would choose, and counts their
-flops.
+"""Traces attention and dropout on the CPU as the kernels a CUDA build would choose, and counts their flops.
 
-A CPU's attention with dropout keeps every weight for backward, and its dropout a mask in the input's dtype. A GPU keeps
-of attention the result and a number per query, and of dropout a byte per element. Kernels depend on compute capability,
-as in torch 2.11 to 2.13 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+A GPU keeps of attention the result and a number per query, and of dropout a byte per element; a CPU keeps more.
+Kernels depend on compute capability, as in torch 2.11 to 2.13 (aten/.../transformers/cuda/sdp_utils.cpp).
 """
 
 from __future__ import annotations

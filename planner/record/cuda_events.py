@@ -37,7 +37,7 @@ class Floor:
 
 
 class OperatorEvents:
-    """Measures operators for :class:`.recorder.Recorder`: an event before the kernels and one after."""
+    """Measures operators for :class:`.recorder.IterationRecorder`: an event before the kernels and one after."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

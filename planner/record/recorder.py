@@ -43,7 +43,7 @@ _NO_OPERATORS = frozenset(("prim", "profiler", "debugprims"))
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedIteration:
     """One iteration of a live job."""
 
     graph: TrainingGraph
@@ -54,7 +54,7 @@ class Recorded:
     carried: tuple[Carried, ...] = ()
 
 
-class Recorder:
+class IterationRecorder:
     """Records one iteration of a live job, from boundary to boundary. Use it once."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Recorder:
         self._regions.start()
         self._mode.enter()
 
-    def end(self, *, batch: Any = None, micro_batches: int = 1) -> Recorded:
+    def end(self, *, batch: Any = None, micro_batches: int = 1) -> RecordedIteration:
         """Return what was seen, at the next boundary; ``batch``: the batch, or one micro-batch.
 
         Raises TraceError if the iteration was unlike later ones: state was made or removed, or no optimizer stepped.
@@ -106,7 +106,7 @@ class Recorder:
         )
         graph = self._iteration.graph(self._name, batch, micro_batches, implementations)
         watch = self._mode.carried
-        return Recorded(graph, self._clock.seconds(), () if watch is None else watch.carried())
+        return RecordedIteration(graph, self._clock.seconds(), () if watch is None else watch.carried())
 
     def abandon(self) -> None:
         """Stop watching and remove all hooks; safe at any time."""

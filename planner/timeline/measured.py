@@ -23,7 +23,7 @@ from checkflow.core.training_step import TrainingStep
 from checkflow.core.units import format_size
 from checkflow.planner.measure.machine import free_memory_bytes
 from checkflow.planner.measure.timing import Clock, Spread, clock_of, spread_of
-from checkflow.planner.record.recorder import Recorded, Recorder
+from checkflow.planner.record.recorder import IterationRecorder, RecordedIteration
 from checkflow.planner.timeline.roofline import durations_seconds
 from checkflow.planner.trace.trace import user_line
 
@@ -57,7 +57,7 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """A training step as it ran on this machine."""
 
     graph: TrainingGraph  # the recorded one
@@ -72,7 +72,7 @@ def measure_step(
     runs: int = RUNS,
     clock: Clock | None = None,
     progress: Progress = lambda part: None,
-) -> Measured:
+) -> MeasuredStep:
     """Run a training step for real, where its tensors are, 2 + 2 * ``runs`` times, and measure it.
 
     Raises:
@@ -91,7 +91,7 @@ def measure_step(
         held, recorded = None, []
         for number in range(runs):
             progress(f"recorded iteration {number + 1} of {runs}")
-            recorder = Recorder(step.models, step.optimizers, name=name)
+            recorder = IterationRecorder(step.models, step.optimizers, name=name)
             recorder.begin(step.batch, held=held)
             try:
                 held = step.run(step.batch)  # like a loop, this frees the last result only now
@@ -101,7 +101,7 @@ def measure_step(
     return combine(name, unwatched, recorded)
 
 
-def combine(name: str, step: Spread, recorded: Sequence[Recorded]) -> Measured:
+def combine(name: str, step: Spread, recorded: Sequence[RecordedIteration]) -> MeasuredStep:
     """Merge recorded iterations into one graph, with the median of each operator's times, scaled to the step's.
 
     Leaves out iterations whose operators differ from most (a loss scaler that skips a step); TraceError if few remain.
@@ -117,7 +117,7 @@ def combine(name: str, step: Spread, recorded: Sequence[Recorded]) -> Measured:
     each = [spread_of(times) for times in zip(*(one.durations_seconds for one in alike), strict=True)]
     together = sum(spread.median for spread in each)
     factor = step.median / together if together else 0.0
-    return Measured(
+    return MeasuredStep(
         graph=alike[-1].graph,
         durations_seconds=tuple(spread.median * factor for spread in each),
         times=StepTimes(
@@ -128,7 +128,7 @@ def combine(name: str, step: Spread, recorded: Sequence[Recorded]) -> Measured:
     )
 
 
-def with_predictions(measured: Measured, devices: Sequence[Device]) -> Measured:
+def with_predictions(measured: MeasuredStep, devices: Sequence[Device]) -> MeasuredStep:
     """Add the roofline's predictions of the same graph on these devices, with torch's current settings."""
     seconds = measured.times.step.median
     predictions = tuple(
@@ -176,7 +176,7 @@ def _device_of(step: TrainingStep) -> torch.device:
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
-def _operators(recorded: Recorded) -> tuple[str, ...]:
+def _operators(recorded: RecordedIteration) -> tuple[str, ...]:
     return tuple(operator.name for operator in recorded.graph.operators)
 
 

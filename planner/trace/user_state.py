@@ -39,12 +39,12 @@ class UserState:
         """Modules, optimizers, their groups, and other objects of the user's."""
         return list(self._objects.values())
 
-    def remember(self) -> Snapshot:
-        return Snapshot(self.objects, list(self._containers.values()), self._variables)
+    def remember(self) -> SavedValues:
+        return SavedValues(self.objects, list(self._containers.values()), self._variables)
 
-    def remember_plain(self) -> Snapshot:
+    def remember_plain(self) -> SavedValues:
         """Return numbers, truths and texts as they are now (counters, flags), which keep no tensor alive."""
-        return Snapshot(self.objects, list(self._containers.values()), self._variables, only=_PLAIN)
+        return SavedValues(self.objects, list(self._containers.values()), self._variables, only=_PLAIN)
 
     def _visit(self, value: Any, *, deep: bool = True) -> None:
         if id(value) in self._objects or isinstance(value, type | torch.Tensor | types.ModuleType):
@@ -99,7 +99,7 @@ class UserState:
                 self._visit(scope[name])
 
 
-class Snapshot:
+class SavedValues:
     """What objects, containers and variables hold; ``only``: ignore values of other types, and lists with any."""
 
     def __init__(

@@ -1,1 +1,1 @@
-"""The resumable DataLoader; sample_rng.py seeds the randomness of each sample."""
+"""The resumable DataLoader: process_generators.py holds generators, epoch_seeds.py seeds, seeded_dataset.py samples."""

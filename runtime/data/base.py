@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from checkflow.core.errors import MismatchError, UnsupportedError
 from checkflow.runtime.data.library_views import known_to_accelerate, torch_view
-from checkflow.runtime.data.worker_processes import WorkerShield, end_at_once, has_workers, tells_of_lost_worker
+from checkflow.runtime.data.worker_processes import WorkerShield, end_at_once, has_workers, is_lost_worker
 
 
 class LoaderListener(Protocol):
-    """What a loader tells the checkpointer that follows it."""
+    """What a loader reports to the checkpointer that follows it."""
 
     def on_seeds_needed(self) -> None:
         """Numbers of training's are about to be drawn: an epoch's seeds, what a loader of another make draws as it
@@ -31,8 +31,8 @@ class LoaderListener(Protocol):
         """A batch is about to be handed out."""
 
     def on_lost_worker(self) -> None:
-        """A worker has ended while a batch was waited for, and an error is about to tell: where a signal that asks the
-        job to end is the reason, this ends it instead."""
+        """A worker has ended while a batch was waited for, and an error is about to be raised: where a signal that asks
+        the job to end is the reason, this ends it instead."""
 
     def on_fetching_ahead(self) -> None:
         """From here on batches may be fetched ahead of the steps that use them."""
@@ -49,7 +49,7 @@ class ResumableLoader(abc.ABC):
     A position counts what was used of an epoch, in whatever the loader counts: samples, or batches.
 
     Attributes:
-        listener: told of all that is handed out.
+        listener: notified of all that is handed out.
         epochs_counted_elsewhere: by ``Checkpointer.epochs``: to iterate twice in one is a mistake then.
         shield: of its workers, against signals; None: it has none.
         workers_end_by: when the job ends, of a signal, as time.monotonic() has it: busy workers are not waited for;
@@ -98,9 +98,9 @@ class ResumableLoader(abc.ABC):
         """How many batches of this epoch were handed out so far, in this run and those before.
 
         Raises:
-            UnsupportedError: the loader cannot tell.
+            UnsupportedError: the loader does not know.
         """
-        raise UnsupportedError(f"a {type(self).__name__} does not tell how many batches of an epoch were used")
+        raise UnsupportedError(f"a {type(self).__name__} does not say how many batches of an epoch were used")
 
     @property
     @abc.abstractmethod
@@ -200,7 +200,7 @@ class ResumableLoader(abc.ABC):
 
     @abc.abstractmethod
     def _rest_of_epoch(self) -> Iterator[Any]:
-        """Tell the listener of each batch when it is asked for and before it is handed out, and move the position."""
+        """Notify the listener of each batch when it is asked for and before it is handed out, and move the position."""
 
     def used(self, epoch: int, position: int, *, marked: bool) -> None:  # noqa: B027 - most loaders keep nothing
         """What was handed out up to here has reached a step: no state before it will be asked for.
@@ -209,11 +209,11 @@ class ResumableLoader(abc.ABC):
             marked: whether the loop said so by ``step()``, and may have fetched ahead; otherwise it has used all.
         """
 
-    def _tell_requested(self) -> None:
+    def _notify_requested(self) -> None:
         if self.listener is not None:
             self.listener.on_batch_requested()
 
-    def _tell_handed(self, batch: Any) -> None:
+    def _notify_handed(self, batch: Any) -> None:
         if self.listener is not None:
             self.listener.on_batch_handed(batch)
 
@@ -326,7 +326,7 @@ class _Iteration(Iterator[Any]):
                 self._rest = self._loader._rest_of_epoch()
             return next(self._rest)
         except RuntimeError as error:
-            if self._loader.listener is not None and tells_of_lost_worker(error):
+            if self._loader.listener is not None and is_lost_worker(error):
                 self._loader.listener.on_lost_worker()
             raise
         except StopIteration:

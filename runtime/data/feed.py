@@ -11,7 +11,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
 from checkflow.runtime.data.order import SampleSteps, Share, Steps
-from checkflow.runtime.data.sample_rng import Batch, SeededDataset
+from checkflow.runtime.data.seeded_dataset import Batch, SeededDataset
 
 _LABEL = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"  # under which profilers show torch's
 
@@ -45,9 +45,9 @@ class Failure:
     def __init__(self, error: Exception) -> None:
         worker = get_worker_info()
         self._error = None if worker else error
-        self._told: ExceptionWrapper | None = None
+        self._wrapped: ExceptionWrapper | None = None
         if worker:  # a traceback stays in its process: it becomes a part of the error's text, as torch does it
-            self._told = ExceptionWrapper(where=f"in DataLoader worker process {worker.id}")  # type: ignore[no-untyped-call]
+            self._wrapped = ExceptionWrapper(where=f"in DataLoader worker process {worker.id}")  # type: ignore[no-untyped-call]
 
     def raise_it(self) -> NoReturn:
         error = self._take()
@@ -61,9 +61,9 @@ class Failure:
             del error
 
     def _take(self) -> Exception:
-        if self._told is not None:
+        if self._wrapped is not None:
             try:
-                self._told.reraise()  # type: ignore[no-untyped-call]
+                self._wrapped.reraise()  # type: ignore[no-untyped-call]
             except Exception as made:  # noqa: BLE001 - what it is there for
                 return made.with_traceback(None)
         error, self._error = self._error, None

@@ -1,13 +1,8 @@
 """Delete when requires-python is at least 3.11.10. Loader workers come through their fork, whatever threads do.
 
-CPython 3.11 before 3.11.10 takes a lock in a forked child before it makes that lock anew. If another thread held it at
-the fork the child waits for ever, before it has run a line of Python, and training waits for its batch
-(python/cpython#112275). Threads that are not Python's take it without the GIL whenever they call into Python, as gloo's
-do after a collective: of workers that start just then, one in some thousands hangs. Such a child has touched nothing,
-so it can be ended and forked anew. Later versions need none of this.
-
-A child that is merely slow may be ended, too, in what is registered to run in every forked child
-(``os.register_at_fork``), but never once it is a worker: the next one gets twice the time.
+Before 3.11.10 a forked child may wait for ever for a lock that another thread held at the fork, before it has run a
+line of Python (python/cpython#112275). Such a child has touched nothing: it is ended and forked anew. A slow child may
+be ended, too, but never once it is a worker.
 """
 
 from __future__ import annotations
@@ -65,12 +60,12 @@ class _Start(Popen):
     def _fork(self, process_obj: LoaderWorker) -> bool:
         """Whether the child has begun, or has ended by itself; another is to be made."""
         self.returncode = None
-        begun, tells = process_obj.pipe = os.pipe()
+        begun, writes = process_obj.pipe = os.pipe()
         try:
             try:
                 super()._launch(process_obj)  # type: ignore[misc] # typeshed does not know it
             finally:
-                os.close(tells)
+                os.close(writes)
             try:
                 if _wait(begun, self._patience_seconds) or self._is_alive_at_last(begun):
                     return True
@@ -106,7 +101,7 @@ class _Start(Popen):
             changed, status = os.waitpid(self.pid, os.WUNTRACED | os.WNOHANG)
             if changed and not os.WIFSTOPPED(status):
                 self.returncode = os.waitstatus_to_exitcode(status)
-            # A handler of the user's may have been told of the stop, and nobody is told twice.
+            # A handler of the user's may have reaped the stop, which is reported once only.
             if changed or psutil.Process(self.pid).status() == psutil.STATUS_STOPPED:
                 return
             time.sleep(_LOOK_SECONDS)
@@ -132,7 +127,7 @@ class LoaderWorker(ForkProcess):
 
     def _bootstrap(self, parent_sentinel: int | None = None) -> int:
         """In the child, first of all."""
-        with contextlib.suppress(OSError):  # closed already by what runs in every child: that tells, too
+        with contextlib.suppress(OSError):  # closed already by what runs in every child: that shows it, too
             os.write(self.pipe[1], b"+")
             for end in self.pipe:
                 os.close(end)

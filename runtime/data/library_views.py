@@ -1,4 +1,4 @@
-"""What other libraries see of a resumable loader: Accelerate hears of its last batch, others get one in torch's shape.
+"""What other libraries see of a resumable loader: Accelerate learns of its last batch, others get one in torch's shape.
 
 Accelerate, and transformers' Trainer, take a DataLoader apart, and make another one of its data set and its batch
 sampler, from another place or a batch ahead. So the "batch sampler" of this one deals batches that are loaded already,

@@ -1,13 +1,8 @@
-"""A DataLoader whose position can be saved: every sample exactly once an epoch, in the same order, with the same
-augmentation as without interruption, whatever the number of workers, and of ranks.
+"""A DataLoader whose position can be saved: each sample once an epoch, in the same order, with the same augmentation.
 
-Order comes from (seed, epoch) alone, and each sample's randomness from (seed, epoch, index) alone, so that the whole
-state is the epoch, how many of its samples reached a training step, and the seeds where they are drawn. Skipping to a
-position loads nothing.
-
-Without a seed of its own the loader draws an epoch's seeds when the epoch begins, from torch's generator, as many and
-in the order as torch's loader does (torch/utils/data: ``_BaseDataLoaderIter``, then ``RandomSampler``): the samples
-come in the order in which torch's would hand them out, and whatever else draws from that generator draws what it would.
+Order comes from (seed, epoch), each sample's randomness from (seed, epoch, index): the state is the epoch, its position
+and drawn seeds, and skipping loads nothing. Without a seed the loader draws an epoch's from torch's generator as
+torch's loader does, so that the order is torch's, too.
 """
 
 from __future__ import annotations
@@ -40,13 +35,13 @@ from checkflow.runtime.data.arguments import (
     without_known_sampler,
 )
 from checkflow.runtime.data.base import LoaderListener, ResumableLoader, cannot_go_on, refuse_another
+from checkflow.runtime.data.epoch_seeds import EpochSeeds, Seeds, given_seeds
 from checkflow.runtime.data.feed import Caught, Failure, Feed, made_here
 from checkflow.runtime.data.fork_guard import start_safely
 from checkflow.runtime.data.order import BatchSteps, SampleSteps, Share, Steps, Tail, count_steps
-from checkflow.runtime.data.rng import Reseed
-from checkflow.runtime.data.sample_rng import SeededDataset, derived_seed
+from checkflow.runtime.data.process_generators import Reseed
 from checkflow.runtime.data.samplers import BLOCK, iterate_sampler, with_inner
-from checkflow.runtime.data.seeds import EpochSeeds, Seeds, given_seeds
+from checkflow.runtime.data.seeded_dataset import SeededDataset, derived_seed
 from checkflow.runtime.data.worker_processes import WorkerShield
 
 logger = logging.getLogger("checkflow")
@@ -150,7 +145,7 @@ class DataLoader(ResumableLoader, Generic[_T_co]):
         self.sampler, self.shuffle, self.seed, self.tail = order.sampler, order.shuffle, order.seed, order.tail
         self._share = order.share
         self._seeds = EpochSeeds(self.seed, generator, ordered=self.shuffle or not self._ordered_here)
-        self._told_of_order = False
+        self._order_logged = False
         self.dropped = self.repeated = 0  # samples, at the end of the last epoch that came to its end
         self._used: int | None = 0  # batches of this epoch; None: to be found by its position
         self._feed = Feed()
@@ -249,9 +244,9 @@ class DataLoader(ResumableLoader, Generic[_T_co]):
             self._end(self._left, 0)
             return iter(())
         # At the begin of an epoch the boundary comes first: the epoch before must not have seen this one's seeds drawn.
-        told = self._handed == 0
-        if told:
-            self._tell_requested()
+        notified = self._handed == 0
+        if notified:
+            self._notify_requested()
         seeds = self._epoch_seeds()
         if self._used is None and not self._ordered_here:
             self._used = self._find_used(seeds)
@@ -264,7 +259,7 @@ class DataLoader(ResumableLoader, Generic[_T_co]):
         if self.shield is not None:
             self.shield.workers_start()
             start_safely(self._loader)
-        return _Rest(self, self._batches(), told=told)
+        return _Rest(self, self._batches(), notified=notified)
 
     def _batches(self) -> Iterator[Any]:
         """What the feed's steps become."""
@@ -303,8 +298,8 @@ class DataLoader(ResumableLoader, Generic[_T_co]):
         super().follow(listener)
         order = self.sampler if self.batch_sampler is None else self.batch_sampler
         drawing = [type(one).__name__ for one in with_inner(order) if isinstance(one, _DRAWING)]
-        if drawing and self.seed is None and not self._told_of_order:
-            self._told_of_order = True
+        if drawing and self.seed is None and not self._order_logged:
+            self._order_logged = True
             logger.info(
                 "the loader's %s draws from a seed of each epoch's own, so that a resume finds its order: other "
                 "samples than torch's DataLoader gives after the same torch.manual_seed", drawing[0],
@@ -314,7 +309,7 @@ class DataLoader(ResumableLoader, Generic[_T_co]):
         """End workers that persist; iterating starts new ones.
 
         They end at once as long as torch's iterator goes by itself. Where the collector takes it with a cycle of
-        references it takes its queues first, no worker hears of the end, and each costs torch's five seconds.
+        references it takes its queues first, no worker learns of the end, and each costs torch's five seconds.
         """
         self._end_workers_in_time()
         self._loader._iterator = None
@@ -359,11 +354,11 @@ class _Rest(Iterator[Any]):
 
     Args:
         batches: what the feed's steps become, errors in their places.
-        told: whether the listener knows that the first one is asked for.
+        notified: whether the listener knows that the first one is asked for.
     """
 
-    def __init__(self, loader: DataLoader, batches: Iterator[Any], *, told: bool) -> None:
-        self._loader, self._feed, self._batches, self._told = loader, loader._feed, batches, told
+    def __init__(self, loader: DataLoader, batches: Iterator[Any], *, notified: bool) -> None:
+        self._loader, self._feed, self._batches, self._notified = loader, loader._feed, batches, notified
         self._broken = False  # by an error
 
     def __del__(self) -> None:  # before torch's iterator, which would wait for each worker
@@ -379,9 +374,9 @@ class _Rest(Iterator[Any]):
         if not more:
             loader._end(feed.steps.dropped, feed.steps.repeated)
             raise StopIteration
-        if not self._told:
-            loader._tell_requested()
-        self._told = False
+        if not self._notified:
+            loader._notify_requested()
+        self._notified = False
         self._broken = True
         batch = next(self._batches)
         self._broken = False
@@ -391,7 +386,7 @@ class _Rest(Iterator[Any]):
         loader._handed = end
         if loader._used is not None:
             loader._used += 1
-        loader._tell_handed(batch)
+        loader._notify_handed(batch)
         return batch
 
 

@@ -38,7 +38,7 @@ class NumPyGenerator:
             self._module.set_bit_generator(self._module.get_bit_generator())  # forgets a second normal number
 
     def state(self) -> tuple[Any, Any]:
-        """The bit generator, and its twister's bytes, or what NumPy tells of it."""
+        """The bit generator, and its twister's bytes, or the state that NumPy gives."""
         if self._twister is not None and self._memory.raw == self._blank:
             return self._bits, self._twister.raw
         bits = self._module.get_bit_generator()
@@ -50,16 +50,16 @@ class NumPyGenerator:
         return bits, self._twister.raw
 
     def set_state(self, state: tuple[Any, Any]) -> None:
-        bits, told = state
+        bits, twister = state
         if bits is not self._bits or self._memory.raw != self._blank:
             self._module.set_bit_generator(bits)  # forgets a second normal number
-        if not isinstance(told, bytes):
-            self._module.set_state(told)
+        if not isinstance(twister, bytes):
+            self._module.set_state(twister)
             return
         self._look_at(bits)
         assert self._twister is not None  # it was taken from there
         with bits.lock:
-            self._twister.raw = told
+            self._twister.raw = twister
 
     def _look_at(self, bits: Any) -> None:
         if bits is not self._bits:
@@ -88,6 +88,6 @@ def _twister_of_numpy_is_known() -> bool:
     one.standard_normal()
     held = memory.raw != blank
     one.standard_normal()
-    told: Any = one.get_state(legacy=False)["state"]
-    words = told["key"].astype(numpy.uint32).tobytes() + int(told["pos"]).to_bytes(4, sys.byteorder)
+    twister: Any = one.get_state(legacy=False)["state"]
+    words = twister["key"].astype(numpy.uint32).tobytes() + int(twister["pos"]).to_bytes(4, sys.byteorder)
     return same and held and memory.raw == blank and _twister_of(bits).raw == words

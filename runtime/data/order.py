@@ -1,9 +1,7 @@
 """In which order an epoch's samples are used, which of them each rank takes at each step, and what becomes of the tail.
 
-The order is that of the whole job. A step takes the next ``world_size * batch_size`` samples of it, and rank r the r-th
-batch of these; so the position in an epoch is one number, how many samples reached a step on all ranks together, and
-what is left can be dealt to any number of ranks. What the rule says of a step depends on what is left, and on nothing
-before it: a run that goes on from a position takes the steps that an uninterrupted one would take from there.
+The order is the whole job's: a step takes its next ``world_size * batch_size`` samples, and rank r the r-th batch of
+these. So a position is one number, and what is left can be dealt to any number of ranks.
 """
 
 from __future__ import annotations
@@ -33,14 +31,14 @@ class Share:
             raise ValueError(f"rank {self.rank} of {self.world_size} ranks does not exist")
 
 
-class Step(NamedTuple):
+class RankBatch(NamedTuple):
     """This rank's batch of one step."""
 
     indices: list[Any]
     end: int  # how many of the epoch's samples have been used after it, by all ranks
 
 
-class Steps(Iterator[Step]):
+class Steps(Iterator[RankBatch]):
     """The steps of one epoch from a position on, dealt to one rank.
 
     Args:
@@ -55,9 +53,9 @@ class Steps(Iterator[Step]):
     def __init__(self, share: Share, position: int) -> None:
         self._share, self._position = share, position
         self.dropped = self.repeated = 0
-        self._next: Step | None = None
+        self._next: RankBatch | None = None
 
-    def _deal(self) -> Step | None:
+    def _deal(self) -> RankBatch | None:
         """The next step; None at the epoch's end."""
         raise NotImplementedError
 
@@ -68,17 +66,17 @@ class Steps(Iterator[Step]):
             self._next = self._deal()
         return self._next is not None
 
-    def __next__(self) -> Step:
+    def __next__(self) -> RankBatch:
         step, self._next = self._next or self._deal(), None
         if step is None:
             raise StopIteration
         return step
 
-    def _step(self, used: int, indices: list[Any]) -> Step:
+    def _step(self, used: int, indices: list[Any]) -> RankBatch:
         self._position += used
-        return Step(indices, self._position)
+        return RankBatch(indices, self._position)
 
-    def _even(self, left: list[Any]) -> Step | None:
+    def _even(self, left: list[Any]) -> RankBatch | None:
         """All that is left, in parts that differ by one at most; where that would leave a rank without any, none."""
         rank, ranks = self._share.rank, self._share.world_size
         if len(left) < ranks:
@@ -122,7 +120,7 @@ class SampleSteps(Steps):
             self._ended = len(found) < missing
             self._ahead += found
 
-    def _deal(self) -> Step | None:
+    def _deal(self) -> RankBatch | None:
         rank, ranks = self._share.rank, self._share.world_size
         self._look_ahead(self._whole + ranks)
         left = len(self._ahead)
@@ -167,7 +165,7 @@ class BatchSteps(Steps):
         self._first = list(itertools.islice(batches, share.world_size)) if tail == "pad" else []
         self._batches = _behind(itertools.chain(self._first, batches), position)
 
-    def _deal(self) -> Step | None:
+    def _deal(self) -> RankBatch | None:
         rank, ranks = self._share.rank, self._share.world_size
         step = list(itertools.islice(self._batches, ranks))
         used = sum(len(batch) for batch in step)

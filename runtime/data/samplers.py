@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 
-from checkflow.runtime.data.rng import generator_states, generators_kept, seed_generators, set_generator_states
+from checkflow.runtime.data.process_generators import (
+    generator_states,
+    generators_kept,
+    seed_generators,
+    set_generator_states,
+)
 
 # A sampler is asked for so many at a time, since generators are changed around each time.
 BLOCK = 4096

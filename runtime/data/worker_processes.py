@@ -106,7 +106,7 @@ def end_at_once(iterators: Iterable[Any], end: float) -> None:
     """End the workers of these, all at a time.
 
     torch asks its workers to end, and waits for one after the other, up to five seconds each: longer, with some busy
-    ones, than the job has. So they are told at once, and killed if they do not hear; torch's own way is not gone after
+    ones, than the job has. So all are asked at once, and killed if they do not end; torch's own way is not gone after
     that, since locks that it takes may have been theirs.
 
     Args:
@@ -152,7 +152,7 @@ def _wait(workers: list[Any], seconds: float) -> None:
             worker.join(max(_LEAST_SECONDS, end - time.monotonic()))
 
 
-def tells_of_lost_worker(error: BaseException | None) -> bool:
+def is_lost_worker(error: BaseException | None) -> bool:
     """Whether it is torch's, for a worker that has ended though it should not have.
 
     One that has only begun when a signal comes to all processes of a job dies of it: nothing can be put before that.

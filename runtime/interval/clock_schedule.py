@@ -14,7 +14,7 @@ from checkflow.runtime.interval.policy import in_iterations, is_time, late_after
 
 WARM_UP = 8  # iterations, the first of a run: they make state, and are recorded
 WINDOW, WINDOW_INTERVALS = 20, 5  # iterations, and distances as asked, in which iterations are measured
-BAND = 0.25  # by so much, in two windows in a row, iterations are longer or shorter before an interval is told of anew
+BAND = 0.25  # by so much, in two windows in a row, iterations are longer or shorter before an interval is logged anew
 
 
 class ByTime:
@@ -31,12 +31,12 @@ class ByTime:
         self._recent: deque[float] = deque(maxlen=RECENT)  # seconds of iterations
         self._ended = 0  # iterations
         self._window_seconds, self._window_iterations = 0.0, 0
-        self._doubted: bool | None = None  # whether the window before told of longer iterations; None: of none other
-        #: Of an iteration, as last told of; None: not known yet.
+        self._doubted: bool | None = None  # whether iterations were longer in the window before; None: of none other
+        #: Of an iteration, as last reported; None: not known yet.
         self.usual_seconds: float | None = None
 
     def ended(self, seconds: float) -> bool:
-        """An iteration has ended; returns whether iterations take another time now than was told of."""
+        """An iteration has ended; returns whether iterations take another time now than was reported."""
         self._since_seconds += seconds
         self._recent.append(seconds)
         self._ended += 1

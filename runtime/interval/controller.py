@@ -1,16 +1,8 @@
-"""The controller of the intervals: told how long each iteration took, it says which boundaries are captured.
+"""Decides which boundaries are captured, from how long each iteration took. It reads no clock and knows no thread.
 
-It reads no clock and knows no thread: :mod:`.loop.pacing` tells it, at each boundary, how long the iteration took that
-has ended, whether a capture was in flight in it, and whether storage was being written to.
-
-One rule decides: a checkpoint is made when its interval has passed and nothing is owed. The interval is the shortest
-that the measured costs allow (:mod:`.measurements`, :mod:`.policy`); what checkpoints really took is owed until
-training has earned it (:mod:`.token_bucket`), so that also the first one that costs more puts off the next.
-
-Both need free iterations. There are some while anything is owed, and before storage is due where captures in host
-memory follow each other without a gap. A *control* makes some where there are none: nothing is captured until enough
-were seen. A job begins with checkpoints as planned and a control; without a plan a checkpoint holds training, and one
-is made at once, for trial.
+A checkpoint is made when its interval has passed (the shortest that measured costs allow: :mod:`.measurements`,
+:mod:`.policy`) and nothing is owed (:mod:`.token_bucket`). Both need free iterations; a *control* makes some where
+there are none: nothing is captured until enough were seen.
 """
 
 from __future__ import annotations
@@ -31,7 +23,7 @@ logger = logging.getLogger("checkflow")
 LEAST_TRIED, TRIED = 5, 16  # iterations with checkpoints before the first control, and as many as are enough
 TRY_AGAIN, LONGEST_PROFILE = 50, 200  # iterations
 LEAST_FREE, MOST_FREE = 5, 12  # iterations of a control
-ERROR_SHARE = 0.15  # of the overhead: so well they are to tell
+ERROR_SHARE = 0.15  # of the overhead: as exact as they have to be
 LONGEST_CONTROL = 20  # iterations: then it ends, whatever was seen
 EVERY, CAPTURES = 200, 50  # iterations without a free one, or captures, whichever is more: then a control comes
 STALE, STALE_INTERVALS = 40, 2  # iterations or intervals without a free one: then one comes before intervals change
@@ -40,7 +32,7 @@ REVIEW_SECONDS = 1.0  # of training: a review takes most of a millisecond
 DOUBT, BAND = 2.0, 0.1  # standard errors of what is measured, and a share of an interval, that do not move it
 FASTEST_GROWTH = 4  # where no interval would be long enough
 SHORT = 2  # times as many iterations as a commit is seen in: an epoch of no more leaves too few of its own free
-SAID = 0.001  # of an iteration: what hooks and looks at the job take is said where it is more
+LOGGED_SHARE = 0.001  # of an iteration: what hooks and checks of the job take is logged where it is more
 HISTORY = 50
 
 
@@ -70,7 +62,7 @@ class Controller:
         planned: bool = True,
         tiers: bool = True,
         known: Costs | None = None,
-        told: bool = False,
+        quiet: bool = False,
     ) -> None:
         """Another plan runs from this boundary on, or none: what checkpoints cost is measured anew.
 
@@ -80,7 +72,7 @@ class Controller:
             planned: whether captures are hidden; otherwise all state is copied at the boundary.
             tiers: whether there is host memory for a capture that storage does not take.
             known: what such a job measured before: there is no profile then.
-            told: whether the intervals that follow from it are no news.
+            quiet: the intervals that follow from it are not logged.
         """
         if planned and not self._planned:
             self._measured = Measurements()  # iterations beside which a plan was made
@@ -91,7 +83,7 @@ class Controller:
         self._early: list[tuple[Iteration, bool | None, int]] | None = []
         self._began: bool | None = None  # a capture, at the last boundary: whether it is one like others
         self._busy = False  # storage, in the last iteration
-        self._observed = self._passed = 0  # iterations since then: that tell, and of any kind
+        self._observed = self._passed = 0  # iterations since then: usable ones, and of any kind
         self._unreviewed_seconds, self._reviewed, self._persists_before = 0.0, 0, 0
         self._free_before: int | None = None  # free iterations seen when the control began; None: there is none
         self._controlled, self._since = False, number  # the last control; or the plan
@@ -103,9 +95,9 @@ class Controller:
         if self._time is not None and (interval := self._time.interval(unit)) is not None:
             self._intervals = Intervals(interval, interval, "every")
         elif every is None and self._time is None and known is not None:
-            self._set(number, self._choice(known) or self._longer(), told=told)
+            self._set(number, self._choice(known) or self._longer(), quiet=quiet)
 
-    # What the job asks
+    # Queries
 
     @property
     def intervals(self) -> Intervals | None:
@@ -178,8 +170,8 @@ class Controller:
     def leaves_out_epochs(self) -> bool:
         """Whether the end of an epoch is not captured now.
 
-        Where epochs are about as short as one commit, their ends keep storage busy all the time, and nothing would
-        tell what training takes: a control leaves them out, too.
+        Where epochs are about as short as one commit, their ends keep storage busy all the time, and no free
+        iteration shows what training takes: a control leaves them out, too.
         """
         lasting, recent = self._measured.persist_seconds, self._measured.recent
         if self._epoch_iterations is None or lasting is None or not recent:
@@ -188,7 +180,7 @@ class Controller:
             return False
         return self._epoch_iterations <= SHORT * (1 + lasting / median(recent))
 
-    # What the job tells
+    # Events
 
     def captured(self, number: int, *, durable: bool, counts: bool = True) -> None:
         """A capture of this boundary has begun.
@@ -209,7 +201,7 @@ class Controller:
         number, began, self._began = iteration.number, self._began, None
         self._number = number
         self._busy = iteration.persisted
-        self._observed += iteration.tells
+        self._observed += iteration.is_usable
         self._passed += iteration.seconds > 0
         self._unreviewed_seconds += iteration.seconds
         if self._measured.add(iteration) and (costs := self._costs) is not None:
@@ -225,7 +217,7 @@ class Controller:
         if self._intervals is None:
             if self._is_profiled(number):
                 self._choose_first(number, self._measured.estimate(None))
-            elif self._tells_nothing and (guess := self._measured.guess()) is not None:
+            elif self._cannot_profile and (guess := self._measured.guess()) is not None:
                 self._guessed = True
                 self._choose_first(number, guess)
         elif self._is_review_due(iteration):
@@ -257,7 +249,7 @@ class Controller:
                 self._bucket.add(one, baseline, earned=earned, standing=standing, interval=its_interval)
 
     @property
-    def _tells_nothing(self) -> bool:
+    def _cannot_profile(self) -> bool:
         """Whether no iteration can be held against another, so that no profile is to be had."""
         long = self._passed >= (LONGEST_PROFILE if self._observed else TRIED)
         tried = self._planned or (self._measured.persist_seconds is not None and not self._busy)
@@ -305,7 +297,7 @@ class Controller:
 
     @property
     def _enough_free(self) -> int:
-        """How many free iterations tell what training takes: the more, the more they vary."""
+        """How many free iterations show what training takes: the more, the more they vary."""
         if self._measured.baseline is None or not self._asked.overhead:
             return LEAST_FREE
         seconds, spread_seconds = self._measured.baseline
@@ -360,7 +352,7 @@ class Controller:
         self._costs, self._guessed = costs, False
         self._set(number, wanted)
 
-    def _set(self, number: int, intervals: Intervals, *, told: bool = False) -> None:
+    def _set(self, number: int, intervals: Intervals, *, quiet: bool = False) -> None:
         before, self._intervals = self._intervals, intervals
         self._persists_before = self._measured.checkpoints.persists_seen
         if before is not None and (before.memory, before.disk) == (intervals.memory, intervals.disk):
@@ -371,7 +363,7 @@ class Controller:
                 self._want_captures(number)
         self._changes.append(FrequencyChange(number, intervals.memory, intervals.disk, intervals.reason))
         as_planned = intervals.reason == "plan" and intervals.memory == intervals.disk == self._unit
-        if told or (before is None and as_planned and self._planned):
+        if quiet or (before is None and as_planned and self._planned):
             return  # what was measured has changed nothing
         captured = "" if intervals.memory == intervals.disk else f", and one in host memory {_often(intervals.memory)}"
         logger.info(
@@ -395,8 +387,8 @@ class Controller:
         share = 100 * costs.allowed_seconds(asked.overhead) / costs.iteration_seconds
         standing = format_seconds(costs.standing_seconds)
         beside = (
-            f", of which hooks and looks take {standing}"
-            if costs.standing_seconds > SAID * costs.iteration_seconds
+            f", of which hooks and checks take {standing}"
+            if costs.standing_seconds > LOGGED_SHARE * costs.iteration_seconds
             else ""
         )
         return f"one costs {both} of training, and may cost {share:.3g} % of iterations of {seconds}{beside}"

@@ -1,4 +1,4 @@
-"""What iterations tell of the cost of checkpoints.
+"""The cost of checkpoints, measured from iterations.
 
 Iterations with no checkpoint under way are *free*: their median is what training takes by itself. What others take
 beyond that is summed over the iterations of one capture, or of one persist, and medians of such sums let a pause pass.
@@ -17,7 +17,7 @@ from checkflow.runtime.interval.policy import Costs
 
 KEPT = 30  # samples of each kind
 LEAST = 3  # samples to believe a median
-SHIFT = 5  # free iterations that tell together that training has become faster or slower
+SHIFT = 5  # free iterations that show together that training has become faster or slower
 SHIFT_ERRORS, SHIFT_SHARE = 3.0, 0.1  # by how much the last samples differ from older ones, which hold no more then
 RECENT = 20  # iterations
 
@@ -42,7 +42,7 @@ class Iteration:
         return not self.captured and not self.persisted
 
     @property
-    def tells(self) -> bool:
+    def is_usable(self) -> bool:
         """Whether its time is to be looked at."""
         return self.counts and self.seconds > 0
 
@@ -56,7 +56,7 @@ class Iteration:
 class Span:
     """Iterations that one capture, or one persist, was seen in."""
 
-    iterations: int = 0  # that tell
+    iterations: int = 0  # usable ones
     left_out: int = 0
     excess_seconds: float = 0.0  # beyond free ones
     held_seconds: float = 0.0  # beyond what training is held in any iteration
@@ -66,7 +66,7 @@ class Span:
 
     def add(self, iteration: Iteration, excess_seconds: float, standing_seconds: float) -> None:
         self.held_seconds += iteration.held_seconds - standing_seconds
-        if iteration.tells:
+        if iteration.is_usable:
             self.iterations += 1
             self.excess_seconds += excess_seconds
         else:
@@ -96,7 +96,7 @@ class Checkpoints:
     persist_seconds: deque[float] = field(default_factory=_kept)
     capture: Span | None = None  # under way
     persist: Span | None = None
-    seen: int = 0  # that have told something
+    seen: int = 0  # with something measured
     captures_seen: int = 0
     persists_seen: int = 0
 
@@ -145,8 +145,8 @@ class Measurements:
 
     def __init__(self) -> None:
         self._free: deque[Iteration] = deque(maxlen=KEPT)
-        self._any: deque[Iteration] = deque(maxlen=RECENT)  # whether they tell or not
-        self.recent: deque[float] = deque(maxlen=RECENT)  # seconds of iterations that tell, free or not
+        self._any: deque[Iteration] = deque(maxlen=RECENT)  # usable or not
+        self.recent: deque[float] = deque(maxlen=RECENT)  # seconds of usable iterations, free or not
         self.free_seen = 0
         #: The median of free iterations, and their standard deviation; None: there are too few of them.
         self.baseline: tuple[float, float] | None = None
@@ -154,7 +154,7 @@ class Measurements:
 
     @property
     def standing_seconds(self) -> float:
-        """For which training waits in an iteration without a checkpoint, also where such tell nothing."""
+        """For which training waits in an iteration without a checkpoint, also where such are not usable."""
         free = list(self._free)  # reports are made on other threads
         held = [one.held_seconds for one in (free if len(free) >= LEAST else list(self._any)) if one.is_free]
         return median(held) if len(held) >= LEAST else 0.0
@@ -177,7 +177,7 @@ class Measurements:
         """
         if iteration.seconds > 0:
             self._any.append(iteration)
-        if not iteration.tells:
+        if not iteration.is_usable:
             return False
         self.recent.append(iteration.seconds)
         if not iteration.is_free:
@@ -273,8 +273,8 @@ def median_and_spread(values: Iterable[float]) -> tuple[float, float]:
 
 
 def error_of(count: int) -> float:
-    """The standard error of a median of so many samples, in standard deviations of one as they tell it.
+    """The standard error of a median of so many samples, in standard deviations of one as they estimate it.
 
-    Of normal noise it is sqrt(pi / 2 n); few samples tell little of their own spread, so that they count for less.
+    Of normal noise it is sqrt(pi / 2 n); few samples show little of their own spread, so that they count for less.
     """
     return math.sqrt(math.pi / 2 / count) * (1 + LEAST / count)

@@ -1,9 +1,7 @@
 """How often checkpoints are made: arithmetic over measured times, and nothing else.
 
-CheckFreq's Algorithm 1 (section 4.3.2 of its paper) as it is written, with the parenthesis that its first line lacks
-(:func:`algorithm_1`); its rule joined with a plan (:func:`join`); both tiers at once (:func:`choose`); the interval
-that wastes least between failures (:func:`least_waste`); seconds as iterations (:func:`in_iterations`), and by the
-clock (:func:`is_time`). Who measures, and when an interval is changed, is :mod:`.controller`.
+CheckFreq's Algorithm 1 (section 4.3.2) as it is written, with the parenthesis that its first line lacks, and what
+checkflow adds to it. :mod:`.controller` decides when an interval is changed.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class CheckFreqProfile:
     """What CheckFreq measures of a job, in the order of its symbols Ti, Tw, Tc, Tg, Ts, m, M, Mmax.
 
     Raises:
@@ -62,7 +60,7 @@ class Choice:
     stall_seconds: float  # To, of one checkpoint
 
 
-def algorithm_1(profile: Profile, overhead: float) -> Choice:
+def algorithm_1(profile: CheckFreqProfile, overhead: float) -> Choice:
     """CheckFreq's Algorithm 1, "Checkpointing frequency determination".
 
     The snapshot is hidden behind the iteration up to its weight update: Toc = max(0, Tc - (Ti - Tw)); one inside device

@@ -43,8 +43,8 @@ class Bucket:
         """
         free_seconds, spread = baseline
         most_owed = earned * max(WINDOW, INTERVALS * interval)
-        charge = max(0.0, iteration.held_seconds - standing)  # what is sure is paid also where nothing else tells
-        if iteration.tells:
+        charge = max(0.0, iteration.held_seconds - standing)  # what is sure is paid also where nothing else is known
+        if iteration.is_usable:
             limit = max(PAUSE_SHARE * free_seconds, PAUSE_INTERVALS * interval * earned, iteration.held_seconds)
             excess = min(iteration.own_seconds - free_seconds, limit)
             if iteration.is_free:

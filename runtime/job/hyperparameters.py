@@ -1,6 +1,6 @@
 """Logs hyperparameters that the script changed since the checkpoint, and chooses whose values continue.
 
-Each checkpoint stores what its script asked for, because the state itself does not tell: schedulers change it.
+Each checkpoint stores what its script asked for, because the state itself does not say: schedulers change it.
 """
 
 from __future__ import annotations
@@ -63,9 +63,8 @@ def placed(job: Job, asked: Asked, extra: Mapping[str, Any], *, script: bool) ->
     then, loader = _then(extra), extra["loader"] or {}
     if loader.get("way") == "skip" and loader["position"] and not loader["over"] and _changed(_BATCH, asked, then):
         raise MismatchError(
-            f"the checkpoint's loader stopped after {loader['position']} batches of {then[_BATCH]} in an epoch, this "
-            f"one has batches of {asked[_BATCH]}, and no other place is known: end the epoch with "
-            f"batch_size={then[_BATCH]}"
+            f"the checkpoint's loader stopped after {loader['position']} batches of {then[_BATCH]} in an epoch, and "
+            f"batches of {asked[_BATCH]} may not end there: finish the epoch with batch_size={then[_BATCH]}"
         )
     if _changed(_ORDER, asked, then):
         if not script:
@@ -89,8 +88,8 @@ def settle(job: Job, asked: Asked, extra: Mapping[str, Any], *, script: bool) ->
     """
     if ENTRY not in extra:
         logger.info(
-            "the checkpoint does not say which hyperparameters its script asked for: its own go on, and later "
-            "changes of the script are logged"
+            "the checkpoint does not say which hyperparameters its script asked for: the checkpoint's values are "
+            "kept, and later changes of the script are logged"
         )
         return asked
     then, live = _then(extra), _of_state(job)

@@ -18,7 +18,7 @@ from checkflow.runtime.live_plan.planning import Arrival, Planning
 from checkflow.runtime.snapshot.capturer import CaptureReport
 from checkflow.runtime.snapshot.executor import UNPLANNED, Execution
 from checkflow.runtime.snapshot.program import Program, compile_plan
-from checkflow.runtime.transfer.engine import Moved
+from checkflow.runtime.transfer.engine import MovedBytes
 
 logger = logging.getLogger("checkflow")
 
@@ -49,7 +49,7 @@ class PlanInPlace:
         self.every = every  # iterations between durable checkpoints, a multiple of the plan's interval
         self.source: PlanSource | None = None if given is None else "given"
         self.seconds = 0.0  # that making it took
-        self._aborted, self._moved = 0, Moved()  # captures under earlier plans
+        self._aborted, self._moved = 0, MovedBytes()  # captures under earlier plans
         self._last_failure: tuple[float, str] | None = None  # likewise
         self._promises: PlanInForce | None = None
         self._logged = False
@@ -78,7 +78,7 @@ class PlanInPlace:
         return self.execution.last_failure or self._last_failure
 
     @property
-    def moved(self) -> Moved:
+    def moved(self) -> MovedBytes:
         """Bytes of all captures that ended."""
         return self._moved + self.execution.capturer.moved
 

@@ -436,10 +436,12 @@ class Planning:
                     return own
             if not self._warned:
                 self._warned = True
-                logger.warning('the job is not the one that its plan was made for: %s; plan="auto" follows it', odd[0])
+                logger.warning(
+                    'the job differs from the one that its plan was made for: %s; plan="auto" makes a new one', odd[0]
+                )
             return None
         else:
-            logger.info("the job is not the one that its plan was made for: %s", odd[0])
+            logger.info("the job differs from the one that its plan was made for: %s", odd[0])
         kept = self._find_alike(seen.traits)
         if kept is None and self._confirmed:
             self._record_next()

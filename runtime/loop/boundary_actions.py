@@ -202,7 +202,7 @@ class BoundaryActions:
         self._pace.is_due(self.iteration, demanded=True)  # what is demanded, storage is to take, too
         state, versions = self._passed
         if self._job.walk.current() is not state or _versions(state) != versions:
-            logger.warning("the state was changed after step %d, which is not saved therefore", self.iteration)
+            logger.warning("step %d is not saved: the state was changed after it", self.iteration)
             return
         with self._clock.holding("boundary"):
             self._execution.finish()
@@ -217,7 +217,7 @@ class BoundaryActions:
 
     def _capture(self, epoch_end: bool, extra: Callable[[], bytes] | None = None) -> float:
         """Capture this boundary; returns the seconds waited for storage and buffers."""
-        # The first capture tells whether the job can be checkpointed at all; later ones must not end it.
+        # The first capture shows whether the job can be checkpointed at all; later ones must not end it.
         with self._execution.surviving() if self._saving.captures else contextlib.nullcontext():
             self._place.log_unplanned()
             waited_seconds = self._begin(epoch_end, extra or self._extra())

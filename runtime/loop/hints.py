@@ -61,14 +61,14 @@ NOT_COUNTED = Hint(
 )
 ALL_IN_ONE = Hint(
     "all in one",
-    "without an optimizer and a loader nothing tells where an iteration ends, and all that ran counts as one: "
+    "without an optimizer and a loader nothing shows where an iteration ends, and all that ran counts as one: "
     "iterate checkpointer.steps(), or call checkpointer.step() after each",
 )
 # Training has ended, and batches that were fetched ahead were never counted.
 NEVER_COUNTED = Hint(
     "never counted",
     "no checkpoint was made: batches were handed to a loop that may fetch ahead, where nothing but "
-    "checkpointer.step(), after each optimizer step, tells what was used",
+    "checkpointer.step(), after each optimizer step, reports what was used",
 )
 UNSEEN_END = Hint(
     "unseen end",
@@ -84,7 +84,7 @@ ENDED_INSIDE = Hint(
 # close() came after an optimizer's step whose iteration nothing has ended.
 CLOSED_INSIDE = Hint(
     "closed inside",
-    "closed after an optimizer's step and before the end of its iteration, as far as the loop has told: what "
+    "closed after an optimizer's step and before the end of its iteration, as far as the loop has reported: what "
     "was trained after step %d is not saved; train in a with block, whose end is the end of training, or call "
     "checkpointer.step() after each iteration",
 )

@@ -1,14 +1,7 @@
-"""The controller of the intervals in a live job: its clock, and what it is told of plans, captures and storage.
+"""The controller of the intervals in a live job: its clock, and what it learns of plans, captures and storage.
 
-What it is told of an iteration: the time from one boundary to the next, by the host's clock, and whether a capture was
-in flight in between, or storage written to. Left out is what is no iteration like others: the first two of a run, one
-that is recorded, those beside which a plan is made, the first under another plan, the first and the last of an epoch
-(validation follows it), and those around a change between with and without evaluation.
-
-A job without a plan, be it made at this moment or never, is checkpointed like others, each checkpoint copied at its
-boundary: that stall is measured like any cost, and spread over its interval. The first one comes early: after the
-iterations that are recorded and timed (``UNDISTURBED``), or sooner where these have taken ``WORTH_SECONDS``. Iterations
-beside which a first plan is made are held against each other alone: they are forgotten when it is there.
+Iterations that are not like others are left out: the first two of a run, those recorded or beside planning, the first
+under another plan, an epoch's first and last, and those around a change between with and without evaluation.
 """
 
 from __future__ import annotations
@@ -52,7 +45,7 @@ clock = time.perf_counter  # seconds; tests put another one here
 class Evaluation:
     """Which iterations are compared where some evaluate: those like the one before.
 
-    Where hardly any is (a teacher or an adversary runs in every second one), those without evaluation tell by
+    Where hardly any is (a teacher or an adversary runs in every second one), those without evaluation show by
     themselves, and the others as soon as free ones of both kinds have shown by what evaluation lengthens one.
     """
 
@@ -86,7 +79,7 @@ class Evaluation:
 
 
 class Pace:
-    """Tells the controller what happens, and the boundaries what it decides.
+    """Reports to the controller what happens, and to the boundaries what it decides.
 
     Args:
         directory: of the checkpoints; the profile is kept there.
@@ -103,8 +96,8 @@ class Pace:
         # The job's own batch is known at the first boundary; until then it is taken to be the plan's.
         plan = place.plan
         self._foreseen = None if plan is None else self._find_costs(plan, str(plan.fingerprint.batch))[1]
-        self._place_controller(start, self._foreseen, told=True)  # in the line at the start
-        self._execution: Execution | None = None  # that the controller was told of
+        self._place_controller(start, self._foreseen, quiet=True)  # the line at the start has it
+        self._execution: Execution | None = None  # that the controller knows
         self._batch: str | None = None
         self._seen = self._in_epoch = 0  # iterations
         self._held_seconds = 0.0
@@ -236,10 +229,10 @@ class Pace:
         if first and self._foreseen is not None:
             if known == self._foreseen:
                 return
-            logger.info("the job is not the one whose checkpoints were measured before: it is measured anew")
+            logger.info("the job is not the one that was measured before: what checkpoints cost is measured anew")
         self._place_controller(number, known)
 
-    def _place_controller(self, number: int, known: Costs | None, *, told: bool = False) -> None:
+    def _place_controller(self, number: int, known: Costs | None, *, quiet: bool = False) -> None:
         plan = self._place.plan
         self.controller.place(
             number,
@@ -248,7 +241,7 @@ class Pace:
             planned=plan is not None,
             tiers=self._saving.host_buffers > 1,
             known=known,
-            told=told,
+            quiet=quiet,
         )
 
     def _find_costs(self, plan: Plan | None, batch: str) -> tuple[Identity | None, Costs | None]:

@@ -58,7 +58,7 @@ class Training(Protocol):
 
 @dataclass(frozen=True)
 class _Notice:
-    """What the watchdog is told.
+    """A signal, as reported to the watchdog.
 
     Attributes:
         number: of the signal.
@@ -72,14 +72,14 @@ class _Notice:
 
 
 class _Raised:
-    """The watchdog is told that the exception has been raised."""
+    """Reported to the watchdog: the exception has been raised."""
 
 
 class Preemption:
     """The handlers and the watchdog of one Checkpointer.
 
     Args:
-        signals: those that ask the job to end; none: Ctrl-C is not heeded either.
+        signals: those that ask the job to end; none: Ctrl-C is not handled either.
         grace_seconds: from the signal to the end.
         shield: keeps the loader's workers alive meanwhile.
     """
@@ -104,8 +104,8 @@ class Preemption:
             return
         if threading.current_thread() is not threading.main_thread():
             logger.warning(
-                "signals are not heeded: this Checkpointer was made in thread %s, and only the main thread may handle "
-                "them",
+                "signals are not handled: this Checkpointer was made in thread %s, and Python allows handlers only in "
+                "the main thread",
                 threading.current_thread().name,
             )
             return
@@ -126,8 +126,8 @@ class Preemption:
         if self._before:
             try:
                 signal_wakeup.subscribe(self._on_signal)
-            except OSError as error:  # then signals are heard of by their handlers alone
-                logger.debug("signals are not heard of outside of Python: %s", error)
+            except OSError as error:  # then only their handlers see signals
+                logger.debug("signals are seen only while Python runs: %s", error)
 
     def begin_ending(self) -> bool:
         """At a boundary, or before closing: whether to end; from here on the training thread is not interrupted."""
@@ -253,7 +253,7 @@ class Preemption:
         came = sorted(self._first.items(), key=lambda item: (item[0] == signal.SIGINT, item[1]))
         return "Ctrl-C" if came[0][0] == signal.SIGINT else signal.Signals(came[0][0]).name
 
-    # In the thread that hears of signals
+    # In the thread that receives signals
 
     def _on_signal(self, number: int) -> None:
         """A signal has come, whose handler may have run already, or run soon, or not."""
@@ -341,7 +341,7 @@ class Preemption:
         if _below(number, self._handler) != signal.SIG_DFL or signal.getsignal(number) != self._handler:
             logger.error("%s, and what is in flight is not saved yet", over)
             return
-        logger.error("%s: what is not on storage by now is given up", over)
+        logger.error("%s: what is not on storage yet is lost", over)
         if self._saving or self._raised:  # storage alone is slow: the job is to be tried again, as with its exception
             os._exit(Preempted.EXIT_CODE)
         # signal.signal() is the main thread's alone, and that thread does not answer.
@@ -377,7 +377,7 @@ def _as_before(number: int, before: Any, frame: FrameType | None) -> None:
 
 
 def _caught_outside_python(number: int) -> bool:
-    """Whether the process has a handler that Python does not know of, such as faulthandler's, as far as can be told."""
+    """Whether the process has a handler that Python does not know of, such as faulthandler's, as far as can be seen."""
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as status:
             caught = next(line.split()[1] for line in status if line.startswith("SigCgt:"))

@@ -250,7 +250,7 @@ class TrainingLoop:
             # Whatever has not been copied yet has not been written either: the capture in flight can still be whole.
             self.execution.finish()
         except BaseException:
-            capturer.abort()  # without hooks, nothing tells any more what is written
+            capturer.abort()  # without hooks, nothing shows any more what is written
             raise
         finally:
             capturer.release()
@@ -423,7 +423,7 @@ class TrainingLoop:
         """Training has ended, and did not say so at its last boundary: save that if the state is still what it was.
 
         It is not where a further iteration has begun, nor where what followed the loop wrote (the best weights, put
-        back), as far as version counters tell, and whose memory it is.
+        back), as far as version counters show, and whose memory it is.
         """
         if self._actions.captured or self._boundaries.closed:
             return

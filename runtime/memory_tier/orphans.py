@@ -27,9 +27,9 @@ from checkflow.runtime.memory_tier.records import (
     OWNERS,
     PREFIX,
     RECORDS,
+    CaptureRecord,
     Mark,
     Owner,
-    Record,
     boot_id,
 )
 from checkflow.runtime.store.discovery import find
@@ -194,7 +194,7 @@ def read_mark(directory: Path) -> Mark:
         raise CorruptCheckpointError(f"{path}: {error.strerror}") from None
 
 
-def read_records(folder: int) -> dict[int, Record]:
+def read_records(folder: int) -> dict[int, CaptureRecord]:
     """The whole records, by buffer. Raises OSError if one is unreadable now."""
     found = {}
     for name in fs.names(folder):

@@ -94,7 +94,7 @@ class KeptDigest:
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class RunLife:
     """How a run relates to storage. Steps, or ``NOTHING``."""
 
     __pydantic_config__ = STRICT
@@ -105,7 +105,7 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class CaptureRecord:
     """Everything about a capture but its bytes."""
 
     __pydantic_config__ = STRICT
@@ -151,9 +151,9 @@ class StagedCheckpoint(Protocol):
 
 MARKS: TypeAdapter[Mark] = TypeAdapter(Mark)
 OWNERS: TypeAdapter[Owner] = TypeAdapter(Owner)
-LIVES: TypeAdapter[Life] = TypeAdapter(Life)
+LIVES: TypeAdapter[RunLife] = TypeAdapter(RunLife)
 LAYOUTS: TypeAdapter[tuple[KeptTensor, ...]] = TypeAdapter(Many[KeptTensor])
-RECORDS: TypeAdapter[Record] = TypeAdapter(Record)
+RECORDS: TypeAdapter[CaptureRecord] = TypeAdapter(CaptureRecord)
 
 
 def boot_id() -> str:

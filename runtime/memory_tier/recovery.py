@@ -48,9 +48,9 @@ from checkflow.runtime.memory_tier.records import (
     OWNER,
     OWNERS,
     PREFIX,
-    Life,
+    CaptureRecord,
     Owner,
-    Record,
+    RunLife,
     remove,
 )
 from checkflow.runtime.store import retention
@@ -84,7 +84,7 @@ class _NewestStored:
 class _Loaded:
     """A capture that matches its record."""
 
-    record: Record
+    record: CaptureRecord
     run_id: str
     layout: Layout
     extra: bytes
@@ -185,7 +185,7 @@ def _load_all(store: Store, path: Path, wanted: int | None) -> list[_Loaded]:
     return loaded
 
 
-def _is_torn(folder: int, index: int, record: Record) -> bool:
+def _is_torn(folder: int, index: int, record: CaptureRecord) -> bool:
     """Whether an audit refutes a capture, and the plan that made it."""
     if not record.by_plan:
         return False
@@ -204,7 +204,7 @@ def _storage(store: Store) -> _NewestStored:
     return _NewestStored() if newest is None or step is None else _NewestStored(step, run_of(newest))
 
 
-def _refuse_other_life(life: Life, storage: _NewestStored) -> None:
+def _refuse_other_life(life: RunLife, storage: _NewestStored) -> None:
     """Check that storage has all that the run knew it to have, and nothing of another run since."""
     whole = storage.step >= max(life.durable, life.base)
     its_own = storage.run_id in ("", life.run_id)  # the restore explains unreadable ones
@@ -212,14 +212,14 @@ def _refuse_other_life(life: Life, storage: _NewestStored) -> None:
         raise CorruptCheckpointError("storage is not what its run left there")
 
 
-def _worth_keeping(store: Store, left: Iterable[Record]) -> frozenset[int]:
+def _worth_keeping(store: Store, left: Iterable[CaptureRecord]) -> frozenset[int]:
     """The steps that stay for another reason than being new."""
     known = [*store.look(), *(retention.known(one.step, one.info) for one in left)]
     later = [retention.Known(MAX_STEP - number) for number in range(store.rules.keep_latest)]
     return retention.kept(store.rules, [*known, *later], MAX_STEP)
 
 
-def _load(folder: int, index: int, record: Record) -> tuple[Layout, bytes, mmap.mmap]:
+def _load(folder: int, index: int, record: CaptureRecord) -> tuple[Layout, bytes, mmap.mmap]:
     """A capture's layout, extra state and bytes. Raises CorruptCheckpointError if they do not match its record."""
     data = read_kept(folder, f"layout-{record.layout}.json", MAX_MANIFEST_BYTES)
     extra = read_kept(folder, f"buffer-{index}.extra", MAX_EXTRA_BYTES)

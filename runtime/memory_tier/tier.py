@@ -37,11 +37,11 @@ from checkflow.runtime.memory_tier.records import (
     PIECE_BYTES,
     PREFIX,
     RECORDS,
+    CaptureRecord,
     KeptDigest,
-    Life,
     Mark,
     Owner,
-    Record,
+    RunLife,
     StagedCheckpoint,
     boot_id,
     dump_layout,
@@ -70,7 +70,7 @@ class _Kept:
 class MemoryTier:
     """The staging buffers of one job in shared memory. This process holds the lock of ``directory``."""
 
-    def __init__(self, directory: Path, life: Life) -> None:
+    def __init__(self, directory: Path, life: RunLife) -> None:
         self._directory, self._life = directory, life
         self._pid = os.getpid()
         self.survives = False  # captures outlive the process; stays as it was after close
@@ -131,7 +131,7 @@ class MemoryTier:
     def _warn(self, reason: object) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning("captures in host memory end with the process, and storage is what is left then: %s", reason)
+            logger.warning("captures in host memory end with the process, and only storage outlives it: %s", reason)
 
     def forget(self, index: int) -> None:
         """Void a buffer's record before the buffer is overwritten, which a StorageError forbids."""
@@ -162,7 +162,7 @@ class MemoryTier:
         index = capture.buffer.index
         audited = {} if capture.digests is None else capture.digests.take()
         try:
-            record = Record(
+            record = CaptureRecord(
                 capture.step, self._keep_layout(capture.layout), xxhash.xxh3_128_hexdigest(extra), capture.plan_digest,
                 capture.by_plan, capture.digests is not None, capture.ties, capture.absent,
                 {name: KeptDigest(one.rule, f"{one.value:x}") for name, one in {**audited, **capture.settled}.items()},

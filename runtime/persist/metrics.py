@@ -1,9 +1,8 @@
 """Metrics of a job's states (``checkpointer.metric``) on their way into checkpoints.
 
-A metric describes the state as it is when it is told: :mod:`.loop.training_loop` says which boundary that is. If its
-capture has not been committed yet, the metric goes into its manifest with the commit; if it has, the checkpoint is
-exchanged for one of the same files and a manifest that has it too (:meth:`.store.store.Store.annotate`), on the
-writer's thread. A state that is no checkpoint loses its metrics when a later one is told of.
+A metric goes into its checkpoint's manifest with the commit. If that is over, the writer's thread exchanges the
+checkpoint for one with the metric (:meth:`.store.store.Store.annotate`). A state that is no checkpoint loses its
+metrics when a later one is recorded.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from checkflow.core.errors import CheckflowError, StorageError
-from checkflow.runtime.memory_tier.records import NOTHING, Life
+from checkflow.runtime.memory_tier.records import NOTHING, RunLife
 from checkflow.runtime.memory_tier.staging import Locking, StagingBuffers
 from checkflow.runtime.memory_tier.tier import MemoryTier
 from checkflow.runtime.persist.metrics import Metrics
@@ -63,7 +63,7 @@ class Saving:
         with contextlib.ExitStack() as undo:
             self.engine, locking = make_engine(device)
             undo.callback(self.engine.close)
-            self.tier = MemoryTier(store.directory, Life(store.run_id, *base))
+            self.tier = MemoryTier(store.directory, RunLife(store.run_id, *base))
             tier = self.tier if host_buffers > 1 else None  # a single buffer is seldom complete
             self.buffers = StagingBuffers(host_buffers, locking, self._urge, tier)
             undo.callback(self.buffers.close)
@@ -115,7 +115,7 @@ class Saving:
         try:
             self._outlive(capture)
         except Exception:  # a bug must not keep it from storage
-            logger.exception("step %d ends with the process", capture.step)
+            logger.exception("the capture of step %d ends with the process", capture.step)
         (self.writer.hold if hold else self.writer.submit)(capture)
 
     def keep(self, step: int) -> None:
@@ -173,7 +173,7 @@ class Saving:
             if capture.plan_digest in self.writer.breached_plans:
                 self.tier.distrust(capture.plan_digest)
         except StorageError as error:  # the buffer cannot be taken either until this works
-            logger.warning("what is void stays in host memory: %s", error)
+            logger.warning("cannot remove void captures from host memory: %s", error)
 
     def _commit(self, capture: Capture) -> Path:
         path = self._store.commit(

@@ -243,7 +243,7 @@ class Writer:
             path = self._commit(capture)
             if self._reason is not None:
                 self._reason, self._unlogged = None, 0
-                logger.info("checkpoint of step %d is saved: those that follow are as before", capture.step)
+                logger.info("checkpoint of step %d is saved: checkpoints succeed again", capture.step)
         except CheckflowError as reason:
             error = reason
             if isinstance(reason, WrittenError):

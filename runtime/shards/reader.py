@@ -101,7 +101,7 @@ def load_shard(
     """What shard ``rank`` of ``world_size`` owns of a version, whatever number of shards wrote it.
 
     Args:
-        step: None: the newest by name; where others may be writing, tell all processes one step (``newest_step``).
+        step: None: the newest by name; where others may be writing, give all processes one step (``newest_step``).
         arrays: "torch": tensors, in host memory; bfloat16 and the like need it, as numpy does not have them.
         trust: as :func:`newest_step`.
 

@@ -1,9 +1,7 @@
 """How the processes of one version meet: by files in the store's directory, without a network.
 
-- ``.shards.json`` is the board: rank 0 says which *attempt* to write a version is open, and how earlier ones ended.
-- ``.tmp-<step>-<run id>.<attempt>/`` holds each rank's files and its record, ``.done-00001`` or ``.failed-00001``.
-
-Attempts have random numbers, so that nothing of a dead run is taken for a part. docs/how-to/shards.md has the order.
+``.shards.json`` is rank 0's board: which *attempt* to write a version is open, and how earlier ones ended. Each rank's
+files and record lie in ``.tmp-<step>-<run id>.<attempt>/``. Attempts have random numbers: a dead run's never count.
 """
 
 from __future__ import annotations
@@ -74,7 +72,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RankRecord:
     """What a rank has written; or, with ``failure``, why it has not."""
 
     __pydantic_config__ = STRICT
@@ -88,7 +86,7 @@ class Record:
 
 
 _BOARD: TypeAdapter[Board] = TypeAdapter(Board)
-_RECORD: TypeAdapter[Record] = TypeAdapter(Record)
+_RECORD: TypeAdapter[RankRecord] = TypeAdapter(RankRecord)
 
 
 def folder_name(step: int, run_id: str, attempt: str) -> str:
@@ -110,7 +108,7 @@ def post(root: int, run_id: str, world_size: int, attempt: Attempt) -> None:
     _put(root, _BOARD, replace(board, attempts=(*others, attempt)), DRAFT, BOARD)
 
 
-def collect(folder: int, attempt: str, world_size: int, wait_seconds: float, own: Record) -> tuple[Record, ...]:
+def collect(folder: int, attempt: str, world_size: int, wait_seconds: float, own: RankRecord) -> tuple[RankRecord, ...]:
     """Every rank's record, by rank. Raises MissingShardsError, or StorageError with a failed rank's message."""
     found = {0: own}
 
@@ -148,7 +146,7 @@ def clear_notes(folder: int) -> None:
 # -------------------------------------------------------------------------------------------------- the other ranks
 
 
-def leave(folder: int, record: Record) -> None:
+def leave(folder: int, record: RankRecord) -> None:
     """Leave a rank's record, durably: from then on rank 0 relies on its files."""
     name = _note(record.rank, "failed" if record.failure else "done")
     _put(folder, _RECORD, record, f".draft{name}", name)
@@ -227,7 +225,7 @@ def _take_part(
         # predecessor's. The board will say.
         return
     except BaseException as error:
-        failure = Record(attempt.number, rank, world_size, {}, {}, (), failure=in_words(error))
+        failure = RankRecord(attempt.number, rank, world_size, {}, {}, (), failure=in_words(error))
         with contextlib.suppress(OSError):  # report the first error; rank 0 will miss this rank
             folder = fs.open_folder(folder_name(attempt.step, run_id, attempt.number), dir_fd=root)
             try:

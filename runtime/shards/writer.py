@@ -20,7 +20,7 @@ from checkflow.runtime.shards.ownership import Array, Slice, Table, TableInfo, c
 from checkflow.runtime.shards.rendezvous import (
     Attempt,
     Part,
-    Record,
+    RankRecord,
     clear_notes,
     collect,
     folder_name,
@@ -87,7 +87,7 @@ def save_shard(
     given = (dict(dense or {}), dict(tables or {}), dict(slices or {}))
     place = Path(directory).absolute()
 
-    def write(root: int, attempt: Attempt) -> Record:
+    def write(root: int, attempt: Attempt) -> RankRecord:
         folder = fs.open_folder(folder_name(attempt.step, run_id, attempt.number), dir_fd=root)
         try:
             record = _write_part(folder, attempt, rank, world_size, *given)
@@ -121,7 +121,7 @@ def _lead(
         def complete(root: int, temporary: str) -> None:
             fs.mkdir(temporary, dir_fd=root)  # (2)
             post(root, run_id, world_size, attempt)
-            own, extra = Record(attempt.number, 0, world_size, {}, {}, ()), b""
+            own, extra = RankRecord(attempt.number, 0, world_size, {}, {}, ()), b""
             failed: Exception | None = None
             try:
                 extra = codec.encode({"state": state})
@@ -157,7 +157,7 @@ def _lead(
 def _post_end(place: Path, run_id: str, world_size: int, ended: Attempt, *, quietly: bool = False) -> None:
     """Post how an attempt ended. ``quietly``: drop an error, since an earlier one is reported."""
     try:
-        with reported(f"cannot tell the other ranks how step {ended.step} ended"):
+        with reported(f"cannot report to the other ranks how step {ended.step} ended"):
             root = fs.open_folder(str(place.resolve()))
             try:
                 post(root, run_id, world_size, ended)
@@ -179,7 +179,7 @@ def _write_part(
     dense: Mapping[str, Array],
     tables: Mapping[str, Table],
     slices: Mapping[str, Slice],
-) -> Record:
+) -> RankRecord:
     """Write a rank's files, durably; their names become durable with its record or rank 0's manifest."""
     arrays: dict[str, Array] = {}
     boxes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
@@ -208,7 +208,7 @@ def _write_part(
         lengths = placed.record.shape
         shape, offsets = boxes.get(name, (lengths, (0,) * len(lengths)))
         tensors[name] = Part(placed.file, placed.key, placed.record.dtype, lengths, shape, offsets)
-    return Record(attempt.number, rank, world_size, entries, tensors, tuple(infos))
+    return RankRecord(attempt.number, rank, world_size, entries, tensors, tuple(infos))
 
 
 def _refuse_outside(name: str, record: TensorRecord, shape: tuple[int, ...], offsets: tuple[int, ...]) -> None:
@@ -231,7 +231,7 @@ def _image(file: FileLayout, arrays: Mapping[str, Array]) -> Iterator[memoryview
 # ---------------------------------------------------------------------------------------------------------- the whole
 
 
-def _write_manifest(folder: int, step: int, run_id: str, extra: bytes, records: tuple[Record, ...]) -> None:
+def _write_manifest(folder: int, step: int, run_id: str, extra: bytes, records: tuple[RankRecord, ...]) -> None:
     entries: dict[str, manifest.FileEntry] = {}
     for record in records:
         for name, entry in record.files.items():
@@ -260,7 +260,7 @@ def _refuse_size(folder: int, name: str, entry: manifest.FileEntry) -> None:
         )
 
 
-def _join_tables(records: tuple[Record, ...]) -> dict[str, TableInfo]:
+def _join_tables(records: tuple[RankRecord, ...]) -> dict[str, TableInfo]:
     found: dict[str, tuple[int, TableInfo]] = {}
     for record in records:
         for info in record.tables:
@@ -273,7 +273,7 @@ def _join_tables(records: tuple[Record, ...]) -> dict[str, TableInfo]:
     return {name: info for name, (_, info) in sorted(found.items())}
 
 
-def _join_tensors(records: tuple[Record, ...]) -> dict[str, manifest.TensorEntry]:
+def _join_tensors(records: tuple[RankRecord, ...]) -> dict[str, manifest.TensorEntry]:
     """Tensors of all ranks' parts; rows of tables follow each other in the order of ranks."""
     found: dict[str, list[Part]] = {}
     for record in records:

@@ -30,12 +30,12 @@ from checkflow.runtime.snapshot.program import AnchorWork, Program
 from checkflow.runtime.snapshot.unwritten import SettledTensors, WrittenError
 from checkflow.runtime.state.collect import StateWalk, version_of, versions_of
 from checkflow.runtime.transfer.engine import (
+    CaptureOutcome,
     Concluded,
     CopyEngine,
     CopyRecord,
     CopyStatistics,
-    Moved,
-    Outcome,
+    MovedBytes,
     Transfer,
 )
 
@@ -67,9 +67,9 @@ class CaptureReport:
     """What the newest ended capture did, for reports and audits against the plan."""
 
     step: int
-    outcome: Outcome
+    outcome: CaptureOutcome
     boundary_bytes: int  # copied at the boundary: host state, and tensors that the plan does not know
-    moved: Moved
+    moved: MovedBytes
 
     @property
     def statistics(self) -> CopyStatistics:
@@ -134,7 +134,7 @@ class Capturer:
         self.settled = SettledTensors(plan)
         self.layout_changes = 0
         self.last_report: CaptureReport | None = None
-        self.moved = Moved()
+        self.moved = MovedBytes()
 
     @property
     def under_way(self) -> bool:
@@ -337,7 +337,7 @@ class Capturer:
                 self._failed.append((one.capture.step, one.capture.error))
                 continue
             statistics = outcome.statistics
-            moved = Moved(
+            moved = MovedBytes(
                 one.chunk_bytes - statistics.snapshot_bytes,
                 statistics.snapshot_bytes,
                 one.boundary_bytes,

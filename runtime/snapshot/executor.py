@@ -300,14 +300,14 @@ class Execution:
         self._logged_silent |= newly
         if blind:
             logger.warning(
-                "an optimizer steps in code that is compiled in one piece, where nothing tells when: all state is "
-                "copied at each boundary, which pauses training; call optimizer.step() outside of it"
+                "an optimizer steps inside of compiled code, where no hook sees it: all state is copied at each "
+                "boundary, which pauses training; call optimizer.step() outside of it"
             )
         elif not unseen[1] and (size := compatibility.bytes_due_at(self.plan, newly)):
             logger.warning(
-                "%s is due where modules run forward unseen (%s is the first), inside of compiled code or not run yet: "
-                "it is copied earlier, which may hold training; where code is compiled, compile the model and pass "
-                "what torch.compile returns, and make a new plan",
+                "%s is due in modules whose forward no hook sees (%s is the first), compiled or not run yet: it "
+                "is copied earlier, which may pause training; where code is compiled, pass what "
+                "torch.compile(model) returns, and make a new plan",
                 format_size(size), min(newly)[1],
             )  # fmt: skip
 

@@ -54,8 +54,8 @@ class SettledTensors:
         """Never trust these again: they are written."""
         if new := sorted(set(names) - self._written):
             logger.warning(
-                "the plan takes %d state tensors for never written, and they are, %s is the first: from now on they "
-                "are copied in a checkpoint's first iteration, which may hold training",
+                "training writes %d state tensors that the plan expects to stay unchanged, %s is the first: from now "
+                "on they are copied in a checkpoint's first iteration, which may pause training",
                 len(new), new[0],
             )  # fmt: skip
         self._written.update(names)

@@ -26,7 +26,7 @@ Use = Callable[[int, memoryview], None]
 
 
 class Watcher:
-    """Hears how reading by threads goes on. This base class ignores it."""
+    """Is notified of how reading by threads goes on. This base class ignores it."""
 
     #: Whether each thread that is started takes a block, be there an error by then or not.
     each_reads = False

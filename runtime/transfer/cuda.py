@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from checkflow.core.errors import CheckflowError
-from checkflow.runtime.transfer.cuda_capture import DeviceCapture, Part, Snapshot, nothing, silent
+from checkflow.runtime.transfer.cuda_capture import DeviceCapture, LinkPart, Snapshot, nothing, silent
 from checkflow.runtime.transfer.device import Event, Stream, StreamDevice
 from checkflow.runtime.transfer.engine import (
+    CaptureOutcome,
+    CopyOrder,
     CopyRecord,
     CopyStatistics,
-    Order,
-    Outcome,
     Transfer,
     log_failure,
     records,
@@ -48,7 +48,7 @@ class CudaCopyEngine:
         self._noted: set[Stream] = set()  # streams that wrote state since the last ``join``
         self._joined: set[Stream] = set()  # streams that the next capture's boundary waits for
         self._ordering = threading.RLock()  # guards what ``hasten`` uses, on any thread
-        self._prepared: dict[int, tuple[Sequence[Transfer], dict[tuple[int, ...], list[Part]]]] = {}
+        self._prepared: dict[int, tuple[Sequence[Transfer], dict[tuple[int, ...], list[LinkPart]]]] = {}
         # Between the training thread and the one that waits for the ends of captures:
         self._mutex = threading.RLock()  # entered by itself, not by the condition: see system/signals.py
         self._changed = threading.Condition(self._mutex)
@@ -128,7 +128,7 @@ class CudaCopyEngine:
         now.snapshot_bytes += size_bytes
         now.held_bytes += size_bytes
         now.peak_bytes = max(now.peak_bytes, now.held_bytes)
-        now.orders.append(Order(tuple(made), "snapshot", anchor))
+        now.orders.append(CopyOrder(tuple(made), "snapshot", anchor))
 
     def offload(self, chunks: Sequence[int], anchor: str) -> None:
         with self._ordering:
@@ -283,7 +283,7 @@ class CudaCopyEngine:
             for chunk in part.chunks:
                 now.part_of[chunk] = number
             now.remaining -= len(part.chunks)
-            now.orders.append(Order(part.chunks, "offload", anchor))
+            now.orders.append(CopyOrder(part.chunks, "offload", anchor))
         if now.remaining <= 0:
             self._seal()
 
@@ -338,7 +338,7 @@ class CudaCopyEngine:
 
     # Parts
 
-    def _parts(self, chunks: tuple[int, ...]) -> list[Part]:
+    def _parts(self, chunks: tuple[int, ...]) -> list[LinkPart]:
         """Cut chunks into parts where an event is due; kept for each list of transfers without snapshots."""
         now = self._now
         if now.copied and not now.copied.isdisjoint(chunks):
@@ -352,7 +352,7 @@ class CudaCopyEngine:
             parts = known[chunks] = self._cut(chunks)
         return parts
 
-    def _cut(self, chunks: tuple[int, ...]) -> list[Part]:
+    def _cut(self, chunks: tuple[int, ...]) -> list[LinkPart]:
         parts, begin, size_bytes = [], 0, 0
         for end, chunk in enumerate(chunks, 1):
             size_bytes += self._now.transfers[chunk].length_bytes
@@ -361,14 +361,14 @@ class CudaCopyEngine:
                 begin, size_bytes = end, 0
         return parts
 
-    def _part(self, chunks: tuple[int, ...]) -> Part:
+    def _part(self, chunks: tuple[int, ...]) -> LinkPart:
         pieces = []
         for chunk in chunks:
             transfer, snapshot = self._now.transfers[chunk], self._now.snapshots.get(chunk)
             source = transfer.source if snapshot is None else snapshot.address
             if transfer.length_bytes:
                 pieces.append(Transfer(source, transfer.target, transfer.length_bytes))
-        return Part(chunks, self._device.prepare(pieces) if pieces else None)
+        return LinkPart(chunks, self._device.prepare(pieces) if pieces else None)
 
     # The end of a capture
 
@@ -423,11 +423,11 @@ class CudaCopyEngine:
             while not capture.ended:
                 self._changed.wait()
 
-    def outcome_of(self, capture: DeviceCapture) -> Outcome | None:
+    def outcome_of(self, capture: DeviceCapture) -> CaptureOutcome | None:
         """Return the outcome of an ended capture, else None. Its events are reused from then on."""
         if capture.outcome is None and capture.ended:
             log = functools.partial(records, capture.orders, capture.transfers)
-            capture.outcome = Outcome(self._statistics(capture), log)
+            capture.outcome = CaptureOutcome(self._statistics(capture), log)
             self._device.recycle(capture.events)
         return capture.outcome
 
@@ -447,7 +447,7 @@ class _Concluded:
     engine: CudaCopyEngine
     capture: DeviceCapture
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> CaptureOutcome | None:
         return self.engine.outcome_of(self.capture)
 
     def wait(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from checkflow.core.errors import CheckflowError
 from checkflow.runtime.transfer.device import Copies, Event, Stream
-from checkflow.runtime.transfer.engine import Order, Outcome, Transfer, log_failure
+from checkflow.runtime.transfer.engine import CaptureOutcome, CopyOrder, Transfer, log_failure
 
 SEGMENT_BYTES = 2 * 2**20  # unit and alignment of torch's allocations from CUDA
 
@@ -22,7 +22,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LinkPart:
     """Chunks that cross the link between two events; without copies if all are empty."""
 
     chunks: tuple[int, ...]
@@ -45,7 +45,7 @@ class DeviceCapture:
     copied: set[int] = field(default_factory=set)  # chunks that have a snapshot, or had one
     fences: list[tuple[Stream | None, Event]] = field(default_factory=list)
     behind: dict[Stream, int] = field(default_factory=dict)  # fences that each stream has passed
-    orders: list[Order] = field(default_factory=list)
+    orders: list[CopyOrder] = field(default_factory=list)
     waited_spans: list[tuple[Event, Event]] = field(default_factory=list)
     snapshot_spans: list[tuple[Event, Event]] = field(default_factory=list)
     snapshot_bytes: int = 0
@@ -58,7 +58,7 @@ class DeviceCapture:
     given_up: bool = False
     decided: bool = False  # it has arrived, or failed
     ended: bool = False  # its callback has run
-    outcome: Outcome | None = None  # once asked for
+    outcome: CaptureOutcome | None = None  # once asked for
 
     @property
     def safe(self) -> int:

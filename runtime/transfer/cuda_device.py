@@ -103,7 +103,7 @@ class CudaDevice:
             if not prepared.merged:
                 raise
             # Another allocator than torch's: neighbours may be two allocations.
-            logger.info("neighbours in GPU memory are copied one by one from now on: %s", error)
+            logger.info("adjacent tensors in GPU memory are copied one by one from now on: %s", error)
             self._merges, self._runtime.batches = False, batches
             self.copy(prepared, stream)
 

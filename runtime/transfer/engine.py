@@ -33,7 +33,7 @@ class CopyRecord:
     length_bytes: int
 
 
-class Order(NamedTuple):
+class CopyOrder(NamedTuple):
     """What was ordered at one anchor; :func:`records` expands it on demand."""
 
     chunks: tuple[int, ...]
@@ -41,7 +41,7 @@ class Order(NamedTuple):
     anchor: str
 
 
-def records(orders: Iterable[Order], transfers: Sequence[Transfer]) -> tuple[CopyRecord, ...]:
+def records(orders: Iterable[CopyOrder], transfers: Sequence[Transfer]) -> tuple[CopyRecord, ...]:
     """Every ordered copy, in order."""
     return tuple(
         CopyRecord(chunk, order.kind, order.anchor, transfers[chunk].length_bytes)
@@ -64,7 +64,7 @@ class CopyStatistics:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CaptureOutcome:
     """What an ended capture did."""
 
     statistics: CopyStatistics
@@ -74,7 +74,7 @@ class Outcome:
 class Concluded(Protocol):
     """A concluded capture, as the training thread follows it."""
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> CaptureOutcome | None:
         """Its outcome, or None while it is on its way."""
 
     def wait(self) -> None:
@@ -82,7 +82,7 @@ class Concluded(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class MovedBytes:
     """Bytes of ended captures, by the way they took."""
 
     direct_bytes: int = 0  # straight from the live tensor
@@ -96,9 +96,9 @@ class Moved:
     def total_bytes(self) -> int:
         return self.direct_bytes + self.snapshot_bytes + self.boundary_bytes
 
-    def __add__(self, other: Moved) -> Moved:
+    def __add__(self, other: MovedBytes) -> MovedBytes:
         seconds = (self.offload_seconds, other.offload_seconds)
-        return Moved(
+        return MovedBytes(
             self.direct_bytes + other.direct_bytes,
             self.snapshot_bytes + other.snapshot_bytes,
             self.boundary_bytes + other.boundary_bytes,

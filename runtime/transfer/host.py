@@ -15,10 +15,10 @@ import torch
 
 from checkflow.core.errors import CheckflowError
 from checkflow.runtime.transfer.engine import (
+    CaptureOutcome,
+    CopyOrder,
     CopyRecord,
     CopyStatistics,
-    Order,
-    Outcome,
     Transfer,
     log_failure,
     records,
@@ -59,7 +59,7 @@ class HostCopyEngine:
         self._status = bytearray()
         self._snapshots: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self._freeable: set[int] = set()
-        self._orders: list[Order] = []
+        self._orders: list[CopyOrder] = []
         self._waited_seconds = self._snapshot_seconds = self._offload_seconds = self._large_seconds = 0.0
         self._held_bytes = self._snapshot_bytes = self._peak_bytes = self._remaining = 0
         self._large_bytes = 0
@@ -114,7 +114,7 @@ class HostCopyEngine:
                 self._held_bytes += transfer.length_bytes
                 self._snapshot_bytes += transfer.length_bytes
                 self._peak_bytes = max(self._peak_bytes, self._held_bytes)
-                self._orders.append(Order((chunk,), "snapshot", anchor))
+                self._orders.append(CopyOrder((chunk,), "snapshot", anchor))
         self._snapshot_seconds += time.perf_counter() - begun
 
     def offload(self, chunks: Sequence[int], anchor: str) -> None:
@@ -124,7 +124,7 @@ class HostCopyEngine:
             chosen = tuple([chunk for chunk in chunks if status[chunk] == _PENDING])
             if not chosen:
                 return
-            self._orders.append(Order(chosen, "offload", anchor))
+            self._orders.append(CopyOrder(chosen, "offload", anchor))
             for chunk in chosen:
                 if transfers[chunk].length_bytes <= SMALL_BYTES:
                     status[chunk] = _OWN
@@ -170,7 +170,7 @@ class HostCopyEngine:
     def hasten(self) -> None:
         with self._mutex:
             chosen = tuple([chunk for chunk in self._snapshots if self._status[chunk] == _PENDING])
-            self._orders.append(Order(chosen, "offload", "end"))
+            self._orders.append(CopyOrder(chosen, "offload", "end"))
             for chunk in chosen:
                 self._status[chunk] = _QUEUED  # small ones too: this may not be the training thread
                 self._queue.append(chunk)
@@ -185,7 +185,7 @@ class HostCopyEngine:
 
     def conclude(self) -> _Ended:
         self.finish()  # copying the rest here is fastest
-        return _Ended(Outcome(self.statistics(), functools.partial(records, self._orders, self._transfers)))
+        return _Ended(CaptureOutcome(self.statistics(), functools.partial(records, self._orders, self._transfers)))
 
     def finish(self) -> None:
         if _PENDING in self._status:
@@ -313,9 +313,9 @@ class HostCopyEngine:
 class _Ended:
     """A capture that had ended when it was concluded."""
 
-    _outcome: Outcome
+    _outcome: CaptureOutcome
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> CaptureOutcome:
         return self._outcome
 
     def wait(self) -> None:

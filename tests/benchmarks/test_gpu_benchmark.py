@@ -34,16 +34,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packaging.requirements import Requirement
 
-from benchmarks import gpu, gpu_case, gpu_figures, gpu_link, gpu_loop, gpu_packages, gpu_parts, gpu_worker
-from benchmarks.gpu_figures import CHECKPOINTED, PLAIN, Part
-from benchmarks.gpu_worker import Worker
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import case as gpu_case
+from benchmarks.gpu import figures as gpu_figures
+from benchmarks.gpu import link as gpu_link
+from benchmarks.gpu import loop as gpu_loop
+from benchmarks.gpu import packages as gpu_packages
+from benchmarks.gpu import parts as gpu_parts
+from benchmarks.gpu import worker as gpu_worker
+from benchmarks.gpu.figures import CHECKPOINTED, PLAIN, Part
+from benchmarks.gpu.worker import Worker
 from benchmarks.memory import Before
 from checkflow.core.device import find_device
 from checkflow.core.errors import CheckflowError
 from checkflow.runtime.interval.controller import Controller
 from checkflow.runtime.loop.training_loop import TrainingLoop
 from checkflow.runtime.memory_tier import records
-from checkflow.runtime.memory_tier.records import Life
+from checkflow.runtime.memory_tier.records import RunLife
 from checkflow.runtime.memory_tier.tier import MemoryTier
 from checkflow.runtime.persist.saver import FIRST_AUDITS
 from checkflow.runtime.transfer.cuda_device import _Prepared
@@ -562,7 +569,7 @@ def test_what_a_killed_part_had_in_shared_memory_goes_with_it(
     with contextlib.ExitStack() as ending:
         for directory in (its_own, others):
             directory.mkdir()
-            tier = MemoryTier(directory, Life("run"))
+            tier = MemoryTier(directory, RunLife("run"))
             ending.callback(tier.close)
             assert tier.allocate(1, 4096, None)
         (tmp_path / "dead").mkdir()
@@ -583,9 +590,9 @@ def test_what_a_killed_part_had_in_shared_memory_goes_with_it(
 LEAVE_MEMORY = """
 import os, signal, sys
 from pathlib import Path
-from checkflow.runtime.memory_tier.records import Life
+from checkflow.runtime.memory_tier.records import RunLife
 from checkflow.runtime.memory_tier.tier import MemoryTier
-MemoryTier(Path(sys.argv[1]), Life("run")).allocate(1, 4096, None)
+MemoryTier(Path(sys.argv[1]), RunLife("run")).allocate(1, 4096, None)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -778,7 +785,7 @@ def test_what_is_there_and_cannot_be_imported_is_told_before_anything_starts(
     rows: list[dict[str, Any]] = []
     with contextlib.closing(Worker(tmp_path / "log")) as worker:  # begun now: it looks where this process looks
         options = {"modules": list(modules)}
-        assert worker.run("benchmarks.gpu_packages:try_imports", options, 1800.0, rows) == ("done", "")
+        assert worker.run("benchmarks.gpu.packages:try_imports", options, 1800.0, rows) == ("done", "")
     if last is None:
         assert rows == []
     else:
@@ -808,7 +815,7 @@ def test_a_run_ends_before_it_begins_where_something_cannot_be_imported(
 
 def test_what_a_run_imports_first_can_be_imported_here(worker: Worker) -> None:
     rows: list[dict[str, Any]] = []
-    assert worker.run("benchmarks.gpu_packages:try_imports", {}, 1800.0, rows) == ("done", "")
+    assert worker.run("benchmarks.gpu.packages:try_imports", {}, 1800.0, rows) == ("done", "")
     assert rows == []
 
 
@@ -1262,7 +1269,10 @@ def test_without_a_gpu_it_says_so_and_succeeds(tmp_path: Path) -> None:
 
 def test_the_whole_flow_on_the_cpu(tmp_path: Path) -> None:
     # Each part has all the time that it needs: what a GPU does within minutes may last longer here.
-    patient = "from benchmarks import gpu; gpu.allowed_seconds = lambda part, left: left; raise SystemExit(gpu.main())"
+    patient = (
+        "from benchmarks.gpu import __main__ as gpu; gpu.allowed_seconds = lambda part, left: left; "
+        "raise SystemExit(gpu.main())"
+    )
     options = ["--device", "cpu", "--quick", "--budget", "36000", "--output", str(tmp_path)]
     command = [sys.executable, "-c", patient, *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -107,7 +107,7 @@ KILLED: Lines = [
 ]
 
 
-def compare(folder: Path, lines: Lines, *, weights: torch.Tensor | None = None) -> kills.Result:
+def compare(folder: Path, lines: Lines, *, weights: torch.Tensor | None = None) -> kills.DemoResult:
     runs = []
     slower = [{**line, "at_seconds": 2 * line["at_seconds"]} if line["event"] == "step" else line for line in REFERENCE]
     for name, journal, value in (("before", REFERENCE, None), ("killed", lines, weights), ("after", slower, None)):
@@ -118,7 +118,7 @@ def compare(folder: Path, lines: Lines, *, weights: torch.Tensor | None = None) 
     return kills.compare(*runs, epochs=2)
 
 
-def held(result: kills.Result) -> list[bool]:
+def held(result: kills.DemoResult) -> list[bool]:
     return [check.holds for check in result.checks]
 
 

@@ -1,9 +1,6 @@
 """Damage at random: whatever it hits, a checkpoint is refused by the name of a file, or its data is as it was written.
 
 ``python -m tests.faults.damage DIRECTORY COUNT SEED`` prints one line of JSON. Free of torch.
-
-Flipped bits (in the manifest, in headers, in data), truncation, zeroed pages, pages of another file, files that are
-missing, doubled, exchanged, or of another checkpoint, alone and several at once.
 """
 
 from __future__ import annotations

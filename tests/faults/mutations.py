@@ -1,9 +1,7 @@
 """The tests are tested: what keeps data safe is deleted from the source, one thing at a time; the suite must go red.
 
 ``python -m tests.faults.mutations [--all]`` prints one line of JSON; the tests run the first of each kind. Places are
-found in the syntax tree, not listed: an fsync that is added is deleted here, too, from then on.
-
-Nothing on disk is changed: the module is compiled from the changed tree when a test run of its own imports it.
+found in the syntax tree. Nothing on disk changes: a test run of its own compiles the changed tree.
 """
 
 from __future__ import annotations

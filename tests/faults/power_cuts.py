@@ -1,15 +1,8 @@
 """Power cuts of a real file system: everything that was not synced is lost, at a call of the store after the other.
 
-``unshare -m python -m tests.faults.power_cuts ext4 [--first 1] [--every 1] [--most N] [--fresh] [--survives] [--lie
-file|folder|root]`` prints one line of JSON. Needs root; :mod:`mounting` says what else. Free of torch and of threads.
-
-With ``--survives`` the process lives on when the disk goes, as after an error of the disk: every call may fail then,
-and none is a success. Otherwise it ends with the power.
-
-A child process opens the store in a loop-mounted image, goes on from what is there and commits; what it attempts and
-what was acknowledged it notes outside of the image. After one of its calls the file system is shut down
-(FS_IOC_SHUTDOWN without a flush of the log, which loses what a power cut loses). Then the image is mounted again, and
-L1, L2, L3 and L5 must hold. The same image goes through all cuts, as a machine's disk would.
+A child process commits in a loop-mounted image, and notes outside of it what was acknowledged. After one of its calls
+the file system is shut down without a flush (FS_IOC_SHUTDOWN) and mounted again: L1, L2, L3 and L5 must hold. With
+``--survives`` the process lives on. Needs root (:mod:`mounting`). Free of torch and of threads.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Several processes at one directory: two writers, writers and readers, retention under a reader, the same step twice.
 
-``python -m tests.faults.rivals DIRECTORY ROUNDS SEED`` prints one line of JSON. Free of torch and threads, as
-kill_writer.py.
-
-A round is two writers that open the store in turns, each to commit a step or two, and two readers that look for the
-newest whole checkpoint all the time. What is acknowledged is noted, in order, before the lock is given up. A writer may
-find that the other one is at it: then it has to be told so, and nothing else.
+``python -m tests.faults.rivals DIRECTORY ROUNDS SEED`` prints one line of JSON. Free of torch and threads. In a round
+two writers take turns while two readers look for the newest whole checkpoint. A writer that finds the other at work
+must be refused as locked, and nothing else.
 """
 
 from __future__ import annotations

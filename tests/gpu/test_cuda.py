@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.gpu_figures import BATCHES, LOCKED_MEMORY
+from benchmarks.gpu.figures import BATCHES, LOCKED_MEMORY
 from checkflow import api
 from checkflow.api import Checkpointer
 from checkflow.core import plan as plans

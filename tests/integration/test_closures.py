@@ -20,7 +20,7 @@ from checkflow.core.errors import TraceError
 from checkflow.core.graph import AnchorKey, AnchorKind
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.live import planner
-from checkflow.planner.live.bandwidth import Bandwidths
+from checkflow.planner.live.bandwidth import CopyBandwidths
 from checkflow.planner.trace.trace import trace
 from checkflow.runtime.snapshot.executor import Execution
 from checkflow.runtime.store.discovery import find
@@ -93,7 +93,7 @@ class Job:
 def _planner(monkeypatch: pytest.MonkeyPatch) -> None:
     Beside.recordings = 0
     monkeypatch.setattr(api, "make_planner", Beside)
-    monkeypatch.setattr(planner, "_bandwidths", lambda _: Bandwidths(1e10, 2e10))
+    monkeypatch.setattr(planner, "_bandwidths", lambda _: CopyBandwidths(1e10, 2e10))
 
 
 # Run once

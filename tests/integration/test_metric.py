@@ -167,7 +167,7 @@ def test_a_state_that_was_not_captured_is_when_it_is_told_to_be_the_best(
             job.model[0].weight.zero_()
         checkpointer.metric("loss", 0.1)  # of a state that is at no boundary
     assert steps(tmp_path) == [2, 5]
-    assert "the state was changed after step 7, which is not saved therefore" in caplog.text
+    assert "step 7 is not saved: the state was changed after it" in caplog.text
     for path in find(tmp_path):
         assert_checkpoint_is(path, truths[int(path.name[5:])])
     assert (told(tmp_path, 2), told(tmp_path, 5)) == ({"loss": 0.5}, {"loss": 0.3})

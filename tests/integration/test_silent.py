@@ -360,7 +360,7 @@ def test_a_loader_that_another_one_follows_is_told(tmp_path: Path, caplog: pytes
     first = checkflow.Checkpointer(model, optimizer, loader, directory=tmp_path / "first")
     second = checkflow.Checkpointer(model, optimizer, loader, directory=tmp_path / "second")
     assert len(warnings(caplog)) == 1
-    assert f"the loader was followed by the Checkpointer of {tmp_path / 'first'}, which is not closed" in caplog.text
+    assert f"the loader belonged to the Checkpointer of {tmp_path / 'first'}, which is not closed" in caplog.text
     first.close()
     for _ in second.epochs(1):
         for batch in second.loader:

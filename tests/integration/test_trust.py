@@ -15,7 +15,7 @@ import torch
 
 from checkflow import api
 from checkflow.planner.live import planner
-from checkflow.planner.live.bandwidth import Bandwidths
+from checkflow.planner.live.bandwidth import CopyBandwidths
 from checkflow.planner.schedule.replay import check_plan
 from checkflow.runtime.format.digest import Digests
 from checkflow.runtime.live_plan import planning
@@ -34,7 +34,7 @@ def _planner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "check_plan", check_plan)
     monkeypatch.setattr(api, "make_planner", Beside)
     monkeypatch.setattr(planning, "RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(planner, "_bandwidths", lambda _: Bandwidths(1e10, 2e10))
+    monkeypatch.setattr(planner, "_bandwidths", lambda _: CopyBandwidths(1e10, 2e10))
 
 
 def tear(monkeypatch: pytest.MonkeyPatch, at: int, until: threading.Event | None = None) -> list[int]:
@@ -166,7 +166,7 @@ def test_an_anchor_is_called_silent_only_after_an_iteration_in_which_it_could_ha
         truths = train(job, checkpointer, 12)
     assert check(tmp_path, truths) == list(range(1, 13))
     assert "a plan runs from here on" in caplog.text
-    assert "run forward unseen" not in caplog.text
+    assert "whose forward no hook sees" not in caplog.text
     report = checkpointer.report()
     assert (report["plan"]["source"], report["breaches"]) == ("recorded", 0)
     assert report["newest_capture"]["boundary_bytes"] == sum(

@@ -162,7 +162,7 @@ def test_each_reason_for_failing_is_told_once_then_now_and_then_and_that_it_is_o
         "checkpoint of step 2 failed, training goes on: cannot write step-2: full",
         "checkpoint of step 7 failed, training goes on: cannot write step-7: full (so did 4 before it)",
         "checkpoint of step 9 failed, training goes on: worn out",
-        "checkpoint of step 11 is saved: those that follow are as before",
+        "checkpoint of step 11 is saved: checkpoints succeed again",
     ]
     assert checkpointer.report()["failed"] == 9
 
@@ -773,7 +773,7 @@ def test_memory_that_was_changed_after_an_explicit_last_step_is_not_saved(
             checkpointer.step()
         shadow(model)
     assert steps(tmp_path) == [4]
-    assert "the state was changed after step 6" in caplog.text
+    assert "step 6 is not saved: the state was changed after it" in caplog.text
 
 
 @pytest.mark.parametrize("gone", [False, True])

@@ -25,8 +25,7 @@ from checkflow.core.plan import Plan
 from checkflow.core.timeline import Timeline
 from checkflow.planner.pipeline import default_memory_limit_bytes
 from checkflow.planner.schedule.scheduler import PlanRequest, make_plan
-from checkflow.runtime.interval.policy import Costs, Intervals, algorithm_1, choose, least_waste
-from checkflow.runtime.interval.policy import Profile as AlgorithmProfile
+from checkflow.runtime.interval.policy import CheckFreqProfile, Costs, Intervals, algorithm_1, choose, least_waste
 from checkflow.simulate import simulation, strategies
 from checkflow.simulate.simulation import MOST_RUNS, Failures, Result, Way, simulate_failures
 from checkflow.simulate.strategies import StorageSpeed, Ways, restore_seconds
@@ -183,7 +182,7 @@ def test_the_mean_time_between_failures_is_what_was_asked(shape: float) -> None:
     [
         (lambda: Failures(0.0, 1.0), "mean time between failures"),
         (lambda: Failures(math.inf, 1.0), "mean time between failures"),
-        (lambda: Failures(1.0, -1.0), "a start takes"),
+        (lambda: Failures(1.0, -1.0), "a restart must take"),
         (lambda: Failures(1.0, 1.0, 0.1), "shape"),
         (lambda: Failures(1.0, 1.0, math.nan), "shape"),
         (lambda: way_of("w", 0, 1.0, 1.0), "every 0 iterations"),
@@ -280,7 +279,7 @@ def test_a_slow_link_holds_each_way_in_its_own_manner() -> None:
 @pytest.mark.parametrize("bandwidth", [30.0, 50.0, 75.0, 100.0, 1000.0])
 def test_checkfreqs_interval_is_that_of_its_algorithm(bandwidth: float, memory_bytes: int) -> None:
     plan = planned(bandwidth)
-    profile = AlgorithmProfile(4.0, 1.0, 300 / bandwidth, 600 / MEMORY_BANDWIDTH, 1.0, 300, 90, memory_bytes)
+    profile = CheckFreqProfile(4.0, 1.0, 300 / bandwidth, 600 / MEMORY_BANDWIDTH, 1.0, 300, 90, memory_bytes)
     algorithm = algorithm_1(profile, overhead=0.035)
     checkfreq = ways_of(plan, StorageSpeed(300.0, 300.0), memory_limit_bytes=memory_bytes).ways[1]
     assert checkfreq.name == f"CheckFreq, {algorithm.mode} snapshot"
@@ -445,7 +444,7 @@ def test_a_device_file_says_how_fast_its_disk_is(call: Any) -> None:
     ("arguments", "code", "words"),
     [
         (("digits",), USAGE, "--mtbf"),
-        (("digits", "--mtbf", "1h"), USAGE, "how fast is storage?"),
+        (("digits", "--mtbf", "1h"), USAGE, "the speed of storage is not known"),
         ((*DIGITS, "--mtbf", "soon"), USAGE, "not a time"),
         ((*DIGITS, "--mtbf", "0s"), USAGE, "more than none"),
         ((*DIGITS, "--storage", "1"), USAGE, "1GB/s"),
@@ -458,8 +457,8 @@ def test_a_device_file_says_how_fast_its_disk_is(call: Any) -> None:
         ((*DIGITS, "--mtbf", "10ms"), USAGE, "that can be simulated soon"),
         ((*DIGITS, "--every", "999999999999d"), USAGE, "longer than any training"),
         ((*DIGITS, "--runs", "100001"), USAGE, "from 1 to 100,000 runs"),
-        (("digits", "--device", "auto", "--mtbf", "1h"), USAGE, "how fast is storage?"),
-        (("none.json", "--mtbf", "1h"), USAGE, "how fast is storage?"),
+        (("digits", "--device", "auto", "--mtbf", "1h"), USAGE, "the speed of storage is not known"),
+        (("none.json", "--mtbf", "1h"), USAGE, "the speed of storage is not known"),
         (("none.json", "--mtbf", "1h", "--storage", "1GB/s"), FAILED, "none.json"),
         (("none.json", "--mtbf", "1h", "--device", "cpu"), USAGE, "--device does nothing here"),
         ((*DIGITS, "--bandwidth", "1kB/s", "--max-interval", "1"), INFEASIBLE, "must leave"),

@@ -1,12 +1,8 @@
 """A device that runs behind the host, simulated over host memory: streams, events, an allocator that reuses at once.
 
-What is enqueued is not done until it must be, and then in an order that is drawn from all those that CUDA's rules
-permit: each stream in its own order, nothing before the events that it waits for. The draw may be loaded, so that
-copies come as late as they can, or as early. Memory that is given back is handed out again at once on the stream that
-it was allocated on, and filled with garbage there.
-
-With ``prompt`` the streams of training do what they are given at once, as the CPU does: so real training runs on it,
-and only copies lag behind.
+What is enqueued is done in an order drawn from those that CUDA's rules permit, as late or as early as it can be. Freed
+memory is reused at once on its stream, and filled with garbage. With ``prompt`` training's streams do their work at
+once, as the CPU does, and only copies lag behind.
 """
 
 from __future__ import annotations

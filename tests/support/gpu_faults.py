@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.gpu_worker import scratch
+from benchmarks.gpu.worker import scratch
 
 Options = Mapping[str, Any]
 Send = Callable[[dict[str, Any]], None]
@@ -51,7 +51,7 @@ def leave_out(options: Options, send: Send) -> None:
 
 def leave_a_folder(options: Options, send: Send) -> None:
     """As where a checkpoint is being written, by a process that the part started."""
-    make = "import sys, tempfile; from benchmarks.gpu_worker import scratch; " + (
+    make = "import sys, tempfile; from benchmarks.gpu.worker import scratch; " + (
         "print(tempfile.mkdtemp(prefix=scratch(), dir=sys.argv[1]))"
     )
     done = subprocess.run([sys.executable, "-c", make, options["folder"]], capture_output=True, text=True, check=True)
@@ -64,10 +64,10 @@ def leave_a_folder(options: Options, send: Send) -> None:
 
 def leave_memory(options: Options, send: Send) -> None:
     """As a job with staging buffers."""
-    from checkflow.runtime.memory_tier.records import Life
+    from checkflow.runtime.memory_tier.records import RunLife
     from checkflow.runtime.memory_tier.tier import MemoryTier
 
-    tier = MemoryTier(Path(tempfile.mkdtemp(prefix=scratch(), dir=options["folder"])), Life("run"))
+    tier = MemoryTier(Path(tempfile.mkdtemp(prefix=scratch(), dir=options["folder"])), RunLife("run"))
     tier.allocate(1, 4096, None)
     send({"left": str(tier._path)})
     os.kill(os.getpid(), signal.SIGKILL)

@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from benchmarks.gpu_figures import SHARED_LOCKED, UNABLE
+from benchmarks.gpu.figures import SHARED_LOCKED, UNABLE
 from checkflow.runtime.transfer.cuda import CudaCopyEngine
 from checkflow.runtime.transfer.cuda_device import CudaDevice
 from checkflow.runtime.transfer.engine import CopyEngine

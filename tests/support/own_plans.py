@@ -16,7 +16,7 @@ from checkflow.api import Checkpointer
 from checkflow.core.planner_api import PlannerInput, PlanResponse
 from checkflow.planner.live import process
 from checkflow.planner.live.planner import LivePlanner
-from checkflow.planner.record.recorder import Recorded
+from checkflow.planner.record.recorder import RecordedIteration
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.reader import open_checkpoint
 from tests.support.oracle import Truth, assert_checkpoint_is, clone_state, run_oracle
@@ -58,7 +58,7 @@ class Beside(LivePlanner):
         Beside.recordings += 1
         return super().recorder(*arguments, **keywords)
 
-    def start(self, recorded: Recorded, **asked: Any) -> Done:
+    def start(self, recorded: RecordedIteration, **asked: Any) -> Done:
         return Done(self.planner_input(recorded, **asked))
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from checkflow.core.training_step import TrainingStep
-from checkflow.planner.record.recorder import Recorded, Recorder
+from checkflow.planner.record.recorder import IterationRecorder, RecordedIteration
 
 
-def record_step(step: TrainingStep, *, name: str) -> Recorded:
+def record_step(step: TrainingStep, *, name: str) -> RecordedIteration:
     """Run a training step twice, for real, and record the second time.
 
     Raises:
-        TraceError: as :meth:`Recorder.end`.
+        TraceError: as :meth:`IterationRecorder.end`.
     """
     held = step.run(step.batch)
-    recorder = Recorder(step.models, step.optimizers, name=name)
+    recorder = IterationRecorder(step.models, step.optimizers, name=name)
     recorder.begin(step.batch, held=held)
     try:
         held = step.run(step.batch)

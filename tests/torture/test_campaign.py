@@ -251,7 +251,10 @@ UNTRIABLE: dict[str, tuple[list[str], str]] = {
     "writes elsewhere later": ([], "elsewhere after kill 1, not to "),
     "writes to two": ([], "say which by --directory"),
     "comes to its end": ([], "came to its end after 1 of 2 kills, which lost nothing: "),
-    "is told to go back": ([], "told to go back (resume=STEP): it calls .superseded-step-"),
+    "is told to go back": (
+        [],
+        "goes back to an older step (resume=STEP) and has renamed its newest checkpoint to .superseded-step-",
+    ),
     "hangs": (["--patience", "8"], "the job hangs after kill 1: no checkpoint and no end within 8 s"),
 }
 

@@ -10,7 +10,7 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
-class Profile:
+class TimelineProfile:
     """What happens in each step of a timeline; all sequences have one entry per step."""
 
     durations_seconds: Sequence[float]
@@ -39,7 +39,7 @@ class Column:
     total_bytes: int
 
 
-def columns(profile: Profile, width: int) -> list[Column]:
+def columns(profile: TimelineProfile, width: int) -> list[Column]:
     """Cut an iteration into ``width`` equal spans of time; a step without duration counts in the span it falls into."""
     total = profile.seconds or 1.0
     sent, capacity = [0.0] * width, [0.0] * width

@@ -14,7 +14,7 @@ from checkflow.cli.tables.measurement import measured_json, measured_rows
 from checkflow.core.units import format_rate, format_seconds, format_size, format_stall, round_up
 
 if TYPE_CHECKING:
-    from checkflow.demo.kills import Result
+    from checkflow.demo.kills import DemoResult
     from checkflow.planner.pipeline import Planned
     from checkflow.planner.schedule.certify import SolverReport
     from checkflow.planner.schedule.compare import Comparison
@@ -265,7 +265,7 @@ def iterations(interval: int) -> str:
     return "iteration" if interval == 1 else f"{interval} iterations"
 
 
-def demo_json(planned: Planned, result: Result) -> dict[str, Any]:
+def demo_json(planned: Planned, result: DemoResult) -> dict[str, Any]:
     return {
         "passed": result.passed,
         "plan": plan_json(planned),
@@ -274,7 +274,7 @@ def demo_json(planned: Planned, result: Result) -> dict[str, Any]:
     }
 
 
-def demo_tables(result: Result) -> Iterable[Table]:
+def demo_tables(result: DemoResult) -> Iterable[Table]:
     """What the kills cost, what checkpointing cost, and whether the checks hold."""
     kills = Table(title="the kills", title_justify="left")
     for column in ("killed in", "iterations done", "resumed from", "replayed"):

@@ -123,7 +123,7 @@ def show_lines(
     durations_seconds = [step.duration_seconds for step in steps]
     if plan.wait is not None:
         durations_seconds[plan.wait.step] += plan.wait.seconds
-    profile = chart.Profile(
+    profile = chart.TimelineProfile(
         durations_seconds=durations_seconds,
         capacities_bytes=replay.capacity_bytes,
         sent_bytes=replay.link_bytes,

@@ -1,12 +1,7 @@
 """Loaders of another make, made resumable: what those that have a state and those that have none share.
 
-A position counts batches. The process's generators are training's, and what a loader draws from them (torch's draws a
-base seed an epoch, samples may draw more where there are no workers) goes on being drawn from them, in the same place.
-A resume must neither draw twice nor draw anything else, so that
-
-- whatever is set up or fetched again draws from copies, and leaves the generators as they were;
-- a batch that was fetched before the boundary and reaches a step after it is fetched again with the generators as they
-  were then. Loops that fetch ahead have such, and so has a loader that does not know whether there is a further batch.
+A loader draws from the process's generators, which are training's. So whatever a resume sets up or fetches again draws
+from copies; a batch fetched before the boundary and used after it is fetched again with the generators as they were.
 """
 
 from __future__ import annotations
@@ -116,7 +111,7 @@ class ForeignLoader(ResumableLoader):
     def _fetch(self, iterator: Iterator[Any]) -> Any:
         """The next batch, or the end."""
 
-    def _tell_drawing(self) -> None:
+    def _notify_drawing(self) -> None:
         """Numbers are about to be drawn that are training's: its generators are to be as they would be here."""
         if self.listener is not None:
             self.listener.on_seeds_needed()
@@ -164,7 +159,7 @@ class _Rest(Iterator[Any]):
     def __init__(self, loader: ForeignLoader) -> None:
         self._loader = loader
         self._iterator: Iterator[Any] | None = None
-        self._told = False
+        self._notified = False
         self._failed = False  # the last fetch
         self._broken = False
 
@@ -183,22 +178,22 @@ class _Rest(Iterator[Any]):
             if loader._handed == 0 and loader._more:
                 self._tell()
             self._iterator = self._opened()
-        if loader._more and not self._told:
+        if loader._more and not self._notified:
             self._tell()
         batch = self._fetched(self._iterator)
         if batch is END:
             loader._ends[loader._epoch] = loader._handed
             raise StopIteration
-        if not self._told:
+        if not self._notified:
             self._tell()
-        self._told = False
+        self._notified = False
         loader._handed += 1
-        loader._tell_handed(batch)
+        loader._notify_handed(batch)
         return batch
 
     def _tell(self) -> None:
-        self._loader._tell_requested()
-        self._told = True
+        self._loader._notify_requested()
+        self._notified = True
 
     def _opened(self) -> Iterator[Any]:
         try:
@@ -212,7 +207,7 @@ class _Rest(Iterator[Any]):
         try:
             batch = loader._fetch(iterator)
         except BaseException:
-            self._failed, self._told = True, False
+            self._failed, self._notified = True, False
             place = loader._here
             loader._handed += 1
             loader._onward[place] = loader._here

@@ -12,7 +12,12 @@ import xxhash
 from checkflow.core.errors import MismatchError, UnsupportedError
 from checkflow.runtime.data.adapters.base import END, ForeignLoader
 from checkflow.runtime.data.base import refuse_another
-from checkflow.runtime.data.rng import generator_states, generators_kept, seed_generators, set_generator_states
+from checkflow.runtime.data.process_generators import (
+    generator_states,
+    generators_kept,
+    seed_generators,
+    set_generator_states,
+)
 from checkflow.runtime.format import codec
 
 logger = logging.getLogger("checkflow")
@@ -60,7 +65,7 @@ class SkippingLoader(ForeignLoader):
             with self._as_at(begin):
                 iterator = self._begin(epoch)
         else:
-            self._tell_drawing()
+            self._notify_drawing()
             begin = self._begin_now()
             begin["seed"] = xxhash.xxh3_64_intdigest(codec.encode(begin)) >> 1
             if self.listener is None:  # otherwise used() says what will not be asked for

@@ -20,7 +20,7 @@ from checkflow.runtime.data.adapters.worker_streams import ShownDataset, WorkerS
 from checkflow.runtime.data.base import ResumableLoader
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.data.order import Tail
-from checkflow.runtime.data.rng import Reseed
+from checkflow.runtime.data.process_generators import Reseed
 
 logger = logging.getLogger("checkflow")
 
@@ -147,7 +147,7 @@ def _of_another(loader: Any) -> ResumableLoader:
         if callable(getattr(loader, "checkpoints", None)):
             logger.info(
                 "a resume takes %s through all its batches again; pass checkflow.resumable a function with a parameter "
-                "'checkpoints' that makes it, and it goes on by its own checkpoints", _name(loader),
+                "'checkpoints' that makes it, and a resume uses its own checkpoints", _name(loader),
             )  # fmt: skip
         return SkippingLoader(loader)
     if isinstance(loader, Iterable) and not isinstance(loader, Mapping | str | bytes | torch.Tensor):

@@ -70,12 +70,12 @@ class StateLoader(ForeignLoader):
     """Goes on from the inner loader's own state.
 
     That is asked for when a checkpoint is made, and is exact then, since the batch that follows has not been fetched.
-    Where this does not hold (the loop fetches ahead, and tells by ``step()`` what it has used; or a further batch is
+    Where this does not hold (the loop fetches ahead, and reports by ``step()`` what it has used; or a further batch is
     fetched to see whether there is one) it is taken before each fetch, and kept until that batch has reached a step: as
     many states as the loop is ahead.
 
     Raises:
-        UnsupportedError: a state of the loader does not tell the order of its batches.
+        UnsupportedError: a state of the loader does not hold the order of its batches.
     """
 
     way = "state"
@@ -90,7 +90,7 @@ class StateLoader(ForeignLoader):
         self._running: tuple[int, Mapping[str, Any]] | None = None  # the epoch that was begun, and its begin
         self._fetched = 0  # of it
         self._calls: int | None = 0  # as of _Inner
-        self._marked: bool | None = None  # whether the loop tells what it has used; None: not known yet
+        self._marked: bool | None = None  # whether the loop reports what it has used; None: not known yet
         # Before each batch that was fetched and, as far as is known, has not been used: it may be fetched again.
         self._kept: dict[Place, tuple[_Inner, Mapping[str, Any]]] = {}
         self._warned = False  # that a state was dropped
@@ -102,7 +102,7 @@ class StateLoader(ForeignLoader):
             return self._restored(at)
         again = self._again.get(place)
         if again is None:
-            self._tell_drawing()
+            self._notify_drawing()
         self._keep(again)
         # Where the loop left an epoch early a resume has only the state: without a resume the same is done.
         left = at if self._to_load else self._now() if self._running is not None else None
@@ -123,7 +123,7 @@ class StateLoader(ForeignLoader):
         place = self._here
         again = self._again.pop(place, None)
         if again is None:
-            self._tell_drawing()
+            self._notify_drawing()
         if place not in self._kept:
             self._keep(again)
         at_end = None
@@ -213,8 +213,8 @@ class StateLoader(ForeignLoader):
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "%d batches were handed out, and none has reached a step: what the loader was before the last %d "
-                    "is kept no longer; a loop that fetches ahead must call step() after every iteration",
+                    "%d batches were handed out, and none has reached a step: older loader states than those of the "
+                    "last %d are dropped; a loop that fetches ahead must call step() after every iteration",
                     WAITING, WAITING,
                 )  # fmt: skip
 
@@ -266,7 +266,7 @@ class StateLoader(ForeignLoader):
             at = None
         if at is None or at.epoch > epoch:
             raise UnsupportedError(
-                f"what the loader was before batch {position} of epoch {epoch} was not kept: call step() after every "
+                f"the loader's state before batch {position} of epoch {epoch} was not kept: call step() after every "
                 "iteration, from the first on"
             )
         again = self._again | {later: generators for later, (_, generators) in self._kept.items()}

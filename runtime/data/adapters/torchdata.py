@@ -1,9 +1,7 @@
 """States of torchdata's ``StatefulDataLoader`` over iterable-style data that has none itself.
 
-After such a resume torchdata fetches as many batches as had been handed out and throws them away, and counts them
-twice: the next state says more than there was, and a resume from that one loses batches, or ends with "the dataset may
-have changed" (torchdata 0.11, both of its iterators). So it is told to begin the epoch anew, and they are thrown away
-by who told it.
+After a resume torchdata 0.11 counts the batches that it fetches again twice, so that the next resume loses batches or
+fails. So the loader begins the epoch anew, and checkflow throws those batches away.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ class Again(NamedTuple):
 def begin_anew(loader: Any, state: Any, calls: int | None) -> tuple[Any, Again]:
     """A state to load into a loader in the place of this one, and what is to be fetched and thrown away after that.
 
-    That of any other loader, of one that hands out in a way of its own what torchdata's does, and any that tells where
+    That of any other loader, of one that hands out in a way of its own what torchdata's does, and any that says where
     its data is, is given back as it is.
 
     Args:
@@ -58,9 +56,9 @@ def begin_anew(loader: Any, state: Any, calls: int | None) -> tuple[Any, Again]:
             return state, Again()
         last = snapshot[_MAIN]["_num_workers"] - 1  # as if a round had just ended
         begun = {**state, _SNAPSHOT: {**snapshot, _STEP: 0, _LAST: last}, _SINCE: 0}
-        told = snapshot[_STEP] + state[_SINCE]
-        if calls is None or calls == told:
-            return begun, Again(told, snapshot[_STEP], snapshot[_LAST])
+        handed = snapshot[_STEP] + state[_SINCE]
+        if calls is None or calls == handed:
+            return begun, Again(handed, snapshot[_STEP], snapshot[_LAST])
         return begun, Again(calls)  # some failed
     if not _is_silent(state):
         return state, Again()

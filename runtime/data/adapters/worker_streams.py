@@ -13,8 +13,8 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from checkflow.runtime.data.adapters.freeze import freeze, thaw
-from checkflow.runtime.data.rng import seed_generators
-from checkflow.runtime.data.sample_rng import derived_seed
+from checkflow.runtime.data.process_generators import seed_generators
+from checkflow.runtime.data.seeded_dataset import derived_seed
 from checkflow.runtime.format import codec
 from checkflow.runtime.state.collect import capture_generators, restore_generators
 

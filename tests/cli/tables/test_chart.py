@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkflow.cli.tables.chart import Profile, bars, columns
+from checkflow.cli.tables.chart import TimelineProfile, bars, columns
 
 steps = st.tuples(
     st.one_of(st.just(0.0), st.floats(0.001, 10)),  # seconds
@@ -15,9 +15,9 @@ steps = st.tuples(
 )
 
 
-def profile(rows: list[tuple[float, int, int]], sent_share: float = 0.5) -> Profile:
+def profile(rows: list[tuple[float, int, int]], sent_share: float = 0.5) -> TimelineProfile:
     capacities = [round(seconds * 1000) for seconds, _, _ in rows]
-    return Profile(
+    return TimelineProfile(
         [seconds for seconds, _, _ in rows],
         capacities,
         [int(capacity * sent_share) for capacity in capacities],
@@ -38,14 +38,14 @@ def test_the_highest_memory_is_in_the_chart(rows: list[tuple[float, int, int]], 
 
 
 def test_a_step_fills_its_share_of_the_time() -> None:
-    found = columns(Profile([1.0, 3.0], [10, 30], [10, 0], [5, 7], [0, 1]), 4)
+    found = columns(TimelineProfile([1.0, 3.0], [10, 30], [10, 0], [5, 7], [0, 1]), 4)
     assert [column.link_share for column in found] == [1.0, 0.0, 0.0, 0.0]
     assert [column.live_bytes for column in found] == [5, 7, 7, 7]
     assert [column.total_bytes for column in found] == [5, 8, 8, 8]
 
 
 def test_a_step_without_duration_counts_where_it_falls() -> None:
-    found = columns(Profile([1.0, 0.0, 1.0], [10, 0, 10], [0, 0, 0], [1, 9, 2], [0, 0, 0]), 2)
+    found = columns(TimelineProfile([1.0, 0.0, 1.0], [10, 0, 10], [0, 0, 0], [1, 9, 2], [0, 0, 0]), 2)
     assert [column.total_bytes for column in found] == [1, 9]
 
 

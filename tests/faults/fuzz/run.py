@@ -1,19 +1,8 @@
 """Give damaged and hostile files to everything that reads files, and accept a valid result or a CheckflowError alone.
 
-``make fuzz [INPUTS=100000] [SEED=n]``, or ``python -m tests.faults.fuzz.run --help``: a table of what each target made
-of its inputs, and the same as JSON. The tests run a short form (``test_fuzz.py``).
-
-Inputs are changed real files (``mutation``), nine of ten from a generator of our own that knows their structure
-and seals most of them anew, so that they get past digests and checksums; one of ten from hypothesis, a value of its at
-some place of a real file. Each follows from the seed, the target and its number: ``--only TARGET:NUMBER`` gives one to
-its reader again.
-
-They are made here, and read in another process (``reader``). What must hold: no other exception, and no other
-end of that process; a valid result encodes to bytes that give the same result again, and damage that nobody sealed
-gives what was written, or an error; no input takes more than some seconds of its time; and its memory grows by less
-than 64 MiB from the end of the warm-up to the highest moment of all that follows. Before all that it reads large files
-of hostile shapes (:func:`large_files`), which may take ``MOST_TIMES`` their own size of memory, and so many seconds a
-MiB. ``--break NAME`` gives it a fault first (``breaks``), and the run must fail.
+Nine of ten inputs come from our own generator, which seals most of them anew; hypothesis makes the others. Another
+process reads them: it must not end, raise anything else, take seconds, or grow by 64 MiB. ``--only TARGET:NUMBER``
+reads one again; ``--break NAME`` adds a fault first, and the run must fail.
 """
 
 # ruff: noqa: T201

@@ -24,7 +24,7 @@ from checkflow.core.run_report import ReportFile
 from checkflow.core.small_files import MOST_TIMES
 from checkflow.runtime.format import codec, manifest
 from checkflow.runtime.interval.profile import KeptProfile
-from checkflow.runtime.shards.rendezvous import Board, Record
+from checkflow.runtime.shards.rendezvous import Board, RankRecord
 from checkflow.runtime.store import files as store_files
 from tests.core.test_plan import good_plan
 from tests.faults.fuzz import mutation
@@ -256,7 +256,7 @@ def collections_in(schema: Any, place: str) -> Iterator[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize(
-    "kind", [Plan, ReportFile, manifest.Manifest, Board, Record, PlannerInput, Device, KeptProfile]
+    "kind", [Plan, ReportFile, manifest.Manifest, Board, RankRecord, PlannerInput, Device, KeptProfile]
 )
 def test_a_collection_that_is_read_ends_at_its_first_fault(kind: type[Any]) -> None:
     schema = TypeAdapter(kind).core_schema

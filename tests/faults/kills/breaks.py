@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from checkflow.runtime.data import sample_rng
+from checkflow.runtime.data import seeded_dataset
 from checkflow.runtime.format import manifest
 from checkflow.runtime.job.progress import Progress
 from checkflow.runtime.loop.pacing import Pace
@@ -126,7 +126,7 @@ def rarely_captured() -> None:
 
 def samples_draw_as_they_come() -> None:
     """Augmentation depends on which worker is asked, and when. L4."""
-    sample_rng.seed_generators = lambda seed, reseed=None: None  # type: ignore[attr-defined]
+    seeded_dataset.seed_generators = lambda seed, reseed=None: None  # type: ignore[attr-defined]
 
 
 def checksums_ignored() -> None:

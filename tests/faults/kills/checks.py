@@ -1,13 +1,8 @@
 """What must hold of a job that was killed: L1 to L6, from its notes and its directory.
 
-- **L1** the newest restorable step is no older than the last acknowledged one
-- **L2** what is restored, and what each checkpoint holds, equals exactly one noted state, all of it of one boundary
-- **L3** what has a checkpoint's name is whole; damaged data is refused by an error that names the file, never returned
-- **L4** the job ends bit-identical to an uninterrupted one; every sample once an epoch, in its order, with its bytes
-- **L5** the next save works; the directory has at most (keep + 1) checkpoints and 1 MiB; nothing hangs or is left over
-- **L6** replayed are at most the iterations of the interval, those of the checkpoint in flight, and the one under way
-
-Each check returns what is wrong, one line each that begins with the promise's name.
+**L1** nothing acknowledged is lost; **L2** a checkpoint is one noted state; **L3** damaged data is refused by a file's
+name; **L4** the job ends bit-identical; **L5** the next save works, nothing is left over; **L6** few iterations are
+replayed. Each check returns what is wrong, one line each that begins with the promise's name.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from checkflow.core import plan as plans
 from checkflow.core.errors import PlanError
 from checkflow.core.planner_api import PlanLimits, PlannerInput, PlanResponse
 from checkflow.planner.live import planner
-from checkflow.planner.live.bandwidth import Bandwidths, measure_bandwidths
+from checkflow.planner.live.bandwidth import CopyBandwidths, measure_bandwidths
 from checkflow.planner.live.planner import LivePlanner, PlanProcess
 from checkflow.planner.schedule.replay import check_plan
 from checkflow.planner.schedule.scheduler import PlanRequest, bandwidth_in_pieces
@@ -226,7 +226,7 @@ def test_the_link_is_measured() -> None:
 def test_what_pieces_cost_is_planned_with(tmp_path: Path, monkeypatch: Any) -> None:
     """From the measurement, through what the process that plans is told, into the plan."""
     monkeypatch.setattr(api, "make_planner", Beside)
-    monkeypatch.setattr(planner, "_bandwidths", lambda _: Bandwidths(1e10, 2e10, 1e-6))
+    monkeypatch.setattr(planner, "_bandwidths", lambda _: CopyBandwidths(1e10, 2e10, 1e-6))
     job = Job()
     with open_job(job, tmp_path, every=1) as checkpointer:
         train(job, checkpointer, 6)

@@ -18,7 +18,7 @@ from checkflow.core.graph import TrainingGraph
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.record import allocator as counting
 from checkflow.planner.record.allocator import Allocated, Transients, allocated
-from checkflow.planner.record.recorder import Recorder
+from checkflow.planner.record.recorder import IterationRecorder
 from checkflow.planner.timeline.steps import make_timeline
 from tests.support.recording import record_step
 
@@ -91,7 +91,7 @@ def recorded(**steps: list[int]) -> TrainingGraph:
     """An iteration in which these are taken; none of them in the one before."""
     step = step_of(Taking())
     step.run(step.batch)
-    recorder = Recorder(step.models, step.optimizers, name="job")
+    recorder = IterationRecorder(step.models, step.optimizers, name="job")
     recorder.begin(step.batch)
     STEPS.update({name.replace("_", ", "): moves for name, moves in steps.items()})
     step.run(step.batch)
@@ -180,7 +180,7 @@ def test_operators_of_several_threads_at_once() -> None:
     FAKE.move(-500 * MIB)
     step = step_of(Taking())
     step.run(step.batch)
-    recorder = Recorder(step.models, step.optimizers, name="job")
+    recorder = IterationRecorder(step.models, step.optimizers, name="job")
     recorder.begin(step.batch)
 
     def run(names: range) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from checkflow.core.planner_api import Carried
-from checkflow.planner.record.recorder import Recorder
+from checkflow.planner.record.recorder import IterationRecorder
 
 
 class Kept:
@@ -39,7 +39,7 @@ def carried(use: Callable[[Kept, torch.Tensor], torch.Tensor], monkeypatch: pyte
     kept = Kept(use)
     monkeypatch.setattr(sys.modules["__main__"], "kept", kept, raising=False)
     kept.iterate()
-    recorder = Recorder({"model": kept.model}, {"optimizer": kept.optimizer}, name="kept")
+    recorder = IterationRecorder({"model": kept.model}, {"optimizer": kept.optimizer}, name="kept")
     recorder.begin([kept.x])
     kept.iterate()
     return recorder.end(batch=[kept.x]).carried

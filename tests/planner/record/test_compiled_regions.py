@@ -25,7 +25,7 @@ from checkflow.api import Checkpointer
 from checkflow.core.compiled_regions import around_forward, compiled_regions
 from checkflow.core.graph import BOUNDARY, AnchorKey, AnchorKind
 from checkflow.core.training_step import TrainingStep
-from checkflow.planner.record.recorder import Recorder
+from checkflow.planner.record.recorder import IterationRecorder
 from checkflow.planner.trace.trace import trace
 from checkflow.runtime.snapshot.capturer import Capturer
 from checkflow.runtime.snapshot.program import compile_plan
@@ -469,7 +469,7 @@ def test_recording_changes_no_bit_and_compiled_code_stays_compiled(
         torch.manual_seed(0)
         step, losses, counts = way(prepared_batches(momentum)), [], []
         for iteration in range(5):
-            recorder = Recorder(step.models, step.optimizers, name="job")
+            recorder = IterationRecorder(step.models, step.optimizers, name="job")
             if recording and iteration == 1:  # as in a job: in which the optimizer's step is compiled anew
                 recorder.begin()
             runs = 0

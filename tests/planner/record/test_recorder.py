@@ -21,7 +21,7 @@ from checkflow.core.errors import TraceError
 from checkflow.core.graph import AnchorKey, AnchorKind, StateEntry, TrainingGraph
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.iteration.lifetimes import StorageLedger
-from checkflow.planner.record.recorder import Recorder, held_tensors
+from checkflow.planner.record.recorder import IterationRecorder, held_tensors
 from checkflow.planner.trace.trace import trace
 from tests.support.oracle import clone_state, same_bits
 from tests.support.planned_jobs import assert_every_checkpoint_is_true, plan_graph
@@ -130,9 +130,9 @@ def test_training_does_not_notice(name: str) -> None:
     assert all(same_bits(one[key], other[key]) for key in one)
 
 
-def recording(step: TrainingStep) -> Recorder:
+def recording(step: TrainingStep) -> IterationRecorder:
     step.run(step.batch)
-    recorder = Recorder(step.models, step.optimizers, name="job")
+    recorder = IterationRecorder(step.models, step.optimizers, name="job")
     recorder.begin(step.batch)
     return recorder
 
@@ -203,7 +203,7 @@ def test_ended_on_another_thread_it_watches_no_more() -> None:
 
 def test_the_first_iteration_makes_state_and_is_refused() -> None:
     step = steps.batch_norm(adam)
-    recorder = Recorder(step.models, step.optimizers, name="job")
+    recorder = IterationRecorder(step.models, step.optimizers, name="job")
     recorder.begin(step.batch)
     step.run(step.batch)
     with pytest.raises(TraceError, match=r"changes the set of state \(optimizer/"):
@@ -223,7 +223,7 @@ def test_from_forward_to_forward() -> None:
     step = steps.batch_norm()
     (model,) = step.models.values()
     step.run(step.batch)
-    recorder = Recorder(step.models, step.optimizers, name="job")
+    recorder = IterationRecorder(step.models, step.optimizers, name="job")
     graphs: list[TrainingGraph] = []
     calls: list[int] = []
 
@@ -276,7 +276,7 @@ def test_what_a_loop_holds_is_counted() -> None:
     model = nn.Linear(256, 256, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(64, 256)
-    recorder = Recorder({"model": model}, {"optimizer": optimizer}, name="loop")
+    recorder = IterationRecorder({"model": model}, {"optimizer": optimizer}, name="loop")
     out = None
     for turn in range(2):
         if turn == 1:
@@ -355,7 +355,7 @@ def test_operators_that_take_functions_end_the_recording_and_not_the_job() -> No
 def test_begun_inside_of_a_mode_that_ends_first() -> None:
     step = steps.parallel()
     step.run(step.batch)
-    recorder = Recorder(step.models, step.optimizers, name="job")
+    recorder = IterationRecorder(step.models, step.optimizers, name="job")
     with FlopCounterMode(display=False):
         recorder.begin(step.batch)
         step.run(step.batch)

@@ -25,7 +25,7 @@ from checkflow.planner.measure import probe as probes
 from checkflow.planner.measure.machine import free_memory_bytes, this_machine
 from checkflow.planner.measure.timing import Spread, spread_of
 from checkflow.planner.model_file.load import load_training_step
-from checkflow.planner.record.recorder import Recorded
+from checkflow.planner.record.recorder import RecordedIteration
 from checkflow.planner.timeline import measured as measuring
 from checkflow.planner.timeline.measured import check_room, combine, measure_step, move, rooflines, with_predictions
 from checkflow.planner.timeline.roofline import durations_seconds
@@ -116,9 +116,9 @@ def graph() -> TrainingGraph:
     return trace(steps.parallel(), name="parallel", target="cpu")
 
 
-def recorded(graph: TrainingGraph, *seconds: float) -> Recorded:
+def recorded(graph: TrainingGraph, *seconds: float) -> RecordedIteration:
     """An iteration of the first few operators only."""
-    return Recorded(dataclasses.replace(graph, operators=graph.operators[: len(seconds)]), seconds)
+    return RecordedIteration(dataclasses.replace(graph, operators=graph.operators[: len(seconds)]), seconds)
 
 
 def test_operators_take_the_median_of_their_times_scaled_to_the_step(graph: TrainingGraph) -> None:
@@ -161,7 +161,7 @@ def test_an_iteration_of_no_time_has_no_shares(graph: TrainingGraph) -> None:
 
 
 def test_predictions_are_the_roofline_s_beside_the_measured(graph: TrainingGraph) -> None:
-    found = combine("job", spread_of([2.0]), [Recorded(graph, tuple([1.0] * len(graph.operators)))])
+    found = combine("job", spread_of([2.0]), [RecordedIteration(graph, tuple([1.0] * len(graph.operators)))])
     devices = [CATALOGUE["cpu"], CATALOGUE["H200"]]
     predictions = with_predictions(found, devices).times.predictions
     assert [one.device for one in predictions] == ["cpu", "H200"]

@@ -27,7 +27,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from checkflow.core.errors import MismatchError, UnsupportedError
 from checkflow.runtime.data.adapters.resumable import resumable
 from checkflow.runtime.data.loader import DataLoader
-from checkflow.runtime.data.sample_rng import derived_seed
+from checkflow.runtime.data.seeded_dataset import derived_seed
 from checkflow.runtime.data.worker_processes import WorkerShield, has_ended
 from checkflow.runtime.format import codec
 from tests.support.waiting import wait_for

@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkflow.runtime.data.order import BatchSteps, SampleSteps, Share, Step, Steps, Tail, count_steps
+from checkflow.runtime.data.order import BatchSteps, RankBatch, SampleSteps, Share, Steps, Tail, count_steps
 
 TAILS = st.sampled_from(["even", "drop", "pad"])
 SIZES, BATCHES, RANKS = st.integers(0, 60), st.integers(1, 5), st.integers(1, 5)
 
 
-def deal(size: int, batch: int, ranks: int, tail: Tail, position: int = 0) -> list[list[Step]]:
+def deal(size: int, batch: int, ranks: int, tail: Tail, position: int = 0) -> list[list[RankBatch]]:
     """By rank."""
     return [list(SampleSteps(range(size), batch, Share(rank, ranks), tail, position)) for rank in range(ranks)]
 
 
-def used(steps: list[list[Step]]) -> list[int]:
+def used(steps: list[list[RankBatch]]) -> list[int]:
     return [index for step in zip(*steps, strict=True) for part in step for index in part.indices]
 
 

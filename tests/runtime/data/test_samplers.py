@@ -27,8 +27,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from checkflow.core.errors import MismatchError, UnsupportedError
 from checkflow.runtime.data.loader import DataLoader
-from checkflow.runtime.data.sample_rng import index_number
 from checkflow.runtime.data.samplers import iterate_sampler
+from checkflow.runtime.data.seeded_dataset import index_number
 from tests.runtime.data.test_loader import Augmented, rows
 
 SIZE = 23

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from checkflow.core.errors import CheckflowError
 from checkflow.core.units import parse_seconds
 from checkflow.runtime.interval.policy import (
+    CheckFreqProfile,
     Choice,
     Costs,
     Intervals,
-    Profile,
     algorithm_1,
     choose,
     in_iterations,
@@ -26,7 +26,7 @@ from checkflow.runtime.interval.policy import (
 )
 
 # Ti 1, Tw 0.25, Tc 0.5, Tg 0.125, Ts 3 (binary fractions: sums are exact), m 100, M 800, Mmax 1000.
-USUAL = Profile(1.0, 0.25, 0.5, 0.125, 3.0, 100, 800, 1000)
+USUAL = CheckFreqProfile(1.0, 0.25, 0.5, 0.125, 3.0, 100, 800, 1000)
 
 
 @pytest.mark.parametrize(

@@ -381,7 +381,9 @@ def test_a_place_in_batches_of_another_size(iterations: int, fits: bool, tmp_pat
         assert start(tmp_path, of(8), 3).samples == list(range(SAMPLES))
         assert len(told()) == 1
         return
-    with pytest.raises(MismatchError, match="stopped after 2 batches of 4 in an epoch, this one has batches of 8"):
+    with pytest.raises(
+        MismatchError, match="stopped after 2 batches of 4 in an epoch, and batches of 8 may not end there"
+    ):
         start(tmp_path, of(8), 1)
     assert start(tmp_path, of(4), 4).samples == list(range(8, SAMPLES))
 
@@ -399,8 +401,8 @@ def test_a_checkpoint_that_does_not_say(
     script = Script(rates=(0.5, 0.02))
     assert start(tmp_path, script, 1, hyperparameters=choice).rates == [[0.025, 0.005]]
     assert told() == [
-        "the checkpoint does not say which hyperparameters its script asked for: its own go on, and later changes "
-        "of the script are logged"
+        "the checkpoint does not say which hyperparameters its script asked for: the checkpoint's values are kept, and "
+        "later changes of the script are logged"
     ]
     start(tmp_path, replace(script, decay=0.5), 1)
     assert [line.partition(" ")[0] for line in told()] == ["weight_decay"]

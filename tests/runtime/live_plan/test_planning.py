@@ -23,9 +23,9 @@ from checkflow.core import plan as plans
 from checkflow.core.errors import PlanError, TraceError
 from checkflow.core.planner_api import PlannerInput
 from checkflow.planner.live import planner, process
-from checkflow.planner.live.bandwidth import Bandwidths
+from checkflow.planner.live.bandwidth import CopyBandwidths
 from checkflow.planner.live.planner import LivePlanner
-from checkflow.planner.record.recorder import Recorded, Recorder
+from checkflow.planner.record.recorder import IterationRecorder, RecordedIteration
 from checkflow.planner.schedule.replay import check_plan
 from checkflow.runtime import reporter
 from checkflow.runtime.data.loader import DataLoader
@@ -62,7 +62,7 @@ def _planner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "check_plan", check_plan)
     monkeypatch.setattr(api, "make_planner", Beside)
     monkeypatch.setattr(planning, "RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(planner, "_bandwidths", lambda _: Bandwidths(1e10, 2e10))
+    monkeypatch.setattr(planner, "_bandwidths", lambda _: CopyBandwidths(1e10, 2e10))
 
 
 # From nothing to a plan
@@ -351,7 +351,7 @@ def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two iterations and a half for one checkpoint."""
     real = LivePlanner.planner_input
 
-    def slow(self: LivePlanner, recorded: Recorded, **asked: Any) -> PlannerInput:
+    def slow(self: LivePlanner, recorded: RecordedIteration, **asked: Any) -> PlannerInput:
         given = real(self, recorded, **asked)
         rate = given.timeline.state_bytes / given.timeline.iteration_seconds / 2.5
         return dataclasses.replace(given, bandwidth_bytes_per_second=rate)
@@ -419,7 +419,7 @@ def test_a_fault_of_the_recorder_ends_recording_and_not_training(
     if when == "operator":
         monkeypatch.setattr("checkflow.planner.record.recorder._LiveMode._note", fail)
     else:
-        monkeypatch.setattr(Recorder, when, fail)
+        monkeypatch.setattr(IterationRecorder, when, fail)
     plain, job = Job(), Job()
     torch.manual_seed(1)
     for _ in range(8):
@@ -438,11 +438,11 @@ def test_a_fault_of_the_recorder_ends_recording_and_not_training(
 def test_iterations_that_cannot_be_recorded_are_tried_a_few_times(
     tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
-    def refuse(self: Recorder, **_: Any) -> None:
+    def refuse(self: IterationRecorder, **_: Any) -> None:
         self.abandon()
         raise TraceError("no steady state")
 
-    monkeypatch.setattr(Recorder, "end", refuse)
+    monkeypatch.setattr(IterationRecorder, "end", refuse)
     job = Job()
     with open_job(job, tmp_path, on_error="warn") as checkpointer:
         truths = train(job, checkpointer, 20)
@@ -590,7 +590,7 @@ def test_without_auto_a_job_keeps_its_plan_and_is_told_once(
         truths = train(job, checkpointer, 24, lambda n: change(job) if n == 10 else None)
     assert check(tmp_path, truths) == list(range(1, 25))
     assert Beside.recordings == 1
-    assert caplog.text.count('plan="auto" follows it') == 1
+    assert caplog.text.count('plan="auto" makes a new one') == 1
     assert checkpointer.report()["breaches"] == 0
 
 
@@ -648,7 +648,7 @@ def test_what_planning_takes_of_every_iteration_is_part_of_the_cost(tmp_path: Pa
     hand = Hand()
     held: list[float] = []
     monkeypatch.setattr(training_loop, "PhaseClock", lambda: PhaseClock(hand))
-    ended, look, begin, find_kept = pacing.Pace.ended, Planning._hold_against, Recorder.begin, PlanCache.find
+    ended, look, begin, find_kept = pacing.Pace.ended, Planning._hold_against, IterationRecorder.begin, PlanCache.find
 
     def told(self: pacing.Pace, number: int, *, epoch_end: bool, held_seconds: float) -> None:
         held.append(held_seconds)
@@ -659,7 +659,7 @@ def test_what_planning_takes_of_every_iteration_is_part_of_the_cost(tmp_path: Pa
 
     monkeypatch.setattr(pacing.Pace, "ended", told)
     monkeypatch.setattr(Planning, "_hold_against", slow(look, 7))
-    monkeypatch.setattr(Recorder, "begin", slow(begin, 1000))
+    monkeypatch.setattr(IterationRecorder, "begin", slow(begin, 1000))
     monkeypatch.setattr(PlanCache, "find", slow(find_kept, 100_000))
     job = Job()
 

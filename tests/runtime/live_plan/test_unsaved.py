@@ -16,7 +16,7 @@ import checkflow
 from checkflow import api
 from checkflow.api import Checkpointer
 from checkflow.planner.live import planner
-from checkflow.planner.live.bandwidth import Bandwidths
+from checkflow.planner.live.bandwidth import CopyBandwidths
 from tests.support.own_plans import Beside
 
 ITERATIONS = 6  # the second is recorded
@@ -25,7 +25,7 @@ ITERATIONS = 6  # the second is recorded
 @pytest.fixture(autouse=True)
 def _planner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "make_planner", Beside)
-    monkeypatch.setattr(planner, "_bandwidths", lambda _: Bandwidths(1e10, 2e10))
+    monkeypatch.setattr(planner, "_bandwidths", lambda _: CopyBandwidths(1e10, 2e10))
 
 
 class Net(nn.Module):

@@ -566,7 +566,7 @@ def test_failures_known_to_be_rare_make_checkpoints_rare(tmp_path: Path, world: 
     ("arguments", "said"),
     [
         ({"every": "often"}, r"every: not a time: 'often' \(write it like 30s, 10min or 4h\)"),
-        ({"every": "0s"}, "every: '0s' is no time to wait"),
+        ({"every": "0s"}, "every: '0s' is no duration"),
         ({"every": 0}, "every must be a whole number of iterations, at least 1, text"),
         ({"every": True}, "every must be"),
         ({"every": 1.5}, "every must be"),

@@ -323,7 +323,7 @@ def test_in_another_thread_there_are_no_handlers(tmp_path: Path, caplog: pytest.
     thread.start()
     thread.join()
     assert steps(tmp_path) == [1, 2]
-    assert caplog.text.count("signals are not heeded: this Checkpointer was made in thread trainer") == 1
+    assert caplog.text.count("signals are not handled: this Checkpointer was made in thread trainer") == 1
 
 
 def test_none_are_heeded_if_none_are_asked_for(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from checkflow.runtime.format.digest import Digest
 from checkflow.runtime.format.layout import Layout, make_layout
 from checkflow.runtime.memory_tier import orphans, records
 from checkflow.runtime.memory_tier import tier as tier_module
-from checkflow.runtime.memory_tier.records import LIFE, MARK, MARKS, NOTHING, RECORDS, Life, Owner
+from checkflow.runtime.memory_tier.records import LIFE, MARK, MARKS, NOTHING, RECORDS, Owner, RunLife
 from checkflow.runtime.memory_tier.staging import StagingBuffer, StagingBuffers
 from checkflow.runtime.memory_tier.tier import MemoryTier
 from checkflow.runtime.snapshot.capturer import Capture
@@ -42,7 +42,7 @@ class Tier:
     """Three buffers, and captures of one small layout in them."""
 
     def __init__(self, directory: Path) -> None:
-        self.tier = MemoryTier(directory, Life("run"))
+        self.tier = MemoryTier(directory, RunLife("run"))
         memories = self.tier.allocate(3, SIZE_BYTES, None)
         assert memories is not None
         self.memories = memories
@@ -156,7 +156,7 @@ def test_a_record_that_cannot_be_removed_keeps_its_buffer_from_being_filled(
 
 
 def test_the_newest_capture_is_written_over_last(tmp_path: Path) -> None:
-    buffers = StagingBuffers(3, tier=MemoryTier(tmp_path, Life("run")))
+    buffers = StagingBuffers(3, tier=MemoryTier(tmp_path, RunLife("run")))
     buffers.grow(SIZE_BYTES)
     tier = buffers._tier
     assert tier is not None
@@ -174,7 +174,7 @@ def test_the_newest_capture_is_written_over_last(tmp_path: Path) -> None:
 
 
 def test_a_buffer_whose_record_cannot_be_removed_stays_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = MemoryTier(tmp_path, Life("run"))
+    tier = MemoryTier(tmp_path, RunLife("run"))
     buffers = StagingBuffers(2, tier=tier)
     buffers.grow(SIZE_BYTES)
     with monkeypatch.context() as patch:
@@ -255,7 +255,7 @@ def test_memory_on_a_disk_is_none(
     if fs.file_system(tmp_path)[0] in (None, "tmpfs"):
         pytest.skip("the temporary directory is in memory")
     monkeypatch.setattr(records, "ROOT", tmp_path)
-    tier = MemoryTier(tmp_path, Life("run"))
+    tier = MemoryTier(tmp_path, RunLife("run"))
     with caplog.at_level(logging.WARNING, "checkflow"):
         assert tier.allocate(1, 4096, None) is None
     assert "is no shared memory, but" in caplog.text
@@ -275,13 +275,13 @@ def failing(error: BaseException) -> Callable[..., Any]:
 def test_memory_that_runs_short_is_told_once_and_all_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tier = MemoryTier(tmp_path, Life("run"))
+    tier = MemoryTier(tmp_path, RunLife("run"))
     monkeypatch.setattr(MemoryTier, "_map", failing(OSError(errno.ENOSPC, "No space left on device")))
     with caplog.at_level(logging.WARNING, "checkflow"):
         for _ in range(2):
             assert tier.allocate(2, 4096, None) is None
     assert [one.getMessage() for one in caplog.records] == [
-        "captures in host memory end with the process, and storage is what is left then: "
+        "captures in host memory end with the process, and only storage outlives it: "
         f"{records.ROOT}: No space left on device"
     ]
     assert not folders_below(tmp_path)
@@ -293,7 +293,7 @@ def test_where_the_mark_cannot_be_written_it_is_tried_again_with_each_capture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The disk of the checkpoints is full at the start; shared memory is not."""
-    tier, publish, full = MemoryTier(tmp_path, Life("run")), tier_module._publish, [True]
+    tier, publish, full = MemoryTier(tmp_path, RunLife("run")), tier_module._publish, [True]
 
     def publish_unless_full(folder: int, name: str, data: bytes) -> None:
         if full and name == MARK:
@@ -306,7 +306,7 @@ def test_where_the_mark_cannot_be_written_it_is_tried_again_with_each_capture(
         assert not tier.mark()
         assert not tier.survives
         assert [one.getMessage() for one in caplog.records] == [
-            "captures in host memory end with the process, and storage is what is left then: "
+            "captures in host memory end with the process, and only storage outlives it: "
             f"{tmp_path / MARK} cannot be written: No space left on device"
         ]
         full.clear()
@@ -339,7 +339,7 @@ def test_a_file_that_comes_half_is_taken_away(tmp_path: Path, monkeypatch: pytes
 
 
 def test_ctrl_c_while_memory_is_taken_gives_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = MemoryTier(tmp_path, Life("run"))
+    tier = MemoryTier(tmp_path, RunLife("run"))
     monkeypatch.setattr(MemoryTier, "_map", failing(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         tier.allocate(2, 4096, None)
@@ -357,7 +357,7 @@ def test_whose_directory_it_is(tmp_path: Path) -> None:
 
 
 def test_memory_goes_back_though_a_child_lives(tmp_path: Path) -> None:
-    tier = MemoryTier(tmp_path, Life("run"))
+    tier = MemoryTier(tmp_path, RunLife("run"))
     memories = tier.allocate(2, 32 << 20, None)
     assert memories is not None
     folder = folder_of(tmp_path)
@@ -377,7 +377,7 @@ def test_memory_goes_back_though_a_child_lives(tmp_path: Path) -> None:
 
 
 def test_larger_state_gets_larger_buffers_and_leaves_no_old_ones(tmp_path: Path) -> None:
-    tier = MemoryTier(tmp_path, Life("run"))
+    tier = MemoryTier(tmp_path, RunLife("run"))
     first = tier.allocate(2, 4096, None)
     one = folder_of(tmp_path)
     second = tier.allocate(3, 8193, None)

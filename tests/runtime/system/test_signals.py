@@ -17,7 +17,7 @@ import checkflow
 from checkflow import api
 from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
-from checkflow.planner.record.recorder import Recorder
+from checkflow.planner.record.recorder import IterationRecorder
 from checkflow.runtime.persist.writer import Writer
 from checkflow.runtime.system.signals import raised_by_handler
 from checkflow.runtime.transfer.host import HostCopyEngine
@@ -120,13 +120,13 @@ def test_a_handlers_error_while_recording_begins_goes_on_to_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is recorded later, or not at all."""
-    original = Recorder.begin
+    original = IterationRecorder.begin
 
-    def signalled(self: Recorder, *arguments: Any) -> None:
+    def signalled(self: IterationRecorder, *arguments: Any) -> None:
         original(self, *arguments)
         signal.raise_signal(USR2)
 
-    monkeypatch.setattr(Recorder, "begin", signalled)
+    monkeypatch.setattr(IterationRecorder, "begin", signalled)
     model, optimizer, iterate = make()
     with checkflow.Checkpointer(model, optimizer, directory=tmp_path) as checkpointer:
         with pytest.raises(LostWorkerError):

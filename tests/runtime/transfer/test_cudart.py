@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from checkflow.core.errors import CheckflowError
-from checkflow.runtime.memory_tier.records import Life
+from checkflow.runtime.memory_tier.records import RunLife
 from checkflow.runtime.memory_tier.staging import StagingBuffers
 from checkflow.runtime.memory_tier.tier import MemoryTier
 from checkflow.runtime.system import numa
@@ -367,7 +367,7 @@ def test_where_shared_memory_cannot_be_locked_cuda_allocates(
     locked: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of all buffers or of none; views of one outlast the buffers."""
-    locks, tier = Locks(locked, allocated=3), MemoryTier(tmp_path, Life("run"))
+    locks, tier = Locks(locked, allocated=3), MemoryTier(tmp_path, RunLife("run"))
     buffers = StagingBuffers(3, locks, tier=tier)
     with caplog.at_level(logging.WARNING, "checkflow"):
         buffers.grow(5000)
@@ -392,7 +392,7 @@ def test_where_shared_memory_cannot_be_locked_cuda_allocates(
 def test_where_nothing_can_be_locked_captures_outlive_the_process(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    locks, tier = Locks(0, allocated=2), MemoryTier(tmp_path, Life("run"))
+    locks, tier = Locks(0, allocated=2), MemoryTier(tmp_path, RunLife("run"))
     buffers = StagingBuffers(3, locks, tier=tier)
     with caplog.at_level(logging.WARNING, "checkflow"):
         buffers.grow(5000)

@@ -207,7 +207,7 @@ def test_files_that_are_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture
         write(path)
         refused(capsys, path, tmp_path, says)
     (tmp_path / "x.txt").touch()
-    refused(capsys, tmp_path / "x.txt", tmp_path, "tell its format")
+    refused(capsys, tmp_path / "x.txt", tmp_path, "give its format")
     for content, says in (
         (b"", "is damaged, or no file of torch.save"), (b"PK\3\4" + bytes(50), "is damaged, or no file of torch.save"),
     ):  # fmt: skip

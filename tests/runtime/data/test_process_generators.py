@@ -17,10 +17,15 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from checkflow.runtime.data import numpy_twister, rng, sample_rng
+from checkflow.runtime.data import numpy_twister, process_generators, seeded_dataset
 from checkflow.runtime.data.loader import DataLoader
-from checkflow.runtime.data.rng import generator_states, generators_kept, seed_generators, set_generator_states
-from checkflow.runtime.data.sample_rng import derived_seed, draws_nothing
+from checkflow.runtime.data.process_generators import (
+    generator_states,
+    generators_kept,
+    seed_generators,
+    set_generator_states,
+)
+from checkflow.runtime.data.seeded_dataset import derived_seed, draws_nothing
 from tests.runtime.data.test_loader import rows
 
 DRAWS: dict[str, Callable[[], object]] = {
@@ -50,7 +55,7 @@ def draw(names: list[str]) -> None:
 
 
 def everything() -> tuple[Any, ...]:
-    """All three generators, as their own libraries tell of them."""
+    """All three generators, as their own libraries give them."""
     told: Any = np.random.get_state(legacy=False)
     return random.getstate(), repr(told), torch.get_rng_state().tolist(), torch.initial_seed()
 
@@ -64,7 +69,7 @@ def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """NumPy's twister copied as bytes, and states asked for, where their place is not known."""
     if request.param == "asked for":
         monkeypatch.setattr(numpy_twister, "_twister_of_numpy_is_known", bool)
-    monkeypatch.setattr(rng, "_numpy", numpy_twister.NumPyGenerator())
+    monkeypatch.setattr(process_generators, "_numpy", numpy_twister.NumPyGenerator())
 
 
 @contextlib.contextmanager
@@ -156,8 +161,8 @@ def test_no_numpy() -> None:
         import random, sys
         sys.modules["numpy"] = None
         import torch
-        from checkflow.runtime.data.rng import generators_kept, seed_generators
-        from checkflow.runtime.data.sample_rng import draws_nothing
+        from checkflow.runtime.data.process_generators import generators_kept, seed_generators
+        from checkflow.runtime.data.seeded_dataset import draws_nothing
         random.seed(1)
         expected = random.random()
         random.seed(1)
@@ -217,7 +222,7 @@ def test_only_what_surely_draws_nothing_is_not_seeded(name: str, monkeypatch: py
     def seeded(seed: int, reseed: object = None) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(sample_rng, "seed_generators", seeded)
+    monkeypatch.setattr(seeded_dataset, "seed_generators", seeded)
     dataset = {**PLAIN, **MAY_DRAW}[name]
     assert draws_nothing(dataset) is (name in PLAIN)
     before = everything()

@@ -1,9 +1,7 @@
-"""Python's, NumPy's and torch's generators, the ones of the process that samples and samplers draw from: seeding them,
-and putting them back as they were.
+"""The process's own generators (Python's, NumPy's, torch's): seed them, keep them, put them back.
 
-Both are done at each batch of the main process, and seeding at each sample: they must cost microseconds.
-
-What ``numpy.random.default_rng()`` makes belongs to whoever made it, and is not seen here.
+Both are done at each batch of the main process, and seeding at each sample: they must cost microseconds. What
+``numpy.random.default_rng()`` makes belongs to whoever made it, and is not seen here.
 """
 
 from __future__ import annotations

@@ -1,15 +1,7 @@
 """Everything that needs a GPU, in one command of some minutes: the CUDA tests, and all measurements.
 
-``make test-gpu``, or ``python -m benchmarks.gpu [--budget SECONDS] [--output DIR] [--only PART …] [--wheels DIR]``
-
-It uses the Python that runs it and the torch that this has: nothing is installed, no network is used. Each part runs in
-a process of its own and has its time; one that fails, hangs or crashes is ended, and costs the others nothing. What it
-sent by then, and why it ended, are in the JSON at once: ``gpu-<card>.json`` in the output folder, which is
-``benchmarks/results`` unless another is given. Parts for which the budget leaves too little are skipped, the least
-important ones come last.
-
-Where a command may last ten minutes, ``--call 1``, ``--call 2`` and ``--call 3`` do a third of the parts each, all of
-them even if each takes its whole time; ``--join FILE …`` gives a call what the ones before have written.
+It uses the Python that runs it and that Python's torch: it installs nothing and uses no network. Each part runs in a
+process of its own and has its time; one that fails, hangs or crashes is ended, and costs the others nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_figures import (
+from benchmarks.gpu.figures import (
     LOCKED_MEMORY,
     RIGHT_COPIES,
     Part,
@@ -43,17 +35,17 @@ from benchmarks.gpu_figures import (
     judge,
     unable,
 )
-from benchmarks.gpu_packages import LEAST_TORCH, how_to_bring, how_to_mend, install, lacking, minima
-from benchmarks.gpu_worker import Worker
+from benchmarks.gpu.packages import LEAST_TORCH, how_to_bring, how_to_mend, install, lacking, minima
+from benchmarks.gpu.worker import Worker
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SCHEMA = 3
 BUDGET_SECONDS = 480.0
 CALLS = (1, 2, 3)
 CALL_SECONDS = 570.0  # of one, half a minute less than the machine gives
 FIRST_SECONDS = 100.0  # to unpack wheels and import torch: its gigabytes may come from a slow disk, or from afar
 
-Case = dict[str, Any]  # the fields of benchmarks.gpu_loop.Case
+Case = dict[str, Any]  # the fields of benchmarks.gpu.loop.Case
 #: Batches that a card has to work on for longer than the state needs to leave; halved where memory does not suffice.
 CASES: tuple[Case, ...] = (
     {"model": "gpt2", "batch_size": 16, "settings": {"mixed": True}, "thorough": True},
@@ -148,7 +140,7 @@ def tasks(card: str, output: Path, *, quick: bool) -> tuple[Task, ...]:
 
 
 def _task(part: Part, function: str, **options: Any) -> Task:
-    return Task(part, f"benchmarks.gpu_parts:{function}", options)
+    return Task(part, f"benchmarks.gpu.parts:{function}", options)
 
 
 def _case(case: Case, call: int) -> Task:
@@ -367,7 +359,7 @@ def _main(asked: argparse.Namespace, begun: float) -> int:
     with contextlib.closing(Worker(log)) as worker:
         rows: list[Row] = []
         left_seconds = begun + FIRST_SECONDS - time.monotonic()
-        status, reason = worker.run("benchmarks.gpu_parts:environment", {"output": str(output)}, left_seconds, rows)
+        status, reason = worker.run("benchmarks.gpu.parts:environment", {"output": str(output)}, left_seconds, rows)
         if status != "done":
             print(f"checkflow: this machine cannot be looked at: {reason}; see {log}", file=sys.stderr)
             return 1
@@ -381,7 +373,7 @@ def _main(asked: argparse.Namespace, begun: float) -> int:
             return 2
         rows = []
         left_seconds = begun + FIRST_SECONDS - time.monotonic()
-        status, reason = worker.run("benchmarks.gpu_packages:try_imports", {}, left_seconds, rows)
+        status, reason = worker.run("benchmarks.gpu.packages:try_imports", {}, left_seconds, rows)
         if rows or status != "done":
             said = how_to_mend(rows) if rows else f"checkflow: what a run needs cannot be imported: {reason}; see {log}"
             print(said, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The parts of a run on a GPU (``benchmarks/gpu.py``): functions that send rows, in processes of their own.
+"""The parts of a run on a GPU (``benchmarks/gpu``): functions that send rows, in processes of their own.
 
 A part may fail, hang or crash: what it has sent by then is kept.
 """
@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.gpu_figures import LOCKED, UNABLE, Row, unable
-from benchmarks.gpu_worker import scratch
+from benchmarks.gpu.figures import LOCKED, UNABLE, Row, unable
+from benchmarks.gpu.worker import scratch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 _HOST = ("MemTotal:", "MemAvailable:", "SwapFree:", "Unevictable:")
 BARE_WRITES = 3  # before checkpoints, and after them
 CUDA_PROGRAMS = Path("/usr/local/cuda/bin")  # where its packages put them, often without a word in PATH
@@ -113,10 +113,10 @@ def gpu_state() -> Row | str:
 def smoke(options: Options, send: Send) -> None:
     """Within seconds: what this machine allows, whether copies arrive as they left, and a short job with checkpoints.
 
-    What it finds of host memory decides what later parts try (:func:`benchmarks.gpu_figures.unable`).
+    What it finds of host memory decides what later parts try (:func:`benchmarks.gpu.figures.unable`).
     """
-    from benchmarks.gpu_case import section
-    from benchmarks.gpu_link import try_host_memory, what_it_allows
+    from benchmarks.gpu.case import section
+    from benchmarks.gpu.link import try_host_memory, what_it_allows
     from checkflow.runtime.log_handler import show_lines
 
     show_lines()  # why the runtime refuses something goes to the log
@@ -178,8 +178,8 @@ def short_run(device: str = "cuda") -> Row:
     import torch
 
     import checkflow
-    from benchmarks.gpu_case import QUICK, make_case_plan
-    from benchmarks.gpu_loop import Case, TrainingJob
+    from benchmarks.gpu.case import QUICK, make_case_plan
+    from benchmarks.gpu.loop import Case, TrainingJob
     from checkflow.core.device import find_device
 
     job = TrainingJob(Case("digits", 4, settings={"width": 8}), torch.device(device))
@@ -213,7 +213,7 @@ def sanitized(options: Options, send: Send) -> None:
     if program is None:
         send({"tool": tool, "skipped": f"compute-sanitizer is neither on PATH nor in {CUDA_PROGRAMS}"})
         return
-    run = "from benchmarks.gpu_parts import short_run; short_run()"
+    run = "from benchmarks.gpu.parts import short_run; short_run()"
     command = [program, "--tool", tool, "--error-exitcode", "86", "--print-limit", "20"]
     if tool == "memcheck":  # torch asks the driver for what it may not have, and takes the error for an answer
         command += ["--report-api-errors", "no"]
@@ -239,7 +239,7 @@ def sanitized(options: Options, send: Send) -> None:
 
 def traces(options: Options, send: Send) -> None:
     """What each case takes by its trace, which needs no GPU: several processes at once."""
-    from benchmarks.gpu_loop import Case
+    from benchmarks.gpu.loop import Case
     from checkflow.planner.measure.machine import this_machine
 
     cases = [Case(**given) for given in options["cases"]]
@@ -261,7 +261,7 @@ def traces(options: Options, send: Send) -> None:
 def _trace(case: Any, target: str, capability: Any) -> Row:
     import torch
 
-    from benchmarks.gpu_case import traced_graph
+    from benchmarks.gpu.case import traced_graph
     from checkflow.planner.measure.torch_settings import torch_settings_kept
 
     torch.set_num_threads(1)
@@ -282,8 +282,8 @@ def _trace(case: Any, target: str, capability: Any) -> Row:
 
 def link(options: Options, send: Send) -> None:
     """The probe of this machine, which plans are made for; what a live job measures; and the bare link by size."""
-    from benchmarks.gpu_case import section
-    from benchmarks.gpu_link import bare_link, both_ways
+    from benchmarks.gpu.case import section
+    from benchmarks.gpu.link import bare_link, both_ways
     from checkflow.cli.tables.measurement import probe_json
     from checkflow.planner.live.bandwidth import measure_bandwidths
     from checkflow.planner.measure.probe import QUICK, probe
@@ -310,11 +310,11 @@ def link(options: Options, send: Send) -> None:
 
 
 def case(options: Options, send: Send) -> None:
-    """One training step with and without checkpoints (:mod:`benchmarks.gpu_case`)."""
+    """One training step with and without checkpoints (:mod:`benchmarks.gpu.case`)."""
     import torch
 
-    from benchmarks.gpu_case import QUICK, Effort, measure_case
-    from benchmarks.gpu_loop import Case
+    from benchmarks.gpu.case import QUICK, Effort, measure_case
+    from benchmarks.gpu.loop import Case
 
     if options["quick"]:
         torch.set_num_threads(1)
@@ -327,8 +327,8 @@ def case(options: Options, send: Send) -> None:
 
 def copies(options: Options, send: Send) -> None:
     """What crosses the link by one case's plan, before anything that takes longer."""
-    from benchmarks.gpu_case import QUICK, Effort, measure_copies
-    from benchmarks.gpu_loop import Case
+    from benchmarks.gpu.case import QUICK, Effort, measure_copies
+    from benchmarks.gpu.loop import Case
 
     effort = QUICK if options["quick"] else Effort()
     measure_copies(Case(**options["case"]), _device(options), _numbers(options), effort, send)
@@ -337,8 +337,8 @@ def copies(options: Options, send: Send) -> None:
 def live(options: Options, send: Send) -> None:
     """A job that brings no plan: recorded, planned beside training, put in place, and run by it."""
     import checkflow
-    from benchmarks.gpu_case import choose_storage
-    from benchmarks.gpu_loop import Case, TrainingJob
+    from benchmarks.gpu.case import choose_storage
+    from benchmarks.gpu.loop import Case, TrainingJob
 
     job = TrainingJob(Case(**options["case"]), _device(options))
     begun = time.perf_counter()
@@ -386,8 +386,8 @@ def command(options: Options, send: Send) -> None:
 def disk(options: Options, send: Send) -> None:
     """Durable checkpoints as fast as training waits for them, beside bare fsynced writes of as many bytes."""
     from benchmarks.cpu_overhead import RawLimits
-    from benchmarks.gpu_case import QUICK, Effort, file_system, make_case_plan, section
-    from benchmarks.gpu_loop import Case, Phases, TrainingJob, checkpointing, train, warm_up_iterations
+    from benchmarks.gpu.case import QUICK, Effort, file_system, make_case_plan, section
+    from benchmarks.gpu.loop import Case, Phases, TrainingJob, checkpointing, train, warm_up_iterations
 
     job = TrainingJob(Case(**options["case"]), _device(options))
     job.iterate()

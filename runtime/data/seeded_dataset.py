@@ -1,4 +1,4 @@
-"""The randomness of samples: every generator is seeded by (seed, epoch, index) before the sample is made.
+"""A data set that seeds every generator by (seed, epoch, index) before each sample is made.
 
 So augmentation does not depend on which worker makes a sample, on what was made before it, or on whether the job was
 interrupted. In the main process the generators are put back afterwards: dropout would repeat from batch to batch.
@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils import collate as torch_collate
 
-from checkflow.runtime.data.rng import Reseed, generator_states, seed_generators, set_generator_states
+from checkflow.runtime.data.process_generators import Reseed, generator_states, seed_generators, set_generator_states
 
 try:
     from numpy import ndarray
@@ -67,7 +67,9 @@ def _digest_of(index: Any) -> int:
         isinstance(index, tuple | list) and all(index_number(part) is not None for part in index)
     )
     if not plain:
-        raise TypeError(f"an index of type {type(index).__name__} cannot be told apart by its value") from None
+        raise TypeError(
+            f"an index of type {type(index).__name__} has no value that other processes share: use numbers or text"
+        ) from None
     return xxhash.xxh3_64_intdigest(repr(index).encode()) >> 1
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_figures import Row, Status
+from benchmarks.gpu.figures import Row, Status
 
 SHARED_MEMORY = Path("/dev/shm")
 _SECONDS_TO_SAY = 0.5  # where its threads are

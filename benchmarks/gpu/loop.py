@@ -23,8 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 import checkflow
-from benchmarks.gpu_figures import CHECKPOINTED, PLAIN, Row, case_name
-from benchmarks.gpu_worker import scratch
+from benchmarks.gpu.figures import CHECKPOINTED, PLAIN, Row, case_name
+from benchmarks.gpu.worker import scratch
 from checkflow.planner.model_file.load import OPTIMIZERS
 from checkflow.runtime.interval.controller import Controller
 from checkflow.runtime.loop.training_loop import TrainingLoop

@@ -12,7 +12,7 @@ import torch.distributed
 
 from checkflow.core.errors import MismatchError, UnsupportedError
 from checkflow.runtime.data.order import Share
-from checkflow.runtime.data.sample_rng import derived_seed
+from checkflow.runtime.data.seeded_dataset import derived_seed
 
 
 class Seeds(NamedTuple):
@@ -48,7 +48,7 @@ class EpochSeeds:
         """An epoch's seeds, drawn if they are not known; then all ranks have to ask at once.
 
         Raises:
-            UnsupportedError: there are several ranks, and no torch.distributed to tell them.
+            UnsupportedError: there are several ranks, and no torch.distributed to share them.
         """
         if epoch not in self._drawn:
             if self._seed is not None:
@@ -91,6 +91,6 @@ def _agreed(drawn: Seeds, share: Share) -> Seeds:
         return drawn
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise UnsupportedError("several ranks without torch.distributed cannot draw the same seeds: pass seed=")
-    told: list[Any] = [drawn]
-    torch.distributed.broadcast_object_list(told, src=0)
-    return told[0]  # type: ignore[no-any-return]
+    shared: list[Any] = [drawn]
+    torch.distributed.broadcast_object_list(shared, src=0)
+    return shared[0]  # type: ignore[no-any-return]

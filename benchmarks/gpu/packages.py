@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_figures import Row
+from benchmarks.gpu.figures import Row
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LEAST_TORCH = (2, 11)
 #: Of the package's dependencies, what only other commands use: a solver with its own licence.
 NOT_NEEDED = frozenset(("gurobipy",))
@@ -88,14 +88,14 @@ def try_imports(options: Mapping[str, Any], send: Callable[[Row], None]) -> None
     for name in options.get("modules", TRIED):
         try:
             importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is told
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
             absent = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
             said = f"{type(error).__name__}: {' '.join(str(error).split())}"
             send({"module": name, "absent": absent.partition(".")[0], "said": said})
 
 
 def how_to_mend(rows: Sequence[Row]) -> str:
-    """What to do about what :func:`try_imports` has told; the last line names it."""
+    """What to do about what :func:`try_imports` has found; the last line names it."""
     known = minima()
     missing = {row["module"] if row["module"] in known else row["absent"].replace("_", "-") for row in rows}
     told = "; ".join(f"{row['module']} ({row['said']})" for row in rows)

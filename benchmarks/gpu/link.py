@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.gpu_figures import LOCKED, Row
-from benchmarks.gpu_worker import SHARED_MEMORY
+from benchmarks.gpu.figures import LOCKED, Row
+from benchmarks.gpu.worker import SHARED_MEMORY
 from checkflow.core.errors import CheckflowError
 from checkflow.core.host_memory import free_host_memory_bytes
 from checkflow.planner.measure.timing import EventClock, clock_of, spread_of
@@ -102,7 +102,7 @@ def host_memory(kind: str, size_bytes: int, runtime: Runtime, index: int) -> Ite
 
 def try_host_memory(kind: str, device: torch.device) -> Row:
     """Whether CUDA takes this kind of host memory, and whether what is copied there arrives: see
-    :func:`benchmarks.gpu_figures.unable`."""
+    :func:`benchmarks.gpu.figures.unable`."""
     runtime = copy.copy(load_runtime())  # a batch that is refused here is still to be tried by the jobs that follow
     there = torch.randint(256, (CHECKED_BYTES,), dtype=torch.uint8, device=device)
     stream = torch.cuda.Stream()

@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 
 import checkflow
-from benchmarks import gpu_figures
-from benchmarks.gpu_figures import CHECKPOINTED, PLAIN, Row
-from benchmarks.gpu_link import bare_link, usual_to_host
-from benchmarks.gpu_loop import (
+from benchmarks.gpu import figures as gpu_figures
+from benchmarks.gpu.figures import CHECKPOINTED, PLAIN, Row
+from benchmarks.gpu.link import bare_link, usual_to_host
+from benchmarks.gpu.loop import (
     AUDITED,
     Block,
     Case,
@@ -39,7 +39,7 @@ from benchmarks.gpu_loop import (
     warm_up_iterations,
     what_ran,
 )
-from benchmarks.gpu_worker import scratch
+from benchmarks.gpu.worker import scratch
 from benchmarks.memory import Before, empty_gpu
 from checkflow.core.device import ComputeCapability, Device, DeviceKind, usable_bytes
 from checkflow.core.errors import PlanError
