@@ -53,7 +53,7 @@ def _tests(fault: str, name: str, *arguments: str) -> Part:
 def parts() -> list[Part]:
     """All of them, in the order in which they run: a row's own together, the long ones in pieces."""
     rows: list[Part] = []
-    rows += [_program("F1", f"jobs {n}", "kills", "--kills", 50, "--seed", n, "--output", "{answer}")
+    rows += [_program("F1", f"jobs {n}", "kills.run", "--kills", 50, "--seed", n, "--output", "{answer}")
              for n in range(40)]  # fmt: skip
     rows += [_program("F1", f"writers {n}", "kill_writer", "{folder}/checkpoints", 100, n) for n in range(10)]
     for name in SCENARIOS:
