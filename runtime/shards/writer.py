@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from checkflow.core.boxes import lies_in
 from checkflow.core.errors import CheckflowError, MismatchError, MissingShardsError, StorageError, UnsupportedError
 from checkflow.runtime.format import codec, manifest
 from checkflow.runtime.format.layout import OWNER, STORED_TYPES, FileLayout, TensorRecord, make_layout
@@ -212,10 +213,7 @@ def _write_part(
 
 
 def _refuse_outside(name: str, record: TensorRecord, shape: tuple[int, ...], offsets: tuple[int, ...]) -> None:
-    fits = len(shape) == len(offsets) == len(record.shape) and all(
-        o >= 0 and o + n <= size for o, n, size in zip(offsets, record.shape, shape, strict=True)
-    )
-    if not fits:
+    if not lies_in(shape, offsets, record.shape):
         raise UnsupportedError(
             f"{name}: a box of shape {list(record.shape)} at {list(offsets)} does not lie in {list(shape)}"
         )
