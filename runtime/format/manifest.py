@@ -284,6 +284,11 @@ def box_of(tensor: TensorEntry, piece: Piece) -> Box:
     return Box(tensor.shape, piece.offsets, piece.lengths)
 
 
+def rank_extra_name(rank: int, ranks: int) -> str:
+    """The file of the extra state that a rank has to itself, such as its random numbers."""
+    return f"state-{rank:05d}-of-{ranks:05d}.msgpack"
+
+
 def to_info(info: Mapping[str, Any]) -> dict[str, Any]:
     """``info`` as plain JSON values. Raises UnsupportedError."""
     try:

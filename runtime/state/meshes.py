@@ -198,7 +198,7 @@ def _box(
     for at, placement in enumerate(laid):
         if placement.is_partial():
             raise UnsupportedError(
-                f"state tensor {name} is a DTensor with {placement!r}: its value is a sum over ranks, so redistribute it"
+                f"state tensor {name} is a DTensor with {placement!r}: its value is a sum over ranks: redistribute it"
             )
         if placement.is_replicate():
             continue
