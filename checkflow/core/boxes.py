@@ -210,6 +210,15 @@ def shares(held: Iterable[Held], rank: int) -> dict[str, tuple[Box, ...]]:
     return found
 
 
+def first_element(held: Held, box: Box) -> int:
+    """Where in the memory of what a rank holds a box begins, in elements; the boxes of a share have no gaps there."""
+    at, stride = 0, 1
+    for d in reversed(range(len(box.shape)) if held.order is None else held.order):
+        at += (box.offsets[d] - held.box.offsets[d]) * stride
+        stride *= held.box.lengths[d]
+    return at
+
+
 def _cut(one: Held, size: int, at: int) -> int:
     """Where in a tensor, in bytes, a cut at ``at`` falls."""
     if not 0 < at < size:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -25,6 +25,7 @@ from checkflow.runtime.format.layout import STORED_TYPES, Layout
 VERSION = 1
 BLOCK_BYTES = 8388608  # 8 MiB
 MANIFEST, EXTRA = "manifest.json", "state.msgpack"
+OWN = "rank-own"  # owner, in the manifest, of what ranks hold under one name with values of their own
 MAX_MANIFEST_BYTES = 1 << 28
 MAX_EXTRA_BYTES = 1 << 32
 MAX_STEP = 10**18
@@ -282,6 +283,22 @@ def tensor_problem(tensor: TensorEntry, files: Mapping[str, FileEntry]) -> str |
 
 def box_of(tensor: TensorEntry, piece: Piece) -> Box:
     return Box(tensor.shape, piece.offsets, piece.lengths)
+
+
+def own_name(name: str, rank: int) -> str:
+    """The name, in the manifest, of a tensor that is a rank's own; the lowest rank's has the plain one."""
+    return f"{OWN}/{rank}/{name}"
+
+
+def names_of_rank(tensors: Collection[str], rank: int) -> dict[str, str]:
+    """What a rank calls a version's tensors, to their names there: its own in place of those of the lowest rank."""
+    prefix = f"{OWN}/{rank}/"
+    found = {name: name for name in tensors if not is_own(name)}
+    return found | {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
+
+
+def is_own(name: str) -> bool:
+    return name.startswith(f"{OWN}/")
 
 
 def rank_extra_name(rank: int, ranks: int) -> str:

@@ -22,9 +22,9 @@ from checkflow.core.state import (
     clean_key,
     is_composite,
     is_distributed,
-    memory_order,
     optimizer_parameters,
 )
+from checkflow.runtime.format.layout import TensorRecord
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -47,6 +47,20 @@ class Placement:
     kind: Kind
     box: Box
     holders: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """One of several ranks, and what is replicated though no wrapper says so; see :func:`placements`."""
+
+    rank: int
+    world_size: int
+    replicated: tuple[str, ...] = ()
+
+    def placements(
+        self, state: TrainingState, models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
+    ) -> dict[str, Placement]:
+        return placements(state, models, optimizers, self.rank, self.world_size, replicated=self.replicated)
 
 
 def placements(
@@ -97,12 +111,10 @@ def placements(
     return found
 
 
-def to_held(name: str, placement: Placement, tensor: torch.Tensor, group: int = 0) -> Held:
-    """What :func:`checkflow.core.boxes.shares` divides among replicas; ``tensor`` is this rank's part."""
-    order = memory_order(tensor)
-    row_major = order is None or order == tuple(range(tensor.dim()))
+def to_held(record: TensorRecord, placement: Placement) -> Held:
+    """What :func:`checkflow.core.boxes.shares` divides among replicas; ``record`` is of this rank's part."""
     return Held(
-        name, placement.box, tensor.element_size(), placement.holders, group, order=None if row_major else order
+        record.name, placement.box, record.element_bytes, placement.holders, record.deadline, record.permutation
     )
 
 

@@ -23,8 +23,6 @@ from checkflow.runtime.store.file_writer import Image, write_file, write_files
 from checkflow.runtime.store.store import Store, sync_folder
 from checkflow.runtime.system import fs
 
-OWN = "rank-own"  # owner, in the manifest, of what ranks hold under one name with values of their own
-
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -226,14 +224,9 @@ def _by_name(written: Sequence[Written]) -> dict[str, list[tuple[int, Part]]]:
         for part in one.parts:
             name = part.tensor
             if part.own and first.setdefault(name, one.rank) != one.rank:
-                name = own_name(name, one.rank)
+                name = manifest.own_name(name, one.rank)
             found.setdefault(name, []).append((one.rank, part))
     return found
-
-
-def own_name(name: str, rank: int) -> str:
-    """The name, in the manifest, of a tensor that is a rank's own; the lowest rank's has the plain one."""
-    return f"{OWN}/{rank}/{name}"
 
 
 def _entry(name: str, parts: Sequence[tuple[int, Part]]) -> TensorEntry:

@@ -28,6 +28,7 @@ from checkflow.runtime.format.manifest import (
     Piece,
     TensorEntry,
     box_of,
+    is_own,
     rank_extra_name,
 )
 from checkflow.runtime.store.block_reader import THREADS, Ahead, Block, read_blocks, read_one
@@ -114,9 +115,11 @@ class Checkpoint:
         order: list[tuple[str, int, str]] = []
         for name, tensor in manifest.tensors.items():
             stored = [self._piece(name, tensor, piece) for piece in tensor.pieces]
-            order.append((tensor.pieces[0].file, stored[0].begin, name))
+            if not is_own(name):
+                order.append((tensor.pieces[0].file, stored[0].begin, name))
         order.sort()
-        #: Name to entry of every state tensor, in file order: reading in this order touches each block once.
+        #: Name to entry of every state tensor, in file order: reading in this order touches each block once. What other
+        #: ranks than the lowest have as their own is in the manifest alone.
         self.tensors: Mapping[str, TensorEntry] = {name: manifest.tensors[name] for _, _, name in order}
 
     def __enter__(self) -> Checkpoint:

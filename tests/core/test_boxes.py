@@ -11,7 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkflow.core import boxes
-from checkflow.core.boxes import SMALL_BYTES, Box, Held, common, coverage_fault, flat_range, runs, shares, whole
+from checkflow.core.boxes import (
+    SMALL_BYTES,
+    Box,
+    Held,
+    common,
+    coverage_fault,
+    first_element,
+    flat_range,
+    runs,
+    shares,
+    whole,
+)
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -202,8 +213,11 @@ def test_shares_are_the_state_once_and_even(given_state: tuple[int, list[Held]])
         assert coverage_fault(one.box.lengths, inside) == ""
         if one.box.volume * one.element_bytes < SMALL_BYTES:
             assert len(pieces) <= 1
-        if 0 in one.box.shape:
-            assert len(pieces) == 1  # or no file would have it
+        for box in pieces:
+            order = one.order or range(len(one.box.shape))
+            at = [box.offsets[d] - one.box.offsets[d] for d in order]
+            lengths = [one.box.lengths[d] for d in order]
+            assert not (box.volume and order) or first_element(one, box) == np.ravel_multi_index(at, lengths)
     for group in (0, 1):
         members = [one for one in held if one.group == group]
         total = sum(one.box.volume * one.element_bytes for one in members)
@@ -219,6 +233,7 @@ def test_a_share_follows_memory() -> None:
     memory = numbered((64, 16, 16, 32)).transpose(0, 3, 1, 2)
     end = 0
     for rank in range(3):
+        assert first_element(held, shares([held], rank)["w"][0]) == end
         elements = [n for box in shares([held], rank)["w"] for n in part(memory, box).transpose(order).flat]
         assert elements == list(range(end, end + len(elements)))
         end += len(elements)

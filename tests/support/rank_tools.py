@@ -128,7 +128,7 @@ def load(path: Path, wanted: Mapping[str, Box], rank: int = 0) -> dict[str, Arra
         return narrow_to(described, wanted, rank)
 
     with open_checkpoint(path, narrow) as checkpoint:
-        found = {name: np.empty(box.lengths, checkpoint.tensors[name].dtype) for name, box in wanted.items()}
+        found = {name: np.empty(box.lengths, checkpoint.manifest.tensors[name].dtype) for name, box in wanted.items()}
         checkpoint.read_boxes_into(
             [(name, box, memoryview(found[name].reshape(-1).view(np.uint8).data)) for name, box in wanted.items()]
         )

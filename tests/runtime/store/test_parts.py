@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from checkflow.core.boxes import Box, Held, whole
 from checkflow.core.errors import CheckflowError, CorruptCheckpointError, MismatchError, StorageError
-from checkflow.runtime.format.manifest import BLOCK_BYTES, EXTRA, FileEntry, rank_extra_name
+from checkflow.runtime.format.manifest import BLOCK_BYTES, EXTRA, FileEntry, own_name, rank_extra_name
 from checkflow.runtime.store import block_reader
 from checkflow.runtime.store.discovery import find, open_verified
 from checkflow.runtime.store.files import OpenFile, glance
@@ -29,7 +29,6 @@ from checkflow.runtime.store.parts import (
     folder_name,
     join,
     narrow_to,
-    own_name,
     record_name,
 )
 from checkflow.runtime.store.reader import open_checkpoint
