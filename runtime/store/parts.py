@@ -74,7 +74,7 @@ class Gathered:
     Args:
         written: by rank.
         extra: the content of ``state.msgpack``, rank 0's.
-        info: the manifest's, as :meth:`.store.Store.commit` takes it.
+        info: joins the manifest's where only the ranks together know it.
     """
 
     written: Sequence[Written]
@@ -159,7 +159,7 @@ def commit_ranks(
         attempt: another one each time, of letters, digits, ``_``, ``.``, ``-``.
         gather: called with descriptors of the store's directory and of the attempt's, which exists from now on.
             Returns when all ranks have written.
-        info: for retention.
+        info: the manifest's, which retention reads, as :meth:`.store.Store.commit` takes it.
 
     Raises:
         MismatchError: ranks contradict each other: about a tensor, or about what covers it.
@@ -171,7 +171,9 @@ def commit_ranks(
         folder = fs.open_folder(temporary, dir_fd=root)
         try:
             gathered = gather(root, folder)  # (3)
-            described = join(gathered.written, step, store.run_id, plan_digest, manifest.to_info(gathered.info))
+            described = join(
+                gathered.written, step, store.run_id, plan_digest, manifest.to_info({**info, **gathered.info})
+            )
             for name, entry in described.files.items():
                 _refuse_size(folder, name, entry)
             extra = write_file(folder, manifest.EXTRA, iter([memoryview(gathered.extra)]))
